@@ -1,0 +1,28 @@
+"""dtron: PyTorch-native training of large transformers.
+
+Names are resolved when first used, so that `import dtron.models` loads no trainer.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtron.config import RunConfig
+    from dtron.parallelisms import Mesh, parallelize
+    from dtron.trainer import Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Mesh", "RunConfig", "Trainer", "parallelize"]
+
+_HOMES = {
+    "Mesh": "dtron.parallelisms",
+    "RunConfig": "dtron.config",
+    "Trainer": "dtron.trainer",
+    "parallelize": "dtron.parallelisms",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'dtron' has no attribute {name!r}")

@@ -1,0 +1,208 @@
+"""Saving and resuming with torch.distributed.checkpoint, keyed by FQN.
+
+    RUN/checkpoints/step-N/     shards of every rank, and dtron.json
+    RUN/checkpoints/latest      names the newest complete one
+
+A checkpoint is written beside its final name and renamed when it is whole, so that a half-written
+one is never taken for a checkpoint. Tensors and optimizer state carry their global shapes; the step,
+the data position and the model's config are JSON. The optimizer's settings (decay, betas) are not
+saved: they are the config's.
+"""
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from dtron.errors import CheckpointError
+
+log = logging.getLogger("dtron")
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_FACTS = "dtron.json"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says of itself, without opening its shards."""
+
+    step: int
+    """Optimizer steps done."""
+    tokens: int
+    """Tokens trained on."""
+    skipped: int
+    """Steps skipped for gradients that were not finite."""
+    world_size: int
+    model: dict[str, Any]
+    """Name and resolved config of the model."""
+    data: dict[str, int | str]
+    """State of the data loader."""
+
+
+def find(resume: str, checkpoints: Path) -> Path | None:
+    """The checkpoint that `checkpoint.resume` names; None to start afresh.
+
+    Raises:
+        CheckpointError: a path that holds no checkpoint.
+    """
+    if not resume:
+        return None
+    if resume == "latest":
+        return _latest(checkpoints)
+    path = Path(resume).expanduser()
+    found = path if (path / _FACTS).exists() else _latest(path / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"checkpoint.resume = {resume!r} is neither a checkpoint (a folder step-N with "
+            f"{_FACTS}) nor a run directory that has one"
+        )
+    return found
+
+
+def read_facts(path: Path) -> Facts:
+    """Read dtron.json of one checkpoint. Raises CheckpointError."""
+    try:
+        return Facts(**json.loads((path / _FACTS).read_text()))
+    except (OSError, json.JSONDecodeError, TypeError) as error:
+        raise CheckpointError(f"{path / _FACTS} cannot be read: {error}") from None
+
+
+def check_model(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another model, naming what differs. Raises CheckpointError."""
+    keys = [key for key in {**saved, **wanted} if saved.get(key) != wanted.get(key)]
+    if keys:
+        shown = ", ".join(f"{k}: {saved.get(k)!r} there, {wanted.get(k)!r} here" for k in keys[:4])
+        raise CheckpointError(f"{path} is of another model ({shown}); set the same model")
+
+
+class Checkpointer:
+    """Saves and loads the state of one run.
+
+    Args:
+        directory: RUN/checkpoints.
+        group: a host-side group over all ranks.
+        keep: newest checkpoints to keep; 0 keeps all.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        keep: int,
+    ) -> None:
+        self.directory, self.model, self.optimizer = directory, model, optimizer
+        self.group, self.keep = group, keep
+
+    def save(self, facts: Facts) -> Path:
+        """Write a checkpoint and publish it; all ranks call it together."""
+        final = self.directory / f"step-{facts.step}"
+        partial = final.with_name(final.name + ".partial")
+        first = dist.get_rank() == 0
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier(self.group)
+        dcp.save(self._state(), checkpoint_id=partial, process_group=self.group)
+        if first:
+            (partial / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
+            _publish(partial, final)
+            self._retire(final)
+        dist.barrier(self.group)
+        log.info("checkpoint: %s", final)
+        return final
+
+    def load(self, path: Path) -> None:
+        """Load weights, optimizer state and RNG state in place; all ranks call it together.
+
+        Raises:
+            CheckpointError: a shard is missing or cannot be read, or a tensor has another shape.
+        """
+        state = self._state()
+        known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        if not all(f"rng.{name}" in known for name in state["rng"]):
+            log.warning("%s holds no RNG state for this rank; dtron itself needs none", path)
+            del state["rng"]
+        try:
+            dcp.load(state, checkpoint_id=path, process_group=self.group)
+        except dcp.CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise CheckpointError(f"{path} cannot be loaded: {cause}") from error
+        set_model_state_dict(self.model, state["model"])
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+        set_optimizer_state_dict(
+            self.model, self.optimizer, {**optimizer, **state["optimizer"]}, options=_FLAT
+        )
+        if "rng" in state:
+            _set_rng(state["rng"])
+
+    def _state(self) -> dict[str, Any]:
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": {k: v for k, v in optimizer.items() if k.startswith("state.")},
+            "rng": _get_rng(),
+        }
+
+    def _retire(self, newest: Path) -> None:
+        """Delete what is older than the `keep` newest, never the one just written."""
+        if self.keep:
+            found = sorted(_complete(self.directory), key=_step_of)
+            for old in found[: -self.keep]:
+                if old != newest:
+                    shutil.rmtree(old)
+
+
+def _get_rng() -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    states = {f"{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng(states: dict[str, torch.Tensor]) -> None:
+    for name, state in states.items():
+        setter = torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state
+        setter(state)
+
+
+def _publish(partial: Path, final: Path) -> None:
+    if final.exists():  # the same step again, after resuming from an earlier one
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    pointer = final.parent / "latest.partial"
+    pointer.write_text(final.name + "\n")
+    os.replace(pointer, final.parent / "latest")
+
+
+def _latest(checkpoints: Path) -> Path | None:
+    try:
+        named = checkpoints / (checkpoints / "latest").read_text().strip()
+    except OSError:
+        return None
+    return named if (named / _FACTS).exists() else max(_complete(checkpoints), key=_step_of)
+
+
+def _complete(checkpoints: Path) -> list[Path]:
+    return [path.parent for path in checkpoints.glob(f"step-*/{_FACTS}") if _step_of(path.parent)]
+
+
+def _step_of(path: Path) -> int:
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdigit() else 0

@@ -1,0 +1,61 @@
+"""The command line of train.py."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from dtron.config import RunConfig, fields
+from dtron.errors import DtronError
+from dtron.runtime import Place
+
+_GRACE_SECONDS = 60
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the arguments say; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        from dtron.trainer import Trainer  # after --help, which needs no torch
+
+        Trainer(RunConfig.load(options.config, options.overrides)).fit()
+    except DtronError as error:
+        return _refuse(error)
+    return 0
+
+
+def _refuse(error: DtronError) -> int:
+    """Tell the error once a host: its first rank speaks and exits, which ends the others."""
+    if Place.of_environment().local_rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_GRACE_SECONDS)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train a model: torchrun --nproc-per-node N train.py --config FILE",
+        epilog=_field_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="a TOML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="replaces a key of the file"
+    )
+    return parser
+
+
+def _field_help() -> str:
+    """Every key with its default and docstring."""
+    lines, section = ["keys:"], ""
+    for key, default, doc in fields(RunConfig):
+        if key.split(".")[0] != section:
+            section = key.split(".")[0]
+            lines.append(f"\n[{section}]")
+        shown = list(default) if isinstance(default, tuple) else default
+        lines.append(f"  {key} = {json.dumps(shown)}")
+        lines.append(f"      {doc}")
+    return "\n".join(lines)

@@ -1,0 +1,135 @@
+"""Where figures go: metrics.jsonl, TensorBoard and the console."""
+
+import json
+import logging
+import resource
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from dtron.flops import FlopsModel, flops_per_token, peak_flops
+
+log = logging.getLogger("dtron")
+Row = dict[str, float | int | None]
+
+
+class Throughput:
+    """Tokens per second and MFU between logging steps.
+
+    Args:
+        flops: the model's operations.
+        devices: ranks that share the work.
+    """
+
+    def __init__(self, flops: FlopsModel, devices: int) -> None:
+        self.flops, self.devices = flops, devices
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        self.peak = peak_flops(name)
+        self.restart()
+
+    def add(self, tokens: int, attended: float) -> None:
+        """Count one step: its tokens over all ranks, and the mean over tokens of the length
+        attention runs over: seq_len, or sum(L^2) / sum(L) over documents of length L."""
+        self._steps += 1
+        self._tokens += tokens
+        self._attended += attended
+
+    def read(self) -> Row:
+        """Means since the last reading; seconds are per step, MFU is None on unknown hardware."""
+        steps, tokens, attended = self._steps, self._tokens, self._attended
+        seconds = time.perf_counter() - self._since
+        self.restart()
+        each = tokens / seconds / self.devices
+        row: Row = {
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_second_per_device": each,
+        }
+        for key, convention in (("mfu", "full"), ("mfu_causal", "causal")):
+            flops = flops_per_token(self.flops, attended / steps, convention)
+            row[key] = each * flops / self.peak if self.peak else None
+        return {**row, "memory_gib": peak_memory_gib(), "seconds": seconds / steps}
+
+    def restart(self) -> None:
+        """Forget what was counted, as after work that is not training."""
+        self._since, self._steps, self._tokens, self._attended = time.perf_counter(), 0, 0, 0.0
+
+
+def peak_memory_gib() -> float:
+    """Peak memory of this rank in GiB: reserved by the GPU's allocator, or resident on CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class MetricsWriter:
+    """Writes rows on rank 0; a writer on another rank does nothing."""
+
+    def __init__(
+        self, path: Path, tensorboard: Path | None, console: Console, steps: int, active: bool
+    ) -> None:
+        self._file = path.open("a", buffering=1) if active else None
+        self._board = SummaryWriter(tensorboard) if active and tensorboard else None
+        self._progress = _progress(console) if active and console.is_terminal else None
+        if self._progress is not None:
+            self._task = self._progress.add_task("training", total=steps, figures="")
+            self._progress.start()
+
+    def step(self, step: int) -> None:
+        """Advance the progress line."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def row(self, row: Mapping[str, float | int | None]) -> None:
+        """Write one row: `step` and figures by name."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps(row) + "\n")
+        if self._board is not None:
+            for name, value in row.items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(name, value, row["step"])
+        text = _line(row)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=row["step"], figures=text)
+        else:
+            log.info("step %5d  %s", row["step"], text)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        if self._progress is not None:
+            self._progress.stop()
+        if self._board is not None:
+            self._board.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+        console=console,
+    )
+
+
+_SHOWN = (
+    ("loss", "loss {:.4f}"),
+    ("validation_loss", "validation loss {:.4f}"),
+    ("grad_norm", "grad norm {:.3f}"),
+    ("lr", "lr {:.2e}"),
+    ("tokens_per_second", "{:,.0f} tok/s"),
+    ("mfu", "mfu {:.1%}"),
+    ("memory_gib", "{:.1f} GiB"),
+)
+
+
+def _line(row: Mapping[str, float | int | None]) -> str:
+    return "  ".join(form.format(v) for key, form in _SHOWN if (v := row.get(key)) is not None)

@@ -1,0 +1,120 @@
+"""Optimizers and learning-rate schedules: two tables.
+
+The learning rate is a pure function of the step. Clipping and the skip of non-finite gradients are
+decided on the device: `update` takes one scale for all gradients and does nothing where it is not
+finite; fused AdamW applies both inside its one kernel.
+
+Sources: AdamW, arXiv:1711.05101; WSD, arXiv:2404.06395; inverse square root, arXiv:1706.03762.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dtron.config import Optim, Schedule
+from dtron.parallelisms.gradients import scale_or_zero_
+
+
+def _adamw(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        groups,
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        fused=True,
+    )
+
+
+def _sgd(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
+    parameters = [p for group in groups for p in group["params"]]
+    return torch.optim.SGD(parameters, lr=options.lr, foreach=True)
+
+
+OPTIMIZERS: dict[str, Callable[[list[dict], Optim], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+}
+
+
+def build_optimizer(model: nn.Module, options: Optim) -> torch.optim.Optimizer:
+    """The optimizer over all parameters; vectors (norms, biases) are not decayed."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for p in parameters if p.dim() >= 2],
+            "weight_decay": options.weight_decay,
+        },
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return OPTIMIZERS[options.name]([group for group in groups if group["params"]], options)
+
+
+def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
+    """One optimizer step with gradients times `scale`; no step at all where it is not finite.
+
+    Args:
+        scale: a float32 scalar on the device; nothing waits for its value.
+        lr: learning rate of this step.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if isinstance(optimizer, torch.optim.AdamW):
+        # The hook that torch.amp's gradient scaler uses: the kernel divides by grad_scale and
+        # returns at once where found_inf is 1.
+        finite = scale.isfinite()
+        optimizer.grad_scale = torch.where(finite, 1.0 / scale, 1.0).float()  # type: ignore[attr-defined]
+        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    else:
+        scale_or_zero_(_parameters(optimizer), scale)
+    optimizer.step()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _constant(_step: int, _steps: int, _warmup: int, _options: Schedule) -> float:
+    return 1.0
+
+
+def _linear(step: int, steps: int, warmup: int, options: Schedule) -> float:
+    return 1.0 - (1.0 - options.min_ratio) * _progress(step, steps, warmup)
+
+
+def _cosine(step: int, steps: int, warmup: int, options: Schedule) -> float:
+    fall = (1.0 - math.cos(math.pi * _progress(step, steps, warmup))) / 2
+    return 1.0 - (1.0 - options.min_ratio) * fall
+
+
+def _wsd(step: int, steps: int, _warmup: int, options: Schedule) -> float:
+    length = round(options.decay * steps)
+    done = step + 1 - (steps - length)
+    return 1.0 if done <= 0 else 1.0 - (1.0 - options.min_ratio) * done / length
+
+
+def _inverse_sqrt(step: int, _steps: int, warmup: int, _options: Schedule) -> float:
+    return math.sqrt(max(1, warmup) / (step + 1))
+
+
+SCHEDULES: dict[str, Callable[[int, int, int, Schedule], float]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "wsd": _wsd,
+    "inverse_sqrt": _inverse_sqrt,
+}
+
+
+def learning_rate(step: int, steps: int, peak: float, options: Schedule) -> float:
+    """Learning rate of update `step` (0-based) of `steps`: linear warm-up to `peak`, then the row
+    of SCHEDULES; linear and cosine reach min_ratio * peak at the last step."""
+    warmup = round(options.warmup * steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * SCHEDULES[options.name](step, steps, warmup, options)
+
+
+def _progress(step: int, steps: int, warmup: int) -> float:
+    return (step - warmup) / max(1, steps - 1 - warmup)

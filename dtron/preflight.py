@@ -1,0 +1,106 @@
+"""Everything that can be refused before the process group starts.
+
+Each rank checks what is cheap; the first rank of each host prepares the data, and the others wait
+for it, so that an error is found and told once.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtron.checkpoint import Facts, check_model, find, read_facts
+from dtron.config import RunConfig
+from dtron.data import Tokenizer, load_tokenizer, prepare, wait_for
+from dtron.errors import ConfigError
+from dtron.models import MODELS, model_config
+from dtron.models.attention import Backend, choose_backend
+from dtron.models.config import DecoderConfig
+from dtron.parallelisms.fsdp import DTYPES
+from dtron.rundir import RunDir
+from dtron.runtime import Place, make_writable
+
+_DATA_TIMEOUT_SECONDS = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks resolved."""
+
+    model: DecoderConfig
+    attention: Backend
+    tokenizer: Tokenizer
+    checkpoint: Path | None
+    facts: Facts | None
+
+
+def preflight(config: RunConfig, place: Place) -> Checked:
+    """Check a run against this machine.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: the first thing that cannot work.
+    """
+    config.validate_for(place.world_size)
+    model = model_config(config.model.name, config.model.size, config.model.override)
+    _check_sequence(config, model)
+    attention = _attention(config, model, place.device)
+    tokenizer = load_tokenizer(config.data)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, more "
+            f"than model.override.vocab_size = {model.vocab_size}; raise the latter"
+        )
+    rundir = RunDir(config.run.dir)
+    checkpoint = find(config.checkpoint.resume, rundir.checkpoints)
+    facts = read_facts(checkpoint) if checkpoint else None
+    if checkpoint and facts:
+        check_model(checkpoint, facts.model, model_facts(config, model))
+        _check_steps(config, facts)
+    if place.local_rank == 0:
+        _check_writable(rundir.path)
+        prepare(config.data)
+    else:
+        wait_for(config.data, _DATA_TIMEOUT_SECONDS)
+    return Checked(model, attention, tokenizer, checkpoint, facts)
+
+
+def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:
+    """Name and resolved fields of the model, as a checkpoint keeps them."""
+    return {"name": config.model.name, **model.model_dump(mode="json")}
+
+
+def _attention(config: RunConfig, model: DecoderConfig, device: torch.device) -> Backend:
+    return choose_backend(
+        config.model.attention,
+        device_type=device.type,
+        dtype=DTYPES[config.train.dtype],
+        head_dim=model.head_size,
+        documents=config.data.mask_documents,
+        dropout=model.attention_dropout > 0,
+        deterministic=config.debug.deterministic,
+    )
+
+
+def _check_sequence(config: RunConfig, model: DecoderConfig) -> None:
+    assert config.model.name in MODELS, "model_config refuses unknown names"
+    if model.positions == "learned" and config.train.seq_len > model.max_seq_len:
+        raise ConfigError(
+            f"train.seq_len = {config.train.seq_len} is longer than the learned positions of "
+            f"model.override.max_seq_len = {model.max_seq_len}; shorten it or raise the latter"
+        )
+
+
+def _check_steps(config: RunConfig, facts: Facts) -> None:
+    if facts.step >= config.train.steps:
+        raise ConfigError(
+            f"train.steps = {config.train.steps} is already reached by the checkpoint of step "
+            f"{facts.step}; raise it to train on"
+        )
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        make_writable(path)
+    except OSError as error:
+        raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error}") from None

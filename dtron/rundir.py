@@ -1,0 +1,76 @@
+"""A run's directory: what lies where, and nothing in it is ever lost.
+
+    config.toml      resolved; running it repeats the run (config-1.toml, ...: earlier starts)
+    run.json         what really ran
+    metrics.jsonl    one object a logged step
+    tensorboard/  checkpoints/  trace/
+
+A resumed run continues these files. A fresh start in a used directory first renames what an earlier
+run left there by a number.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_KEPT = ("metrics.jsonl", "run.json", "tensorboard", "checkpoints", "trace")
+
+
+class RunDir:
+    """Paths of a run, and the few writes that only rank 0 makes."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.trace = self.path / "trace"
+        self.run_json = self.path / "run.json"
+
+    def open(self, config_toml: str, resumed_step: int | None) -> None:
+        """Make the directory ready for a run that starts after `resumed_step`, or afresh (None)."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if resumed_step is None:
+            for name in _KEPT:
+                _set_aside(self.path / name)
+        else:
+            self._drop_rows_after(resumed_step)
+        if self.config.exists() and self.config.read_text() != config_toml:
+            _set_aside(self.config)
+        _write(self.config, config_toml)
+
+    def write_run_json(self, facts: dict[str, Any]) -> None:
+        """Replace run.json."""
+        _write(self.run_json, json.dumps(facts, indent=1) + "\n")
+
+    def _drop_rows_after(self, step: int) -> None:
+        if not self.metrics.exists():
+            return
+        rows = self.metrics.read_text().splitlines()
+        kept = [row for row in rows if (at := _step_of(row)) is not None and at <= step]
+        _write(self.metrics, "".join(row + "\n" for row in kept))
+
+
+def _step_of(row: str) -> int | None:
+    """Step of a metrics row; None for one that a killed run left half-written."""
+    try:
+        return json.loads(row)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def _set_aside(path: Path) -> None:
+    if not path.exists():
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)

@@ -1,0 +1,150 @@
+"""The process: its place in the world, its process group, device, seeds and log.
+
+One process a rank, started by torchrun or alone. Collectives on GPU tensors go over NCCL; a second,
+host-side gloo group carries agreements (signals) without touching the device.
+"""
+
+import contextlib
+import datetime
+import logging
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.logging import RichHandler
+
+log = logging.getLogger("dtron")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands, as torchrun's environment says; a lone process is a world of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def of_environment(cls) -> "Place":
+        """Read RANK, LOCAL_RANK and WORLD_SIZE."""
+        get = os.environ.get
+        return cls(
+            int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(get("WORLD_SIZE", "1"))
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """This process's accelerator, else the CPU."""
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.local_rank)
+        return torch.device("cpu")
+
+
+def set_up_logging(place: Place, console: Console) -> None:
+    """Rank 0 logs to the console; other ranks report warnings only."""
+    handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
+    log.handlers = [handler]
+    log.propagate = False
+    log.setLevel(logging.INFO if place.rank == 0 else logging.WARNING)
+
+
+@contextlib.contextmanager
+def process_group(place: Place, timeout_seconds: int) -> Iterator[None]:
+    """Start the default process group, or use one that is already there, and end what it started."""
+    if dist.is_initialized():
+        yield
+        return
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    device = place.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options = {"backend": "nccl", "device_id": device}
+    else:
+        options = {"backend": "gloo"}
+    dist.init_process_group(timeout=timeout, **_rendezvous(place), **options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _rendezvous(place: Place) -> dict:
+    ranks = {"rank": place.rank, "world_size": place.world_size}
+    if place.world_size == 1:
+        return {"store": dist.HashStore(), **ranks}
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {"init_method": "env://", **ranks}
+    # A restarted attempt must not read the addresses that the dead one left in the agent's store.
+    store = dist.TCPStore(
+        env["MASTER_ADDR"], int(env["MASTER_PORT"]), place.world_size, is_master=False
+    )
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), **ranks}
+
+
+def seed_everything(seed: int, deterministic: bool) -> None:
+    """Seed torch, numpy and random for code outside dtron (dtron's own draws are keyed), and turn
+    on deterministic kernels if asked."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+
+
+class StopSignal:
+    """SIGTERM and SIGINT as a flag that all ranks agree on, one step late and without waiting.
+
+    Each step starts a 1-element all-reduce over the host group and reads the last step's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._raised = False
+        self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
+        self._previous = {}
+
+    def __enter__(self) -> "StopSignal":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError):  # not in the main thread: no signals to catch
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self._pending is not None and self._pending[0] is not None:
+            self._pending[0].wait()
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        log.warning("%s: stopping after this step", signal.Signals(number).name)
+        self._raised = True
+
+    def agreed(self) -> bool:
+        """Whether any rank had been signalled at the last call; the same on every rank."""
+        previous, flag = self._pending, torch.tensor([int(self._raised)])
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = (work, flag)
+        if previous is None:
+            return False
+        if previous[0] is not None:
+            previous[0].wait()
+        return bool(previous[1].item())
+
+
+def make_writable(path: Path) -> None:
+    """Create a directory and check that files can be written in it. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    probe = path / f".write-test-{os.getpid()}"
+    probe.write_text("")
+    probe.unlink()

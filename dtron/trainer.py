@@ -1,0 +1,365 @@
+"""The training loop: builds what the config says and runs it step by step."""
+
+import gc
+import logging
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import dtron
+from dtron.checkpoint import Checkpointer, Facts
+from dtron.collectives import CollectiveCounter
+from dtron.config import RunConfig
+from dtron.data import Batch, Loader, open_data, validation_batches
+from dtron.errors import TrainingError
+from dtron.flops import FlopsModel
+from dtron.loss import cross_entropy_sum
+from dtron.metrics import MetricsWriter, Throughput
+from dtron.models import MODELS, build_model
+from dtron.optim import build_optimizer, learning_rate
+from dtron.parallelisms.apply import Applied, apply_passes
+from dtron.parallelisms.fsdp import Policy, free_gathered
+from dtron.parallelisms.initialize import initialize, materialize
+from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, Mesh
+from dtron.preflight import model_facts, preflight
+from dtron.profile import ProfileWindow
+from dtron.rundir import RunDir
+from dtron.runtime import Place, StopSignal, process_group, seed_everything, set_up_logging
+from dtron.sample import sample_text
+from dtron.step import StepResult, TrainStep, evaluate
+
+log = logging.getLogger("dtron")
+
+
+class Trainer:
+    """One run of one rank.
+
+        Trainer(RunConfig.load("configs/quickstart.toml")).fit()
+
+    Raises:
+        DtronError: the config cannot run here; nothing has been started or written yet.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.place = Place.of_environment()
+        self.console = Console()
+        set_up_logging(self.place, self.console)
+        self.checked = preflight(config, self.place)
+        self.rundir = RunDir(config.run.dir)
+
+    def fit(self) -> None:
+        """Train to the last step, or until a signal; saves, validates and samples on the way.
+
+        Raises:
+            TrainingError: too many steps in a row had gradients that were not finite.
+        """
+        with process_group(self.place, self.config.parallel.timeout_seconds):
+            self._build()
+            gc.disable()  # collections come at the same step on all ranks
+            try:
+                self._train()
+            finally:
+                gc.enable()
+                self.writer.close()
+
+    # -- building ---------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        config = self.config
+        seed_everything(config.train.seed, config.debug.deterministic)
+        self.host_group = _host_group()
+        degrees = config.degrees(self.place.world_size)
+        self.mesh = Mesh(**degrees, device_type=self.place.device.type)
+        self.policy = Policy.of(config.parallel, self.mesh)
+        applied = self._build_model()
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self._build_data()
+        self.loss = cross_entropy_sum
+        if config.compile.enable:
+            self.loss = torch.compile(
+                cross_entropy_sum, backend=config.compile.backend, dynamic=False
+            )
+        has_dropout = self.checked.model.dropout > 0 or self.checked.model.attention_dropout > 0
+        self.train_step = TrainStep(
+            self.model,
+            self.mesh,
+            self.policy,
+            self.optimizer,
+            self.loss,
+            config.train.max_grad_norm,
+            config.train.seed if has_dropout else None,
+        )
+        self.checkpointer = Checkpointer(
+            self.rundir.checkpoints,
+            self.model,
+            self.optimizer,
+            self.host_group,
+            config.checkpoint.keep,
+        )
+        self._resume()
+        self._open_run(applied)
+
+    def _build_model(self) -> Applied:
+        config, checked = self.config, self.checked
+        spec = MODELS[config.model.name]
+        with torch.device("meta"):
+            self.model = build_model(config.model.name, checked.model, checked.attention)
+        applied = apply_passes(
+            self.model,
+            self.mesh,
+            units=spec.units(checked.model),
+            blocks="blocks.*",
+            parallel=config.parallel,
+            dtype=config.train.dtype,
+            recompute=config.recompute,
+            compile=config.compile,
+            convert=None,
+        )
+        materialize(self.model, self.place.device)
+
+        def fill(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+            spec.init_parameter(checked.model, fqn, full, generator)
+
+        initialize(self.model, config.train.seed, fill)
+        return applied
+
+    def _build_data(self) -> None:
+        config = self.config
+        train, self.validation = open_data(
+            config.data, seq_len=config.train.seq_len, seed=config.train.seed
+        )
+        self.loader = Loader(
+            train,
+            global_batch=config.train.global_batch,
+            micro_batch=config.train.micro_batch,
+            dp_rank=self.mesh.rank(*BATCH_AXES),
+            dp_size=self.mesh.size(*BATCH_AXES),
+        )
+
+    def _resume(self) -> None:
+        self.step = self.tokens = 0
+        if self.checked.checkpoint is None or self.checked.facts is None:
+            if self.config.checkpoint.resume:
+                log.info("no checkpoint in %s yet: starting afresh", self.rundir.checkpoints)
+            return
+        facts = self.checked.facts
+        self.checkpointer.load(self.checked.checkpoint)
+        self.loader.load_state_dict(facts.data)
+        self.step, self.tokens = facts.step, facts.tokens
+        self.train_step.skipped += facts.skipped
+        log.info("resumed from %s", self.checked.checkpoint)
+
+    def _open_run(self, applied: Applied) -> None:
+        config = self.config
+        first = self.place.rank == 0
+        resumed = self.checked.facts.step if self.checked.facts else None
+        if first:
+            self.rundir.open(config.to_toml(), resumed)
+        self.facts = self._run_facts(applied)
+        if first:
+            self.rundir.write_run_json(self.facts)
+        self.writer = MetricsWriter(
+            self.rundir.metrics,
+            self.rundir.tensorboard if config.metrics.tensorboard else None,
+            self.console,
+            config.train.steps,
+            active=first,
+        )
+        flops = FlopsModel.of(self.checked.model)
+        self.throughput = Throughput(flops, self.place.world_size)
+        self.profile = ProfileWindow(config.metrics, self.rundir.trace)
+        self._announce(applied)
+
+    def _run_facts(self, applied: Applied) -> dict[str, Any]:
+        """What run.json says; every rank calls it."""
+        held: list[int] = [0] * self.place.world_size
+        local = sum(p.to_local().nbytes for p in self.train_step.parameters)  # type: ignore[attr-defined]
+        dist.all_gather_object(held, local, group=self.host_group)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+        return {
+            "dtron": dtron.__version__,
+            "torch": torch.__version__,
+            "device": device,
+            "world_size": self.place.world_size,
+            "mesh": self.mesh.degrees,
+            "micro_batches": self.config.micro_batches(self.place.world_size),
+            "schedule": None,
+            "zero": self.config.parallel.zero,
+            "reduce": "micro_batch" if self.policy.reduce_each_micro_batch else "step",
+            "dtype": self.config.train.dtype,
+            "parameters": sum(p.numel() for p in self.train_step.parameters),
+            "attention": self.checked.attention.name,
+            "recomputed_blocks": applied.recomputed_blocks,
+            "compiled": list(applied.compiled),
+            "fsdp_units": applied.units,
+            "parameter_bytes_per_rank": held,
+            "start_step": self.step,
+        }
+
+    def _announce(self, applied: Applied) -> None:
+        facts, train = self.facts, self.config.train
+        wide = ", ".join(f"{axis} {n}" for axis, n in facts["mesh"].items() if n > 1)
+        log.info(
+            "%s %s: %s parameters, %s attention, %s",
+            self.config.model.name,
+            self.config.model.size,
+            f"{facts['parameters']:,}",
+            facts["attention"],
+            train.dtype,
+        )
+        log.info(
+            "%d ranks on %s (%s), %d micro-batches of %d x %d tokens",
+            facts["world_size"],
+            facts["device"],
+            wide or "no parallelism",
+            facts["micro_batches"],
+            train.micro_batch,
+            train.seq_len,
+        )
+        compiled = f"{len(applied.compiled)} blocks and the loss" if applied.compiled else "nothing"
+        log.info("compiled: %s; recomputed: %d blocks", compiled, applied.recomputed_blocks)
+
+    # -- running ----------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        config = self.config
+        saved = self.step
+        self.throughput.restart()
+        with StopSignal(self.host_group) as stop:
+            while self.step < config.train.steps:
+                stopped = stop.agreed()
+                if stopped:
+                    break
+                self._one_step()
+                interval = config.checkpoint.interval
+                if interval and self.step % interval == 0:
+                    self._save()
+                    saved = self.step
+        finished = self.step == config.train.steps
+        if saved != self.step and (config.checkpoint.last or not finished):
+            self._save()
+        if finished:
+            self._finish()
+        log.info("run directory: %s", self.rundir.path)
+
+    def _one_step(self) -> None:
+        config = self.config
+        number = self.step + 1
+        self.profile.before(number)
+        batches = self.loader.step()
+        attended = _attended(batches)
+        batches = [batch.to(self.place.device) for batch in batches]
+        lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
+        if config.debug.collectives and self.step == (self.facts["start_step"]):
+            result = self._counted(batches, lr)
+        else:
+            result = self.train_step(batches, self.step, lr)
+        self.step = number
+        step_tokens = config.train.global_batch * config.train.seq_len
+        self.tokens += step_tokens
+        self.throughput.add(step_tokens, attended)
+        final = number == config.train.steps
+        self.profile.after(number, final)
+        self.writer.step(number)
+        if number % config.metrics.log_interval == 0 or final:
+            self._log(result, lr)
+        if number % config.train.gc_interval == 0:
+            gc.collect(1)
+        interval = config.train.eval_interval
+        if interval and number % interval == 0 and not final:
+            self._validate()
+
+    def _counted(self, batches: list[Batch], lr: float) -> StepResult:
+        with CollectiveCounter(self.mesh.group_names()) as counter:
+            result = self.train_step(batches, self.step, lr)
+        self.facts["collectives"] = counter.table()
+        if self.place.rank == 0:
+            self.rundir.write_run_json(self.facts)
+        return result
+
+    def _log(self, result: StepResult, lr: float) -> None:
+        loss = result.loss.clone()
+        dist.all_reduce(loss, group=self.mesh.group(*LOSS_AXES))
+        figures = {"loss": loss.item(), "grad_norm": result.grad_norm.item(), "lr": lr}
+        row = {"step": self.step, **figures, "tokens": self.tokens, **self.throughput.read()}
+        if skipped := int(self.train_step.skipped):
+            row["skipped"] = skipped
+        self.writer.row(row)
+        in_a_row = int(self.train_step.skipped_in_a_row)
+        if in_a_row >= self.config.train.max_skipped:
+            raise TrainingError(
+                f"the gradients of the last {in_a_row} steps, to step {self.step}, were not finite "
+                f"(train.max_skipped = {self.config.train.max_skipped}); lower optim.lr or resume "
+                "from an earlier checkpoint"
+            )
+
+    def _validate(self) -> None:
+        config = self.config
+        if self.validation is None or not config.train.eval_sequences:
+            return
+        batches = validation_batches(
+            self.validation,
+            sequences=config.train.eval_sequences,
+            micro_batch=config.train.micro_batch,
+            dp_rank=self.mesh.rank(*BATCH_AXES),
+            dp_size=self.mesh.size(*BATCH_AXES),
+        )
+        on_device = [batch.to(self.place.device) for batch in batches]
+        loss = evaluate(self.model, self.mesh, on_device, self.loss)
+        free_gathered(self.model)
+        self.writer.row({"step": self.step, "validation_loss": loss.item()})
+        self.throughput.restart()
+
+    def _save(self) -> None:
+        self.checkpointer.save(
+            Facts(
+                step=self.step,
+                tokens=self.tokens,
+                skipped=int(self.train_step.skipped),
+                world_size=self.place.world_size,
+                model=model_facts(self.config, self.checked.model),
+                data=self.loader.state_dict(),
+            )
+        )
+        self.throughput.restart()
+
+    def _finish(self) -> None:
+        self._validate()
+        train = self.config.train
+        if train.sample_tokens:
+            text = sample_text(
+                self.model,
+                self.checked.tokenizer,
+                prompt=train.sample_prompt,
+                n_tokens=train.sample_tokens,
+                batch_shape=(train.micro_batch, train.seq_len),
+                device=self.place.device,
+                seed=train.seed,
+            )
+            free_gathered(self.model)
+            log.info("sample: %s", text)
+        if self.config.metrics.tensorboard:
+            log.info("TensorBoard: tensorboard --logdir %s", self.rundir.tensorboard)
+
+
+def _host_group() -> dist.ProcessGroup:
+    """A gloo group over all ranks, for agreements between hosts."""
+    if dist.get_backend() == "gloo":
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    return group
+
+
+def _attended(batches: list[Batch]) -> float:
+    """Mean over tokens of the length that attention runs over: sum(L^2) / sum(L)."""
+    first = batches[0]
+    if first.positions is None:
+        return float(first.tokens.shape[1])
+    # a document of length L adds sum over p < L of (2p + 1) = L^2
+    return sum((2 * b.positions.double() + 1).mean().item() for b in batches) / len(batches)  # type: ignore[union-attr]

@@ -1,0 +1,133 @@
+"""Data parallelism: FSDP2 over dp_shard (x cp), all-reduce over dp_replicate, ZeRO 1 to 3.
+
+Each unit (a block, the embedding, norm + head) is one parameter group: gathered before it computes,
+its gradients reduce-scattered when its backward is done. The ZeRO stages differ only in what stays
+whole and when gradients are reduced (N parameters, d ranks, bfloat16 compute):
+
+    zero  sharded                    whole during a step        reduce under accumulation
+    3     weights, moments, grads    one unit's weights, grads  every micro-batch (default)
+    2     weights, moments, grads    2N bytes of weights        every micro-batch (default)
+    1     weights, moments           2N weights, 4N gradients   once a step
+
+fp32 master weights are the shards themselves (4N/d); gathering casts them to the compute dtype.
+Gradients are *summed*: the loss is already divided by the global number of tokens, so FSDP's own
+division is turned off here, in one place.
+
+Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dtron.config import Parallel
+from dtron.parallelisms.mesh import FSDP_AXES, Mesh
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When parameters are freed and gradients reduced, as resolved from the [parallel] section."""
+
+    reshard_after_forward: bool
+    keep_gathered: bool
+    reduce_each_micro_batch: bool
+
+    @classmethod
+    def of(cls, parallel: Parallel, mesh: Mesh) -> "Policy":
+        """Resolve `zero` and `reduce` on this mesh; nothing is resharded where nothing is shared."""
+        sharded = mesh.size(*FSDP_AXES) > 1
+        once = parallel.zero == 1 or not sharded
+        each = not once if parallel.reduce == "auto" else parallel.reduce == "micro_batch"
+        return cls(
+            reshard_after_forward=parallel.zero == 3 and sharded,
+            keep_gathered=parallel.zero < 3 or not sharded,
+            reduce_each_micro_batch=each,
+        )
+
+
+def shard(
+    model: nn.Module,
+    mesh: Mesh,
+    groups: Sequence[Sequence[nn.Module]],
+    parallel: Parallel,
+    dtype: torch.dtype,
+) -> None:
+    """Apply FSDP2 to every group of modules and then to the root, in place.
+
+    Args:
+        groups: modules that are gathered together, in the order of their forward.
+        dtype: compute dtype of gathered parameters. Parameters stay in their own dtype.
+    """
+    policy = Policy.of(parallel, mesh)
+    own = next(model.parameters()).dtype
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == own else dtype,
+        reduce_dtype=None if own == torch.float64 else DTYPES[parallel.reduce_dtype],
+        cast_forward_inputs=False,  # activations follow the embedding; rotary tables stay float32
+    )
+    device_mesh = _data_mesh(mesh)
+    for group in groups:
+        # The last group's backward follows its forward at once: freeing it would gather it twice.
+        reshard = policy.reshard_after_forward and group is not groups[-1]
+        modules = list(group) if len(group) > 1 else group[0]
+        fully_shard(
+            modules,  # type: ignore[arg-type]
+            mesh=device_mesh,
+            reshard_after_forward=reshard,
+            mp_policy=precision,
+        )
+    fully_shard(model, mesh=device_mesh, reshard_after_forward=False, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _sum_gradients(module)
+    _prefetch([group[0] for group in groups], parallel.prefetch)
+
+
+def _data_mesh(mesh: Mesh):
+    """(dp_replicate, fsdp) where there are replicas, else (fsdp,)."""
+    shards = mesh.flat(*FSDP_AXES)
+    if mesh.size("dp_replicate") == 1:
+        return shards
+    if mesh.size("cp") == 1:
+        return mesh.device_mesh["dp_replicate", "dp_shard"]
+    return mesh.device_mesh["dp_replicate", shards.mesh_dim_names[0]]  # type: ignore[index]
+
+
+def _sum_gradients(module: FSDPModule) -> None:
+    # gloo has no scaled sum; a forced SUM with factor 1 means no division on any backend.
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_gradient_divide_factor(1.0)
+
+
+def _prefetch(modules: Sequence[nn.Module], depth: int) -> None:
+    """Gather the next `depth` units while one computes, forwards and backwards."""
+    for i, module in enumerate(modules):
+        assert isinstance(module, FSDPModule), "units are sharded before prefetch is set"
+        ahead = list(modules[i + 1 : i + 1 + depth])
+        behind = list(reversed(modules[max(0, i - depth) : i]))
+        module.set_modules_to_forward_prefetch(ahead)  # type: ignore[arg-type]
+        module.set_modules_to_backward_prefetch(behind)  # type: ignore[arg-type]
+
+
+def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:
+    """Set what the coming backward does: reduce or accumulate, free or keep the parameters.
+
+    Under replication, gradients are reduce-scattered as the policy says but all-reduced over
+    dp_replicate only in the last micro-batch.
+    """
+    model.set_requires_gradient_sync(last or policy.reduce_each_micro_batch)
+    model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or not policy.keep_gathered)
+    model.set_is_last_backward(last)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free gathered parameters, as after an evaluation that left them whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

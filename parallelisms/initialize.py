@@ -1,0 +1,47 @@
+"""Initial weights that are the same in every layout.
+
+Each parameter is drawn whole from a generator seeded by (seed, FQN) and cut to the local shard, one
+parameter at a time; DTensor's own random numbers differ between layouts and are wrong on CPU.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+Initializer = Callable[[str, Tensor, torch.Generator], None]
+"""Fills one whole plain tensor in place, given its FQN."""
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give a model built on the meta device real, uninitialised storage; tied weights stay tied."""
+    tied: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            tied.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    for (first, name), *others in tied.values():
+        for module, other_name in others:
+            setattr(module, other_name, getattr(first, name))
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, fill: Initializer) -> None:
+    """Draw every parameter of `model`, plain or DTensor, from (seed, its FQN)."""
+    for fqn, parameter in model.named_parameters():
+        generator = torch.Generator(parameter.device).manual_seed(_seed_of(seed, fqn))
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        fill(fqn, full, generator)
+        if isinstance(parameter, DTensor):
+            # src_data_rank=None: every rank drew the same tensor and cuts its own part of it
+            full = distribute_tensor(
+                full, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+        parameter.copy_(full)
+
+
+def _seed_of(seed: int, fqn: str) -> int:
+    digest = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")

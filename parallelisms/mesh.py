@@ -1,0 +1,95 @@
+"""The device mesh: one set of ranks, named axes, no process-global state.
+
+Axes from outermost to innermost are pp, dp_replicate, dp_shard, cp, tp, so that neighbouring ranks,
+which share the fastest links, hold the shards that talk most. Every axis exists, also with degree 1.
+
+    batch axes  dp_replicate, dp_shard       ranks that read different sequences
+    fsdp axes   dp_shard, cp                 ranks that share parameters and optimizer state
+    loss axes   dp_replicate, dp_shard, cp   ranks that hold different tokens
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtron.config import DEGREES, Degree, resolve_degrees
+from dtron.errors import ConfigError
+
+BATCH_AXES: tuple[Degree, ...] = ("dp_replicate", "dp_shard")
+FSDP_AXES: tuple[Degree, ...] = ("dp_shard", "cp")
+LOSS_AXES: tuple[Degree, ...] = ("dp_replicate", "dp_shard", "cp")
+
+
+class Mesh:
+    """Named axes over the ranks of the default process group.
+
+    Args:
+        dp_shard: ranks that share parameters; -1 takes what the other degrees leave.
+        device_type: "cuda" or "cpu"; by default cuda where there is one.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the world size, or there is no process group.
+    """
+
+    def __init__(
+        self,
+        *,
+        dp_replicate: int = 1,
+        dp_shard: int = -1,
+        cp: int = 1,
+        tp: int = 1,
+        pp: int = 1,
+        device_type: str | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigError("a Mesh needs a process group; call init_process_group first")
+        asked: dict[Degree, int] = {
+            "pp": pp,
+            "dp_replicate": dp_replicate,
+            "dp_shard": dp_shard,
+            "cp": cp,
+            "tp": tp,
+        }
+        self.degrees = resolve_degrees(asked, dist.get_world_size())
+        self.device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device_mesh = init_device_mesh(
+            self.device_type, tuple(self.degrees[a] for a in DEGREES), mesh_dim_names=DEGREES
+        )
+        self._flat: dict[tuple[Degree, ...], DeviceMesh] = {}
+
+    def size(self, *axes: Degree) -> int:
+        """Number of ranks over these axes together."""
+        size = 1
+        for axis in axes:
+            size *= self.degrees[axis]
+        return size
+
+    def rank(self, *axes: Degree) -> int:
+        """This rank's index over these axes together, the first axis being outermost."""
+        rank = 0
+        for axis in axes:
+            rank = rank * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
+        return rank
+
+    def flat(self, *axes: Degree) -> DeviceMesh:
+        """The 1-D mesh over these neighbouring axes; axes of degree 1 cost no group of their own."""
+        wide = tuple(axis for axis in axes if self.degrees[axis] > 1) or axes[-1:]
+        if wide not in self._flat:
+            mesh = self.device_mesh[wide]
+            self._flat[wide] = mesh if len(wide) == 1 else mesh._flatten("_".join(wide))
+        return self._flat[wide]
+
+    def group(self, *axes: Degree) -> dist.ProcessGroup:
+        """The process group over these axes together."""
+        return self.flat(*axes).get_group()
+
+    def group_names(self) -> dict[str, str]:
+        """Axis, or axes joined by "_", of every process group made so far, by the group's name."""
+        names = {dist.group.WORLD.group_name: "world"} if dist.group.WORLD else {}
+        singles: Iterable[tuple[str, DeviceMesh]] = [(a, self.device_mesh[a]) for a in DEGREES]
+        flats = [("_".join(axes), mesh) for axes, mesh in self._flat.items()]
+        for label, mesh in [*singles, *flats]:
+            names[mesh.get_group().group_name] = label
+        return names

@@ -1,0 +1,87 @@
+"""Runs a function on n gloo ranks in milliseconds: forkserver children with torch preloaded."""
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.tensorboard",
+    "dtron.trainer",
+]
+_TIMEOUT_SECONDS = 60
+
+
+def run_ranks(n: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `body(*args)` on n ranks of a gloo process group and return what each gave, by rank.
+
+    `body` must be importable. The first rank that fails ends the others, and its traceback is
+    raised here.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory() as directory:
+        store = os.path.join(directory, "store")
+        pipes, processes = [], []
+        for rank in range(n):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(rank, n, store, theirs, body, args))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(open_pipes, timeout=2 * _TIMEOUT_SECONDS)
+        assert ready, f"ranks hang; finished: {sorted(results)}"
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                failure, results[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                raise AssertionError(f"rank {rank} died") from None
+            assert failure is None, f"rank {rank}:\n{failure}"
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(rank: int, n: int, store: str, pipe: Connection, body: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=n,
+            timeout=datetime.timedelta(seconds=_TIMEOUT_SECONDS),
+        )
+        result = body(*args)
+        dist.barrier()
+        pipe.send_bytes(pickle.dumps((None, result)))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+    finally:
+        os._exit(0)  # no tear-down: a peer may be stuck in a collective

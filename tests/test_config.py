@@ -1,0 +1,110 @@
+"""The configuration: what is read, refused and written back."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dtron.config import RunConfig, fields, resolve_degrees
+from dtron.errors import ConfigError
+
+CONFIGS = sorted(Path("configs").glob("*.toml"))
+
+
+def load(tmp_path: Path, text: str = "", *overrides: str) -> RunConfig:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return RunConfig.load(file, overrides)
+
+
+def test_toml_round_trip_keeps_every_value(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, '[run]\ndir = "a \\"b\\" ü"\n[model.override]\ndim = 64\n[optim]\nlr = 1e-9\n'
+    )
+    assert RunConfig.of(tomllib.loads(config.to_toml())) == config
+
+
+def test_overrides_are_toml_values_or_bare_words(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "",
+        "train.steps=7",
+        "train.dtype=float32",
+        'data.paths=["a.txt", "b.txt"]',
+        "model.override.dim=32",
+        "checkpoint.last=false",
+    )
+    assert (config.train.steps, config.train.dtype) == (7, "float32")
+    assert config.data.paths == ("a.txt", "b.txt")
+    assert config.model.override == {"dim": 32}
+    assert config.checkpoint.last is False
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.tpp=2", "unknown key parallel.tpp; did you mean parallel.tp?"),
+        ("paralel.tp=2", "unknown key paralel.tp; did you mean parallel.tp?"),
+        ("train.steps=x", "train.steps = 'x'"),
+        ("train.steps=0", "train.steps = 0"),
+        ("train.dtype=float16", "'bfloat16' or 'float32'"),
+        ("parallel.tp=true", "parallel.tp = True"),
+        ("train.steps", "not of the form section.key=value"),
+        ("steps=3", "not of the form section.key=value"),
+    ],
+)
+def test_bad_overrides_name_key_and_rule(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "", override)
+    assert message in str(error.value)
+
+
+def test_missing_and_broken_files_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        RunConfig.load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"run\.toml"):
+        load(tmp_path, "[train\n")
+
+
+def test_degrees_fill_up_to_the_world_size() -> None:
+    asked = {"pp": 1, "dp_replicate": 2, "dp_shard": -1, "cp": 1, "tp": 1}
+    assert resolve_degrees(asked, 8)["dp_shard"] == 4
+    with pytest.raises(ConfigError, match="world size 7"):
+        resolve_degrees(asked, 7)
+    with pytest.raises(ConfigError, match="world size 8"):
+        resolve_degrees({**asked, "dp_shard": 2}, 8)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.global_batch=6", "use 4 or 8"),
+        ("parallel.tp=2", "parallel.tp = 2"),
+        ("parallel.ep=2", "parallel.ep = 2"),
+        ("recompute.every=2", "no effect"),
+        ("data.source=hf", "data.hf_path"),
+    ],
+)
+def test_what_cannot_run_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    config = load(tmp_path, "", "train.micro_batch=2", "train.global_batch=8", override)
+    with pytest.raises(ConfigError) as error:
+        config.validate_for(2)
+    assert message in str(error.value)
+
+
+def test_every_field_has_a_docstring() -> None:
+    assert [key for key, _, doc in fields(RunConfig) if not doc] == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_shipped_configs_load_and_say_their_hardware(path: Path) -> None:
+    assert path.read_text().startswith("# ")
+    RunConfig.load(path)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_quickstart_is_legal_on_every_small_world(world: int) -> None:
+    config = RunConfig.load("configs/quickstart.toml")
+    config.validate_for(world)
+    assert config.train.global_batch == 16 * config.train.micro_batch
+    assert config.train.seq_len % 16 == 0

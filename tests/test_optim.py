@@ -1,0 +1,95 @@
+"""Learning-rate schedules and the update that skips itself."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dtron.config import Optim, Schedule
+from dtron.optim import SCHEDULES, build_optimizer, learning_rate, update
+from dtron.parallelisms.gradients import clip_scale
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 2, 10, 1000])
+def test_schedules_are_positive_and_at_most_the_peak(name: str, steps: int) -> None:
+    options = Schedule(name=name)
+    rates = [learning_rate(step, steps, 2.0, options) for step in range(steps)]
+    assert all(0 < rate <= 2.0 for rate in rates)
+
+
+def test_end_points() -> None:
+    def rates(name: str, **changes) -> list[float]:
+        options = Schedule(name=name, warmup=0.1, decay=0.2, min_ratio=0.1, **changes)
+        return [learning_rate(step, 100, 1.0, options) for step in range(100)]
+
+    for name in SCHEDULES:
+        assert rates(name)[0] == pytest.approx(0.1)
+        assert rates(name)[9] == pytest.approx(1.0)
+    assert rates("constant")[-1] == 1.0
+    for name in ("linear", "cosine", "wsd"):
+        assert rates(name)[-1] == pytest.approx(0.1)
+    assert rates("linear")[10] == 1.0
+    assert rates("wsd")[79] == 1.0
+    assert rates("wsd")[80] < 1.0
+    assert rates("inverse_sqrt")[39] == pytest.approx(math.sqrt(10 / 40))
+    middle = rates("cosine")
+    assert (middle[54] + middle[55]) / 2 == pytest.approx(0.55, abs=1e-2)
+
+
+def model_with_gradients(value: float) -> nn.Linear:
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    return model
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_non_finite_norm_changes_nothing_and_training_goes_on(name, norm: float) -> None:
+    model = model_with_gradients(1.0)
+    optimizer = build_optimizer(model, Optim(name=name))
+    update(optimizer, clip_scale(torch.tensor(5.0), 1.0), 0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    state = [s["exp_avg"].clone() for s in optimizer.state.values() if "exp_avg" in s]
+    steps = [s["step"].clone() for s in optimizer.state.values() if "step" in s]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, norm)
+    update(optimizer, clip_scale(torch.tensor(norm), 1.0), 0.1)
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    after = [s["exp_avg"] for s in optimizer.state.values() if "exp_avg" in s]
+    torch.testing.assert_close(after, state, rtol=0, atol=0)
+    assert [s["step"] for s in optimizer.state.values() if "step" in s] == steps
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    update(optimizer, clip_scale(torch.tensor(1.0), 1.0), 0.1)
+    assert not torch.equal(next(iter(model.parameters())), before[0])
+
+
+def test_clipping_inside_fused_adamw_equals_clipping_before_it() -> None:
+    ours, theirs = model_with_gradients(2.0), model_with_gradients(2.0)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = build_optimizer(ours, Optim(weight_decay=0.1))
+    norm = torch.tensor(2.0 * math.sqrt(8))
+    update(optimizer, clip_scale(norm, 1.0), 0.01)
+    nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    other = build_optimizer(theirs, Optim(weight_decay=0.1))
+    for group in other.param_groups:
+        group["lr"] = 0.01
+    other.step()
+    torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_vectors_are_not_decayed() -> None:
+    groups = build_optimizer(nn.Linear(3, 2), Optim(weight_decay=0.3)).param_groups
+    decay = {p.dim(): group["weight_decay"] for group in groups for p in group["params"]}
+    assert decay == {2: 0.3, 1: 0.0}
+
+
+def test_clip_scale() -> None:
+    assert clip_scale(torch.tensor(0.5), 1.0) == 1.0
+    assert clip_scale(torch.tensor(4.0), 1.0).item() == pytest.approx(0.25)
+    assert clip_scale(torch.tensor(4.0), 0.0) == 1.0
+    assert clip_scale(torch.tensor(math.inf), 1.0).isnan()
+    assert clip_scale(torch.tensor(math.nan), 0.0).isnan()
