@@ -1,0 +1,23 @@
+"""Documents to batches: sources, tokenizers, the token cache, packing and the resumable loader."""
+
+from dtron.data.cache import TokenCache
+from dtron.data.loader import Batch, Loader, validation_batches
+from dtron.data.packing import Packed, TrainingSource, ValidationSource
+from dtron.data.sources import is_ready, open_data, prepare, wait_for
+from dtron.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "Batch",
+    "Loader",
+    "Packed",
+    "TokenCache",
+    "Tokenizer",
+    "TrainingSource",
+    "ValidationSource",
+    "is_ready",
+    "load_tokenizer",
+    "open_data",
+    "prepare",
+    "validation_batches",
+    "wait_for",
+]

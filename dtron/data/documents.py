@@ -1,0 +1,143 @@
+"""Documents as text: the files of `data.paths`, one reader per suffix.
+
+A reader yields the documents of one file in order; whatever it cannot read is a DataError that
+names the file and the line, counted from 1. Reading is lazy: of a .jsonl file one line is in
+memory at a time.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from dtron.config import Data
+from dtron.errors import DataError, nearest
+
+Opener = Callable[[str], BinaryIO]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents that can be read from the first, any number of times."""
+
+    name: str
+    """What messages call it."""
+    identity: str
+    """Changes whenever the documents may have changed."""
+    texts: Callable[[], Iterator[str]]
+    """Reads the documents in order, empty ones included."""
+
+
+def files_corpus(data: Data) -> Corpus:
+    """The documents of all `data.paths`, one file after the other.
+
+    Raises:
+        DataError: a file is missing, or its suffix is not a row of READERS.
+    """
+    paths = [os.path.abspath(os.path.expanduser(path)) for path in data.paths]
+    files = [(path, *_size_and_time(path), _suffix(path)) for path in paths]
+
+    def texts() -> Iterator[str]:
+        for path, _, _, suffix in files:
+            opener, read = READERS[suffix]
+            yield from read(path, opener, data.text_key)
+
+    name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    return Corpus(name, json.dumps([files, data.text_key]), texts)
+
+
+def read_json_lines(path: str, opener: Opener, text_key: str) -> Iterator[str]:
+    """One document a line: the value of `text_key` in a JSON object. Blank lines are empty
+    documents."""
+    for number, line in _lines(path, opener):
+        if line.isspace():
+            yield ""
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(_utf8(line, path, number))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON: {error}") from None
+        yield text_of(row, text_key, where)
+
+
+def read_whole(path: str, opener: Opener, text_key: str) -> Iterator[str]:
+    """One document a file; `text_key` is not read."""
+    yield _utf8(b"".join(line for _, line in _lines(path, opener)), path, 1)
+
+
+def text_of(row: Any, text_key: str, where: str) -> str:
+    """The text of one row.
+
+    Raises:
+        DataError: the row is no object, has no such key, or its value is no valid text.
+    """
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
+    if text_key not in row:
+        known = ", ".join(map(repr, row)) or "nothing"
+        raise DataError(
+            f"{where}: no key {text_key!r} (data.text_key) among {known}{nearest(text_key, row)}"
+        )
+    text = row[text_key]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {text_key!r} is {type(text).__name__}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise DataError(f"{where}: {text_key!r} is not valid Unicode: {error}") from None
+    return text
+
+
+def _plain(path: str) -> BinaryIO:
+    return open(path, "rb")
+
+
+def _gzip(path: str) -> BinaryIO:
+    return gzip.open(path, "rb")  # type: ignore[return-value]
+
+
+Reader = Callable[[str, Opener, str], Iterator[str]]
+READERS: dict[str, tuple[Opener, Reader]] = {
+    ".jsonl": (_plain, read_json_lines),
+    ".jsonl.gz": (_gzip, read_json_lines),
+    ".txt": (_plain, read_whole),
+    ".txt.gz": (_gzip, read_whole),
+}
+
+
+def _suffix(path: str) -> str:
+    for suffix in READERS:
+        if path.endswith(suffix):
+            return suffix
+    raise DataError(f"data.paths: {path} ends with none of {', '.join(READERS)}")
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(f"data.paths: {path}: {error.strerror}") from None
+    return status.st_size, status.st_mtime_ns
+
+
+def _lines(path: str, opener: Opener) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    try:
+        with opener(path) as file:
+            for number, line in enumerate(file, 1):
+                yield number, line
+    except (OSError, EOFError, zlib.error) as error:  # EOFError: a .gz that was cut short
+        cause = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}, line {number + 1}: {cause}") from None
+
+
+def _utf8(content: bytes, path: str, first_line: int) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = first_line + content.count(b"\n", 0, error.start)
+        raise DataError(f"{path}, line {line}: not UTF-8: {error.reason}") from None

@@ -1,0 +1,162 @@
+"""Hugging Face data sets, tokenized once like files, or read as a stream.
+
+`data.hf_path` is, by the first rule that fits:
+    a directory written by `save_to_disk`    -> datasets.load_from_disk
+    a .jsonl, .json, .parquet or .csv file   -> datasets.load_dataset(its kind, data_files=...)
+    anything else                            -> datasets.load_dataset(hf_path, hf_name): a name on
+                                                the Hub, or a directory of data files
+The library `datasets` is the extra `hf` and is imported here alone. Private name: `_fingerprint`
+of a Dataset, the library's own hash of its content; tested with datasets 5.2.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dtron.config import Data
+from dtron.data.documents import Corpus, text_of
+from dtron.data.stream import START
+from dtron.errors import ConfigError, DataError, DtronError, nearest
+
+BATCH_ROWS = 256
+SAVED = ("dataset_info.json", "dataset_dict.json")  # one of them marks what save_to_disk wrote
+KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def hf_corpus(data: Data) -> Corpus:
+    """All rows of `data.text_key`, to be tokenized once.
+
+    Raises:
+        ConfigError: the library is not installed.
+        DataError: the data set, its split or the column is not there.
+    """
+    dataset = _load(data, streaming=False)
+    _check_column(data, dataset.column_names)
+
+    def texts() -> Iterator[str]:
+        row = 0
+        for batch in dataset.select_columns([data.text_key]).iter(batch_size=BATCH_ROWS):
+            for text in batch[data.text_key]:
+                row += 1
+                yield text_of({data.text_key: text}, data.text_key, f"{name}, row {row}")
+
+    name = _name(data)
+    identity = ["hf", dataset._fingerprint, len(dataset), data.text_key]
+    return Corpus(name, json.dumps(identity), texts)
+
+
+class HfStream:
+    """A data set as a stream; its state is the library's own, as JSON.
+
+    Raises:
+        ConfigError: the library is not installed.
+        DataError: the data set, its split or the column is not there.
+    """
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+        self._dataset = _load(data, streaming=True)
+        if self._dataset.column_names is not None:
+            _check_column(data, self._dataset.column_names)
+        self.name = _name(data)
+        splits = self._dataset.info.splits or {}
+        info = splits.get(data.hf_split)
+        self.n_documents: int | None = info.num_examples if info else None
+
+    def read(self, state: str) -> Iterator[str]:
+        """The documents behind a state."""
+        # An empty state makes the library start from the first row.
+        self._dataset.load_state_dict({} if state == START else json.loads(state))
+        row, failures = 0, _failures()
+        try:
+            for values in self._dataset:
+                row += 1
+                where = f"{self.name}, row {row} of this reading"
+                yield text_of(values, self._data.text_key, where)
+        except DtronError:
+            raise
+        except failures as error:
+            raise DataError(
+                f"{self.name}, after {row} rows of this reading: {_cause(error)}"
+            ) from error
+
+    def state(self) -> str:
+        """The state behind the last document that was read."""
+        return json.dumps(self._dataset.state_dict())
+
+
+def _load(data: Data, *, streaming: bool) -> Any:
+    datasets = _import()
+    path = Path(data.hf_path).expanduser()
+    try:
+        if any((path / name).is_file() for name in SAVED):
+            return _load_saved(data, path, streaming=streaming)
+        if path.is_file() and path.suffix in KINDS:
+            name, files = KINDS[path.suffix], str(path)
+        else:
+            name, files = (str(path) if path.exists() else data.hf_path), None
+        return datasets.load_dataset(
+            name,
+            data.hf_name or None,
+            data_files=files,
+            split=data.hf_split,
+            streaming=streaming,
+        )
+    except DtronError:
+        raise
+    except _failures() as error:
+        raise DataError(f"{_name(data)}: {_cause(error)}") from error
+
+
+def _load_saved(data: Data, path: Path, *, streaming: bool) -> Any:
+    if data.hf_name:
+        raise ConfigError(
+            f"data.hf_name = {data.hf_name!r} has no effect: {path} was written by save_to_disk "
+            "and holds one configuration; leave it empty"
+        )
+    datasets = _import()
+    dataset = datasets.load_from_disk(str(path))
+    if isinstance(dataset, datasets.DatasetDict):
+        if data.hf_split not in dataset:
+            raise DataError(
+                f"data.hf_split = {data.hf_split!r} is not among the splits of {path}: "
+                f"{', '.join(dataset)}"
+            )
+        dataset = dataset[data.hf_split]
+    return dataset.to_iterable_dataset() if streaming else dataset
+
+
+def _check_column(data: Data, columns: list[str]) -> None:
+    if data.text_key not in columns:
+        raise DataError(
+            f"data.text_key = {data.text_key!r} is not a column of {_name(data)}, which has "
+            f"{', '.join(columns)}{nearest(data.text_key, columns)}"
+        )
+
+
+def _name(data: Data) -> str:
+    name = f", data.hf_name = {data.hf_name!r}" if data.hf_name else ""
+    return f"data.hf_path = {data.hf_path!r}{name}, data.hf_split = {data.hf_split!r}"
+
+
+def _import() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            'data.source = "hf" needs the library datasets: pip install "dtron[hf]"'
+        ) from None
+    return datasets
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What the library raises for data that is missing or cannot be read."""
+    from datasets.exceptions import DatasetsError
+
+    return (OSError, ValueError, KeyError, DatasetsError)
+
+
+def _cause(error: Exception) -> str:
+    cause = error.__cause__ or error  # the library's outermost message names no reason
+    return f"{type(cause).__name__}: {cause}"

@@ -1,0 +1,227 @@
+"""Documents cut into sequences of equal length, and the order of all sequences of a run.
+
+The documents of an epoch are laid end to end, each closed by EOS, and cut at every T tokens:
+
+    documents   a a a a E b b E c c c c c c E d d d E ...     E = EOS
+    sequence 0  a a a a E b                                   T = 6
+    labels      a a a E b b                                   the next token; shared with sequence 1
+    sequence 1              b E c c c c
+
+Sequence k of a run, k = 0, 1, 2, ... without end, is number k % n of epoch k // n, where n is the
+number of whole sequences an epoch holds; the tail that fills none is dropped. It is a pure
+function of (seed, k): nothing needs to be remembered in order to resume.
+
+With masks, a document is its own world: positions restart in it, its number tells attention
+where it ends, and its EOS has no label, for the next document's first token does not follow from
+it. A document that began in an earlier sequence starts again at position 0.
+
+Legend: T tokens a sequence.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from dtron.data.order import shuffle
+from dtron.errors import DataError
+
+IGNORE = -100  # the label of a token without loss, as in torch.nn.functional.cross_entropy
+State = dict[str, int | str]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One sequence on the host."""
+
+    tokens: np.ndarray
+    """int64 (T,)"""
+    labels: np.ndarray
+    """int64 (T,), IGNORE where no loss is due"""
+    positions: np.ndarray | None
+    """int64 (T,), from 0 in each document; only with masks"""
+    documents: np.ndarray | None
+    """int32 (T,), number of the document within the sequence; only with masks"""
+
+
+class TrainingSource(Protocol):
+    """Endless sequences, asked for in ascending order between two calls of `seek`."""
+
+    def sequence(self, k: int) -> Packed:
+        """Sequence k of the run."""
+        ...
+
+    def state(self, k: int) -> State:
+        """What `seek` wants besides k to go on at sequence k; flat and fit for JSON."""
+        ...
+
+    def seek(self, k: int, state: State) -> None:
+        """Go on at sequence k, which may lie before what was read."""
+        ...
+
+
+class ValidationSource(Protocol):
+    """A fixed number of sequences in any order."""
+
+    def __len__(self) -> int: ...
+
+    def sequence(self, k: int) -> Packed:
+        """Sequence k, 0 <= k < len(self)."""
+        ...
+
+
+class Tape:
+    """Documents laid end to end in one order; nothing is copied until a window is read.
+
+    Args:
+        tokens: all tokens of all documents, any integer dtype (N,), usually memory-mapped.
+        offsets: int64 (n_documents + 1,), where each document starts in `tokens`.
+        order: int64 (n,), the documents on this tape; none of them is empty.
+    """
+
+    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, order: np.ndarray) -> None:
+        self._tokens, self._offsets, self._order = tokens, offsets, order
+        self._starts = np.zeros(len(order) + 1, np.int64)
+        np.cumsum(offsets[order + 1] - offsets[order], out=self._starts[1:])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def window(self, start: int, length: int) -> tuple[np.ndarray, list[int]]:
+        """Tokens [start, start + length) of the tape.
+
+        Returns:
+            int64 (length,), and how many of them each successive document gave.
+        """
+        window = np.empty(length, np.int64)
+        lengths: list[int] = []
+        document = int(np.searchsorted(self._starts, start, side="right")) - 1
+        filled = 0
+        while filled < length:
+            end = min(int(self._starts[document + 1]), start + length)
+            count = end - start - filled
+            source = int(self._offsets[self._order[document]])
+            source += start + filled - int(self._starts[document])
+            window[filled : filled + count] = self._tokens[source : source + count]
+            lengths.append(count)
+            filled += count
+            document += 1
+        return window, lengths
+
+
+class ShuffledDocuments:
+    """The training split: endless epochs, each in an order of its own.
+
+    Args:
+        tokens, offsets: as in Tape.
+        documents: int64 (n,), indices of the training split.
+        seq_len: T.
+        seed: of the order.
+        mask_documents: give positions and documents, and no label across two documents.
+    Raises:
+        DataError: the documents do not fill one sequence.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        documents: np.ndarray,
+        *,
+        seq_len: int,
+        seed: int,
+        mask_documents: bool,
+    ) -> None:
+        total = int((offsets[documents + 1] - offsets[documents]).sum())
+        refuse_too_short(total, len(documents), seq_len)
+        self.sequences_per_epoch = (total - 1) // seq_len
+        self._tokens, self._offsets, self._documents = tokens, offsets, documents
+        self._seq_len, self._seed, self._mask = seq_len, seed, mask_documents
+        self._epoch, self._tape = 0, self._lay(0)
+
+    def sequence(self, k: int) -> Packed:
+        """Sequence k of the run, k = 0, 1, 2, ..."""
+        epoch, index = divmod(k, self.sequences_per_epoch)
+        if epoch != self._epoch:  # one order is kept: sequences are asked for in ascending order
+            self._epoch, self._tape = epoch, self._lay(epoch)
+        window = self._tape.window(index * self._seq_len, self._seq_len + 1)
+        return pack(*window, mask_documents=self._mask)
+
+    def state(self, k: int) -> State:
+        """Nothing: sequence k depends on k alone."""
+        return {}
+
+    def seek(self, k: int, state: State) -> None:
+        """Nothing to do: any sequence can be read at any time."""
+
+    def _lay(self, epoch: int) -> Tape:
+        return Tape(self._tokens, self._offsets, shuffle(self._documents, self._seed, epoch))
+
+
+class OrderedDocuments:
+    """The held-out split: one epoch in the order of the documents.
+
+    If they do not fill one sequence, a single one is padded with EOS, as a document of its own
+    that has no labels.
+
+    Args:
+        tokens, offsets, documents, mask_documents: as in ShuffledDocuments; at least 1 document.
+        seq_len: T.
+        eos_id: what to pad with.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        documents: np.ndarray,
+        *,
+        seq_len: int,
+        mask_documents: bool,
+        eos_id: int,
+    ) -> None:
+        self._seq_len, self._mask, self._eos_id = seq_len, mask_documents, eos_id
+        self._tape = Tape(tokens, offsets, documents)
+
+    def __len__(self) -> int:
+        return max((len(self._tape) - 1) // self._seq_len, 1)
+
+    def sequence(self, k: int) -> Packed:
+        """Sequence k, 0 <= k < len(self)."""
+        if len(self._tape) > self._seq_len:
+            window = self._tape.window(k * self._seq_len, self._seq_len + 1)
+            return pack(*window, mask_documents=self._mask)
+        window, lengths = self._tape.window(0, len(self._tape))
+        padding = self._seq_len + 1 - len(window)
+        window = np.pad(window, (0, padding), constant_values=self._eos_id)
+        packed = pack(window, [*lengths, padding], mask_documents=self._mask)
+        packed.labels[self._seq_len - padding :] = IGNORE
+        return packed
+
+
+def pack(window: np.ndarray, lengths: list[int], *, mask_documents: bool) -> Packed:
+    """Tokens and labels of a window.
+
+    Args:
+        window: int64 (T + 1,).
+        lengths: how many of its tokens each successive document gave; their sum is T + 1.
+        mask_documents: give positions and documents, and no label across two documents.
+    """
+    tokens, labels = window[:-1], window[1:].copy()
+    if not mask_documents:
+        return Packed(tokens, labels, None, None)
+    documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    starts = np.cumsum(lengths) - lengths
+    positions = np.arange(len(window)) - np.repeat(starts, lengths)
+    labels[documents[1:] != documents[:-1]] = IGNORE
+    return Packed(tokens, labels, positions[:-1], documents[:-1])
+
+
+def refuse_too_short(n_tokens: int, n_documents: int, seq_len: int) -> None:
+    """Raise DataError if the tokens do not fill one sequence."""
+    if n_tokens <= seq_len:
+        raise DataError(
+            f"the training split has {n_tokens} tokens in {n_documents} documents, "
+            f"but one sequence of train.seq_len = {seq_len} needs {seq_len + 1}; "
+            "use more text or a shorter train.seq_len"
+        )

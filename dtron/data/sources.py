@@ -1,0 +1,149 @@
+"""From the `data` section to sequences: every data source is a row of CORPORA.
+
+On each host one process calls `prepare` and the others `wait_for`, which needs no process group;
+then all of them call `open_data`.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from dtron.config import Data
+from dtron.data.cache import TokenCache, cache_path, open_cache, open_or_build
+from dtron.data.documents import Corpus, files_corpus
+from dtron.data.hf import HfStream, hf_corpus
+from dtron.data.order import split
+from dtron.data.packing import (
+    OrderedDocuments,
+    ShuffledDocuments,
+    TrainingSource,
+    ValidationSource,
+)
+from dtron.data.stream import StreamedDocuments, held_out_texts
+from dtron.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
+from dtron.errors import DataError
+
+POLL_SECONDS = 0.2
+
+CORPORA: dict[str, Callable[[Data], Corpus]] = {"files": files_corpus, "hf": hf_corpus}
+
+Sources = tuple[TrainingSource, ValidationSource | None]
+logger = logging.getLogger("dtron")
+
+
+def prepare(data: Data) -> TokenCache | None:
+    """The token cache of a data section, built if it is not there yet; None for a stream.
+
+    Raises:
+        DataError: a document cannot be read, or the cache cannot be written.
+        ConfigError: the tokenizer lacks an end-of-document token, or an extra is not installed.
+    """
+    if _is_stream(data):
+        return None
+    return open_or_build(*_locate(data))
+
+
+def is_ready(data: Data) -> bool:
+    """Whether `prepare` would find its work done."""
+    return _is_stream(data) or open_cache(_locate(data)[2]) is not None
+
+
+def wait_for(data: Data, timeout_seconds: float) -> None:
+    """Return once another process has prepared the data.
+
+    Raises:
+        DataError: it has not within the time-out.
+    """
+    if _is_stream(data):
+        return
+    corpus, _, path = _locate(data)
+    deadline = time.monotonic() + timeout_seconds
+    while open_cache(path) is None:
+        if time.monotonic() > deadline:
+            raise DataError(
+                f"no process of this host has tokenized {corpus.name} within "
+                f"{timeout_seconds:g} s; {path} is not there"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
+    """Training and held-out sequences; the latter None if nothing is held out.
+
+    Args:
+        data: the section.
+        seq_len: T, tokens a sequence.
+        seed: of the order of training documents; a stream keeps its own order.
+    Raises:
+        DataError: as `prepare`; or the training split does not fill one sequence.
+    """
+    if _is_stream(data):
+        return _open_stream(data, seq_len)
+    corpus, tokenizer, path = _locate(data)
+    cache = open_or_build(corpus, tokenizer, path)
+    train, held_out = split(cache.n_documents, data.validation_fraction)
+    training = ShuffledDocuments(
+        cache.tokens,
+        cache.offsets,
+        train,
+        seq_len=seq_len,
+        seed=seed,
+        mask_documents=data.mask_documents,
+    )
+    eos_id = tokenizer.eos_id
+    return training, _validation(data, cache.tokens, cache.offsets, held_out, seq_len, eos_id)
+
+
+def _open_stream(data: Data, seq_len: int) -> Sources:
+    stream, tokenizer = HfStream(data), load_tokenizer(data)
+    texts = held_out_texts(stream, data.validation_fraction)
+    training = StreamedDocuments(
+        stream,
+        tokenizer,
+        seq_len=seq_len,
+        mask_documents=data.mask_documents,
+        n_held_out=len(texts),
+    )
+    encoded = [ids for ids in encode_documents(tokenizer, texts) if ids]
+    offsets = np.cumsum([0, *map(len, encoded)])
+    tokens = np.array([token for ids in encoded for token in ids], np.int64)
+    everything = np.arange(len(encoded))
+    eos_id = tokenizer.eos_id
+    return training, _validation(data, tokens, offsets, everything, seq_len, eos_id)
+
+
+def _validation(
+    data: Data,
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    held_out: np.ndarray,
+    seq_len: int,
+    eos_id: int,
+) -> OrderedDocuments | None:
+    if len(held_out):
+        return OrderedDocuments(
+            tokens,
+            offsets,
+            held_out,
+            seq_len=seq_len,
+            mask_documents=data.mask_documents,
+            eos_id=eos_id,
+        )
+    if data.validation_fraction:
+        logger.warning(
+            "data.validation_fraction = %g, but there are too few documents to hold one out",
+            data.validation_fraction,
+        )
+    return None
+
+
+def _locate(data: Data) -> tuple[Corpus, Tokenizer, Path]:
+    corpus, tokenizer = CORPORA[data.source](data), load_tokenizer(data)
+    return corpus, tokenizer, cache_path(corpus, tokenizer, data.cache_dir)
+
+
+def _is_stream(data: Data) -> bool:
+    return data.source == "hf" and data.hf_streaming

@@ -1,0 +1,177 @@
+"""Text to token ids and back.
+
+Two kinds: the bytes of UTF-8, which need no file, and any Hugging Face `tokenizer.json`, read by
+the `tokenizers` library. A tokenizer adds no special tokens of its own: a document is its ids and
+one end-of-document token (EOS), which `encode_documents` appends.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+
+from dtron.config import Data
+from dtron.errors import ConfigError, DataError, nearest
+
+# In order of preference: a chat model's vocabulary holds its turn's end as well as the document's.
+USUAL_EOS = (
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+    "<|im_end|>",
+)
+
+
+class Tokenizer(Protocol):
+    """What the data package and text generation need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a document."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the same text might give other ids."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without EOS."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without EOS."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids, without EOS."""
+        ...
+
+
+class ByteTokenizer:
+    """Bytes of UTF-8 as ids 0..255; 256 ends a document."""
+
+    vocab_size = 257
+    eos_id = 256
+    fingerprint = "byte-1"
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without EOS."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without EOS."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; EOS is dropped, and bytes that are not UTF-8 become U+FFFD."""
+        return bytes(i for i in ids if i != self.eos_id).decode(errors="replace")
+
+
+class JsonTokenizer:
+    """A Hugging Face `tokenizer.json`.
+
+    Args:
+        path: the file.
+        eos_token: the token that ends a document; empty: the first of USUAL_EOS it knows.
+    Raises:
+        DataError: the file is missing or not a tokenizer.
+        ConfigError: it knows no such end-of-document token.
+    """
+
+    def __init__(self, path: str, eos_token: str = "") -> None:
+        content = _read(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(
+                f"data.tokenizer = {path}: not a Hugging Face tokenizer.json: {error}"
+            ) from None
+        # A file saved by a fine-tuning script may cut or pad every text.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.eos_id = vocabulary[_eos(path, eos_token, vocabulary)]
+        self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
+        identity = json.dumps([content, self.eos_id])
+        self.fingerprint = f"json-{hashlib.sha256(identity.encode()).hexdigest()}"
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without EOS and without the special tokens of a template."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without EOS; the library works on all cores."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; EOS and other special tokens are dropped."""
+        kept = [i for i in ids if i != self.eos_id]
+        return self._tokenizer.decode(kept, skip_special_tokens=True)
+
+
+def load_tokenizer(data: Data) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names.
+
+    Raises:
+        DataError: the file is missing or not a tokenizer.
+        ConfigError: `data.eos_token` is not in its vocabulary, or it has no usual one.
+    """
+    if data.tokenizer != "byte":
+        return JsonTokenizer(data.tokenizer, data.eos_token)
+    if data.eos_token:
+        raise ConfigError(
+            f'data.eos_token = {data.eos_token!r} has no effect with data.tokenizer = "byte", '
+            "which has its own; leave it empty"
+        )
+    return ByteTokenizer()
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of each document, ended by EOS; an empty list for a document of no text."""
+    encoded = tokenizer.encode_batch(texts)
+    return [
+        [*ids, tokenizer.eos_id] if ids and not text.isspace() else []
+        for text, ids in zip(texts, encoded, strict=True)
+    ]
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"data.tokenizer = {path}: {cause}; "
+            'give the path of a Hugging Face tokenizer.json, or "byte"'
+        ) from None
+
+
+def _eos(path: str, wanted: str, vocabulary: dict[str, int]) -> str:
+    if wanted:
+        if wanted not in vocabulary:
+            raise ConfigError(
+                f"data.eos_token = {wanted!r} is not in the vocabulary of {path}"
+                f"{nearest(wanted, vocabulary)}"
+            )
+        return wanted
+    for token in USUAL_EOS:
+        if token in vocabulary:
+            return token
+    raise ConfigError(
+        f"data.eos_token is empty and {path} knows none of the usual ones "
+        f"({', '.join(USUAL_EOS)}); name the token that ends a document"
+    )

@@ -1,0 +1,185 @@
+import json
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtron.config import Data
+from dtron.data import TokenCache, is_ready, prepare, wait_for
+from dtron.data.cache import cache_path, open_or_build
+from dtron.data.documents import Corpus
+from dtron.data.tokenizer import ByteTokenizer
+from dtron.errors import DataError
+
+MakeData = Callable[..., Data]
+
+
+def prepared(data: Data) -> TokenCache:
+    cache = prepare(data)
+    assert cache is not None
+    return cache
+
+
+def documents(cache: TokenCache) -> list[list[int]]:
+    pairs = zip(cache.offsets[:-1], cache.offsets[1:], strict=True)
+    return [cache.tokens[start:end].tolist() for start, end in pairs]
+
+
+def builds(caplog: pytest.LogCaptureFixture) -> int:
+    return sum(record.message.startswith("tokenized") for record in caplog.records)
+
+
+def test_tokens_and_offsets(make_data: MakeData, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dtron")
+    cache = prepared(make_data(["ab", "", "  ", "c€"]))
+    assert documents(cache) == [[97, 98, 256], [*"c€".encode(), 256]]
+    assert cache.tokens.dtype == np.uint16
+    assert cache.n_documents == 2
+    assert "tokenized 2 documents (2 empty ones left out) to 8 tokens" in caplog.text
+
+
+def test_many_batches(make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [str(i) * (1 + i % 5) for i in range(50)]
+    monkeypatch.setattr("dtron.data.cache.BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr("dtron.data.cache.BATCH_CHARACTERS", 20)
+    assert documents(prepared(make_data(texts))) == [[*text.encode(), 256] for text in texts]
+
+
+def test_second_prepare_reads_no_document(
+    make_data: MakeData, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dtron")
+    data = make_data(["one", "two"])
+    assert not is_ready(data)
+    first = prepared(data)
+    assert is_ready(data)
+    assert prepared(data).path == first.path
+    assert builds(caplog) == 1
+
+
+def test_a_changed_file_is_tokenized_again(make_data: MakeData) -> None:
+    data = make_data(["one", "two"])
+    before = prepared(data)
+    status = os.stat(data.paths[0])
+    make_data(["one", "ten"])  # of the same size
+    os.utime(data.paths[0], ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert not is_ready(data)
+    assert documents(prepared(data))[1] == [*b"ten", 256] != documents(before)[1]
+
+
+def test_another_tokenizer_or_key_has_its_own_cache(make_data: MakeData, bpe: Path) -> None:
+    data = make_data(["one", "two"])
+    paths = {prepared(data).path, prepared(data.model_copy(update={"tokenizer": str(bpe)})).path}
+    assert len(paths) == 2
+    assert not is_ready(data.model_copy(update={"text_key": "body"}))
+    assert is_ready(data.model_copy(update={"validation_fraction": 0.5}))
+
+
+def test_wide_vocabulary_is_stored_in_32_bits(tmp_path: Path) -> None:
+    class Wide(ByteTokenizer):
+        vocab_size = 70_000
+        eos_id = 69_999
+        fingerprint = "wide"
+
+    cache = open_or_build(Corpus("one", "1", lambda: iter(["ab"])), Wide(), tmp_path / "cache")
+    assert cache.tokens.dtype == np.uint32
+    assert documents(cache) == [[97, 98, 69_999]]
+
+
+def _truncate(path: Path) -> None:
+    with open(path / "tokens.bin", "r+b") as file:
+        file.truncate(4)
+
+
+DAMAGES: list[Callable[[Path], object]] = [
+    _truncate,
+    lambda path: (path / "offsets.npy").write_bytes(b""),
+    lambda path: np.save(path / "offsets.npy", np.zeros(0, np.int64)),
+    lambda path: (path / "meta.json").write_text("[]"),
+    lambda path: (path / "meta.json").unlink(),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_built_again(
+    make_data: MakeData, damage: Callable[[Path], object]
+) -> None:
+    data = make_data(["one", "two"])
+    cache = prepared(data)
+    expected, path = documents(cache), cache.path
+    damage(path)
+    assert not is_ready(data)
+    assert documents(prepared(data)) == expected
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_failed_build_leaves_nothing(make_data: MakeData) -> None:
+    data = make_data(["one"])
+    with open(data.paths[0], "a") as file:
+        file.write("{\n")
+    with pytest.raises(DataError, match=r"corpus\.jsonl, line 2: not JSON"):
+        prepare(data)
+    assert os.listdir(data.cache_dir) == []
+
+
+def test_no_document_with_text(make_data: MakeData) -> None:
+    with pytest.raises(DataError, match=r"corpus\.jsonl: no documents with text \(2 empty"):
+        prepare(make_data(["", " "]))
+
+
+def test_unwritable_directory_names_the_key(make_data: MakeData, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"data\.cache_dir: cannot write .*Not a directory"):
+        prepare(make_data(["one"], cache_dir=str(tmp_path / "file" / "cache")))
+
+
+def _build_with_others(path: Path, barrier: Barrier) -> None:
+    def texts() -> Iterator[str]:
+        barrier.wait(10)  # everyone is building before anyone has finished
+        yield from ("one", "two")
+
+    cache = open_or_build(Corpus("shared", "1", texts), ByteTokenizer(), path)
+    assert documents(cache) == [[*b"one", 256], [*b"two", 256]]
+
+
+def test_processes_that_build_the_same_cache(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(2)
+    path = tmp_path / "key"
+    processes = [context.Process(target=_build_with_others, args=(path, barrier)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(20)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert os.listdir(tmp_path) == ["key"]
+
+
+def test_waiting_for_another_process(make_data: MakeData) -> None:
+    data = make_data(["one"])
+    with pytest.raises(DataError, match=r"within 0\.1 s"):
+        wait_for(data, 0.1)
+    builder = threading.Thread(target=lambda: (time.sleep(0.1), prepare(data)))
+    builder.start()
+    wait_for(data, 10)
+    assert is_ready(data)
+    builder.join()
+
+
+def test_the_cache_says_what_it_holds(make_data: MakeData) -> None:
+    cache = prepared(make_data(["one", ""]))
+    meta = json.loads((cache.path / "meta.json").read_text())
+    assert (meta["documents"], meta["empty"], meta["tokens"]) == (1, 1, 4)
+
+
+def test_home_directory_is_expanded() -> None:
+    corpus = Corpus("one", "1", lambda: iter(["ab"]))
+    path = cache_path(corpus, ByteTokenizer(), "~/somewhere")
+    assert path.parent == Path.home() / "somewhere"

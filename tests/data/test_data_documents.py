@@ -1,0 +1,99 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from dtron.config import Data
+from dtron.data.documents import files_corpus
+from dtron.errors import DataError
+
+
+def section(*paths: Path, text_key: str = "text") -> Data:
+    return Data.model_validate({"paths": tuple(map(str, paths)), "text_key": text_key})
+
+
+def read(*paths: Path, text_key: str = "text") -> list[str]:
+    return list(files_corpus(section(*paths, text_key=text_key)).texts())
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def rows(*values: object) -> bytes:
+    return b"".join(json.dumps(value).encode() + b"\n" for value in values)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_json_lines(tmp_path: Path, suffix: str) -> None:
+    content = rows({"body": "one\u2028line"}, {"id": 1, "body": "zwölf"}).replace(b"\n", b"\r\n")
+    path = write(tmp_path / f"a{suffix}", content)
+    assert read(path, text_key="body") == ["one\u2028line", "zwölf"]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"a{suffix}", "one\r\ntwö\n".encode())
+    assert read(path) == ["one\r\ntwö\n"]
+
+
+def test_files_follow_each_other(tmp_path: Path) -> None:
+    first = write(tmp_path / "b.txt", b"first")
+    second = write(tmp_path / "a.jsonl", rows({"text": "second"}, {"text": "third"}))
+    assert read(first, second) == ["first", "second", "third"]
+
+
+GOOD = rows({"text": "good"})
+WRONG = [
+    (b'{"text": "cut\n', "not JSON"),
+    (b'["text"]\n', "expected a JSON object, found list"),
+    (b'{"txt": "x"}\n', "no key 'text'.*among 'txt'.*did you mean txt"),
+    (b"{}\n", "no key 'text'.*among nothing"),
+    (b'{"text": 3}\n', "'text' is int, not a string"),
+    (b'{"text": null}\n', "'text' is NoneType, not a string"),
+    (b'{"text": "\xff"}\n', "not UTF-8"),
+    (b'{"text": "\\ud800"}\n', "not valid Unicode"),
+    (b"[" * 100_000 + b"\n", "not JSON"),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize(("line", "message"), WRONG)
+def test_a_wrong_line_is_named(tmp_path: Path, suffix: str, line: bytes, message: str) -> None:
+    path = write(tmp_path / f"a{suffix}", GOOD + b"\n" + line + GOOD)
+    with pytest.raises(DataError, match=f"{path}, line 3: .*{message}"):
+        read(path)
+
+
+def test_invalid_utf8_in_text_names_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"one\ntwo\nthr\xff\xff\n")
+    with pytest.raises(DataError, match=f"{path}, line 3: not UTF-8"):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".txt.gz"])
+def test_truncated_gzip(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(gzip.compress(GOOD * 3)[:-9])
+    with pytest.raises(DataError, match=rf"{path}, line \d: .*end-of-stream"):
+        read(path)
+
+
+def test_not_gzip(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(GOOD)
+    with pytest.raises(DataError, match=rf"{path}, line 1: Not a gzipped file"):
+        read(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.paths: .*nowhere\.txt: No such file"):
+        files_corpus(section(tmp_path / "nowhere.txt"))
+
+
+def test_unknown_suffix(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", b"text\n")
+    with pytest.raises(DataError, match=r"a\.csv ends with none of \.jsonl, "):
+        files_corpus(section(path))

@@ -1,0 +1,185 @@
+"""Hugging Face data sets that the tests write; nothing is read from the network."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtron.config import Data
+from dtron.data import Loader, open_data, prepare, wait_for
+from dtron.data.hf import HfStream, hf_corpus
+from dtron.data.stream import START
+from dtron.errors import ConfigError, DataError
+
+EOS = 256
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:  # read once, when the library is imported
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf")))
+        datasets = pytest.importorskip("datasets")
+        datasets.disable_progress_bars()
+        patch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("arrow"))
+        yield datasets
+
+
+@pytest.fixture
+def json_file(tmp_path: Path, texts: list[str]) -> Path:
+    path = tmp_path / "docs.jsonl"
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path, texts: list[str], library: Any) -> Path:
+    path = tmp_path / "saved"
+    library.Dataset.from_dict({"body": texts}).save_to_disk(str(path))
+    return path
+
+
+def section(path: Path | str, **settings: object) -> Data:
+    values = {"source": "hf", "hf_path": str(path), "text_key": "body", **settings}
+    return Data.model_validate(values)
+
+
+def first_tokens(data: Data, n: int = 40) -> list[int]:
+    source = open_data(data, seq_len=16, seed=0)[0]
+    return [token for k in range(n) for token in source.sequence(k).tokens.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "saved", "saved splits"])
+@pytest.mark.usefixtures("library")
+def test_what_a_path_may_be(
+    kind: str, json_file: Path, saved: Path, texts: list[str], library: Any, tmp_path: Path
+) -> None:
+    directory = tmp_path / "files"
+    directory.mkdir()
+    (directory / "train.jsonl").write_bytes(json_file.read_bytes())
+    splits = tmp_path / "splits"
+    train = library.Dataset.from_dict({"body": texts})
+    library.DatasetDict(train=train).save_to_disk(str(splits))
+    paths = {"file": json_file, "directory": directory, "saved": saved, "saved splits": splits}
+    data = section(paths[kind])
+    assert list(hf_corpus(data).texts()) == texts
+    assert list(HfStream(data).read(START)) == texts
+
+
+@pytest.mark.usefixtures("library")
+def test_tokenized_once_like_files(json_file: Path, tmp_path: Path, texts: list[str]) -> None:
+    cache = str(tmp_path / "cache")
+    hf = section(json_file, cache_dir=cache)
+    files = section("", source="files", paths=(str(json_file),), cache_dir=cache)
+    first = prepare(hf)
+    assert first is not None
+    assert first.n_documents == len(texts)
+    wait_for(hf, 0)  # the identity of the data set does not change
+    assert first_tokens(hf) == first_tokens(files)
+
+
+def test_stream_resumes_exactly(saved: Path) -> None:
+    data = section(saved, hf_streaming=True, validation_fraction=0.05)
+    assert prepare(data) is None
+    wait_for(data, 0)
+
+    def loader(rank: int, size: int) -> Loader:
+        source = open_data(data, seq_len=16, seed=0)[0]
+        return Loader(source, global_batch=4, micro_batch=1, dp_rank=rank, dp_size=size)
+
+    def rows(loaders: list[Loader]) -> list[list[int]]:
+        steps = zip(*(loader.step() for loader in loaders), strict=True)
+        return [batch.tokens[0].tolist() for micro in steps for batch in micro]
+
+    reference = [loader(0, 1)]
+    for _ in range(31):  # into the second pass
+        rows(reference)
+    state = json.loads(json.dumps(reference[0].state_dict()))
+    expected = [rows(reference) for _ in range(3)]
+    ranks = [loader(0, 2), loader(1, 2)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    assert [rows(ranks) for _ in range(3)] == expected
+
+
+def test_stream_resumes_across_files(library: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "files"
+    directory.mkdir()
+    for i in range(3):
+        rows = [{"body": f"{i} {j} " + "x" * j} for j in range(100)]
+        library.Dataset.from_list(rows).to_parquet(str(directory / f"train-{i}.parquet"))
+    data = section(directory, hf_streaming=True)
+    whole = open_data(data, seq_len=64, seed=0)[0]
+    sequences = [whole.sequence(k).tokens.tolist() for k in range(300)]
+    for k in (0, 10, 130, 260):  # of about 255 in one pass
+        state = open_data(data, seq_len=64, seed=0)[0].state(k)
+        resumed = open_data(data, seq_len=64, seed=0)[0]
+        resumed.seek(k, state)
+        assert resumed.sequence(k + 2).tokens.tolist() == sequences[k + 2]
+
+
+def test_stream_holds_out_its_first_documents(saved: Path, texts: list[str]) -> None:
+    training, validation = open_data(
+        section(saved, hf_streaming=True, validation_fraction=0.1), seq_len=16, seed=0
+    )
+    assert validation is not None
+    assert bytes(validation.sequence(0).tokens[:6].tolist()) == texts[0][:6].encode()
+    assert bytes(training.sequence(0).tokens[:6].tolist()) == texts[4][:6].encode()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hf_path": "/nowhere/at/all"}, r"data\.hf_path = '/nowhere/at/all'"),
+        ({"hf_split": "test"}, r"data\.hf_split = 'test'.*split"),
+        ({"text_key": "boy"}, r"data\.text_key = 'boy'.*which has body; did you mean body"),
+    ],
+)
+@pytest.mark.usefixtures("library")
+def test_what_is_not_there(
+    json_file: Path, settings: dict[str, str], message: str, streaming: bool
+) -> None:
+    values = {"hf_path": str(json_file), "hf_streaming": streaming, **settings}
+    path = values.pop("hf_path")
+    with pytest.raises(DataError, match=message):
+        open_data(section(str(path), **values), seq_len=16, seed=0)
+
+
+def test_splits_and_names_of_saved_data(library: Any, tmp_path: Path, saved: Path) -> None:
+    path = tmp_path / "splits"
+    train = library.Dataset.from_dict({"body": ["a"]})
+    library.DatasetDict(train=train).save_to_disk(str(path))
+    with pytest.raises(DataError, match=r"data\.hf_split = 'test' is not among .*: train"):
+        hf_corpus(section(path, hf_split="test"))
+    with pytest.raises(ConfigError, match=r"data\.hf_name = 'en' has no effect"):
+        hf_corpus(section(saved, hf_name="en"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_that_is_no_text(library: Any, tmp_path: Path, streaming: bool) -> None:
+    path = tmp_path / "saved"
+    library.Dataset.from_dict({"body": ["one", None, "three"]}).save_to_disk(str(path))
+    data = section(path, hf_streaming=streaming, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"^data\.hf_path[^:]*row 2[^:]*: 'body' is NoneType"):
+        open_data(data, seq_len=16, seed=0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.usefixtures("library")
+def test_a_corrupt_file_gives_its_cause(json_file: Path, streaming: bool) -> None:
+    with open(json_file, "a") as file:
+        file.write("{bad\n")
+    data = section(json_file, hf_streaming=streaming)
+    with pytest.raises(DataError, match=r"docs\.jsonl.*JSON parse error"):
+        open_data(data, seq_len=16, seed=0)
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install \"dtron\[hf\]\""):
+        prepare(section("anything"))

@@ -1,0 +1,189 @@
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from dtron.data import Batch, Loader
+from dtron.data.packing import Packed
+from dtron.data.stream import START, StreamedDocuments, held_out_texts
+from dtron.data.tokenizer import ByteTokenizer
+from dtron.errors import DataError
+
+EOS = 256
+
+
+class ListStream:
+    """Documents of a list; the state is how many have been read."""
+
+    name = "a list"
+
+    def __init__(self, texts: list[str], n_documents: int | None = None) -> None:
+        self.texts, self.n_documents = texts, n_documents
+        self.n_read = 0
+
+    def read(self, state: str) -> Iterator[str]:
+        self.n_read = 0 if state == START else int(state)
+        while self.n_read < len(self.texts):
+            self.n_read += 1
+            yield self.texts[self.n_read - 1]
+
+    def state(self) -> str:
+        return str(self.n_read)
+
+
+def streamed(
+    texts: list[str], *, seq_len: int = 16, mask: bool = False, n_held_out: int = 0
+) -> StreamedDocuments:
+    return StreamedDocuments(
+        ListStream(texts),
+        ByteTokenizer(),
+        seq_len=seq_len,
+        mask_documents=mask,
+        n_held_out=n_held_out,
+    )
+
+
+def flat(texts: list[str]) -> list[int]:
+    return [token for text in texts if text for token in (*text.encode(), EOS)]
+
+
+def assert_equal(a: Packed, b: Packed) -> None:
+    np.testing.assert_equal(vars(a), vars(b))
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtron.data.stream.BATCH_DOCUMENTS", 7)
+
+
+@pytest.mark.parametrize("n_held_out", [0, 3])
+def test_stream_order_from_one_pass_to_the_next(texts: list[str], n_held_out: int) -> None:
+    texts[5:7] = ["", ""]
+    source = streamed(texts, n_held_out=n_held_out)
+    expected = flat(texts[n_held_out:]) * 3
+    for k in range((len(expected) - 1) // 16):
+        packed = source.sequence(k)
+        assert packed.tokens.tolist() == expected[k * 16 : k * 16 + 16]
+        assert packed.labels.tolist() == expected[k * 16 + 1 : k * 16 + 17]
+
+
+def test_masks(texts: list[str]) -> None:
+    plain, masked = streamed(texts, seq_len=50), streamed(texts, seq_len=50, mask=True)
+    for k in range(30):
+        expected, packed = plain.sequence(k), masked.sequence(k)
+        ends = expected.tokens == EOS
+        assert packed.tokens.tolist() == expected.tokens.tolist()
+        assert packed.labels.tolist() == np.where(ends, -100, expected.labels).tolist()
+        assert packed.documents is not None
+        assert packed.documents.tolist() == (np.cumsum(ends) - ends).tolist()
+
+
+@pytest.mark.parametrize("n_held_out", [0, 3])
+def test_resume_anywhere(texts: list[str], n_held_out: int) -> None:
+    reference = streamed(texts, n_held_out=n_held_out)
+    sequences = [reference.sequence(k) for k in range(200)]
+    for k in range(0, 190, 3):
+        first = streamed(texts, n_held_out=n_held_out)
+        state = json.loads(json.dumps(first.state(k)))
+        second = streamed(texts, n_held_out=n_held_out)
+        second.seek(k, state)
+        assert second.state(k) == state
+        for j in range(k, k + 10, 2):
+            assert_equal(second.sequence(j), sequences[j])
+
+
+def test_resume_reads_no_more_than_a_batch(texts: list[str]) -> None:
+    first = streamed(texts)
+    state = first.state(60)
+    stream = ListStream(texts)
+    second = StreamedDocuments(
+        stream, ByteTokenizer(), seq_len=16, mask_documents=False, n_held_out=0
+    )
+    second.seek(60, state)
+    assert stream.n_read <= int(state["stream"]) + 14
+
+
+def test_going_back_without_a_stream_state(texts: list[str]) -> None:
+    source = streamed(texts)
+    early = source.sequence(2)
+    source.sequence(90)
+    source.seek(2, {"sequence": 2})
+    assert_equal(source.sequence(2), early)
+
+
+def global_step(loaders: list[Loader]) -> torch.Tensor:
+    steps: list[list[Batch]] = [loader.step() for loader in loaders]
+    return torch.cat([batch.tokens for micro in zip(*steps, strict=True) for batch in micro])
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch"), [(1, 1), (2, 2), (4, 1), (2, 1)])
+def test_every_layout_reads_the_same_and_resumes(
+    texts: list[str], dp_size: int, micro_batch: int
+) -> None:
+    def loaders(dp_size: int, micro_batch: int) -> list[Loader]:
+        return [
+            Loader(
+                streamed(texts, n_held_out=2),
+                global_batch=4,
+                micro_batch=micro_batch,
+                dp_rank=rank,
+                dp_size=dp_size,
+            )
+            for rank in range(dp_size)
+        ]
+
+    reference, ranks = loaders(1, 4), loaders(dp_size, micro_batch)
+    for _ in range(25):
+        assert global_step(ranks).tolist() == global_step(reference).tolist()
+    states = [rank.state_dict() for rank in [*ranks, *reference]]
+    assert all(state == states[0] for state in states)
+    resumed = loaders(4, 1)
+    for rank in resumed:
+        rank.load_state_dict(states[0])
+    for _ in range(5):
+        assert global_step(resumed).tolist() == global_step(reference).tolist()
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["abc", "def"]])
+def test_a_stream_of_too_little_text(texts: list[str]) -> None:
+    with pytest.raises(DataError, match=r"train\.seq_len = 16 needs 17"):
+        streamed(texts).sequence(0)
+
+
+def test_resume_near_the_end_of_a_short_stream() -> None:
+    texts = ["abcd"] * 5  # 25 tokens, of which few are left behind the state
+    reference = streamed(texts)
+    sequences = [reference.sequence(k) for k in range(4)]
+    second = streamed(texts)
+    second.seek(1, streamed(texts).state(1))
+    assert_equal(second.sequence(1), sequences[1])
+    assert_equal(second.sequence(3), sequences[3])
+
+
+def test_a_stream_that_has_changed(texts: list[str]) -> None:
+    state = streamed(texts).state(60)
+    with pytest.raises(DataError, match="a list has changed"):
+        streamed(texts[:10]).seek(60, state)
+    with pytest.raises(DataError, match="a list has changed"):
+        streamed(["x"] * 40).seek(60, {**state, "offset": 5})
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("n", "fraction", "expected"),
+    [
+        (0, 0.1, 0),
+        (1, 0.9, 0),
+        (2, 0.001, 1),
+        (2, 0.999, 1),
+        (50, 0.0, 0),
+        (100, 0.02, 2),
+        (20_000, 0.02, 200),
+    ],
+)
+def test_first_documents_are_held_out(n: int, fraction: float, expected: int, known: bool) -> None:
+    texts = [str(i) for i in range(n)]
+    stream = ListStream(texts, n if known else None)
+    assert held_out_texts(stream, fraction) == texts[:expected]

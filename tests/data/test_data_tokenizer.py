@@ -1,0 +1,69 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from dtron.config import Data
+from dtron.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
+from dtron.errors import ConfigError, DataError
+
+
+def section(**settings: object) -> Data:
+    return Data.model_validate(settings)
+
+
+def test_bytes_round_trip() -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode("für 1 €")
+    assert ids == list("für 1 €".encode())
+    assert tokenizer.decode([*ids, tokenizer.eos_id]) == "für 1 €"
+    assert tokenizer.decode([0xE2, 0x82]) == "\ufffd"
+    assert tokenizer.eos_id < tokenizer.vocab_size == 257
+
+
+def test_json_round_trip_without_truncation_or_special_tokens(bpe: Path) -> None:
+    tokenizer = load_tokenizer(section(tokenizer=str(bpe)))
+    text = "in the beginning was a wörd"
+    ids = tokenizer.encode(text)
+    assert len(ids) > 4  # the file's truncation
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.encode_batch([text, "the"]) == [ids, tokenizer.encode("the")]
+    assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
+    assert max(ids) < tokenizer.vocab_size == len(json.loads(bpe.read_text())["model"]["vocab"])
+
+
+def test_eos_of_a_vocabulary(bpe: Path) -> None:
+    usual = load_tokenizer(section(tokenizer=str(bpe)))
+    named = load_tokenizer(section(tokenizer=str(bpe), eos_token="<|turn|>"))
+    assert (usual.eos_id, named.eos_id) == (1, 2)
+    assert usual.fingerprint != named.fingerprint
+    with pytest.raises(ConfigError, match=r"data\.eos_token.*did you mean <\|endoftext\|>"):
+        load_tokenizer(section(tokenizer=str(bpe), eos_token="<|endoftxt|>"))
+    with pytest.raises(ConfigError, match=r"data\.eos_token.*no effect"):
+        load_tokenizer(section(eos_token="</s>"))
+
+
+def test_no_usual_eos_names_the_key(bpe: Path, tmp_path: Path) -> None:
+    content = json.loads(bpe.read_text().replace("<|endoftext|>", "<|fin|>"))
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"data\.eos_token is empty"):
+        load_tokenizer(section(tokenizer=str(path)))
+    assert load_tokenizer(section(tokenizer=str(path), eos_token="<|fin|>")).eos_id == 1
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
+def test_corrupt_tokenizer_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=str(path)):
+        load_tokenizer(section(tokenizer=str(path)))
+
+
+def test_missing_tokenizer_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.json: No such file"):
+        load_tokenizer(section(tokenizer=str(tmp_path / "nowhere.json")))
+
+
+def test_documents_end_with_eos_and_blank_ones_are_empty() -> None:
+    assert encode_documents(ByteTokenizer(), ["ab", "", " \n"]) == [[97, 98, 256], [], []]
