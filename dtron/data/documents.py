@@ -59,8 +59,10 @@ def read_json_lines(path: str, opener: Opener, text_key: str) -> Iterator[str]:
         where = f"{path}, line {number}"
         try:
             row = json.loads(_utf8(line, path, number))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON: {error}") from None
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: not JSON: {error.msg}, column {error.colno}") from None
+        except RecursionError:
+            raise DataError(f"{where}: not JSON: too many brackets inside each other") from None
         yield text_of(row, text_key, where)
 
 
