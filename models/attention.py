@@ -1,0 +1,372 @@
+"""Causal self-attention, and the table of kernels that can compute it.
+
+A backend is a row of BACKENDS: a function of local tensors, when it can run, what it supports and
+how it wants documents to be described. The table is in order of preference; `choose_backend` takes
+the first row that works, or says why the one asked for does not. A model is built with one backend
+and no global says otherwise.
+
+Shapes: B sequences, T tokens, H query heads, G key/value heads (H a multiple of G; H / G query
+heads share one), K = head_dim. Heads are (B, T, H, K), as the projections produce them.
+Sources: FlashAttention arXiv:2205.14135, -2 arXiv:2307.08691, -3 arXiv:2407.08608; FlexAttention
+arXiv:2412.05496; grouped queries arXiv:2305.13245.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from dtron.errors import ConfigError, nearest
+from dtron.kernels.flash4 import flash4
+from dtron.models.config import DecoderConfig
+from dtron.models.dropout import attention_dropout
+from dtron.models.layers import norm
+from dtron.models.rope import apply_rope
+
+Mask = Tensor | BlockMask | None  # None: causal, nothing else
+
+
+class Attention(nn.Module):
+    """(B, T, D) -> (B, T, D).
+
+    The number of heads is read from the projections' outputs, so that a module whose projections
+    were split over heads works as it is.
+    """
+
+    def __init__(self, config: DecoderConfig, backend: "Backend"):
+        super().__init__()
+        size = config.head_size
+        q_dim, kv_dim = config.n_heads * size, config.n_kv_heads * size
+        self.wq = nn.Linear(config.dim, q_dim, bias=config.bias)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=config.bias)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=config.bias)
+        self.wo = nn.Linear(q_dim, config.dim, bias=config.bias)
+        self.q_norm = norm(config, size) if config.qk_norm else None
+        self.k_norm = norm(config, size) if config.qk_norm else None
+        self.head_size = size
+        self.dropout = config.attention_dropout
+        self.backend = backend
+
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Mask, keys: Tensor | None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (B, T, D), normalised.
+            rope: float32 (B or 1, T, K) of `rope_table`, or None for no rotation.
+            mask: what the backend's `prepare` made; None: causal.
+            keys: int64 (B, T) dropout keys; needed in training if attention dropout is on.
+        """
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_size)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        scale = self.head_size**-0.5
+        if self.dropout and self.training:
+            assert keys is not None, "attention dropout needs dropout keys"
+            out = math_attention(q, k, v, mask, scale, self.dropout, keys)
+        else:
+            out = self.backend.run(q, k, v, mask, scale)
+        return self.wo(out.flatten(-2))
+
+
+def math_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    p: float = 0.0,
+    keys: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale) v, written out; the reference for every other backend.
+
+    Args:
+        q: (B, T, H, K).
+        k: (B, S, G, K).
+        v: (B, S, G, K).
+        mask: bool (B, 1, T, S), True where attended; None: causal, with S = T.
+        scale: of the scores.
+        p: share of attention weights to drop.
+        keys: int64 (B, T) dropout keys of the queries.
+    Returns:
+        (B, T, H, K) in q's dtype; softmax is computed in float32 at least.
+    """
+    assert not isinstance(mask, BlockMask), "a block mask is for flex attention alone"
+    grouped = q.unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("btghk,bsgk->bghts", grouped * scale, k).flatten(1, 2)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    if p and keys is not None:
+        weights = attention_dropout(weights, p, keys)
+    weights = weights.unflatten(1, (k.shape[2], -1))
+    return torch.einsum("bghts,bsgk->btghk", weights, v).flatten(2, 3)
+
+
+def _sdpa(
+    kernel: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+) -> Tensor:
+    """torch's scaled_dot_product_attention, by one of its kernels or by its own choice."""
+    assert not isinstance(mask, BlockMask), "a block mask is for flex attention alone"
+    shared = q.shape[2] != k.shape[2]
+    if shared and kernel is None and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # The one fused CUDA kernel for masks and for float32 has no grouped heads; without a copy
+        # torch would fall back to unfused attention with all T * T scores in memory.
+        group = q.shape[2] // k.shape[2]
+        k, v, shared = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), False
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    attend = functools.partial(
+        F.scaled_dot_product_attention,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=shared,
+    )
+    if kernel is None:
+        return attend(q, k, v).transpose(1, 2)
+    with sdpa_kernel(kernel):
+        return attend(q, k, v).transpose(1, 2)
+
+
+def _flash4(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    return flash4(q, k, v, scale, causal=True)[0]
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """The flash-attn package: FlashAttention-3 where it is installed, else FlashAttention-2."""
+    attend = _flash_attn_function()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    out = attend(q, k, v, softmax_scale=scale, causal=True, deterministic=deterministic)
+    return out[0] if isinstance(out, tuple) else out  # early releases of 3 return (out, lse)
+
+
+@functools.cache
+def _flash_attn_function() -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    if importlib.util.find_spec("flash_attn_interface") and _capability() == 9:
+        from flash_attn_interface import flash_attn_func
+    else:
+        from flash_attn.flash_attn_interface import flash_attn_func
+    return flash_attn_func
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """FlexAttention; fused by torch.compile here unless a compiled region does it already."""
+    assert isinstance(mask, BlockMask), "flex attention needs the block mask of its prepare"
+    attend = flex_attention
+    if q.is_cuda and not torch.compiler.is_compiling():
+        attend = _compiled_flex()
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    shared = q.shape[1] != k.shape[1]
+    out = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=shared)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)  # type: ignore[return-value]
+
+
+@functools.cache
+def _compiled_block_mask() -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask)  # unfused it would hold T * T booleans
+
+
+def _causal_only(documents: Tensor | None, x: Tensor) -> None:
+    if documents is not None:
+        raise ConfigError(
+            "this model's attention backend cannot keep documents apart (data.mask_documents); "
+            "use model.attention = auto, flex, sdpa or math"
+        )
+
+
+def _dense_mask(documents: Tensor | None, x: Tensor) -> Tensor | None:
+    """bool (B, 1, T, T): a token attends to earlier tokens of its own document."""
+    if documents is None:
+        return None
+    return (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().unsqueeze(1)
+
+
+def _block_mask(documents: Tensor | None, x: Tensor) -> BlockMask:
+    """The same as a BlockMask, whose empty blocks are skipped; causal without documents."""
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    def same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert documents is not None
+        return (q >= k) & (documents[b, q] == documents[b, k])
+
+    create = _compiled_block_mask() if x.is_cuda else create_block_mask
+    tokens = x.shape[1]
+    if documents is None:
+        return create(causal, None, None, tokens, tokens, device=x.device)
+    return create(same_document, x.shape[0], None, tokens, tokens, device=x.device)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a backend is asked to run on."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    deterministic: bool = False
+
+
+def _capability() -> int:
+    """Major compute capability of the CUDA device: 8 Ampere and Ada, 9 Hopper, 10 Blackwell."""
+    return torch.cuda.get_device_capability()[0]
+
+
+def _no_fused_kernel(need: Need, capability: int, head_dim: int) -> str | None:
+    """Why a fused half-precision kernel cannot run here, if it cannot."""
+    if need.device_type != "cuda" or not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if _capability() < capability:
+        return f"needs compute capability {capability}.0; this GPU has {_capability()}.x"
+    if need.dtype not in (torch.bfloat16, torch.float16):
+        return "computes in bfloat16 or float16 only"
+    if need.head_dim % 8 or need.head_dim > head_dim:
+        return f"needs a head_dim that is a multiple of 8 and at most {head_dim}"
+    return None
+
+
+def _no_flash4(need: Need) -> str | None:
+    if reason := _no_fused_kernel(need, capability=9, head_dim=256):
+        return reason
+    if _capability() >= 10 and 128 < need.head_dim < 256:
+        return "needs a head_dim of at most 128, or 256, on this GPU"
+    if need.deterministic and _capability() >= 12:
+        return "has no deterministic backward on this GPU"
+    if not _installed("flash_attn.cute"):
+        return "needs the package flash-attn-4 (pip install dtron[flash])"
+    return None
+
+
+def _no_cudnn(need: Need) -> str | None:
+    if need.deterministic:
+        return "has no deterministic backward"
+    return _no_fused_kernel(need, capability=9, head_dim=128)
+
+
+def _no_flash_attn(need: Need) -> str | None:
+    if reason := _no_fused_kernel(need, capability=8, head_dim=256):
+        return reason
+    hopper = _capability() == 9 and _installed("flash_attn_interface")
+    if not hopper and not _installed("flash_attn.flash_attn_interface"):
+        return "needs the package flash-attn"
+    return None
+
+
+def _no_flash(need: Need) -> str | None:
+    return _no_fused_kernel(need, capability=8, head_dim=256)
+
+
+def _no_flex(need: Need) -> str | None:
+    if need.device_type != "cuda" or not torch.cuda.is_available():
+        return "trains on CUDA devices only"
+    if need.head_dim < 16:
+        return "needs a head_dim of at least 16"
+    return None
+
+
+def _always(need: Need) -> str | None:
+    return None
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute causal attention."""
+
+    name: str
+    """As in `model.attention`."""
+    run: Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor]
+    """q (B, T, H, K), k and v (B, T, G, K), mask of `prepare`, scale -> (B, T, H, K)."""
+    unavailable: Callable[[Need], str | None]
+    """Why it cannot run there, or None if it can."""
+    prepare: Callable[[Tensor | None, Tensor], Mask] = _causal_only
+    """Called once a forward: documents int32 (B, T) or None, and the model's input, which tells
+    (B, T) and the device -> mask that every block gets."""
+    documents: bool = False
+    """Whether it can keep attention inside documents."""
+    dropout: bool = False
+    """Whether it can drop attention weights."""
+    automatic: bool = True
+    """Whether `auto` takes it when there are no documents."""
+
+
+BACKENDS: dict[str, Backend] = {
+    row.name: row
+    for row in (
+        Backend("fa4", _flash4, _no_flash4),
+        Backend("cudnn", functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION), _no_cudnn),
+        Backend("flash_attn", _flash_attn, _no_flash_attn),
+        Backend("flash", functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION), _no_flash),
+        Backend("flex", _flex, _no_flex, _block_mask, documents=True, automatic=False),
+        Backend("sdpa", functools.partial(_sdpa, None), _always, _dense_mask, documents=True),
+        Backend("math", math_attention, _always, _dense_mask, documents=True, dropout=True),
+    )
+}
+
+
+def choose_backend(
+    name: str,
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    documents: bool,
+    dropout: bool,
+    deterministic: bool,
+) -> Backend:
+    """The row of BACKENDS to build a model with.
+
+    Args:
+        name: `auto` for the first row that can do all that is asked, or a row's name.
+        device_type: "cuda" or "cpu".
+        dtype: of computation.
+        head_dim: width of a head.
+        documents: attention has to stay inside documents.
+        dropout: attention weights are dropped.
+        deterministic: two runs have to give the same bits. The kernels themselves are told by
+            `torch.use_deterministic_algorithms(True)`, which the caller sets.
+    Raises:
+        ConfigError: no such row, or it cannot do what is asked; names the reason and the rows
+            that can.
+    """
+    need = Need(device_type, dtype, head_dim, deterministic)
+    reasons = {row.name: _refusal(row, need, documents, dropout) for row in BACKENDS.values()}
+    able = [row for row in BACKENDS.values() if reasons[row.name] is None]
+    if name == "auto":
+        return next(row for row in able if row.automatic or documents)
+    names = ", ".join(["auto", *(row.name for row in able)])
+    if name not in BACKENDS:
+        hint = nearest(name, BACKENDS)
+        raise ConfigError(f"model.attention = {name} is not known{hint or f'; use {names}'}")
+    if reasons[name] is not None:
+        raise ConfigError(f"model.attention = {name} {reasons[name]}; available here: {names}")
+    return BACKENDS[name]
+
+
+def _refusal(row: Backend, need: Need, documents: bool, dropout: bool) -> str | None:
+    if documents and not row.documents:
+        return "cannot keep documents apart (data.mask_documents)"
+    if dropout and not row.dropout:
+        return "cannot drop attention weights (model.override.attention_dropout)"
+    return row.unavailable(need)

@@ -1,0 +1,135 @@
+"""What a decoder-only transformer is made of: one flat, frozen description a size.
+
+Fields are flat so that each can be set alone, as `model.override.KEY=value`. Derived values are
+properties; nothing is written back.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dtron.errors import ConfigError, config_error
+
+
+class DecoderConfig(BaseModel):
+    """Shape and ingredients of a `dtron.models.decoder.Decoder`."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    vocab_size: int = Field(ge=1)
+    """Tokens of the vocabulary; it has to cover the tokenizer's."""
+    dim: int = Field(ge=1)
+    """Width of the residual stream."""
+    n_layers: int = Field(ge=1)
+    """Transformer blocks."""
+    n_heads: int = Field(ge=1)
+    """Query heads a block."""
+    n_kv_heads: int = Field(ge=1)
+    """Key and value heads a block; fewer than n_heads is grouped-query attention, 1 is
+    multi-query attention (arXiv:2305.13245)."""
+    head_dim: int = Field(default=0, ge=0)
+    """Width of a head; 0: dim / n_heads."""
+    ffn_dim: int = Field(ge=1)
+    """Hidden width of the feed-forward layer."""
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    """A row of dtron.models.layers.ACTIVATIONS; swiglu and geglu have a gate projection."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """A row of dtron.models.layers.NORMS."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the variance before its root is taken."""
+    norm_zero_centered: bool = False
+    """Store norm weights as gamma - 1, so that weight decay pulls gamma towards 1."""
+    qk_norm: bool = False
+    """Normalise every query and key head (arXiv:2302.05442)."""
+    bias: bool = False
+    """Biases in the linear layers of the blocks; the head never has one."""
+    positions: Literal["rope", "learned"] = "rope"
+    """`rope`: queries and keys are rotated by their position (arXiv:2104.09864). `learned`: an
+    embedding a position is added to the token's."""
+    max_seq_len: int = Field(default=2048, ge=1)
+    """Positions of `positions = "learned"`; rope has no limit."""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of the rotation frequencies."""
+    rope_scaling_factor: float = Field(default=1.0, ge=1)
+    """Llama 3.1's context extension (arXiv:2407.21783): low frequencies are divided by this;
+    1: off."""
+    rope_low_freq_factor: float = Field(default=1.0, gt=0)
+    """Wavelengths above rope_original_context / this are scaled in full."""
+    rope_high_freq_factor: float = Field(default=4.0, gt=0)
+    """Wavelengths below rope_original_context / this are not scaled."""
+    rope_original_context: int = Field(default=8192, ge=1)
+    """Tokens of context before extension."""
+    tied: bool = False
+    """The head uses the embedding's weight."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the embeddings and of what each attention and feed-forward layer adds."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the attention weights; the `math` attention backend alone supports it."""
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head, with head_dim = 0 resolved."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def lookup_params(self) -> int:
+        """Parameters that are looked up and never multiplied: embeddings, but not a tied one."""
+        tokens = 0 if self.tied else self.vocab_size * self.dim
+        positions = self.max_seq_len * self.dim if self.positions == "learned" else 0
+        return tokens + positions
+
+    @model_validator(mode="after")
+    def _check(self) -> "DecoderConfig":
+        if self.n_heads % self.n_kv_heads:
+            legal = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
+            raise ValueError(
+                f"n_kv_heads = {self.n_kv_heads} does not divide n_heads = {self.n_heads}; "
+                f"use {_either(legal)}"
+            )
+        if self.head_dim == 0 and self.dim % self.n_heads:
+            below = self.dim // self.n_heads * self.n_heads
+            legal = [n for n in (below, below + self.n_heads) if n]
+            raise ValueError(
+                f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}; "
+                f"use {_either(legal)}, or set head_dim"
+            )
+        if self.positions == "rope" and self.head_size % 2:
+            raise ValueError(
+                f"head_dim = {self.head_size} is odd, but rope rotates pairs; "
+                f"use {self.head_size + 1}"
+            )
+        if self.rope_scaling_factor > 1 and self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise ValueError(
+                f"rope_high_freq_factor = {self.rope_high_freq_factor} is not above "
+                f"rope_low_freq_factor = {self.rope_low_freq_factor}; Llama 3.1 has 4 and 1"
+            )
+        return self
+
+
+def overridden(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:
+    """The config with some fields replaced by the user's `[model.override]`.
+
+    Raises:
+        ConfigError: an unknown field, an illegal value, or values that do not fit together; the
+            message starts with the key under `model.override`.
+    """
+    try:
+        return DecoderConfig.model_validate({**config.model_dump(), **values})
+    except ValidationError as error:
+        first = error.errors()[0]
+        if "ctx" in first and first["type"] == "value_error":  # of _check; starts with the field
+            raise ConfigError(f"model.override.{first['ctx']['error']}") from None
+        known = [f"model.override.{name}" for name in DecoderConfig.model_fields]
+        raise config_error(error, "model.override", known) from None
+
+
+def _either(legal: list[int]) -> str:
+    *most, last = map(str, legal)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,169 @@
+"""A decoder-only transformer: embedding, blocks, norm, head.
+
+One module covers Llama, Qwen3 and GPT; a DecoderConfig says which. It is unsharded and knows no
+rank, mesh or process group: parallelism is applied to it from outside, by module name (FQN):
+
+    embed, position_embed                              the second for learned positions
+    blocks.<i>.attn_norm, .attn.{wq,wk,wv,wo}          .attn.{q_norm,k_norm} with qk_norm
+    blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
+    norm, head                                         the projection to logits
+
+A pipeline stage is a copy in which some blocks are deleted and embed, position_embed, norm or
+head are None: forward skips what is not there, and what stays keeps its FQN. Blocks differ in
+nothing but their weights and take tensors only, so that torch.compile compiles one for all.
+
+Shapes: B sequences, T tokens, D = dim, V vocabulary, K = head_dim.
+Sources: arXiv:1706.03762; pre-norm arXiv:2002.04745; initialisation GPT-2, arXiv:1909.08053.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dtron.errors import ConfigError
+from dtron.models.attention import Attention, Backend, Mask
+from dtron.models.config import DecoderConfig
+from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, dropout, fold
+from dtron.models.layers import FeedForward, norm
+from dtron.models.rope import rope_table
+
+INIT_STD = 0.02
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, backend: Backend):
+        super().__init__()
+        self.attn_norm = norm(config, config.dim)
+        self.attn = Attention(config, backend)
+        self.ffn_norm = norm(config, config.dim)
+        self.ffn = FeedForward(config)
+        self.dropout = config.dropout
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D).
+
+        Args:
+            x: (B, T, D).
+            rope: float32 (B or 1, T, K) of `rope_table`; None with learned positions.
+            mask: what the attention backend's `prepare` made.
+            dropout_keys: int64 (B, T) with this layer folded in; None without dropout.
+        """
+        h = self.attn(self.attn_norm(x), rope, mask, dropout_keys)
+        x = x + self._drop(h, dropout_keys, ATTENTION_OUTPUT)
+        h = self.ffn(self.ffn_norm(x))
+        return x + self._drop(h, dropout_keys, FFN_OUTPUT)
+
+    def _drop(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
+        if not self.dropout or not self.training:
+            return x
+        assert keys is not None, "dropout needs dropout keys"
+        return dropout(x, self.dropout, keys, site)
+
+
+class Decoder(nn.Module):
+    """Tokens to logits; see the module's docstring for names and stages.
+
+    Weights are uninitialised: `init_parameter` fills them by name once they are on a device.
+    """
+
+    def __init__(self, config: DecoderConfig, backend: Backend):
+        super().__init__()
+        self.config = config
+        self.backend = backend
+        learned = config.positions == "learned"
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.position_embed: nn.Embedding | None = (
+            nn.Embedding(config.max_seq_len, config.dim) if learned else None
+        )
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, backend) for layer in range(config.n_layers)}
+        )
+        self.norm: nn.Module | None = norm(config, config.dim)
+        self.head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the head use the embedding's weight again, as after `to_empty`, which parts them."""
+        if self.config.tied and self.head is not None and self.embed is not None:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
+    ) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            x: tokens int64 (B, T), or hidden states (B, T, D) in a later pipeline stage.
+            positions: int64 (B, T) or (1, T); None: 0 ... T - 1.
+            documents: int32 (B, T), equal within a document; None: one document a sequence.
+            dropout_keys: int64 (B, T) of `dropout.token_keys`; read in training with dropout only.
+        Returns:
+            Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without head.
+        """
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        mask = self.backend.prepare(documents, x)
+        if self.embed is not None:
+            x = self._embed(x, positions, dropout_keys)
+        rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
+        for layer, block in self.blocks.items():
+            x = block(x, rope, mask, self._layer_keys(dropout_keys, int(layer)))
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.head is None else self.head(x)
+
+    def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
+        assert self.embed is not None
+        x = self.embed(tokens)
+        if self.position_embed is not None:
+            if tokens.shape[1] > self.config.max_seq_len:
+                raise ConfigError(
+                    f"sequences of {tokens.shape[1]} tokens exceed the model's learned positions, "
+                    f"model.override.max_seq_len = {self.config.max_seq_len}"
+                )
+            x = x + self.position_embed(positions)
+        keys = self._layer_keys(keys, -1)
+        return x if keys is None else dropout(x, self.config.dropout, keys, EMBEDDING)
+
+    def _layer_keys(self, keys: Tensor | None, layer: int) -> Tensor | None:
+        """Dropout keys of one layer (-1: of the embedding), or None when nothing is dropped."""
+        if not self.training or not (self.config.dropout or self.config.attention_dropout):
+            return None
+        assert keys is not None, "a model with dropout needs dropout_keys in training"
+        return fold(keys, layer + 1)
+
+
+@torch.no_grad()
+def init_parameter(
+    config: DecoderConfig, fqn: str, full: Tensor, generator: torch.Generator
+) -> None:
+    """Fill one whole parameter in place, as a function of its name and the generator alone.
+
+    Matrices and embeddings are normal with standard deviation 0.02; those that write into the
+    residual stream (wo, down) are divided by sqrt(2 * n_layers), so that its variance does not
+    grow with depth (GPT-2). Norms start at gamma = 1, biases at 0.
+
+    Args:
+        config: of the model.
+        fqn: name of the parameter, as in `named_parameters`.
+        full: the unsharded parameter, a plain tensor of any floating dtype and device.
+        generator: on the tensor's device.
+    """
+    *path, kind = fqn.split(".")
+    if kind == "bias":
+        full.zero_()
+    elif path[-1].endswith("norm"):
+        full.fill_(0.0 if config.norm_zero_centered else 1.0)
+    elif path[-1] in ("wo", "down"):
+        full.normal_(0.0, INIT_STD / math.sqrt(2 * config.n_layers), generator=generator)
+    else:
+        full.normal_(0.0, INIT_STD, generator=generator)

@@ -1,0 +1,49 @@
+"""Llama 3: grouped queries, SwiGLU, RMSNorm, rotary positions extended from 8192 tokens.
+
+Sources: 3.1 8B, 70B, 405B: The Llama 3 Herd of Models, arXiv:2407.21783, table 3, and the released
+configurations; 1B and 3B: the released configurations of Llama 3.2.
+"""
+
+from dtron.models.config import DecoderConfig
+from dtron.models.spec import ModelSpec
+
+
+def _llama(
+    dim: int, n_layers: int, n_heads: int, ffn_dim: int, scaling: float, tied: bool = False
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=128256,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        ffn_dim=ffn_dim,
+        norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling_factor=scaling,
+        rope_low_freq_factor=1.0,
+        rope_high_freq_factor=4.0,
+        rope_original_context=8192,
+        tied=tied,
+    )
+
+
+SIZES = {
+    "debug": DecoderConfig(
+        vocab_size=264,
+        dim=128,
+        n_layers=8,
+        n_heads=8,
+        n_kv_heads=4,
+        ffn_dim=192,
+        norm_eps=1e-5,
+        rope_theta=500000.0,
+    ),
+    "1b": _llama(2048, 16, 32, 8192, scaling=32.0, tied=True),
+    "3b": _llama(3072, 28, 24, 8192, scaling=32.0, tied=True),
+    "8b": _llama(4096, 32, 32, 14336, scaling=8.0),
+    "70b": _llama(8192, 80, 64, 28672, scaling=8.0),
+    "405b": _llama(16384, 126, 128, 53248, scaling=8.0),
+}
+
+LLAMA = ModelSpec("llama", SIZES)
