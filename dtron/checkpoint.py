@@ -4,9 +4,9 @@
     RUN/checkpoints/latest      names the newest complete one
 
 A checkpoint is written beside its final name and renamed when it is whole, so that a half-written
-one is never taken for a checkpoint. Tensors and optimizer state carry their global shapes; the step,
-the data position and the model's config are JSON. The optimizer's settings (decay, betas) are not
-saved: they are the config's.
+one is never taken for a checkpoint. Tensors and optimizer state carry their global shapes; the
+step, the data position and the model's config are JSON. The optimizer's settings (decay, betas)
+are not saved: they are the config's.
 """
 
 import json

@@ -58,7 +58,7 @@ class CollectiveCounter(TorchDispatchMode):
             axis = self.axis_of_group.get(_group_name(args, kwargs or {}), "other")
             count = self.counts[axis, _NAMES[name]]
             count[0] += 1
-            count[1] += max(_bytes(args), _bytes(result))
+            count[1] += max(map(_bytes, [*args, result]))
         return result
 
     def table(self) -> dict[str, dict[str, dict[str, int]]]:

@@ -47,28 +47,28 @@ class Model(Section):
     """A size of that model: for llama debug, 1b, 3b, 8b, 70b or 405b."""
     override: dict[str, Any] = Field(default_factory=dict)
     """Fields of the model's own config that replace those of the size, as `[model.override]`."""
-    attention: Literal[
-        "auto", "fa4", "cudnn", "flash_attn", "flash", "flex", "sdpa", "math"
-    ] = "auto"
+    attention: Literal["auto", "fa4", "cudnn", "flash_attn", "flash", "flex", "sdpa", "math"] = (
+        "auto"
+    )
     """Attention backend; `auto` takes the best one available and the log says which."""
 
 
 class Parallel(Section):
     """Degrees of parallelism. World size = pp x dp_replicate x dp_shard x cp x tp."""
 
-    dp_replicate: int = Field(1, ge=1)
+    dp_replicate: int = Field(default=1, ge=1)
     """Data-parallel replicas: gradients are all-reduced over this axis."""
-    dp_shard: int = Field(-1, ge=-1)
-    """Data-parallel ranks that share parameters, gradients and optimizer state; -1: what is left."""
-    cp: int = Field(1, ge=1)
+    dp_shard: int = Field(default=-1, ge=-1)
+    """Data-parallel ranks that share parameters, gradients and optimizer state; -1: the rest."""
+    cp: int = Field(default=1, ge=1)
     """Context parallelism: ranks that share each sequence."""
-    tp: int = Field(1, ge=1)
+    tp: int = Field(default=1, ge=1)
     """Tensor parallelism: ranks that share each layer's heads and neurons."""
-    pp: int = Field(1, ge=1)
+    pp: int = Field(default=1, ge=1)
     """Pipeline parallelism: ranks that share the layers."""
-    ep: int = Field(1, ge=1)
+    ep: int = Field(default=1, ge=1)
     """Expert parallelism, a second view of the dp_shard x cp x tp ranks."""
-    etp: int = Field(1, ge=1)
+    etp: int = Field(default=1, ge=1)
     """Tensor parallelism inside experts, in the second view."""
     zero: Literal[1, 2, 3] = 3
     """What dp_shard shards. 3: parameters, gradients, optimizer state; parameters are gathered
@@ -83,42 +83,42 @@ class Parallel(Section):
     (dp_shard = 1), else `micro_batch`."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over data-parallel ranks and micro-batches."""
-    prefetch: int = Field(1, ge=0)
+    prefetch: int = Field(default=1, ge=0)
     """How many units ahead parameters are gathered while the current one computes, in forward and
     in backward."""
-    timeout_seconds: int = Field(600, ge=1)
+    timeout_seconds: int = Field(default=600, ge=1)
     """How long a collective may wait for its peers before the run is aborted."""
 
 
 class Train(Section):
     """The loop: how many steps of how many sequences, in which precision."""
 
-    steps: int = Field(100, ge=1)
+    steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
-    seq_len: int = Field(2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2)
     """Tokens a sequence."""
-    global_batch: int = Field(8, ge=1)
+    global_batch: int = Field(default=8, ge=1)
     """Sequences a step, over all ranks and micro-batches."""
-    micro_batch: int = Field(1, ge=1)
+    micro_batch: int = Field(default=1, ge=1)
     """Sequences a rank computes at once."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of computation. Parameters and optimizer state are float32 in both cases."""
     seed: int = 0
     """Seed of initial weights, data order and dropout. The same seed gives the same losses in
     every layout."""
-    max_grad_norm: float = Field(1.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    max_skipped: int = Field(10, ge=1)
+    max_skipped: int = Field(default=10, ge=1)
     """A step whose gradients are not finite is skipped; this many in a row end the run."""
-    eval_interval: int = Field(0, ge=0)
+    eval_interval: int = Field(default=0, ge=0)
     """Steps between validations on the held-out split; 0: only after the last step."""
-    eval_sequences: int = Field(64, ge=0)
-    """Held-out sequences a validation takes, rounded up to whole micro-batches; 0: none."""
-    sample_tokens: int = Field(0, ge=0)
+    eval_sequences: int = Field(default=64, ge=0)
+    """Held-out sequences a validation takes, if there are so many; 0: no validation."""
+    sample_tokens: int = Field(default=0, ge=0)
     """Tokens of text to generate after the last step."""
     sample_prompt: str = "In the beginning"
     """What the generated text starts with."""
-    gc_interval: int = Field(200, ge=1)
+    gc_interval: int = Field(default=200, ge=1)
     """Steps between garbage collections, which all ranks do at the same step."""
 
 
@@ -128,7 +128,7 @@ class Data(Section):
     source: Literal["files", "hf"] = "files"
     """`files`: JSONL or text files, tokenized once and cached. `hf`: a Hugging Face data set
     (needs the extra `hf`)."""
-    paths: tuple[str, ...] = Field(("assets/kjv.jsonl.gz",), strict=False)
+    paths: tuple[str, ...] = Field(default=("assets/kjv.jsonl.gz",), strict=False)
     """Files of `source = "files"`, relative to the working directory: .jsonl with one document a
     line, .txt with one document a file, both also as .gz."""
     text_key: str = "text"
@@ -137,7 +137,7 @@ class Data(Section):
     """`byte`, or the path of a Hugging Face tokenizer.json."""
     eos_token: str = ""
     """Token that ends a document; empty: the tokenizer's usual one."""
-    validation_fraction: float = Field(0.02, ge=0, lt=1)
+    validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of documents held out for validation, chosen by a hash of their position."""
     mask_documents: bool = False
     """Keep attention inside each document and restart positions there."""
@@ -159,15 +159,15 @@ class Optim(Section):
 
     name: Literal["adamw", "sgd"] = "adamw"
     """A row of dtron.optim.OPTIMIZERS. `sgd` is plain: no momentum, no decay."""
-    lr: float = Field(3e-4, ge=0)
+    lr: float = Field(default=3e-4, ge=0)
     """Peak learning rate."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's decay of the first moment."""
-    beta2: float = Field(0.95, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
     """AdamW's decay of the second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
 
 
@@ -176,11 +176,11 @@ class Schedule(Section):
 
     name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     """A row of dtron.optim.SCHEDULES."""
-    warmup: float = Field(0.1, ge=0, le=1)
+    warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the steps over which the rate rises linearly from 0."""
-    decay: float = Field(0.2, ge=0, le=1)
+    decay: float = Field(default=0.2, ge=0, le=1)
     """Share of the steps over which `wsd` falls at the end; no other schedule reads it."""
-    min_ratio: float = Field(0.1, ge=0, le=1)
+    min_ratio: float = Field(default=0.1, ge=0, le=1)
     """Last learning rate over peak, for linear, cosine and wsd."""
 
 
@@ -190,7 +190,7 @@ class Recompute(Section):
     mode: Literal["none", "full", "selective"] = "none"
     """`full`: keep a block's input only. `selective`: keep results of matrix products and
     attention, recompute the rest."""
-    every: int = Field(1, ge=1)
+    every: int = Field(default=1, ge=1)
     """Recompute every n-th block; 1: all of them."""
 
 
@@ -210,27 +210,27 @@ class Float8(Section):
 class Checkpoint(Section):
     """Saving and resuming."""
 
-    interval: int = Field(0, ge=0)
+    interval: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only after the last step."""
     last: bool = True
     """Save after the last step."""
     resume: str = ""
     """`latest` (of this run directory; starts afresh if there is none), or the path of a run or
     of one checkpoint; empty: start afresh."""
-    keep: int = Field(2, ge=0)
+    keep: int = Field(default=2, ge=0)
     """How many of the newest checkpoints are kept; 0: all."""
 
 
 class Metrics(Section):
     """What is logged."""
 
-    log_interval: int = Field(10, ge=1)
+    log_interval: int = Field(default=10, ge=1)
     """Steps between rows of metrics.jsonl; the device is synchronised at these steps alone."""
     tensorboard: bool = True
     """Write TensorBoard logs."""
-    profile_start: int = Field(0, ge=0)
+    profile_start: int = Field(default=0, ge=0)
     """First step of a torch.profiler window; 0: no profile."""
-    profile_steps: int = Field(3, ge=1)
+    profile_steps: int = Field(default=3, ge=1)
     """Length of that window; the trace goes to RUN/trace/."""
 
 
@@ -362,6 +362,11 @@ class RunConfig(Section):
             (
                 self.data.source == "hf" and not self.data.hf_path,
                 'data.source = "hf" needs data.hf_path',
+            ),
+            (
+                self.data.source == "files" and bool(self.data.hf_path or self.data.hf_streaming),
+                'data.hf_path and data.hf_streaming have no effect with data.source = "files"; '
+                'set data.source = "hf"',
             ),
             (
                 self.data.source == "files" and not self.data.paths,

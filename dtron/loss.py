@@ -1,7 +1,7 @@
 """Next-token cross-entropy, summed.
 
-The sum over local tokens is divided by the global number of labelled tokens before backward, so that
-every layout gives the same number; a mean of means would not where labels are spread unevenly.
+The sum over local tokens is divided by the global number of labelled tokens before backward, so
+that every layout gives the same number; a mean of means would not where labels are spread unevenly.
 """
 
 import torch

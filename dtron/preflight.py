@@ -12,7 +12,15 @@ import torch
 
 from dtron.checkpoint import Facts, check_model, find, read_facts
 from dtron.config import RunConfig
-from dtron.data import Tokenizer, load_tokenizer, prepare, wait_for
+from dtron.data import (
+    Tokenizer,
+    TrainingSource,
+    ValidationSource,
+    load_tokenizer,
+    open_data,
+    prepare,
+    wait_for,
+)
 from dtron.errors import ConfigError
 from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
@@ -31,6 +39,8 @@ class Checked:
     model: DecoderConfig
     attention: Backend
     tokenizer: Tokenizer
+    train: TrainingSource
+    validation: ValidationSource | None
     checkpoint: Path | None
     facts: Facts | None
 
@@ -62,7 +72,8 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         prepare(config.data)
     else:
         wait_for(config.data, _DATA_TIMEOUT_SECONDS)
-    return Checked(model, attention, tokenizer, checkpoint, facts)
+    train, validation = open_data(config.data, seq_len=config.train.seq_len, seed=config.train.seed)
+    return Checked(model, attention, tokenizer, train, validation, checkpoint, facts)
 
 
 def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:

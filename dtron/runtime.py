@@ -35,9 +35,7 @@ class Place:
     def of_environment(cls) -> "Place":
         """Read RANK, LOCAL_RANK and WORLD_SIZE."""
         get = os.environ.get
-        return cls(
-            int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(get("WORLD_SIZE", "1"))
-        )
+        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(get("WORLD_SIZE", "1")))
 
     @property
     def device(self) -> torch.device:
@@ -57,7 +55,7 @@ def set_up_logging(place: Place, console: Console) -> None:
 
 @contextlib.contextmanager
 def process_group(place: Place, timeout_seconds: int) -> Iterator[None]:
-    """Start the default process group, or use one that is already there, and end what it started."""
+    """Start the default process group and end it again; one that is already there is used."""
     if dist.is_initialized():
         yield
         return

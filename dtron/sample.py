@@ -1,6 +1,6 @@
 """Text from the model in training: a look at what it has learned, not an inference engine.
 
-Every rank runs every forward pass, because parameters are gathered together; rank 0 draws the token.
+Every rank runs every forward pass, because parameters are gathered together; rank 0 draws.
 """
 
 import torch

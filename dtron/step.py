@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward over the micro-batches, norm, clip, update.
 
-Nothing here waits for the device; a non-finite gradient skips the update on every rank by a decision
-taken there, and counters that the trainer reads at logging steps tell of it.
+Nothing here waits for the device; a non-finite gradient skips the update on every rank by a
+decision taken there, and counters that the trainer reads at logging steps tell of it.
 """
 
 from collections.abc import Callable, Sequence

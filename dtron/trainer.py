@@ -3,6 +3,7 @@
 import gc
 import logging
 import platform
+import sys
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import dtron
 from dtron.checkpoint import Checkpointer, Facts
 from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
-from dtron.data import Batch, Loader, open_data, validation_batches
+from dtron.data import Batch, Loader, validation_batches
 from dtron.errors import TrainingError
 from dtron.flops import FlopsModel
 from dtron.loss import cross_entropy_sum
@@ -46,7 +47,7 @@ class Trainer:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.place = Place.of_environment()
-        self.console = Console()
+        self.console = Console(width=None if sys.stdout.isatty() else 140)  # logs in files: wide
         set_up_logging(self.place, self.console)
         self.checked = preflight(config, self.place)
         self.rundir = RunDir(config.run.dir)
@@ -129,11 +130,8 @@ class Trainer:
 
     def _build_data(self) -> None:
         config = self.config
-        train, self.validation = open_data(
-            config.data, seq_len=config.train.seq_len, seed=config.train.seed
-        )
         self.loader = Loader(
-            train,
+            self.checked.train,
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
             dp_rank=self.mesh.rank(*BATCH_AXES),
@@ -299,10 +297,10 @@ class Trainer:
 
     def _validate(self) -> None:
         config = self.config
-        if self.validation is None or not config.train.eval_sequences:
+        if self.checked.validation is None or not config.train.eval_sequences:
             return
         batches = validation_batches(
-            self.validation,
+            self.checked.validation,
             sequences=config.train.eval_sequences,
             micro_batch=config.train.micro_batch,
             dp_rank=self.mesh.rank(*BATCH_AXES),

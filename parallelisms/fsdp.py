@@ -39,7 +39,7 @@ class Policy:
 
     @classmethod
     def of(cls, parallel: Parallel, mesh: Mesh) -> "Policy":
-        """Resolve `zero` and `reduce` on this mesh; nothing is resharded where nothing is shared."""
+        """Resolve `zero` and `reduce` on this mesh; parameters that none shares stay whole."""
         sharded = mesh.size(*FSDP_AXES) > 1
         once = parallel.zero == 1 or not sharded
         each = not once if parallel.reduce == "auto" else parallel.reduce == "micro_batch"

@@ -1,8 +1,8 @@
 """The gradients' global norm, and what follows from it, without waiting for the device.
 
-Every gradient is a shard of a sum that is already complete. Each rank adds up the squares of what it
-owns, a replicated part being owned by the first rank of the axis, and one all-reduce over the world
-gives the same norm on every rank, whatever the layout.
+Every gradient is a shard of a sum that is already complete. Each rank adds up the squares of what
+it owns, a replicated part being owned by the first rank of the axis, and one all-reduce over the
+world gives the same norm on every rank, whatever the layout.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,9 +26,9 @@ def global_norm(parameters: Sequence[Tensor], mesh: Mesh) -> Tensor:
 
     float32, or float64 for float64 gradients. Not finite if any gradient is not.
     """
-    owned = [p for p in parameters if p.grad is not None and _owned(p)]
-    gradients = local_gradients(owned)
-    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    wide = any(p.dtype == torch.float64 for p in parameters)  # alike on all ranks, owners or not
+    dtype = torch.float64 if wide else torch.float32
+    gradients = local_gradients(p for p in parameters if p.grad is not None and _owned(p))
     squares = torch.zeros((), dtype=dtype, device=mesh.device_type)
     if gradients:
         norms = torch._foreach_norm(gradients, 2, dtype=dtype)
@@ -44,7 +44,8 @@ def _owned(parameter: Tensor) -> bool:
         return dist.get_rank() == 0
     coordinate = gradient.device_mesh.get_coordinate()
     assert coordinate is not None, "a gradient lives on a mesh that this rank is not part of"
-    return all(c == 0 or not p.is_replicate() for c, p in zip(coordinate, gradient.placements))
+    axes = zip(coordinate, gradient.placements, strict=True)
+    return all(c == 0 or not p.is_replicate() for c, p in axes)
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:

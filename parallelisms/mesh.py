@@ -1,7 +1,8 @@
 """The device mesh: one set of ranks, named axes, no process-global state.
 
-Axes from outermost to innermost are pp, dp_replicate, dp_shard, cp, tp, so that neighbouring ranks,
-which share the fastest links, hold the shards that talk most. Every axis exists, also with degree 1.
+Axes from outermost to innermost are pp, dp_replicate, dp_shard, cp, tp, so that neighbouring
+ranks, which share the fastest links, hold the shards that talk most. An axis exists also with
+degree 1.
 
     batch axes  dp_replicate, dp_shard       ranks that read different sequences
     fsdp axes   dp_shard, cp                 ranks that share parameters and optimizer state
@@ -74,7 +75,7 @@ class Mesh:
         return rank
 
     def flat(self, *axes: Degree) -> DeviceMesh:
-        """The 1-D mesh over these neighbouring axes; axes of degree 1 cost no group of their own."""
+        """The 1-D mesh over these neighbouring axes; those of degree 1 cost no group."""
         wide = tuple(axis for axis in axes if self.degrees[axis] > 1) or axes[-1:]
         if wide not in self._flat:
             mesh = self.device_mesh[wide]

@@ -102,7 +102,8 @@ def build(case: Case) -> tuple[nn.Module, object]:
 
     def fill(fqn: str, full: Tensor, generator: torch.Generator) -> None:
         MODELS[case.model].init_parameter(config, fqn, full, generator)
-        full.mul_(4)  # gradients of all layers of one magnitude, attention far from uniform
+        if full.dim() > 1:
+            full.mul_(4)  # attention far from uniform, gradients of all layers of one magnitude
 
     initialize(model, SEED, fill)
     return model, config

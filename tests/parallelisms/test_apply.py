@@ -1,0 +1,106 @@
+"""Parallelism applied to a module that dtron did not write, patterns, and initial weights."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dtron.config import Recompute
+from dtron.errors import ConfigError, PlacementError
+from dtron.parallelisms import Mesh, parallelize
+from dtron.parallelisms.gradients import global_norm
+from dtron.parallelisms.placement import matches, select, select_units
+from tests.harness import run_ranks
+
+
+class Net(nn.Module):
+    """A user's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(3))
+        self.out = nn.Linear(7, 5, bias=False)
+        self.out.weight = nn.Parameter(torch.randn(5, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def test_star_matches_one_component() -> None:
+    assert matches("blocks.*", "blocks.3")
+    assert not matches("blocks.*", "blocks.3.attn")
+    assert not matches("blocks.*", "blocks")
+    assert matches("*.*", "blocks.3")
+
+
+def test_patterns_that_match_nothing_name_the_nearest() -> None:
+    with pytest.raises(PlacementError, match=r"did you mean blocks"):
+        select(Net(), "blokcs.*")
+    with pytest.raises(PlacementError, match="two units"):
+        select_units(Net(), ("blocks.*", ("blocks.0", "out")))
+    assert [list(g) for g in select_units(Net(), ["stem", ("blocks.0", "out")])] == [
+        ["stem"],
+        ["blocks.0", "out"],
+    ]
+
+
+def user_loop(replicas: int, recompute: Recompute) -> tuple[dict[str, Tensor], float]:
+    torch.manual_seed(0)
+    mesh = Mesh(dp_replicate=replicas, dp_shard=-1)
+    model = parallelize(Net(), mesh, units="blocks.*", dtype="float32", recompute=recompute)
+    batch = torch.arange(40.0).view(8, 5) / 40
+    rank, ranks = mesh.rank("dp_replicate", "dp_shard"), mesh.size("dp_replicate", "dp_shard")
+    model(batch.chunk(ranks)[rank]).square().sum().backward()
+    norm = global_norm(list(model.parameters()), mesh).item()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}, norm  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), (3, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_gradients_of_a_users_model(world: int, replicas: int, mode: str) -> None:
+    if world == 3:
+        batch_rows = 8  # three ranks get 3, 3 and 2 rows: sums need no equal shares
+        assert batch_rows % world
+    torch.manual_seed(0)
+    model = Net()
+    model(torch.arange(40.0).view(8, 5) / 40).square().sum().backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    total = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    for found, norm in run_ranks(world, user_loop, replicas, Recompute(mode=mode)):
+        torch.testing.assert_close(found, wanted)
+        assert norm == pytest.approx(total, rel=1e-6)
+
+
+def draw(fqn: str, full: Tensor, generator: torch.Generator) -> None:
+    full.normal_(generator=generator)
+
+
+def weights_from_meta() -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = Net()
+        model.out.weight = model.blocks[0][0].weight  # a tie; shapes do not matter on meta
+    parallelize(model, Mesh(), units=(("blocks.0", "out"), "stem"), dtype="float32", init=(3, draw))
+    assert model.out.weight is model.blocks[0][0].weight
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def test_initial_weights_are_equal_in_every_layout() -> None:
+    (wanted,) = run_ranks(1, weights_from_meta)
+    for found in run_ranks(3, weights_from_meta):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert not torch.equal(wanted["blocks.1.0.weight"], wanted["blocks.2.0.weight"])
+
+
+def refused_without_blocks() -> str:
+    with pytest.raises(ConfigError) as error:
+        parallelize(Net(), Mesh(), units="stem", recompute=Recompute(mode="full"))
+    return str(error.value)
+
+
+def test_recompute_without_blocks_is_refused() -> None:
+    assert "name their pattern" in run_ranks(1, refused_without_blocks)[0]

@@ -1,0 +1,263 @@
+"""Whole runs through the Trainer, on the embedded corpus with a tiny model."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from dtron.config import RunConfig
+from dtron.errors import CheckpointError, ConfigError, TrainingError
+from dtron.trainer import Trainer
+from tests.harness import run_ranks
+
+TINY = {
+    "model.override.n_layers": 2,
+    "model.override.dim": 32,
+    "model.override.n_heads": 4,
+    "model.override.n_kv_heads": 2,
+    "model.override.ffn_dim": 48,
+    "model.override.vocab_size": 264,
+    "train.steps": 6,
+    "train.seq_len": 32,
+    "train.global_batch": 8,
+    "train.micro_batch": 2,
+    "train.dtype": "float32",
+    "train.eval_sequences": 4,
+    "optim.lr": 3e-3,
+    "metrics.log_interval": 1,
+    "metrics.tensorboard": False,
+    "debug.deterministic": True,
+}
+
+
+def tiny(run_dir: Path, **changes: Any) -> RunConfig:
+    """A config of a run that takes well under a second; keys with "__" for the dot."""
+    values: dict[str, Any] = {}
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    for key, value in {**TINY, "run.dir": str(run_dir), **dotted}.items():
+        *parts, last = key.split(".")
+        table = values
+        for part in parts:
+            table = table.setdefault(part, {})
+        table[last] = value
+    values.setdefault("data", {}).setdefault("cache_dir", str(run_dir.parent / "cache"))
+    return RunConfig.of(values)
+
+
+def fit(config: RunConfig) -> None:
+    Trainer(config).fit()
+
+
+def rows(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in rows(run_dir) if "loss" in row]
+
+
+COLUMNS = "step loss grad_norm lr tokens tokens_per_second tokens_per_second_per_device mfu"
+COLUMNS += " mfu_causal memory_gib seconds"
+LAYOUTS = [
+    (1, {}),
+    (2, {}),
+    (2, {"parallel__dp_replicate": 2}),
+    (4, {}),
+    (4, {"parallel__dp_replicate": 2}),
+    (4, {"parallel__dp_replicate": 4, "train__micro_batch": 1}),
+    (2, {"parallel__zero": 1}),
+]
+
+
+def test_every_layout_logs_the_losses_of_one_process(tmp_path: Path) -> None:
+    wanted: list[dict] = []
+    for i, (world, changes) in enumerate(LAYOUTS):
+        run_dir = tmp_path / str(i)
+        run_ranks(world, fit, tiny(run_dir, **changes))
+        found = rows(run_dir)
+        wanted = wanted or found
+        for row, reference in zip(found, wanted, strict=True):
+            for key in {"loss", "grad_norm", "validation_loss"} & reference.keys():
+                assert row[key] == pytest.approx(reference[key], rel=1e-5), (i, row["step"])
+    assert [row["step"] for row in wanted] == [1, 2, 3, 4, 5, 6, 6]
+    assert list(wanted[0]) == COLUMNS.split()
+    assert wanted[5]["loss"] < wanted[0]["loss"]
+    assert wanted[5]["tokens"] == 6 * 8 * 32
+
+
+def test_run_directory_says_what_ran(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = tiny(run_dir, debug__collectives=True, metrics__tensorboard=True)
+    run_ranks(2, fit, config)
+    facts = json.loads((run_dir / "run.json").read_text())
+    assert facts["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert (facts["micro_batches"], facts["attention"], facts["compiled"]) == (2, "sdpa", [])
+    assert sum(facts["parameter_bytes_per_rank"]) == 4 * facts["parameters"]
+    units = 4  # embed, two blocks, norm + head; the root has no parameters of its own
+    shard = facts["collectives"]["dp_shard"]
+    assert shard["reduce_scatter"]["count"] == 2 * units
+    assert shard["reduce_scatter"]["bytes"] == 2 * 4 * facts["parameters"]
+    assert shard["all_gather"]["count"] == 2 * (2 * units - 1)  # the last unit stays gathered
+    assert RunConfig.of(tomllib.loads((run_dir / "config.toml").read_text())) == config
+    assert list((run_dir / "tensorboard").iterdir())
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step-6\n"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("model", ["llama", "gpt"])
+def test_resumed_run_equals_uninterrupted_bitwise(tmp_path: Path, world: int, model: str) -> None:
+    tied = {"model__name": model, "model__override.tied": model == "gpt"}
+    if model == "gpt":
+        tied |= {"model__override.n_kv_heads": 4, "model__override.dropout": 0.1}
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    run_ranks(world, fit, tiny(whole, **tied))
+    run_ranks(world, fit, tiny(split, checkpoint__interval=3, checkpoint__last=False, **tied))
+    (split / "checkpoints" / "step-6").rename(tmp_path / "gone")
+    (split / "checkpoints" / "latest").write_text("step-3\n")
+    run_ranks(world, fit, tiny(split, checkpoint__resume="latest", **tied))
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
+    pick = [[tuple(row.get(k) for k in keys) for row in rows(d)] for d in (whole, split)]
+    assert pick[0] == pick[1]
+    assert same_checkpoint(whole / "checkpoints/step-6", split / "checkpoints/step-6")
+
+
+def same_checkpoint(one: Path, other: Path) -> bool:
+    """Whether two checkpoints hold the same bits."""
+    states = []
+    for path in (one, other):
+        dcp_to_torch_save(path, path / "all.pt")
+        states.append(torch.load(path / "all.pt", weights_only=True))
+    assert states[0]["optimizer"], "the checkpoint holds optimizer state"
+    flat = [torch.utils._pytree.tree_flatten_with_path(state)[0] for state in states]
+    return all(
+        a[0] == b[0] and torch.equal(torch.as_tensor(a[1]), torch.as_tensor(b[1]))
+        for a, b in zip(*flat, strict=True)
+    )
+
+
+def test_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    run_ranks(1, fit, tiny(whole))
+    run_ranks(2, fit, tiny(split, checkpoint__interval=3, train__steps=6))
+    changes = {"checkpoint__resume": str(split / "checkpoints/step-3"), "train__micro_batch": 1}
+    run_ranks(4, fit, tiny(split, parallel__dp_replicate=2, **changes))
+    assert losses(split) == pytest.approx(losses(whole), rel=1e-4)
+    assert (split / "config-1.toml").exists()
+
+
+def test_fresh_start_in_a_used_directory_keeps_what_is_there(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(1, fit, tiny(run_dir, train__steps=2))
+    first = (run_dir / "metrics.jsonl").read_text()
+    run_ranks(1, fit, tiny(run_dir, train__steps=3))
+    assert (run_dir / "metrics-1.jsonl").read_text() == first
+    assert (run_dir / "checkpoints-1" / "step-2").is_dir()
+    assert len(losses(run_dir)) == 3
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(1, fit, tiny(run_dir, checkpoint__interval=1, checkpoint__keep=2))
+    kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert kept == ["latest", "step-5", "step-6"]
+
+
+def fit_with_poison(config: RunConfig, poisoned: tuple[int, ...], rank: int) -> None:
+    """Train with one rank's gradients made NaN at some (0-based) steps."""
+    trainer = Trainer(config)
+    trainer_step = trainer._one_step
+
+    def one_step() -> None:
+        hook = None
+        if trainer.step in poisoned and trainer.place.rank == rank:
+            loss = trainer.loss
+            trainer.train_step.loss = lambda logits, labels: loss(logits, labels) * torch.nan
+            hook = loss
+        trainer_step()
+        if hook is not None:
+            trainer.train_step.loss = hook
+
+    trainer._one_step = one_step  # type: ignore[method-assign]
+    trainer.fit()
+
+
+def test_non_finite_gradients_skip_the_step_on_all_ranks(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(2, fit_with_poison, tiny(run_dir), (2,), 1)
+    found = rows(run_dir)
+    assert "skipped" not in found[1]
+    assert found[2]["skipped"] == found[5]["skipped"] == 1
+    assert all(torch.tensor(row["loss"]).isfinite() for row in found[3:6])
+
+
+def stopped_by_poison(config: RunConfig) -> str:
+    with pytest.raises(TrainingError) as error:
+        fit_with_poison(config, (1, 2, 3), 0)
+    return str(error.value)
+
+
+def test_too_many_skipped_steps_stop_the_run(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", train__max_skipped=3, checkpoint__interval=1)
+    messages = run_ranks(2, stopped_by_poison, config)
+    assert all("last 3 steps, to step 4" in message for message in messages)
+    assert (tmp_path / "run/checkpoints/step-3").is_dir()
+
+
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+def test_one_step_runs(tmp_path: Path, schedule: str) -> None:
+    config = tiny(tmp_path / "run", train__steps=1, schedule__name=schedule)
+    run_ranks(1, fit, config)
+    assert len(losses(tmp_path / "run")) == 1
+
+
+def test_sampling_and_profile_and_masked_documents(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    changes = {"train__sample_tokens": 3, "metrics__profile_start": 2, "metrics__profile_steps": 1}
+    run_ranks(2, fit, tiny(run_dir, data__mask_documents=True, **changes))
+    assert {p.name for p in (run_dir / "trace").iterdir()} == {"rank-0.json", "rank-1.json"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model__size": "9b"}, ConfigError, "model.size"),
+        ({"model__override.dimm": 3}, ConfigError, "did you mean"),
+        ({"model__override.n_kv_heads": 3}, ConfigError, "n_kv_heads = 3"),
+        ({"model__override.vocab_size": 100}, ConfigError, "257 tokens"),
+        ({"model__attention": "cudnn"}, ConfigError, "model.attention"),
+        ({"data__paths": ["nowhere.jsonl"]}, ValueError, "nowhere.jsonl"),
+        ({"checkpoint__resume": "nowhere"}, CheckpointError, "nowhere"),
+        ({"run__dir": "/proc/nowhere"}, ConfigError, "run.dir"),
+        ({"train__global_batch": 3}, ConfigError, "train.global_batch = 3"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    tmp_path: Path, changes: dict, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        Trainer(tiny(tmp_path / "run", **changes))
+    assert message in str(caught.value)
+    assert not torch.distributed.is_initialized()
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(1, fit, tiny(run_dir, train__steps=1))
+    changes = {"checkpoint__resume": "latest", "model__override.ffn_dim": 64}
+    with pytest.raises(CheckpointError, match="ffn_dim: 48 there, 64 here"):
+        Trainer(tiny(run_dir, **changes))
+    with pytest.raises(ConfigError, match=r"train\.steps = 1 is already reached"):
+        Trainer(tiny(run_dir, train__steps=1, checkpoint__resume="latest"))
+
+
+def test_half_written_checkpoint_is_never_taken(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(1, fit, tiny(run_dir, train__steps=2, checkpoint__interval=1))
+    (run_dir / "checkpoints/step-2").rename(run_dir / "checkpoints/step-2.partial")
+    trainer = Trainer(tiny(run_dir, checkpoint__resume="latest"))
+    assert trainer.checked.facts is not None
+    assert trainer.checked.facts.step == 1
