@@ -96,19 +96,20 @@ def math_attention(
         p: share of attention weights to drop.
         keys: int64 (B, T) dropout keys of the queries.
     Returns:
-        (B, T, H, K) in q's dtype; softmax is computed in float32 at least.
+        (B, T, H, K) in q's dtype; all is computed in float32 at least.
     """
     assert not isinstance(mask, BlockMask), "a block mask is for flex attention alone"
-    grouped = q.unflatten(2, (k.shape[2], -1))
-    scores = torch.einsum("btghk,bsgk->bghts", grouped * scale, k).flatten(1, 2)
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v = q.to(wide).unflatten(2, (k.shape[2], -1)), k.to(wide), v.to(wide)
+    scores = torch.einsum("btghk,bsgk->bghts", q * scale, k).flatten(1, 2)
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    weights = scores.softmax(-1)
     if p and keys is not None:
         weights = attention_dropout(weights, p, keys)
     weights = weights.unflatten(1, (k.shape[2], -1))
-    return torch.einsum("bghts,bsgk->btghk", weights, v).flatten(2, 3)
+    return torch.einsum("bghts,bsgk->btghk", weights, v).flatten(2, 3).to(dtype)
 
 
 def _sdpa(

@@ -38,10 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * gamma + bias over the last dim, in float32 at least, returned in x's dtype.
-
-    Args: as RMSNorm.
-    """
+    """(x - mean) / std * gamma + bias over the last dim; dtypes and arguments as RMSNorm."""
 
     def __init__(self, dim: int, eps: float, zero_centered: bool):
         super().__init__()

@@ -111,7 +111,9 @@ def _prefetch(modules: Sequence[nn.Module], depth: int) -> None:
         ahead = list(modules[i + 1 : i + 1 + depth])
         behind = list(reversed(modules[max(0, i - depth) : i]))
         module.set_modules_to_forward_prefetch(ahead)  # type: ignore[arg-type]
-        module.set_modules_to_backward_prefetch(behind)  # type: ignore[arg-type]
+        # An empty list would turn on FSDP's own order, which under accumulation gathers the last
+        # unit of the micro-batch before; a unit that is there already costs nothing.
+        module.set_modules_to_backward_prefetch(behind or [module])  # type: ignore[arg-type]
 
 
 def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:

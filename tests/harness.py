@@ -70,6 +70,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 def _rank(rank: int, n: int, store: str, pipe: Connection, body: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more ranks than GPUs: these tests are the CPU's
     try:
         dist.init_process_group(
             "gloo",
