@@ -4,9 +4,9 @@
     causal   6 * P + 3 * L * H * (K + V) * S    over the half a causal mask needs (Megatron-Bridge)
 
 per token, forward and backward. P: parameters that are multiplied (embeddings are looked up), L
-layers, H heads, K and V widths of query-key and value heads (with K = V the attention term of `full`
-is the usual 12 * L * H * K * S), S the sequence length. With packed documents of lengths l under a
-document mask, S is sum(l^2) / sum(l). Recomputation is not counted: MFU, not HFU.
+layers, H heads, K and V widths of query-key and value heads (with K = V the attention term of
+`full` is the usual 12 * L * H * K * S), S the sequence length. With packed documents of lengths l
+under a document mask, S is sum(l^2) / sum(l). Recomputation is not counted: MFU, not HFU.
 
 Source: PaLM, arXiv:2204.02311, appendix B.
 """
@@ -24,7 +24,10 @@ _PASSES = {"full": 6, "causal": 3}
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA B200": 2250e12,
 }
 
@@ -81,7 +84,5 @@ def flops_per_token(model: FlopsModel, attended: float, convention: Convention) 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 peak of a device in FLOP/s, None where it is not in the table."""
-    for name, peak in PEAK_FLOPS.items():
-        if device_name.startswith(name):
-            return peak
-    return None
+    names = [name for name in PEAK_FLOPS if device_name.startswith(name)]
+    return PEAK_FLOPS[max(names, key=len)] if names else None

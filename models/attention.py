@@ -143,19 +143,19 @@ def _flash4(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     """The flash-attn package: FlashAttention-3 where it is installed, else FlashAttention-2."""
-    attend = _flash_attn_function()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    out = attend(q, k, v, softmax_scale=scale, causal=True, deterministic=deterministic)
-    return out[0] if isinstance(out, tuple) else out  # early releases of 3 return (out, lse)
-
-
-@functools.cache
-def _flash_attn_function() -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    if importlib.util.find_spec("flash_attn_interface") and _capability() == 9:
+    if _has_flash3():
         from flash_attn_interface import flash_attn_func
     else:
         from flash_attn.flash_attn_interface import flash_attn_func
-    return flash_attn_func
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    out = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, deterministic=deterministic)
+    return out[0] if isinstance(out, tuple) else out  # early releases of 3 return (out, lse)
+
+
+@torch.compiler.assume_constant_result  # the look-up of a package cannot be traced
+def _has_flash3() -> bool:
+    return _capability() == 9 and _installed("flash_attn_interface")
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -262,8 +262,7 @@ def _no_cudnn(need: Need) -> str | None:
 def _no_flash_attn(need: Need) -> str | None:
     if reason := _no_fused_kernel(need, capability=8, head_dim=256):
         return reason
-    hopper = _capability() == 9 and _installed("flash_attn_interface")
-    if not hopper and not _installed("flash_attn.flash_attn_interface"):
+    if not _has_flash3() and not _installed("flash_attn.flash_attn_interface"):
         return "needs the package flash-attn"
     return None
 

@@ -1,0 +1,154 @@
+"""Every attention backend that is available on this GPU against the float64 reference.
+
+Run with `pytest -m gpu tests/models/test_attention_gpu.py -rs`; skipped rows say why.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from dtron.models.attention import BACKENDS, Need, choose_backend, math_attention
+from tests.models.build import initialized, small_config, tokens, varied
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
+ODD = 515  # tokens: no multiple of any tile
+BOUND = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def make(heads: str, head_dim: int, length: int = ODD) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output, bfloat16."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    n, n_kv = HEADS[heads]
+    return tuple(
+        torch.randn(2, length, h, head_dim, generator=generator, device="cuda").bfloat16()
+        for h in (n, n_kv, n_kv, n)
+    )
+
+
+def documents(length: int = ODD) -> Tensor:
+    ends = torch.tensor([[100, 101, 400], [7, 256, 300]], device="cuda")
+    index = torch.arange(length, device="cuda")
+    return (index >= ends.unsqueeze(2)).sum(1).int()
+
+
+def run(attend, inputs: tuple[Tensor, ...], mask) -> list[Tensor]:
+    """out, dq, dk, dv."""
+    q, k, v, grad = inputs
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attend(q, k, v, mask, q.shape[-1] ** -0.5)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+    pairs = zip(found, exact, strict=True)
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+
+
+def exact_results(inputs: tuple[Tensor, ...], masked: Tensor | None) -> list[Tensor]:
+    mask = BACKENDS["math"].prepare(masked, inputs[0])
+    return run(math_attention, tuple(x.double() for x in inputs), mask)
+
+
+def available(name: str, head_dim: int, deterministic: bool = False):
+    backend = BACKENDS[name]
+    reason = backend.unavailable(Need("cuda", torch.bfloat16, head_dim, deterministic))
+    if reason is not None:
+        pytest.skip(f"{name} {reason}")
+    return backend
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", list(HEADS))
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_causal(name, heads, head_dim, compiled):
+    backend, inputs = available(name, head_dim), make(heads, head_dim)
+    exact = exact_results(inputs, None)
+    flash = errors(run(BACKENDS["flash"].run, inputs, None), exact)
+    attend = torch.compile(backend.run, fullgraph=True) if compiled else backend.run
+    found = run(attend, inputs, backend.prepare(None, inputs[0]))
+    assert [x.shape for x in found] == [x.shape for x in exact]
+    measured = errors(found, exact)
+    assert max(measured) < BOUND, measured
+    assert all(a <= 2 * b for a, b in zip(measured, flash, strict=True)), (measured, flash)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", list(HEADS))
+@pytest.mark.parametrize("name", [row.name for row in BACKENDS.values() if row.documents])
+def test_documents(name, heads, head_dim, compiled):
+    backend, inputs = available(name, head_dim), make(heads, head_dim)
+    exact = exact_results(inputs, documents())
+    attend = torch.compile(backend.run, fullgraph=True) if compiled else backend.run
+    measured = errors(run(attend, inputs, backend.prepare(documents(), inputs[0])), exact)
+    assert max(measured) < BOUND, measured
+
+
+@pytest.mark.parametrize("heads", list(HEADS))
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_deterministic_mode_repeats_every_bit(name, heads, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    backend, inputs = available(name, 128, deterministic=True), make(heads, 128, length=4096)
+    torch.use_deterministic_algorithms(True)
+    try:
+        mask = backend.prepare(None, inputs[0])
+        first, second = run(backend.run, inputs, mask), run(backend.run, inputs, mask)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_float32_is_left_to_torch():
+    inputs = tuple(x.float() for x in make("gqa", 64))
+    backend = choose_backend(
+        "auto",
+        device_type="cuda",
+        dtype=torch.float32,
+        head_dim=64,
+        documents=False,
+        dropout=False,
+        deterministic=False,
+    )
+    assert backend.name == "sdpa"
+    assert max(errors(run(backend.run, inputs, None), exact_results(inputs, None))) < 1e-5
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_blocks_compile_once_whatever_the_documents(name, masked):
+    backend = available(name, 64)
+    if masked and not backend.documents:
+        pytest.skip(f"{name} cannot keep documents apart")
+    config = small_config("llama", n_layers=3, head_dim=64, n_heads=4)
+    model = varied(initialized("llama", config, backend)).cuda().bfloat16()
+    x = tokens(length=ODD).cuda()
+
+    def step(shift: int) -> Tensor:
+        model.zero_grad()
+        ids = (documents() + documents().roll(shift)).cummax(1).values.int() if masked else None
+        loss = F.cross_entropy(model(x, documents=ids).flatten(0, 1).float(), x.flatten())
+        loss.backward()
+        return torch.stack(
+            [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
+        )
+
+    expected = [step(0), step(50)]
+    counter = CompileCounterWithBackend("inductor")
+    for block in model.blocks.values():
+        block.compile(backend=counter, fullgraph=True)
+    found = [step(0), step(50)]
+    assert counter.frame_count == 1, "one compilation for all blocks and all documents"
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=1e-3)

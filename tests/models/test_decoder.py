@@ -1,0 +1,242 @@
+"""The decoder as a whole: shapes, dtypes, tying, initialisation, stage cuts, compilation."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from dtron.errors import ConfigError
+from dtron.models import BACKENDS, MODELS, DecoderConfig, build_model
+from dtron.models.decoder import Decoder, init_parameter
+from dtron.models.dropout import token_keys
+from tests.models.build import initialized, small_config, tokens, varied
+
+NAMES = list(MODELS)
+DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1}
+
+
+def keys(x: Tensor, step: int = 0) -> Tensor:
+    return token_keys(7, step, torch.arange(x.shape[0]), torch.arange(x.shape[1]))
+
+
+def loss_and_gradients(model: Decoder, x: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    labels = x.roll(-1, dims=1)
+    loss = F.cross_entropy(model(x, **inputs).flatten(0, 1).float(), labels.flatten())
+    loss.backward()
+    gradients = {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(list(model.named_parameters()))
+    return {"loss": loss.detach(), **gradients}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["sdpa", "math"])
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_and_backward(name, backend, dtype):
+    config = small_config(name)
+    model = initialized(name, config, BACKENDS[backend]).to(dtype)
+    x = tokens()
+    logits = model(x)
+    assert logits.shape == (2, 24, 97)
+    assert logits.dtype == dtype
+    result = loss_and_gradients(model, x)
+    assert abs(result["loss"].item() - math.log(97)) < 0.3
+    assert all(tensor.isfinite().all() for tensor in result.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_fixed(name):
+    fqns = {fqn for fqn, _ in initialized(name, small_config(name)).named_parameters()}
+    matrices = {f"blocks.1.attn.{w}.weight" for w in ("wq", "wk", "wv", "wo")}
+    assert fqns >= matrices | {"embed.weight", "norm.weight", "blocks.0.ffn.down.weight"}
+    assert ("blocks.0.ffn.gate.weight" in fqns) == (name != "gpt")
+    assert ("blocks.0.attn.q_norm.weight" in fqns) == (name == "qwen3")
+    assert ("position_embed.weight" in fqns) == (name == "gpt")
+    assert ("head.weight" in fqns) == (name == "llama")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_later_tokens_do_not_change_earlier_logits(name):
+    model = varied(initialized(name, small_config(name), BACKENDS["sdpa"]))
+    x = tokens()
+    y = x.clone()
+    y[:, 12:] = (y[:, 12:] + 1) % 97
+    torch.testing.assert_close(model(x)[:, :12], model(y)[:, :12])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_default_to_the_index(name):
+    model = varied(initialized(name, small_config(name)))
+    x = tokens()
+    torch.testing.assert_close(model(x), model(x, positions=torch.arange(24).expand(2, -1)))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "math"])
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_documents_equal_separate_documents(name, backend):
+    model = varied(initialized(name, small_config(name), BACKENDS[backend]))
+    x, lengths = tokens(), [5, 12, 7]
+    positions = torch.cat([torch.arange(n) for n in lengths]).expand(2, -1)
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).int().expand(2, -1)
+    packed = model(x, positions=positions, documents=documents)
+    separate = torch.cat([model(part) for part in x.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(packed, model(x, positions=positions), atol=1e-3)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("backend", ["sdpa", "math"])
+def test_grouped_queries_equal_repeated_heads(backend, kv_heads):
+    grouped = varied(initialized("llama", small_config("llama", n_kv_heads=kv_heads)))
+    full = initialized("llama", small_config("llama", n_kv_heads=4), BACKENDS[backend])
+    state = grouped.state_dict()
+    for fqn, weight in state.items():
+        if ".wk." in fqn or ".wv." in fqn:
+            heads = weight.unflatten(0, (kv_heads, -1))
+            state[fqn] = heads.repeat_interleave(4 // kv_heads, 0).flatten(0, 1)
+    full.load_state_dict(state)
+    torch.testing.assert_close(grouped(tokens()), full(tokens()), rtol=1e-4, atol=1e-5)
+
+
+def test_learned_positions_have_an_end():
+    model = initialized("gpt", small_config("gpt", max_seq_len=16))
+    with pytest.raises(ConfigError, match=r"24 tokens exceed .*max_seq_len = 16"):
+        model(tokens())
+
+
+def test_tying_survives_to_empty_by_tie_weights():
+    with torch.device("meta"):
+        model = build_model("qwen3", small_config("qwen3"), BACKENDS["math"])
+    assert isinstance(model, Decoder)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    assert model.head is not None
+    assert model.embed is not None
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_initialisation_by_name(name):
+    config = small_config(name, dim=128, ffn_dim=256, bias=True, norm_zero_centered=name == "llama")
+    model = build_model(name, config, BACKENDS["math"])
+    for fqn, parameter in model.named_parameters():
+        full = torch.full(parameter.shape, torch.nan)
+        init_parameter(config, fqn, full, torch.Generator().manual_seed(3))
+        again = torch.empty(parameter.shape)
+        init_parameter(config, fqn, again, torch.Generator().manual_seed(3))
+        assert torch.equal(full, again)
+        if fqn.endswith("bias"):
+            assert (full == 0).all()
+        elif "norm" in fqn:
+            assert (full == (0 if name == "llama" else 1)).all()
+        else:
+            residual = fqn.endswith(("wo.weight", "down.weight"))
+            std = 0.02 / math.sqrt(2 * config.n_layers) if residual else 0.02
+            assert full.std().item() == pytest.approx(std, rel=0.05)
+            assert abs(full.mean().item()) < std / 10
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_chained_equal_the_whole(name, cut):
+    config = small_config(name, n_layers=4, **DROPOUT)
+    whole = varied(initialized(name, config))
+    first, last = copy.deepcopy(whole), copy.deepcopy(whole)
+    first.norm = first.head = None
+    last.embed = last.position_embed = None
+    for layer in range(4):
+        del (last if layer < cut else first).blocks[str(layer)]
+    kept = {fqn for stage in (first, last) for fqn in stage.state_dict()}
+    assert kept == set(whole.state_dict())
+    x = tokens()
+    inputs = {
+        "positions": (torch.arange(24) % 9).expand(2, -1),
+        "documents": (torch.arange(24) // 9).int().expand(2, -1),
+        "dropout_keys": keys(x),
+    }
+    hidden = first(x, **inputs)
+    assert hidden.shape == (2, 24, 64)
+    torch.testing.assert_close(last(hidden, **inputs), whole(x, **inputs), rtol=0, atol=0)
+
+
+def test_dropout_needs_keys_in_training_only():
+    model = initialized("gpt", small_config("gpt", dropout=0.1))
+    with pytest.raises(AssertionError, match="dropout_keys"):
+        model(tokens())
+    model.eval()(tokens())
+
+
+def test_dropout_is_reproducible_and_changes_with_step_and_seed():
+    model = varied(initialized("llama", small_config("llama", **DROPOUT)))
+    x = tokens()
+    first = model(x, dropout_keys=keys(x))
+    assert torch.equal(first, model(x, dropout_keys=keys(x)))
+    assert not torch.allclose(first, model(x, dropout_keys=keys(x, step=1)), atol=1e-2)
+    assert not torch.allclose(first, model.eval()(x), atol=1e-2)
+
+
+def test_dropout_does_not_depend_on_micro_batches():
+    model = varied(initialized("llama", small_config("llama", **DROPOUT)))
+    x = tokens(batch=3)
+    k = keys(x)
+    parts = [model(x[i : i + 1], dropout_keys=k[i : i + 1]) for i in range(3)]
+    torch.testing.assert_close(torch.cat(parts), model(x, dropout_keys=k), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_the_same_under_recomputation():
+    from torch.utils.checkpoint import checkpoint
+
+    model = varied(initialized("llama", small_config("llama", **DROPOUT)))
+    x = tokens()
+    expected = loss_and_gradients(model, x, dropout_keys=keys(x))
+    for block in model.blocks.values():
+        run = block.forward
+        block.forward = lambda *a, run=run: checkpoint(
+            run, *a, use_reentrant=False, preserve_rng_state=False
+        )
+    found = loss_and_gradients(model, x, dropout_keys=keys(x))
+    assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)
+
+
+def compiled_blocks(model: Decoder) -> CompileCounterWithBackend:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks.values():
+        block.compile(backend=counter, fullgraph=True)
+    return counter
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        ("llama", {}),
+        ("qwen3", {"norm_zero_centered": True}),
+        ("gpt", {}),
+        ("llama", DROPOUT),
+        ("gpt", {"activation": "geglu", "dropout": 0.1}),
+    ],
+)
+def test_blocks_compile_once_to_one_graph(name, override):
+    config: DecoderConfig = small_config(name, n_layers=3, **override)
+    backend = BACKENDS["math" if config.attention_dropout else "sdpa"]
+    model = varied(initialized(name, config, backend))
+    x = tokens()
+    expected = loss_and_gradients(model, x, dropout_keys=keys(x))
+    counter = compiled_blocks(model)
+    found = loss_and_gradients(model, x, dropout_keys=keys(x))
+    assert counter.frame_count == 1, "blocks must share one compilation"
+    for fqn in expected:
+        torch.testing.assert_close(found[fqn], expected[fqn], rtol=1e-4, atol=1e-6)
+
+
+def test_blocks_compile_with_documents():
+    model = varied(initialized("llama", small_config("llama", n_layers=3), BACKENDS["sdpa"]))
+    documents = (torch.arange(24) // 7).int().expand(2, -1)
+    expected = model(tokens(), documents=documents)
+    counter = compiled_blocks(model)
+    torch.testing.assert_close(model(tokens(), documents=documents), expected)
+    assert counter.frame_count == 1

@@ -1,0 +1,80 @@
+"""Overrides and the errors they can cause."""
+
+import pytest
+
+from dtron.errors import ConfigError
+from dtron.models import BACKENDS, MODELS, DecoderConfig, build_model, model_config
+from dtron.models.layers import ACTIVATIONS, NORMS
+
+
+def test_override_replaces_fields():
+    config = model_config("llama", "debug", {"n_layers": 4, "norm_eps": 1e-6})
+    assert (config.n_layers, config.norm_eps, config.dim) == (4, 1e-6, 128)
+    assert model_config("llama", "8b") == MODELS["llama"].sizes["8b"]
+
+
+def test_derived_values():
+    assert model_config("llama", "8b").head_size == 128
+    assert model_config("qwen3", "0.6b").head_size == 128
+    assert model_config("llama", "8b").lookup_params == 128256 * 4096
+    assert model_config("llama", "1b").lookup_params == 0
+    assert model_config("gpt", "125m").lookup_params == 2048 * 768
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "override", "message"),
+    [
+        ("lama", "debug", {}, "model.name = lama is not known; did you mean llama?"),
+        ("llama", "8B", {}, "model.size = 8B is not a size of llama; did you mean 8b?"),
+        ("llama", "9", {}, "use debug, 1b, 3b, 8b, 70b, 405b"),
+        (
+            "llama",
+            "debug",
+            {"n_layer": 4},
+            "unknown key model.override.n_layer; did you mean model.override.n_layers?",
+        ),
+        ("llama", "debug", {"n_layers": "4"}, "model.override.n_layers = '4': Input should be"),
+        ("llama", "debug", {"n_layers": 0}, "model.override.n_layers = 0: Input should be greater"),
+        ("llama", "debug", {"activation": "relu"}, "model.override.activation = 'relu': Input"),
+        (
+            "llama",
+            "debug",
+            {"n_kv_heads": 3},
+            "model.override.n_kv_heads = 3 does not divide n_heads = 8; use 1, 2, 4 or 8",
+        ),
+        (
+            "llama",
+            "debug",
+            {"dim": 100},
+            "model.override.dim = 100 is not a multiple of n_heads = 8; use 96 or 104, or set",
+        ),
+        ("llama", "debug", {"head_dim": 15}, "model.override.head_dim = 15 is odd"),
+        (
+            "llama",
+            "8b",
+            {"rope_low_freq_factor": 4.0},
+            "model.override.rope_high_freq_factor = 4.0 is not above",
+        ),
+    ],
+)
+def test_errors_name_key_rule_and_legal_values(name, size, override, message):
+    with pytest.raises(ConfigError) as error:
+        model_config(name, size, override)
+    assert message in str(error.value)
+
+
+def test_learned_positions_allow_odd_heads():
+    assert model_config("gpt", "debug", {"head_dim": 15}).head_size == 15
+
+
+def test_every_field_is_documented_and_literals_match_the_tables():
+    assert all(field.description for field in DecoderConfig.model_fields.values())
+    for field, table in (("activation", ACTIVATIONS), ("norm", NORMS)):
+        for row in table:
+            model_config("llama", "debug", {field: row})
+
+
+def test_backend_that_cannot_drop_attention_weights_is_refused():
+    config = model_config("llama", "debug", {"attention_dropout": 0.1})
+    with pytest.raises(ConfigError, match=r"model.attention = sdpa cannot drop.*use math"):
+        build_model("llama", config, BACKENDS["sdpa"])

@@ -1,0 +1,68 @@
+"""Every size builds on the meta device and has the published number of parameters."""
+
+import pytest
+import torch
+
+from dtron.models import BACKENDS, MODELS, build_model
+
+# Parameters in units of 10^9: model cards and configurations released for Llama and Qwen3; for
+# GPT-3 and Megatron-LM the rounded names, hence the tolerance; Megatron-LM's 1.7b is 1.754
+# (24 * 12 * 2048**2 and two embeddings of 131072 * 2048), a name cut short.
+PUBLISHED = {
+    ("llama", "1b"): 1.2358,
+    ("llama", "3b"): 3.2127,
+    ("llama", "8b"): 8.0303,
+    ("llama", "70b"): 70.5537,
+    ("llama", "405b"): 405.8534,
+    ("qwen3", "0.6b"): 0.5960,
+    ("qwen3", "1.7b"): 1.7206,
+    ("qwen3", "4b"): 4.0225,
+    ("qwen3", "8b"): 8.1907,
+    ("qwen3", "14b"): 14.7683,
+    ("qwen3", "32b"): 32.7621,
+}
+ROUNDED = {
+    ("gpt", "125m"): 0.125,
+    ("gpt", "350m"): 0.356,
+    ("gpt", "760m"): 0.760,
+    ("gpt", "1.3b"): 1.3,
+    ("gpt", "2.7b"): 2.65,
+    ("gpt", "6.7b"): 6.7,
+    ("gpt", "13b"): 13.0,
+    ("gpt", "175b"): 174.6,
+    ("gpt", "1.7b"): 1.754,
+    ("gpt", "7.1b"): 7.1,
+    ("gpt", "16b"): 16.0,
+}
+ALL = [(name, size) for name, spec in MODELS.items() for size in spec.sizes]
+
+
+def count(name: str, size: str) -> int:
+    with torch.device("meta"):
+        model = build_model(name, MODELS[name].sizes[size], BACKENDS["math"])
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not list(model.buffers()), "a buffer would have to be made outside the meta device"
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "size"), ALL)
+def test_parameters_are_as_published(name: str, size: str):
+    billions = count(name, size) / 1e9
+    if size == "debug":
+        assert billions < 0.002
+    elif (name, size) in PUBLISHED:
+        assert billions == pytest.approx(PUBLISHED[name, size], abs=1e-4)
+    else:
+        assert billions == pytest.approx(ROUNDED[name, size], rel=0.02)
+
+
+def test_quickstart_model_has_a_million_parameters():
+    assert count("llama", "debug") == 1_052_800
+
+
+def test_units_cover_what_the_model_has():
+    for name, spec in MODELS.items():
+        for size, config in spec.sizes.items():
+            units = spec.units(config)
+            assert "blocks.*" in units, (name, size)
+            assert (units == ("blocks.*",)) == config.tied

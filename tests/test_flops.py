@@ -1,0 +1,73 @@
+"""Operations a token against hand-computed numbers, and the closed-form parameter count."""
+
+import pytest
+import torch
+
+from dtron.flops import FlopsModel, flops_per_token, peak_flops
+from dtron.models import BACKENDS, MODELS, build_model, model_config
+
+SIZES = [(name, size) for name, spec in MODELS.items() for size in spec.sizes]
+
+
+def test_llama_8b_at_8192():
+    """6 * (8.0303e9 - 128256 * 4096) = 45.03e9; 12 * 32 * 32 * 128 * 8192 = 12.88e9."""
+    model = FlopsModel.of(model_config("llama", "8b"))
+    assert model.matmul_params == 8_030_261_248 - 525_336_576
+    assert flops_per_token(model, 8192, "full") == pytest.approx(57.91e9, rel=1e-3)
+    assert flops_per_token(model, 8192, "causal") == pytest.approx(51.47e9, rel=1e-3)
+
+
+def test_packed_documents_count_their_own_lengths():
+    model = FlopsModel.of(model_config("llama", "8b"))
+    lengths = [1000, 3000, 4192]
+    attended = sum(n * n for n in lengths) / sum(lengths)
+    attention = 12 * 32 * 32 * 128 * attended
+    assert flops_per_token(model, attended, "full") == 6 * model.matmul_params + attention
+
+
+def test_heads_of_two_widths():
+    """DeepSeek-V3's attention: 128 heads, queries and keys of 192, values of 128."""
+    model = FlopsModel(0, 61, n_heads=128, qk_head_dim=192, v_head_dim=128)
+    assert flops_per_token(model, 4096, "full") == 6 * 61 * 128 * (192 + 128) * 4096
+    assert flops_per_token(model, 4096, "causal") == 3 * 61 * 128 * (192 + 128) * 4096
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_parameters_are_those_of_the_model(name, size):
+    assert_counted(name, {}, size)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        {"norm": "layernorm", "qk_norm": True},
+        {"bias": True, "activation": "relu2"},
+        {"positions": "learned", "head_dim": 24, "tied": True},
+        {"bias": True, "activation": "geglu", "n_kv_heads": 1},
+    ],
+)
+def test_parameters_of_other_ingredients(override):
+    assert_counted("llama", override, "debug")
+
+
+def assert_counted(name: str, override: dict, size: str) -> None:
+    config = model_config(name, size, override)
+    with torch.device("meta"):
+        model = build_model(name, config, BACKENDS["math"])
+    n_params = sum(parameter.numel() for parameter in model.parameters())
+    assert FlopsModel.of(config).matmul_params == n_params - config.lookup_params
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("cpu", None),
+    ],
+)
+def test_peak(device, peak):
+    assert peak_flops(device) == peak
