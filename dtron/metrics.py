@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from dtron.flops import FlopsModel, flops_per_token, peak_flops
+from dtron.flops import Convention, FlopsModel, flops_per_token, peak_flops
 
 log = logging.getLogger("dtron")
 Row = dict[str, float | int | None]
+_MFU: dict[str, Convention] = {"mfu": "full", "mfu_causal": "causal"}
 
 
 class Throughput:
@@ -49,7 +50,7 @@ class Throughput:
             "tokens_per_second": tokens / seconds,
             "tokens_per_second_per_device": each,
         }
-        for key, convention in (("mfu", "full"), ("mfu_causal", "causal")):
+        for key, convention in _MFU.items():
             flops = flops_per_token(self.flops, attended / steps, convention)
             row[key] = each * flops / self.peak if self.peak else None
         return {**row, "memory_gib": peak_memory_gib(), "seconds": seconds / steps}

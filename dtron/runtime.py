@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,17 +64,19 @@ def process_group(place: Place, timeout_seconds: int) -> Iterator[None]:
     device = place.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        options = {"backend": "nccl", "device_id": device}
-    else:
-        options = {"backend": "gloo"}
-    dist.init_process_group(timeout=timeout, **_rendezvous(place), **options)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+        **_rendezvous(place),
+    )
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _rendezvous(place: Place) -> dict:
+def _rendezvous(place: Place) -> dict[str, Any]:
     ranks = {"rank": place.rank, "world_size": place.world_size}
     if place.world_size == 1:
         return {"store": dist.HashStore(), **ranks}

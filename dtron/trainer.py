@@ -350,7 +350,7 @@ def _host_group() -> dist.ProcessGroup:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     group = dist.new_group(backend="gloo")
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup), "every rank is in the host group"
     return group
 
 

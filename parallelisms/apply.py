@@ -102,6 +102,11 @@ def apply_passes(
     convert: Callable[[nn.Module], None] | None,
 ) -> Applied:
     """All passes that change the model's structure, in their order; see `parallelize`."""
+    for axis in ("pp", "cp", "tp"):
+        if mesh.degrees[axis] > 1:
+            raise ConfigError(
+                f"{axis} = {mesh.degrees[axis]}: only data parallelism is built; use 1"
+            )
     if convert is not None:
         convert(model)
     wants_blocks = recompute.mode != "none" or compile.enable

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dtron.config import Parallel
@@ -88,14 +89,11 @@ def shard(
     _prefetch([group[0] for group in groups], parallel.prefetch)
 
 
-def _data_mesh(mesh: Mesh):
+def _data_mesh(mesh: Mesh) -> DeviceMesh:
     """(dp_replicate, fsdp) where there are replicas, else (fsdp,)."""
-    shards = mesh.flat(*FSDP_AXES)
     if mesh.size("dp_replicate") == 1:
-        return shards
-    if mesh.size("cp") == 1:
-        return mesh.device_mesh["dp_replicate", "dp_shard"]
-    return mesh.device_mesh["dp_replicate", shards.mesh_dim_names[0]]  # type: ignore[index]
+        return mesh.flat(*FSDP_AXES)
+    return mesh.device_mesh["dp_replicate", "dp_shard"]
 
 
 def _sum_gradients(module: FSDPModule) -> None:

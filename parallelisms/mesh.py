@@ -76,7 +76,9 @@ class Mesh:
 
     def flat(self, *axes: Degree) -> DeviceMesh:
         """The 1-D mesh over these neighbouring axes; those of degree 1 cost no group."""
-        wide = tuple(axis for axis in axes if self.degrees[axis] > 1) or axes[-1:]
+        wide: tuple[Degree, ...] = (
+            tuple(axis for axis in axes if self.degrees[axis] > 1) or axes[-1:]
+        )
         if wide not in self._flat:
             mesh = self.device_mesh[wide]
             self._flat[wide] = mesh if len(wide) == 1 else mesh._flatten("_".join(wide))
@@ -88,9 +90,10 @@ class Mesh:
 
     def group_names(self) -> dict[str, str]:
         """Axis, or axes joined by "_", of every process group made so far, by the group's name."""
-        names = {dist.group.WORLD.group_name: "world"} if dist.group.WORLD else {}
+        world = dist.group.WORLD
+        names: dict[str, str] = {str(world.group_name): "world"} if world else {}
         singles: Iterable[tuple[str, DeviceMesh]] = [(a, self.device_mesh[a]) for a in DEGREES]
         flats = [("_".join(axes), mesh) for axes, mesh in self._flat.items()]
         for label, mesh in [*singles, *flats]:
-            names[mesh.get_group().group_name] = label
+            names[str(mesh.get_group().group_name)] = label
         return names

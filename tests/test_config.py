@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtron.config import RunConfig, fields, resolve_degrees
+from dtron.config import Degree, RunConfig, fields, resolve_degrees
 from dtron.errors import ConfigError
 
 CONFIGS = sorted(Path("configs").glob("*.toml"))
@@ -67,7 +67,7 @@ def test_missing_and_broken_files_are_config_errors(tmp_path: Path) -> None:
 
 
 def test_degrees_fill_up_to_the_world_size() -> None:
-    asked = {"pp": 1, "dp_replicate": 2, "dp_shard": -1, "cp": 1, "tp": 1}
+    asked: dict[Degree, int] = {"pp": 1, "dp_replicate": 2, "dp_shard": -1, "cp": 1, "tp": 1}
     assert resolve_degrees(asked, 8)["dp_shard"] == 4
     with pytest.raises(ConfigError, match="world size 7"):
         resolve_degrees(asked, 7)

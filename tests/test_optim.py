@@ -14,14 +14,16 @@ from dtron.parallelisms.gradients import clip_scale
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("steps", [1, 2, 10, 1000])
 def test_schedules_are_positive_and_at_most_the_peak(name: str, steps: int) -> None:
-    options = Schedule(name=name)
+    options = Schedule.model_validate({"name": name})
     rates = [learning_rate(step, steps, 2.0, options) for step in range(steps)]
     assert all(0 < rate <= 2.0 for rate in rates)
 
 
 def test_end_points() -> None:
-    def rates(name: str, **changes) -> list[float]:
-        options = Schedule(name=name, warmup=0.1, decay=0.2, min_ratio=0.1, **changes)
+    def rates(name: str) -> list[float]:
+        options = Schedule.model_validate(
+            {"name": name, "warmup": 0.1, "decay": 0.2, "min_ratio": 0.1}
+        )
         return [learning_rate(step, 100, 1.0, options) for step in range(100)]
 
     for name in SCHEDULES:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_flatten_with_path
 
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, TrainingError
@@ -132,7 +133,7 @@ def same_checkpoint(one: Path, other: Path) -> bool:
         dcp_to_torch_save(path, path / "all.pt")
         states.append(torch.load(path / "all.pt", weights_only=True))
     assert states[0]["optimizer"], "the checkpoint holds optimizer state"
-    flat = [torch.utils._pytree.tree_flatten_with_path(state)[0] for state in states]
+    flat = [tree_flatten_with_path(state)[0] for state in states]
     return all(
         a[0] == b[0] and torch.equal(torch.as_tensor(a[1]), torch.as_tensor(b[1]))
         for a, b in zip(*flat, strict=True)

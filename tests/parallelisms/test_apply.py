@@ -13,13 +13,24 @@ from dtron.parallelisms.placement import matches, select, select_units
 from tests.harness import run_ranks
 
 
+class Layer(nn.Module):
+    """A block of a user's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
 class Net(nn.Module):
     """A user's model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(5, 7)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
         self.out = nn.Linear(7, 5, bias=False)
         self.out.weight = nn.Parameter(torch.randn(5, 7))
 
@@ -70,7 +81,9 @@ def test_gradients_of_a_users_model(world: int, replicas: int, mode: str) -> Non
     model(torch.arange(40.0).view(8, 5) / 40).square().sum().backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
     total = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
-    for found, norm in run_ranks(world, user_loop, replicas, Recompute(mode=mode)):
+    for found, norm in run_ranks(
+        world, user_loop, replicas, Recompute.model_validate({"mode": mode})
+    ):
         torch.testing.assert_close(found, wanted)
         assert norm == pytest.approx(total, rel=1e-6)
 
@@ -79,12 +92,18 @@ def draw(fqn: str, full: Tensor, generator: torch.Generator) -> None:
     full.normal_(generator=generator)
 
 
+def first_block(model: Net) -> Layer:
+    block = model.blocks[0]
+    assert isinstance(block, Layer)
+    return block
+
+
 def weights_from_meta() -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Net()
-        model.out.weight = model.blocks[0][0].weight  # a tie; shapes do not matter on meta
+        model.out.weight = first_block(model).linear.weight  # a tie; shapes do not matter on meta
     parallelize(model, Mesh(), units=(("blocks.0", "out"), "stem"), dtype="float32", init=(3, draw))
-    assert model.out.weight is model.blocks[0][0].weight
+    assert model.out.weight is first_block(model).linear.weight
     assert all(isinstance(p, DTensor) for p in model.parameters())
     return {name: p.detach().full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
 
@@ -93,7 +112,7 @@ def test_initial_weights_are_equal_in_every_layout() -> None:
     (wanted,) = run_ranks(1, weights_from_meta)
     for found in run_ranks(3, weights_from_meta):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    assert not torch.equal(wanted["blocks.1.0.weight"], wanted["blocks.2.0.weight"])
+    assert not torch.equal(wanted["blocks.1.linear.weight"], wanted["blocks.2.linear.weight"])
 
 
 def refused_without_blocks() -> str:
