@@ -1,6 +1,8 @@
 """Whole runs through the Trainer, on the embedded corpus with a tiny model."""
 
 import json
+import os
+import signal
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -262,3 +264,43 @@ def test_half_written_checkpoint_is_never_taken(tmp_path: Path) -> None:
     trainer = Trainer(tiny(run_dir, checkpoint__resume="latest"))
     assert trainer.checked.facts is not None
     assert trainer.checked.facts.step == 1
+
+
+def fit_until_signal(config: RunConfig, at_step: int) -> None:
+    """Train; rank 1 gets SIGTERM once `at_step` steps are done."""
+    trainer = Trainer(config)
+    one_step = trainer._one_step
+
+    def then_signal() -> None:
+        one_step()
+        if trainer.step == at_step and trainer.place.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer._one_step = then_signal  # type: ignore[method-assign]
+    trainer.fit()
+
+
+def test_a_signal_to_one_rank_stops_and_saves_all_at_one_step(tmp_path: Path) -> None:
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    run_ranks(2, fit, tiny(whole))
+    run_ranks(2, fit_until_signal, tiny(run_dir), 2)
+    assert (run_dir / "checkpoints/latest").read_text() == "step-3\n"  # agreed one step later
+    assert len(losses(run_dir)) == 3
+    run_ranks(2, fit, tiny(run_dir, checkpoint__resume="latest"))
+    assert losses(run_dir) == losses(whole)
+
+
+# Losses of steps 1, 3 and 6; they change only if the model, its start, the data order or the
+# optimizer do, which is then said in the changelog.
+GOLDEN = {
+    "llama": [5.575847, 5.346328, 5.120669],
+    "gpt": [5.567710, 5.230214, 5.003269],
+}
+
+
+@pytest.mark.parametrize("model", GOLDEN)
+def test_golden_losses(tmp_path: Path, model: str) -> None:
+    heads = {"model__override.n_kv_heads": 4 if model == "gpt" else 2}
+    run_ranks(1, fit, tiny(tmp_path / "run", model__name=model, **heads))
+    found = losses(tmp_path / "run")
+    assert [found[0], found[2], found[5]] == pytest.approx(GOLDEN[model], rel=1e-4)

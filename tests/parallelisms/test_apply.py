@@ -123,3 +123,27 @@ def refused_without_blocks() -> str:
 
 def test_recompute_without_blocks_is_refused() -> None:
     assert "name their pattern" in run_ranks(1, refused_without_blocks)[0]
+
+
+def dtypes_of_compute(replicas: int) -> set[torch.dtype]:
+    model = parallelize(Net(), Mesh(dp_replicate=replicas), units="blocks.*")
+    out = model(torch.zeros(2, 5, dtype=torch.bfloat16))
+    out.float().sum().backward()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    return {out.dtype}
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), (2, 2)])
+def test_mixed_precision_is_the_same_in_every_layout(world: int, replicas: int) -> None:
+    assert run_ranks(world, dtypes_of_compute, replicas)[0] == {torch.bfloat16}
+
+
+def refused_axes() -> str:
+    with pytest.raises(ConfigError) as error:
+        parallelize(Net(), Mesh(tp=2), units="blocks.*")
+    return str(error.value)
+
+
+def test_axes_that_are_not_built_are_refused() -> None:
+    assert "tp = 2" in run_ranks(2, refused_axes)[0]

@@ -1,0 +1,53 @@
+"""What the README and the docs tell a user exists."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dtron.config import RunConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [ROOT / "benchmarks/RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(page: Path) -> list[str]:
+    """train.py commands of a page, continued lines joined."""
+    text = page.read_text().replace("\\\n", " ")
+    return [line.strip() for line in text.splitlines() if "train.py --config" in line]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_name_configs_and_keys_that_exist(page: Path) -> None:
+    for command in commands(page):
+        words = command.split("--config", 1)[1].replace("ROW", "").split()
+        if not words[0].startswith("configs/"):
+            continue
+        overrides = [word.strip("'`") for word in words[1:] if re.match(r"^[a-z]+\.\S+=", word)]
+        RunConfig.load(ROOT / words[0].strip("`"), [o.replace("'", "") for o in overrides])
+
+
+def test_first_screen_has_the_two_commands() -> None:
+    text = "\n".join((ROOT / "README.md").read_text().splitlines()[:22])
+    assert (
+        "pip install -e . && torchrun --standalone --nproc-per-node 2 train.py "
+        "--config configs/quickstart.toml" in text
+    )
+    assert "pip install -e '.[test]' && pytest" in text
+
+
+def test_architecture_is_one_page() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) <= 150
+
+
+def test_every_extra_that_errors_name_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"test", "dev", "flash", "hf"} <= project["optional-dependencies"].keys()
