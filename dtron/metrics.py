@@ -71,13 +71,23 @@ class MetricsWriter:
     """Writes rows on rank 0; a writer on another rank does nothing."""
 
     def __init__(
-        self, path: Path, tensorboard: Path | None, console: Console, steps: int, active: bool
+        self,
+        path: Path,
+        tensorboard: Path | None,
+        console: Console,
+        steps: int,
+        start_step: int,
+        active: bool,
     ) -> None:
         self._file = path.open("a", buffering=1) if active else None
-        self._board = SummaryWriter(tensorboard) if active and tensorboard else None
+        self._board = None
+        if active and tensorboard:  # a resumed run takes back what came after its start
+            self._board = SummaryWriter(tensorboard, purge_step=start_step + 1)
         self._progress = _progress(console) if active and console.is_terminal else None
         if self._progress is not None:
-            self._task = self._progress.add_task("training", total=steps, figures="")
+            self._task = self._progress.add_task(
+                "training", total=steps, completed=start_step, figures=""
+            )
             self._progress.start()
 
     def step(self, step: int) -> None:
@@ -96,7 +106,7 @@ class MetricsWriter:
                     self._board.add_scalar(name, value, row["step"])
         text = _line(row)
         if self._progress is not None:
-            self._progress.update(self._task, completed=row["step"], figures=text)
+            self._progress.update(self._task, figures=text)
         else:
             log.info("step %5d  %s", row["step"], text)
 

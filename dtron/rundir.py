@@ -5,8 +5,8 @@
     metrics.jsonl    one object a logged step
     tensorboard/  checkpoints/  trace/
 
-A resumed run continues these files. A fresh start in a used directory first renames what an earlier
-run left there by a number.
+A run resumed from its own checkpoint continues these files. Any other start in a used directory
+first renames what an earlier run left there by a number.
 """
 
 import json
@@ -40,6 +40,10 @@ class RunDir:
         if self.config.exists() and self.config.read_text() != config_toml:
             _set_aside(self.config)
         _write(self.config, config_toml)
+
+    def owns(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is this run's own, so that resuming it continues the files here."""
+        return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def write_run_json(self, facts: dict[str, Any]) -> None:
         """Replace run.json."""

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,12 @@ class Place:
 
 def set_up_logging(place: Place, console: Console) -> None:
     """Rank 0 logs to the console; other ranks report warnings only."""
-    handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
+    else:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     log.handlers = [handler]
     log.propagate = False
     log.setLevel(logging.INFO if place.rank == 0 else logging.WARNING)
@@ -70,10 +76,8 @@ def process_group(place: Place, timeout_seconds: int) -> Iterator[None]:
         device_id=device if device.type == "cuda" else None,
         **_rendezvous(place),
     )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()  # not after an error: peers may be inside a collective
 
 
 def _rendezvous(place: Place) -> dict[str, Any]:
@@ -121,10 +125,10 @@ class StopSignal:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self._pending is not None and self._pending[0] is not None:
+        if error is None and self._pending is not None and self._pending[0] is not None:
             self._pending[0].wait()
 
     def _on_signal(self, number: int, _frame: object) -> None:

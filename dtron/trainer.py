@@ -3,7 +3,6 @@
 import gc
 import logging
 import platform
-import sys
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ class Trainer:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.place = Place.of_environment()
-        self.console = Console(width=None if sys.stdout.isatty() else 140)  # logs in files: wide
+        self.console = Console()
         set_up_logging(self.place, self.console)
         self.checked = preflight(config, self.place)
         self.rundir = RunDir(config.run.dir)
@@ -154,9 +153,10 @@ class Trainer:
     def _open_run(self, applied: Applied) -> None:
         config = self.config
         first = self.place.rank == 0
-        resumed = self.checked.facts.step if self.checked.facts else None
+        checkpoint, facts = self.checked.checkpoint, self.checked.facts
+        own = checkpoint is not None and self.rundir.owns(checkpoint)
         if first:
-            self.rundir.open(config.to_toml(), resumed)
+            self.rundir.open(config.to_toml(), facts.step if own and facts else None)
         self.facts = self._run_facts(applied)
         if first:
             self.rundir.write_run_json(self.facts)
@@ -165,6 +165,7 @@ class Trainer:
             self.rundir.tensorboard if config.metrics.tensorboard else None,
             self.console,
             config.train.steps,
+            start_step=self.step,
             active=first,
         )
         flops = FlopsModel.of(self.checked.model)
@@ -263,13 +264,12 @@ class Trainer:
         final = number == config.train.steps
         self.profile.after(number, final)
         self.writer.step(number)
-        if number % config.metrics.log_interval == 0 or final:
-            self._log(result, lr)
+        interval = config.train.eval_interval
+        validates = final or bool(interval and number % interval == 0)
+        if validates or number % config.metrics.log_interval == 0:
+            self._log(result, lr, validates)
         if number % config.train.gc_interval == 0:
             gc.collect(1)
-        interval = config.train.eval_interval
-        if interval and number % interval == 0 and not final:
-            self._validate()
 
     def _counted(self, batches: list[Batch], lr: float) -> StepResult:
         with CollectiveCounter(self.mesh.group_names()) as counter:
@@ -279,13 +279,16 @@ class Trainer:
             self.rundir.write_run_json(self.facts)
         return result
 
-    def _log(self, result: StepResult, lr: float) -> None:
+    def _log(self, result: StepResult, lr: float, validates: bool) -> None:
+        """Write the row of this step: here the device is waited for."""
         loss = result.loss.clone()
         dist.all_reduce(loss, group=self.mesh.group(*LOSS_AXES))
         figures = {"loss": loss.item(), "grad_norm": result.grad_norm.item(), "lr": lr}
         row = {"step": self.step, **figures, "tokens": self.tokens, **self.throughput.read()}
         if skipped := int(self.train_step.skipped):
             row["skipped"] = skipped
+        if validates and (validation_loss := self._validate()) is not None:
+            row["validation_loss"] = validation_loss
         self.writer.row(row)
         in_a_row = int(self.train_step.skipped_in_a_row)
         if in_a_row >= self.config.train.max_skipped:
@@ -295,10 +298,11 @@ class Trainer:
                 "from an earlier checkpoint"
             )
 
-    def _validate(self) -> None:
+    def _validate(self) -> float | None:
+        """Loss on the held-out split; None where there is none."""
         config = self.config
         if self.checked.validation is None or not config.train.eval_sequences:
-            return
+            return None
         batches = validation_batches(
             self.checked.validation,
             sequences=config.train.eval_sequences,
@@ -309,8 +313,8 @@ class Trainer:
         on_device = [batch.to(self.place.device) for batch in batches]
         loss = evaluate(self.model, self.mesh, on_device, self.loss)
         free_gathered(self.model)
-        self.writer.row({"step": self.step, "validation_loss": loss.item()})
         self.throughput.restart()
+        return loss.item()
 
     def _save(self) -> None:
         self.checkpointer.save(
@@ -326,7 +330,6 @@ class Trainer:
         self.throughput.restart()
 
     def _finish(self) -> None:
-        self._validate()
         train = self.config.train
         if train.sample_tokens:
             text = sample_text(

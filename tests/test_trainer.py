@@ -86,7 +86,8 @@ def test_every_layout_logs_the_losses_of_one_process(tmp_path: Path) -> None:
         for row, reference in zip(found, wanted, strict=True):
             for key in {"loss", "grad_norm", "validation_loss"} & reference.keys():
                 assert row[key] == pytest.approx(reference[key], rel=1e-5), (i, row["step"])
-    assert [row["step"] for row in wanted] == [1, 2, 3, 4, 5, 6, 6]
+    assert [row["step"] for row in wanted] == [1, 2, 3, 4, 5, 6]
+    assert ["validation_loss" in row for row in wanted] == [False] * 5 + [True]
     assert list(wanted[0]) == COLUMNS.split()
     assert wanted[5]["loss"] < wanted[0]["loss"]
     assert wanted[5]["tokens"] == 6 * 8 * 32
@@ -150,6 +151,17 @@ def test_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
     run_ranks(4, fit, tiny(split, parallel__dp_replicate=2, **changes))
     assert losses(split) == pytest.approx(losses(whole), rel=1e-4)
     assert (split / "config-1.toml").exists()
+
+
+def test_resuming_from_another_run_keeps_both(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(1, fit, tiny(first, train__steps=3))
+    before = (first / "metrics.jsonl").read_text()
+    run_ranks(1, fit, tiny(second, train__steps=2))
+    run_ranks(1, fit, tiny(second, checkpoint__resume=str(first)))
+    assert [row["step"] for row in rows(second)] == [4, 5, 6]
+    assert (second / "metrics-1.jsonl").exists()
+    assert (first / "metrics.jsonl").read_text() == before
 
 
 def test_fresh_start_in_a_used_directory_keeps_what_is_there(tmp_path: Path) -> None:
