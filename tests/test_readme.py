@@ -10,7 +10,11 @@ from dtron.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
-PAGES += [ROOT / "benchmarks/RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [
+    ROOT / "benchmarks/RESULTS.md",
+    ROOT / "benchmarks/NOTES.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def commands(page: Path) -> list[str]:
