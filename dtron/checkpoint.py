@@ -12,6 +12,7 @@ are not saved: they are the config's.
 import json
 import logging
 import os
+import pickle
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +48,10 @@ class Facts:
     skipped: int
     """Steps skipped for gradients that were not finite."""
     world_size: int
+    skipped_in_a_row: int
+    """How many of them were the last ones."""
+    settings: dict[str, Any]
+    """Keys of the run's config on which the meaning of the state depends, with their values."""
     model: dict[str, Any]
     """Name and resolved config of the model."""
     data: dict[str, int | str]
@@ -89,6 +94,18 @@ def check_model(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> No
         raise CheckpointError(f"{path} is of another model ({shown}); set the same model")
 
 
+def check_agreement(path: Path | None, group: dist.ProcessGroup) -> None:
+    """Refuse to start when ranks found different checkpoints, as with run directories that hosts
+    do not share. All ranks call it together. Raises CheckpointError on all of them."""
+    found: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, path.name if path else None, group=group)
+    if len(set(found)) > 1:
+        raise CheckpointError(
+            f"ranks see different checkpoints ({', '.join(map(str, found))}); run.dir must be on a "
+            "file system that all hosts share"
+        )
+
+
 class Checkpointer:
     """Saves and loads the state of one run.
 
@@ -115,9 +132,11 @@ class Checkpointer:
         partial = final.with_name(final.name + ".partial")
         first = dist.get_rank() == 0
         if first:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in self.directory.glob("step-*.partial"):  # by runs that were killed
+                shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier(self.group)
+        self._check_shared(partial)
         dcp.save(self._state(), checkpoint_id=partial, process_group=self.group)
         if first:
             (partial / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
@@ -134,15 +153,17 @@ class Checkpointer:
             CheckpointError: a shard is missing or cannot be read, or a tensor has another shape.
         """
         state = self._state()
-        known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        if not all(f"rng.{name}" in known for name in state["rng"]):
-            log.warning("%s holds no RNG state for this rank; dtron itself needs none", path)
-            del state["rng"]
         try:
+            known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            if not all(f"rng.{name}" in known for name in state["rng"]):
+                log.warning("%s holds no RNG state for this rank; dtron itself needs none", path)
+                del state["rng"]
             dcp.load(state, checkpoint_id=path, process_group=self.group)
         except dcp.CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{path} cannot be loaded: {cause}") from error
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
         set_model_state_dict(self.model, state["model"])
         optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
         set_optimizer_state_dict(
@@ -159,13 +180,23 @@ class Checkpointer:
             "rng": _get_rng(),
         }
 
+    def _check_shared(self, partial: Path) -> None:
+        """Every rank must see the directory that rank 0 made. Raises CheckpointError on all."""
+        unseen = torch.tensor([int(not partial.exists())])
+        dist.all_reduce(unseen, group=self.group)
+        if unseen.item():
+            raise CheckpointError(
+                f"{int(unseen.item())} ranks do not see {partial}; run.dir must be on a file "
+                "system that all hosts share"
+            )
+
     def _retire(self, newest: Path) -> None:
         """Delete what is older than the `keep` newest, never the one just written."""
         if self.keep:
             found = sorted(_complete(self.directory), key=_step_of)
             for old in found[: -self.keep]:
                 if old != newest:
-                    shutil.rmtree(old)
+                    _remove(old)
 
 
 def _get_rng() -> dict[str, torch.Tensor]:
@@ -184,11 +215,18 @@ def _set_rng(states: dict[str, torch.Tensor]) -> None:
 
 def _publish(partial: Path, final: Path) -> None:
     if final.exists():  # the same step again, after resuming from an earlier one
-        shutil.rmtree(final)
+        _remove(final)
     os.replace(partial, final)
     pointer = final.parent / "latest.partial"
     pointer.write_text(final.name + "\n")
     os.replace(pointer, final.parent / "latest")
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; it is not taken for a whole one if that is interrupted."""
+    gone = path.with_name(f"{path.name}.old.partial")
+    os.replace(path, gone)
+    shutil.rmtree(gone)
 
 
 def _latest(checkpoints: Path) -> Path | None:
@@ -196,7 +234,11 @@ def _latest(checkpoints: Path) -> Path | None:
         named = checkpoints / (checkpoints / "latest").read_text().strip()
     except OSError:
         return None
-    return named if (named / _FACTS).exists() else max(_complete(checkpoints), key=_step_of)
+    if (named / _FACTS).exists():
+        return named
+    newest = max(_complete(checkpoints), key=_step_of, default=None)
+    log.warning("%s is gone; the newest complete checkpoint is %s", named, newest)
+    return newest
 
 
 def _complete(checkpoints: Path) -> list[Path]:

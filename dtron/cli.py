@@ -5,18 +5,19 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from dtron.config import RunConfig, fields
-from dtron.errors import DtronError
+from dtron.errors import ConfigError, DtronError
 from dtron.runtime import Place
 
-_GRACE_SECONDS = 60
+_GRACE_SECONDS = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the arguments say; returns the exit status."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         from dtron.trainer import Trainer  # after --help, which needs no torch
 
         Trainer(RunConfig.load(options.config, options.overrides)).fit()
@@ -26,16 +27,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(error: DtronError) -> int:
-    """Tell the error once a host: its first rank speaks and exits, which ends the others."""
-    if Place.of_environment().local_rank == 0:
+    """Tell the error once a host: its first rank speaks and exits, and torchrun ends the others,
+    which speak only if that does not happen, because the error is theirs alone."""
+    place = Place.of_environment()
+    if place.local_rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(_GRACE_SECONDS)
+        print(f"error on rank {place.rank}: {error}", file=sys.stderr, flush=True)
     return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see train.py --help")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="train.py",
         description="Train a model: torchrun --nproc-per-node N train.py --config FILE",
         epilog=_field_help(),

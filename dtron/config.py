@@ -25,6 +25,7 @@ class Section(BaseModel):
         frozen=True,
         strict=True,
         extra="forbid",
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
@@ -82,12 +83,20 @@ class Parallel(Section):
     8B parameters in float32). `auto`: `step` for zero = 1 and for pure replication
     (dp_shard = 1), else `micro_batch`."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which gradients are summed over data-parallel ranks and micro-batches."""
+    """Dtype in which gradients are summed over data-parallel ranks. bfloat16 halves the bytes; it
+    is refused where it would sum micro-batches too: several of them with `step` or replicas."""
     prefetch: int = Field(default=1, ge=0)
     """How many units ahead parameters are gathered while the current one computes, in forward and
     in backward."""
     timeout_seconds: int = Field(default=600, ge=1)
     """How long a collective may wait for its peers before the run is aborted."""
+
+    def reduces_once(self, sharded: bool) -> bool:
+        """Whether gradients are reduced once a step: `reduce` resolved, with ranks that share
+        parameters or without."""
+        if self.reduce == "auto":
+            return self.zero == 1 or not sharded
+        return self.reduce == "step"
 
 
 class Train(Section):
@@ -103,7 +112,7 @@ class Train(Section):
     """Sequences a rank computes at once."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of computation. Parameters and optimizer state are float32 in both cases."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, data order and dropout. The same seed gives the same losses in
     every layout."""
     max_grad_norm: float = Field(default=1.0, ge=0)
@@ -199,7 +208,7 @@ class Compile(Section):
 
     enable: bool = False
     """Compile every block and the loss."""
-    backend: str = "inductor"
+    backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor`, or `aot_eager` to check graph capture without generating code."""
 
 
@@ -225,7 +234,8 @@ class Metrics(Section):
     """What is logged."""
 
     log_interval: int = Field(default=10, ge=1)
-    """Steps between rows of metrics.jsonl; the device is synchronised at these steps alone."""
+    """Steps between rows of metrics.jsonl; validations write a row too. The device is waited for at
+    these steps alone."""
     tensorboard: bool = True
     """Write TensorBoard logs."""
     profile_start: int = Field(default=0, ge=0)
@@ -332,7 +342,20 @@ class RunConfig(Section):
         self._refuse_unbuilt_axes()
         self.degrees(world_size)
         self.micro_batches(world_size)
+        self._refuse_bfloat16_accumulation(world_size)
+        self._refuse_contradictions()
         self._refuse_settings_without_effect()
+
+    def _refuse_bfloat16_accumulation(self, world_size: int) -> None:
+        degrees = self.degrees(world_size)
+        once = self.parallel.reduces_once(sharded=degrees["dp_shard"] * degrees["cp"] > 1)
+        summed = once or degrees["dp_replicate"] > 1
+        micro_batches = self.micro_batches(world_size)
+        if self.parallel.reduce_dtype == "bfloat16" and micro_batches > 1 and summed:
+            raise ConfigError(
+                f'parallel.reduce_dtype = "bfloat16" would sum {micro_batches} micro-batches in '
+                'bfloat16 in this layout; use "float32", or one micro-batch'
+            )
 
     def _refuse_unbuilt_axes(self) -> None:
         for axis in ("pp", "cp", "tp", "ep", "etp"):
@@ -342,13 +365,37 @@ class RunConfig(Section):
                 )
 
     def _refuse_settings_without_effect(self) -> None:
+        """A key that differs from its default must act."""
+        defaults = {key: default for key, default, _ in fields(type(self))}
+        for keys, acts, need in self._effects():
+            for key in keys:
+                section, name = key.split(".")
+                value = getattr(getattr(self, section), name)
+                if not acts and value != defaults[key]:
+                    raise ConfigError(f"{key} = {value!r} has no effect without {need}")
+
+    def _effects(self) -> list[tuple[tuple[str, ...], bool, str]]:
+        """(keys, whether they act in this run, what they need)."""
+        hf, validates = self.data.source == "hf", self.train.eval_sequences > 0
+        adamw = tuple(f"optim.{key}" for key in ("beta1", "beta2", "eps", "weight_decay"))
+        falls = self.schedule.name in ("linear", "cosine", "wsd")
+        return [
+            (adamw, self.optim.name == "adamw", 'optim.name = "adamw"'),
+            (("schedule.decay",), self.schedule.name == "wsd", 'schedule.name = "wsd"'),
+            (("schedule.min_ratio",), falls, "a schedule that falls: linear, cosine or wsd"),
+            (("recompute.every",), self.recompute.mode != "none", "a recompute.mode"),
+            (("compile.backend",), self.compile.enable, "compile.enable = true"),
+            (("data.hf_path", "data.hf_name", "data.hf_split"), hf, 'data.source = "hf"'),
+            (("data.hf_streaming",), hf, 'data.source = "hf"'),
+            (("data.paths",), not hf, 'data.source = "files"'),
+            (("train.eval_interval",), validates, "train.eval_sequences"),
+            (("train.sample_prompt",), self.train.sample_tokens > 0, "train.sample_tokens"),
+            (("metrics.profile_steps",), self.metrics.profile_start > 0, "metrics.profile_start"),
+        ]
+
+    def _refuse_contradictions(self) -> None:
         parallel = self.parallel
         rules = [
-            (
-                self.recompute.mode == "none" and self.recompute.every != 1,
-                f"recompute.every = {self.recompute.every} has no effect with "
-                'recompute.mode = "none"; use "full" or "selective"',
-            ),
             (
                 parallel.zero == 1 and parallel.reduce == "micro_batch",
                 'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, '
@@ -362,11 +409,6 @@ class RunConfig(Section):
             (
                 self.data.source == "hf" and not self.data.hf_path,
                 'data.source = "hf" needs data.hf_path',
-            ),
-            (
-                self.data.source == "files" and bool(self.data.hf_path or self.data.hf_streaming),
-                'data.hf_path and data.hf_streaming have no effect with data.source = "files"; '
-                'set data.source = "hf"',
             ),
             (
                 self.data.source == "files" and not self.data.paths,

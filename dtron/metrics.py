@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import resource
 import time
 from collections.abc import Mapping
@@ -99,7 +100,8 @@ class MetricsWriter:
         """Write one row: `step` and figures by name."""
         if self._file is None:
             return
-        self._file.write(json.dumps(row) + "\n")
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no NaN
         if self._board is not None:
             for name, value in row.items():
                 if name != "step" and value is not None:

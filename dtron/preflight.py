@@ -4,6 +4,7 @@ Each rank checks what is cheap; the first rank of each host prepares the data, a
 for it, so that an error is found and told once.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ from dtron.data import (
     prepare,
     wait_for,
 )
-from dtron.errors import ConfigError
+from dtron.errors import CheckpointError, ConfigError
 from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.fsdp import DTYPES
 from dtron.rundir import RunDir
 from dtron.runtime import Place, make_writable
+
+log = logging.getLogger("dtron")
 
 _DATA_TIMEOUT_SECONDS = 24 * 3600.0
 
@@ -36,6 +39,7 @@ _DATA_TIMEOUT_SECONDS = 24 * 3600.0
 class Checked:
     """What the checks resolved."""
 
+    steps: int
     model: DecoderConfig
     attention: Backend
     tokenizer: Tokenizer
@@ -43,6 +47,11 @@ class Checked:
     validation: ValidationSource | None
     checkpoint: Path | None
     facts: Facts | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether `checkpoint.resume = "latest"` found a run that has nothing left to do."""
+        return self.facts is not None and self.facts.step >= self.steps
 
 
 def preflight(config: RunConfig, place: Place) -> Checked:
@@ -66,14 +75,16 @@ def preflight(config: RunConfig, place: Place) -> Checked:
     facts = read_facts(checkpoint) if checkpoint else None
     if checkpoint and facts:
         check_model(checkpoint, facts.model, model_facts(config, model))
-        _check_steps(config, facts)
+        _check_settings(checkpoint, config, facts)
     if place.local_rank == 0:
         _check_writable(rundir.path)
         prepare(config.data)
     else:
         wait_for(config.data, _DATA_TIMEOUT_SECONDS)
     train, validation = open_data(config.data, seq_len=config.train.seq_len, seed=config.train.seed)
-    return Checked(model, attention, tokenizer, train, validation, checkpoint, facts)
+    return Checked(
+        config.train.steps, model, attention, tokenizer, train, validation, checkpoint, facts
+    )
 
 
 def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:
@@ -102,8 +113,36 @@ def _check_sequence(config: RunConfig, model: DecoderConfig) -> None:
         )
 
 
-def _check_steps(config: RunConfig, facts: Facts) -> None:
-    if facts.step >= config.train.steps:
+def resume_settings(config: RunConfig) -> dict[str, Any]:
+    """Keys on which the meaning of a checkpoint's state depends: the first the optimizer's state,
+    the others that of the data position."""
+    data = config.data.model_dump(mode="json", exclude={"cache_dir"})
+    return {
+        "optim.name": config.optim.name,
+        "train.seed": config.train.seed,
+        "train.seq_len": config.train.seq_len,
+        **{f"data.{key}": value for key, value in data.items()},
+    }
+
+
+def _check_settings(checkpoint: Path, config: RunConfig, facts: Facts) -> None:
+    for key, value in resume_settings(config).items():
+        saved = facts.settings.get(key)
+        if saved == value:
+            continue
+        if key == "optim.name":
+            raise CheckpointError(
+                f"{checkpoint} holds the state of {key} = {saved!r}, not of {value!r}; keep {key}"
+            )
+        log.warning(
+            "%s = %r, but %s was made with %r: the data go on at the same sequence number, whose "
+            "text is another one",
+            key,
+            value,
+            checkpoint,
+            saved,
+        )
+    if facts.step >= config.train.steps and config.checkpoint.resume != "latest":
         raise ConfigError(
             f"train.steps = {config.train.steps} is already reached by the checkpoint of step "
             f"{facts.step}; raise it to train on"

@@ -1,4 +1,4 @@
-"""A run's directory: what lies where, and nothing in it is ever lost.
+"""A run's directory: what lies where, and how a start treats what is there.
 
     config.toml      resolved; running it repeats the run (config-1.toml, ...: earlier starts)
     run.json         what really ran
@@ -37,6 +37,7 @@ class RunDir:
                 _set_aside(self.path / name)
         else:
             self._drop_rows_after(resumed_step)
+            self._drop_checkpoints_after(resumed_step)
         if self.config.exists() and self.config.read_text() != config_toml:
             _set_aside(self.config)
         _write(self.config, config_toml)
@@ -56,6 +57,13 @@ class RunDir:
         kept = [row for row in rows if (at := _step_of(row)) is not None and at <= step]
         _write(self.metrics, "".join(row + "\n" for row in kept))
 
+    def _drop_checkpoints_after(self, step: int) -> None:
+        """Rename checkpoints of a future that is about to be trained again."""
+        for path in self.checkpoints.glob("step-*"):
+            number = path.name.removeprefix("step-")
+            if number.isdigit() and int(number) > step:
+                _set_aside(path, "abandoned-")
+
 
 def _step_of(row: str) -> int | None:
     """Step of a metrics row; None for one that a killed run left half-written."""
@@ -65,11 +73,11 @@ def _step_of(row: str) -> int | None:
         return None
 
 
-def _set_aside(path: Path) -> None:
+def _set_aside(path: Path, prefix: str = "") -> None:
     if not path.exists():
         return
     number = 1
-    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+    while (aside := path.with_name(f"{prefix}{path.stem}-{number}{path.suffix}")).exists():
         number += 1
     path.rename(aside)
 

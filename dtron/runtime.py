@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.logging import RichHandler
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 
 log = logging.getLogger("dtron")
 
@@ -107,6 +108,23 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     torch.backends.cudnn.deterministic = deterministic
 
 
+def host_group(timeout_seconds: int) -> dist.ProcessGroup:
+    """A gloo group over all ranks, for agreements between hosts."""
+    if dist.get_backend() == "gloo":
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup), "every rank is in the host group"
+    return group
+
+
+def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> None:
+    """Give groups that a device mesh made with torch's default the run's time-out."""
+    for group in groups:
+        set_group_timeout(datetime.timedelta(seconds=timeout_seconds), group)
+
+
 class StopSignal:
     """SIGTERM and SIGINT as a flag that all ranks agree on, one step late and without waiting.
 
@@ -132,7 +150,9 @@ class StopSignal:
             self._pending[0].wait()
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        log.warning("%s: stopping after this step", signal.Signals(number).name)
+        log.warning(
+            "%s: stopping after the next step, with a checkpoint", signal.Signals(number).name
+        )
         self._raised = True
 
     def agreed(self) -> bool:

@@ -57,6 +57,7 @@ class TrainStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.skipped = torch.zeros((), dtype=torch.int64, device=mesh.device_type)
         self.skipped_in_a_row = torch.zeros_like(self.skipped)
+        self.most_in_a_row = torch.zeros_like(self.skipped)
 
     def __call__(self, batches: Sequence[Batch], step: int, lr: float) -> StepResult:
         """Run update `step` (0-based) at learning rate `lr` on this rank's micro-batches."""
@@ -67,6 +68,7 @@ class TrainStep:
         finite = norm.isfinite()
         self.skipped += ~finite
         self.skipped_in_a_row = torch.where(finite, 0, self.skipped_in_a_row + 1)
+        self.most_in_a_row = torch.maximum(self.most_in_a_row, self.skipped_in_a_row)
         return StepResult(loss, norm)
 
     def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:

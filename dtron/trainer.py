@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import dtron
-from dtron.checkpoint import Checkpointer, Facts
+from dtron.checkpoint import Checkpointer, Facts, check_agreement
 from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
@@ -24,10 +24,18 @@ from dtron.parallelisms.apply import Applied, apply_passes
 from dtron.parallelisms.fsdp import Policy, free_gathered
 from dtron.parallelisms.initialize import initialize, materialize
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, Mesh
-from dtron.preflight import model_facts, preflight
+from dtron.preflight import model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow
 from dtron.rundir import RunDir
-from dtron.runtime import Place, StopSignal, process_group, seed_everything, set_up_logging
+from dtron.runtime import (
+    Place,
+    StopSignal,
+    host_group,
+    process_group,
+    seed_everything,
+    set_timeouts,
+    set_up_logging,
+)
 from dtron.sample import sample_text
 from dtron.step import StepResult, TrainStep, evaluate
 
@@ -40,7 +48,7 @@ class Trainer:
         Trainer(RunConfig.load("configs/quickstart.toml")).fit()
 
     Raises:
-        DtronError: the config cannot run here; nothing has been started or written yet.
+        DtronError: the config cannot run here; no process group has been started.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -57,6 +65,9 @@ class Trainer:
         Raises:
             TrainingError: too many steps in a row had gradients that were not finite.
         """
+        if self.checked.finished:
+            log.info("%s has all %d steps", self.checked.checkpoint, self.config.train.steps)
+            return
         with process_group(self.place, self.config.parallel.timeout_seconds):
             self._build()
             gc.disable()  # collections come at the same step on all ranks
@@ -71,7 +82,8 @@ class Trainer:
     def _build(self) -> None:
         config = self.config
         seed_everything(config.train.seed, config.debug.deterministic)
-        self.host_group = _host_group()
+        self.host_group = host_group(config.parallel.timeout_seconds)
+        check_agreement(self.checked.checkpoint, self.host_group)
         degrees = config.degrees(self.place.world_size)
         self.mesh = Mesh(**degrees, device_type=self.place.device.type)
         self.policy = Policy.of(config.parallel, self.mesh)
@@ -100,6 +112,7 @@ class Trainer:
             self.host_group,
             config.checkpoint.keep,
         )
+        set_timeouts(self.mesh.groups(), config.parallel.timeout_seconds)
         self._resume()
         self._open_run(applied)
 
@@ -148,6 +161,7 @@ class Trainer:
         self.loader.load_state_dict(facts.data)
         self.step, self.tokens = facts.step, facts.tokens
         self.train_step.skipped += facts.skipped
+        self.train_step.skipped_in_a_row += facts.skipped_in_a_row
         log.info("resumed from %s", self.checked.checkpoint)
 
     def _open_run(self, applied: Applied) -> None:
@@ -238,9 +252,9 @@ class Trainer:
                 if interval and self.step % interval == 0:
                     self._save()
                     saved = self.step
-        finished = self.step == config.train.steps
-        if saved != self.step and (config.checkpoint.last or not finished):
-            self._save()
+            finished = self.step == config.train.steps
+            if saved != self.step and (config.checkpoint.last or not finished):
+                self._save()  # a second signal does not interrupt it
         if finished:
             self._finish()
         log.info("run directory: %s", self.rundir.path)
@@ -253,7 +267,7 @@ class Trainer:
         attended = _attended(batches)
         batches = [batch.to(self.place.device) for batch in batches]
         lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
-        if config.debug.collectives and self.step == (self.facts["start_step"]):
+        if config.debug.collectives and self.step == self.facts["start_step"]:
             result = self._counted(batches, lr)
         else:
             result = self.train_step(batches, self.step, lr)
@@ -290,10 +304,10 @@ class Trainer:
         if validates and (validation_loss := self._validate()) is not None:
             row["validation_loss"] = validation_loss
         self.writer.row(row)
-        in_a_row = int(self.train_step.skipped_in_a_row)
+        in_a_row = int(self.train_step.most_in_a_row)
         if in_a_row >= self.config.train.max_skipped:
             raise TrainingError(
-                f"the gradients of the last {in_a_row} steps, to step {self.step}, were not finite "
+                f"the gradients of {in_a_row} steps in a row, by step {self.step}, were not finite "
                 f"(train.max_skipped = {self.config.train.max_skipped}); lower optim.lr or resume "
                 "from an earlier checkpoint"
             )
@@ -322,6 +336,8 @@ class Trainer:
                 step=self.step,
                 tokens=self.tokens,
                 skipped=int(self.train_step.skipped),
+                skipped_in_a_row=int(self.train_step.skipped_in_a_row),
+                settings=resume_settings(self.config),
                 world_size=self.place.world_size,
                 model=model_facts(self.config, self.checked.model),
                 data=self.loader.state_dict(),
@@ -345,16 +361,6 @@ class Trainer:
             log.info("sample: %s", text)
         if self.config.metrics.tensorboard:
             log.info("TensorBoard: tensorboard --logdir %s", self.rundir.tensorboard)
-
-
-def _host_group() -> dist.ProcessGroup:
-    """A gloo group over all ranks, for agreements between hosts."""
-    if dist.get_backend() == "gloo":
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup), "every rank is in the host group"
-    return group
 
 
 def _attended(batches: list[Batch]) -> float:

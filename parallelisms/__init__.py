@@ -7,6 +7,15 @@ if __name__ == "parallelisms":
     )
 
 from dtron.parallelisms.apply import parallelize
+from dtron.parallelisms.fsdp import Policy, begin_micro_batch
+from dtron.parallelisms.gradients import clip_scale, global_norm
 from dtron.parallelisms.mesh import Mesh
 
-__all__ = ["Mesh", "parallelize"]
+__all__ = [
+    "Mesh",
+    "Policy",
+    "begin_micro_batch",
+    "clip_scale",
+    "global_norm",
+    "parallelize",
+]

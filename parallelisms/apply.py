@@ -18,9 +18,19 @@ from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.compile import compile_blocks
 from dtron.parallelisms.fsdp import DTYPES, shard
-from dtron.parallelisms.initialize import Initializer, initialize, materialize
+from dtron.parallelisms.initialize import (
+    Initializer,
+    broadcast_from_first_rank,
+    initialize,
+    materialize,
+)
 from dtron.parallelisms.mesh import Mesh
-from dtron.parallelisms.placement import Unit, select, select_units
+from dtron.parallelisms.placement import (
+    Unit,
+    refuse_shared_parameters,
+    select,
+    select_units,
+)
 from dtron.parallelisms.recompute import recompute as apply_recompute
 
 log = logging.getLogger("dtron")
@@ -57,17 +67,26 @@ def parallelize(
     Args:
         units: modules that are gathered together, as patterns (`blocks.*`) or tuples of patterns.
             What no unit covers is gathered by the root.
+        parallel: of its keys `zero`, `reduce_dtype` and `prefetch` act here; the degrees are the
+            mesh's. Under gradient accumulation call `begin_micro_batch` before each backward.
         blocks: pattern of the modules to recompute and compile; by default the pattern in `units`
             that has a `*`.
         dtype: dtype of computation; parameters keep theirs.
         init: (seed, initializer) draws the weights of a model built on the meta device; without it
-            the module's own weights are kept, which must be equal on all ranks.
+            the module's own weights and buffers are kept: rank 0's, on all ranks.
         convert: a pass over the unsharded model that comes first (float8).
 
     Raises:
-        PlacementError: a pattern matches nothing, or a module is in two units.
-        ConfigError: a model on the meta device comes without `init`.
+        PlacementError: a pattern matches nothing, a module is in two units, or a parameter is
+            shared by modules of different units.
+        ConfigError: an axis of the mesh is not built yet, or a model on the meta device comes
+            without `init`.
     """
+    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if on_meta and init is None:
+        raise ConfigError(f"{on_meta[0]} is on the meta device: give parallelize an `init`")
+    if init is None:
+        broadcast_from_first_rank(model, torch.device(mesh.device_type))
     passes = apply_passes(
         model,
         mesh,
@@ -83,8 +102,6 @@ def parallelize(
         seed, fill = init
         materialize(model, torch.device(mesh.device_type))
         initialize(model, seed, fill)
-    elif any(p.is_meta for p in model.parameters()):
-        raise ConfigError("the model is on the meta device: give parallelize an `init`")
     log.debug("parallelised: %s", passes)
     return model
 
@@ -107,13 +124,18 @@ def apply_passes(
             raise ConfigError(
                 f"{axis} = {mesh.degrees[axis]}: only data parallelism is built; use 1"
             )
+    for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp"):
+        if (asked := getattr(parallel, axis)) not in (-1, 1, mesh.degrees[axis]):
+            raise ConfigError(f"parallel.{axis} = {asked} on a mesh of {mesh.degrees[axis]}")
     if convert is not None:
         convert(model)
     wants_blocks = recompute.mode != "none" or compile.enable
     block_modules = select(model, _block_pattern(units, blocks)) if wants_blocks else {}
     recomputed = apply_recompute(block_modules.values(), recompute)
     compiled = compile_blocks(block_modules, compile)
-    groups = [list(group.values()) for group in select_units(model, units)]
+    found = select_units(model, units)
+    refuse_shared_parameters(model, found)
+    groups = [list(group.values()) for group in found]
     shard(model, mesh, groups, parallel, DTYPES[dtype])
     return Applied(len(groups), recomputed, tuple(compiled))
 

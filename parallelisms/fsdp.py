@@ -42,12 +42,10 @@ class Policy:
     def of(cls, parallel: Parallel, mesh: Mesh) -> "Policy":
         """Resolve `zero` and `reduce` on this mesh; parameters that none shares stay whole."""
         sharded = mesh.size(*FSDP_AXES) > 1
-        once = parallel.zero == 1 or not sharded
-        each = not once if parallel.reduce == "auto" else parallel.reduce == "micro_batch"
         return cls(
             reshard_after_forward=parallel.zero == 3 and sharded,
             keep_gathered=parallel.zero < 3 or not sharded,
-            reduce_each_micro_batch=each,
+            reduce_each_micro_batch=not parallel.reduces_once(sharded),
         )
 
 

@@ -8,15 +8,28 @@ import hashlib
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dtron.errors import ConfigError
 
 Initializer = Callable[[str, Tensor, torch.Generator], None]
 """Fills one whole plain tensor in place, given its FQN."""
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give a model built on the meta device real, uninitialised storage; tied weights stay tied."""
+    """Give a model built on the meta device real, uninitialised storage; tied weights stay tied.
+
+    Raises:
+        ConfigError: the model has a buffer on the meta device.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(
+                f"buffer {name} is on the meta device, where its values are lost; compute it in "
+                "forward, or build the model on a real device"
+            )
     tied: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -40,6 +53,15 @@ def initialize(model: nn.Module, seed: int, fill: Initializer) -> None:
                 full, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
         parameter.copy_(full)
+
+
+@torch.no_grad()
+def broadcast_from_first_rank(model: nn.Module, device: torch.device) -> None:
+    """Make every rank's plain parameters and buffers those of rank 0, one tensor at a time."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        on_device = tensor.detach().to(device, copy=True)
+        dist.broadcast(on_device, src=0)
+        tensor.copy_(on_device)
 
 
 def _seed_of(seed: int, fqn: str) -> int:

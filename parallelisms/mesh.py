@@ -88,6 +88,11 @@ class Mesh:
         """The process group over these axes together."""
         return self.flat(*axes).get_group()
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every process group made so far."""
+        meshes = [self.device_mesh[axis] for axis in DEGREES] + list(self._flat.values())
+        return [mesh.get_group() for mesh in meshes]
+
     def group_names(self) -> dict[str, str]:
         """Axis, or axes joined by "_", of every process group made so far, by the group's name."""
         world = dist.group.WORLD

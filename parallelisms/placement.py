@@ -50,9 +50,37 @@ def select_units(model: nn.Module, units: Unit | Sequence[Unit]) -> list[dict[st
     return groups
 
 
+def refuse_shared_parameters(model: nn.Module, groups: Sequence[dict[str, nn.Module]]) -> None:
+    """Refuse a parameter that modules of different units share: each unit gathers its own copy.
+
+    Raises:
+        PlacementError: names both modules.
+    """
+    unit_of = {
+        f"{name}.{child}".rstrip("."): index
+        for index, group in enumerate(groups)
+        for name, module in group.items()
+        for child, _ in module.named_modules()
+    }
+    seen: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            first = seen.setdefault(id(parameter), name)
+            if unit_of.get(first) != unit_of.get(name):
+                raise PlacementError(
+                    f"{first or 'the root'} and {name} share a parameter but are in different "
+                    "units; put both into one unit, or into none"
+                )
+
+
 def _refuse_overlap(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
             raise PlacementError(f"module {name} is in two units")
         seen.add(name)
+    for name in seen:
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            if (outer := ".".join(parts[:i])) in seen:
+                raise PlacementError(f"module {name} is in two units: its own and that of {outer}")

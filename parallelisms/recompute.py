@@ -68,13 +68,12 @@ def _checkpointed(forward, mode: str, *args, **kwargs):
 
 
 def _selective_contexts():
-    return create_selective_checkpoint_contexts(_keep_expensive)
+    saved = _saved_ops()
 
+    def keep_expensive(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-def _keep_expensive(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    if op in _saved_ops():
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(keep_expensive)
 
 
 def _saved_ops() -> set:

@@ -1,6 +1,7 @@
 """Runs a function on n gloo ranks in milliseconds: forkserver children with torch preloaded."""
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -71,6 +72,7 @@ def _rank(rank: int, n: int, store: str, pipe: Connection, body: Callable, args:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more ranks than GPUs: these tests are the CPU's
+    faulthandler.dump_traceback_later(_TIMEOUT_SECONDS - 5)  # where a rank hangs
     try:
         dist.init_process_group(
             "gloo",

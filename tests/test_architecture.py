@@ -1,6 +1,7 @@
 """The house rules: imports go one way, packages match the tree, nothing is imported relatively."""
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
@@ -105,7 +106,7 @@ def test_no_catch_all_modules() -> None:
 
 
 def python(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    path = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-c", code], cwd=directory, env=path, capture_output=True, text=True
     )

@@ -218,7 +218,7 @@ def stopped_by_poison(config: RunConfig) -> str:
 def test_too_many_skipped_steps_stop_the_run(tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", train__max_skipped=3, checkpoint__interval=1)
     messages = run_ranks(2, stopped_by_poison, config)
-    assert all("last 3 steps, to step 4" in message for message in messages)
+    assert all("3 steps in a row, by step 4" in message for message in messages)
     assert (tmp_path / "run/checkpoints/step-3").is_dir()
 
 
@@ -266,7 +266,10 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="ffn_dim: 48 there, 64 here"):
         Trainer(tiny(run_dir, **changes))
     with pytest.raises(ConfigError, match=r"train\.steps = 1 is already reached"):
-        Trainer(tiny(run_dir, train__steps=1, checkpoint__resume="latest"))
+        Trainer(tiny(run_dir, train__steps=1, checkpoint__resume=str(run_dir)))
+    Trainer(tiny(run_dir, train__steps=1, checkpoint__resume="latest")).fit()  # nothing left to do
+    with pytest.raises(CheckpointError, match=r"optim\.name = 'adamw'"):
+        Trainer(tiny(run_dir, checkpoint__resume="latest", optim__name="sgd"))
 
 
 def test_half_written_checkpoint_is_never_taken(tmp_path: Path) -> None:
