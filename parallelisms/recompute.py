@@ -32,6 +32,7 @@ SAVED_OPS = (
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "higher_order.flex_attention",
     "dtron.flash4_forward.default",
     "flash_attn._flash_attn_forward.default",
     "flash_attn_3._flash_attn_forward.default",
@@ -79,8 +80,8 @@ def _selective_contexts():
 def _saved_ops() -> set:
     ops = set()
     for path in SAVED_OPS:
-        namespace, name, overload = path.split(".")
-        packet = getattr(getattr(torch.ops, namespace), name, None)
-        if packet is not None:
-            ops.add(getattr(packet, overload))
+        namespace, name, *overload = path.split(".")
+        op = getattr(getattr(torch.ops, namespace), name, None)
+        if op is not None:
+            ops.add(getattr(op, overload[0]) if overload else op)
     return ops

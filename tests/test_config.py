@@ -49,6 +49,8 @@ def test_overrides_are_toml_values_or_bare_words(tmp_path: Path) -> None:
         ("train.steps=0", "train.steps = 0"),
         ("train.dtype=float16", "'bfloat16' or 'float32'"),
         ("parallel.tp=true", "parallel.tp = True"),
+        ("optim.lr=inf", "optim.lr = inf"),
+        ("compile.backend=none", "'inductor' or 'aot_eager'"),
         ("train.steps", "not of the form section.key=value"),
         ("steps=3", "not of the form section.key=value"),
     ],
@@ -83,6 +85,10 @@ def test_degrees_fill_up_to_the_world_size() -> None:
         ("parallel.ep=2", "parallel.ep = 2"),
         ("recompute.every=2", "no effect"),
         ("data.source=hf", "data.hf_path"),
+        ("schedule.decay=0.5", "schedule.decay = 0.5 has no effect"),
+        ("compile.backend=aot_eager", "compile.enable"),
+        ("data.hf_name=x", "data.source"),
+        ("train.sample_prompt=x", "train.sample_tokens"),
     ],
 )
 def test_what_cannot_run_is_refused(tmp_path: Path, override: str, message: str) -> None:
@@ -90,6 +96,17 @@ def test_what_cannot_run_is_refused(tmp_path: Path, override: str, message: str)
     with pytest.raises(ConfigError) as error:
         config.validate_for(2)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides", [("parallel.zero=1",), ("parallel.dp_replicate=2",), ("parallel.reduce=step",)]
+)
+def test_micro_batches_are_never_summed_in_bfloat16(tmp_path: Path, overrides: tuple) -> None:
+    config = load(tmp_path, "", "parallel.reduce_dtype=bfloat16", *overrides)
+    with pytest.raises(ConfigError, match="2 micro-batches in bfloat16"):
+        config.validate_for(4)
+    config.validate_for(8)  # one micro-batch
+    load(tmp_path, "", "parallel.reduce_dtype=bfloat16").validate_for(4)  # shards sum in float32
 
 
 def test_every_field_has_a_docstring() -> None:

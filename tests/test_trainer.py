@@ -174,6 +174,83 @@ def test_fresh_start_in_a_used_directory_keeps_what_is_there(tmp_path: Path) -> 
     assert len(losses(run_dir)) == 3
 
 
+def test_resuming_an_older_step_sets_the_abandoned_future_aside(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(1, fit, tiny(run_dir, checkpoint__interval=1, checkpoint__keep=0))
+    older = str(run_dir / "checkpoints/step-2")
+    changes = {"checkpoint__interval": 1, "checkpoint__keep": 2, "train__steps": 4}
+    run_ranks(1, fit, tiny(run_dir, checkpoint__resume=older, **changes))
+    names = {path.name for path in (run_dir / "checkpoints").glob("step-*")}
+    assert names == {"step-3", "step-4"}
+    assert len(list((run_dir / "checkpoints").glob("abandoned-step-*"))) == 4
+
+
+def draw_and_poison(config: RunConfig, at_step: int) -> list[float]:
+    """Train, with step `at_step` skipped; returns torch's next random numbers."""
+    fit_with_poison(config, (at_step,), 0)
+    return torch.rand(2).tolist()
+
+
+def test_resume_restores_counters_and_random_numbers(tmp_path: Path) -> None:
+    run_dir, again = tmp_path / "run", tmp_path / "again"
+    (drawn,) = run_ranks(1, draw_and_poison, tiny(run_dir, train__steps=3), 2)
+    found = run_ranks(
+        1, draw_and_poison, tiny(again, checkpoint__resume=str(run_dir), train__steps=4), 99
+    )
+    assert found == [drawn]  # training itself draws nothing
+    assert rows(again)[0]["skipped"] == 1
+    changes = {"train__steps": 4, "train__max_skipped": 2, "checkpoint__resume": str(run_dir)}
+    with pytest.raises(AssertionError, match="2 steps in a row, by step 4"):
+        run_ranks(1, draw_and_poison, tiny(tmp_path / "third", **changes), 3)
+
+
+def test_non_finite_figures_are_null_and_streaks_count_between_logs(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(1, fit_with_poison, tiny(run_dir), (1,), 0)
+    assert rows(run_dir)[1]["loss"] is None
+    assert rows(run_dir)[1]["grad_norm"] is None
+    config = tiny(tmp_path / "second", metrics__log_interval=6, train__max_skipped=2)
+    with pytest.raises(AssertionError, match="2 steps in a row, by step 6"):
+        run_ranks(1, fit_with_poison, config, (1, 2), 0)
+
+
+def test_validation_between_steps_changes_nothing(tmp_path: Path) -> None:
+    plain, validated = tmp_path / "plain", tmp_path / "validated"
+    for zero in (2, 3):
+        changes = {"parallel__zero": zero, "parallel__dp_replicate": 2}
+        run_ranks(4, fit, tiny(plain, **changes))
+        run_ranks(4, fit, tiny(validated, train__eval_interval=2, **changes))
+        assert losses(plain) == losses(validated)
+    steps = [row["step"] for row in rows(validated) if "validation_loss" in row]
+    assert steps == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reduced_bytes", "all_reduces", "gathers"),
+    [
+        ({"parallel__dp_replicate": 2}, 4, 4, 14),
+        ({"parallel__dp_replicate": 2, "parallel__zero": 2}, 4, 4, 4),
+        ({"parallel__dp_replicate": 2, "parallel__zero": 1}, 4, 4, 4),
+        ({"train__global_batch": 4, "parallel__reduce_dtype": "bfloat16"}, 2, 0, 7),
+    ],
+)
+def test_collectives_of_a_step(
+    tmp_path: Path, changes: dict, reduced_bytes: int, all_reduces: int, gathers: int
+) -> None:
+    config = {"debug__collectives": True, "train__steps": 1, "train__micro_batch": 1, **changes}
+    run_dir = tmp_path / "run"
+    run_ranks(4, fit, tiny(run_dir, train__dtype="bfloat16", **config))
+    facts = json.loads((run_dir / "run.json").read_text())
+    shard = facts["collectives"]["dp_shard"]
+    reductions = facts["micro_batches"] if facts["reduce"] == "micro_batch" else 1
+    scattered = shard["reduce_scatter"]
+    assert scattered["count"] == 4 * reductions
+    assert scattered["bytes"] == reductions * reduced_bytes * facts["parameters"]
+    assert shard["all_gather"]["count"] == gathers
+    replicate = facts["collectives"].get("dp_replicate", {}).get("all_reduce", {"count": 0})
+    assert replicate["count"] == all_reduces  # one a unit, in the last micro-batch only
+
+
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_ranks(1, fit, tiny(run_dir, checkpoint__interval=1, checkpoint__keep=2))
@@ -270,6 +347,22 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     Trainer(tiny(run_dir, train__steps=1, checkpoint__resume="latest")).fit()  # nothing left to do
     with pytest.raises(CheckpointError, match=r"optim\.name = 'adamw'"):
         Trainer(tiny(run_dir, checkpoint__resume="latest", optim__name="sgd"))
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(1, fit, tiny(run_dir, train__steps=1))
+    (run_dir / "checkpoints/step-1" / name).unlink()
+    with pytest.raises(AssertionError, match=r"CheckpointError: .*step-1 cannot be loaded"):
+        run_ranks(1, fit, tiny(run_dir, checkpoint__resume="latest"))
+
+
+def test_latest_without_a_complete_checkpoint_starts_afresh(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints/latest").write_text("step-3\n")
+    assert Trainer(tiny(run_dir, checkpoint__resume="latest")).checked.checkpoint is None
 
 
 def test_half_written_checkpoint_is_never_taken(tmp_path: Path) -> None:

@@ -147,3 +147,41 @@ def refused_axes() -> str:
 
 def test_axes_that_are_not_built_are_refused() -> None:
     assert "tp = 2" in run_ranks(2, refused_axes)[0]
+
+
+def refused_sharing() -> str:
+    model = Net()
+    model.out.weight = nn.Parameter(torch.zeros(7, 7))
+    first_block(model).linear.weight = model.out.weight
+    with pytest.raises(PlacementError) as error:
+        parallelize(model, Mesh(), units=("blocks.*", "out"))
+    return str(error.value)
+
+
+def test_a_parameter_shared_across_units_is_refused() -> None:
+    assert "blocks.0.linear and out share a parameter" in run_ranks(1, refused_sharing)[0]
+
+
+def weights_of_unseeded_ranks() -> Tensor:
+    torch.manual_seed(torch.distributed.get_rank())
+    mesh = Mesh(dp_replicate=2)
+    model = parallelize(Net(), mesh, units="blocks.*")
+    return model.stem.weight.to_local()  # type: ignore[operator]
+
+
+def test_replicas_start_equal_without_a_common_seed() -> None:
+    one, other = run_ranks(2, weights_of_unseeded_ranks)
+    assert torch.equal(one, other)
+
+
+def refused_buffer() -> str:
+    with torch.device("meta"):
+        model = Net()
+        model.register_buffer("table", torch.ones(3))
+    with pytest.raises(ConfigError) as error:
+        parallelize(model, Mesh(), units="blocks.*", init=(0, draw))
+    return str(error.value)
+
+
+def test_a_buffer_on_meta_is_refused() -> None:
+    assert "buffer table" in run_ranks(1, refused_buffer)[0]
