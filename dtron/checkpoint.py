@@ -161,9 +161,9 @@ class Checkpointer:
             dcp.load(state, checkpoint_id=path, process_group=self.group)
         except dcp.CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
-            raise CheckpointError(f"{path} cannot be loaded: {cause}") from error
+            raise _unreadable(path, cause) from error
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+            raise _unreadable(path, error) from error
         set_model_state_dict(self.model, state["model"])
         optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
         set_optimizer_state_dict(
@@ -197,6 +197,13 @@ class Checkpointer:
             for old in found[: -self.keep]:
                 if old != newest:
                     _remove(old)
+
+
+def _unreadable(path: Path, cause: BaseException) -> CheckpointError:
+    others = sorted(set(_complete(path.parent)) - {path}, key=_step_of)
+    fix = f"set checkpoint.resume = {str(others[-1])!r}" if others else "no other one is there"
+    reason = str(cause) or type(cause).__name__
+    return CheckpointError(f"{path} cannot be loaded: {reason}; {fix}")
 
 
 def _get_rng() -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dtron.config import RunConfig, fields
+from dtron.config import RunConfig, choices, fields
 from dtron.errors import ConfigError, DtronError
 from dtron.runtime import Place
 
@@ -67,4 +67,6 @@ def _field_help() -> str:
         shown = list(default) if isinstance(default, tuple) else default
         lines.append(f"  {key} = {json.dumps(shown)}")
         lines.append(f"      {doc}")
+        if legal := choices(*key.split(".")):
+            lines.append(f"      One of {', '.join(json.dumps(value) for value in legal)}.")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -62,15 +62,15 @@ class Parallel(Section):
     dp_shard: int = Field(default=-1, ge=-1)
     """Data-parallel ranks that share parameters, gradients and optimizer state; -1: the rest."""
     cp: int = Field(default=1, ge=1)
-    """Context parallelism: ranks that share each sequence."""
+    """Context parallelism: ranks that share each sequence. Not built yet."""
     tp: int = Field(default=1, ge=1)
-    """Tensor parallelism: ranks that share each layer's heads and neurons."""
+    """Tensor parallelism: ranks that share each layer's heads and neurons. Not built yet."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallelism: ranks that share the layers."""
+    """Pipeline parallelism: ranks that share the layers. Not built yet."""
     ep: int = Field(default=1, ge=1)
-    """Expert parallelism, a second view of the dp_shard x cp x tp ranks."""
+    """Expert parallelism, a second view of the dp_shard x cp x tp ranks. Not built yet."""
     etp: int = Field(default=1, ge=1)
-    """Tensor parallelism inside experts, in the second view."""
+    """Tensor parallelism inside experts, in the second view. Not built yet."""
     zero: Literal[1, 2, 3] = 3
     """What dp_shard shards. 3: parameters, gradients, optimizer state; parameters are gathered
     for each forward and backward. 2: gradients and optimizer state; parameters are gathered once
@@ -430,9 +430,12 @@ def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degr
         resolved["dp_shard"] = world_size // fixed
     if math.prod(resolved.values()) != world_size:
         shown = ", ".join(f"{axis} = {n}" for axis, n in degrees.items())
+        others = math.prod(n for axis, n in degrees.items() if axis != "dp_shard")
+        fix = f"start {fixed} ranks"
+        if world_size % others == 0:
+            fix += f", or set parallel.dp_shard = {world_size // others} or -1"
         raise ConfigError(
-            f"parallel degrees ({shown}) do not multiply to the world size {world_size}; "
-            f"start {fixed} ranks or a multiple with dp_shard = -1"
+            f"parallel degrees ({shown}) do not multiply to the world size {world_size}; {fix}"
         )
     return resolved
 
@@ -445,11 +448,17 @@ def fields(model: type[BaseModel]) -> Iterator[tuple[str, Any, str]]:
             yield f"{name}.{key}", default, " ".join((field.description or "").split())
 
 
+def choices(section: str, key: str) -> tuple[Any, ...]:
+    """The legal values of a key that has a fixed list of them, else an empty tuple."""
+    kind = type(getattr(RunConfig(), section)).model_fields[key].annotation
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
 def _apply_override(values: dict[str, Any], text: str) -> None:
     key, separator, raw = text.partition("=")
     parts = key.strip().split(".")
     if not separator or len(parts) < 2:
-        raise ConfigError(f"override {text!r} is not of the form section.key=value")
+        raise ConfigError(f"override {text!r} is not of the form section.key=value (no spaces)")
     known = [name for name, _, _ in fields(RunConfig)]
     if parts[0] not in RunConfig.model_fields:
         raise ConfigError(f"unknown key {key}{nearest(key, known)}")

@@ -50,10 +50,15 @@ def config_error(error: ValidationError, prefix: str, known: Iterable[str]) -> C
     """
     first = error.errors()[0]
     key = ".".join([*([prefix] if prefix else []), *(str(part) for part in first["loc"])])
+    if first["type"] == "extra_forbidden" and "." not in key:
+        sections = {name.split(".")[0] for name in known}
+        return ConfigError(f"unknown section [{key}]{nearest(key, sections)}")
     if first["type"] == "extra_forbidden":
         return ConfigError(f"unknown key {key}{nearest(key, known)}")
     if first["type"] == "missing":
         return ConfigError(f"{key} is required and has no default")
+    if first["type"] == "tuple_type":
+        return ConfigError(f"{key} = {_short(first['input'])} is not a list; write '[\"...\"]'")
     return ConfigError(f"{key} = {_short(first['input'])}: {first['msg']}")
 
 

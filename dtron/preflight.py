@@ -28,7 +28,7 @@ from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.fsdp import DTYPES
 from dtron.rundir import RunDir
-from dtron.runtime import Place, make_writable
+from dtron.runtime import Place, check_writable
 
 log = logging.getLogger("dtron")
 
@@ -151,6 +151,8 @@ def _check_settings(checkpoint: Path, config: RunConfig, facts: Facts) -> None:
 
 def _check_writable(path: Path) -> None:
     try:
-        make_writable(path)
+        check_writable(path)
     except OSError as error:
-        raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error}") from None
+        raise ConfigError(
+            f"run.dir = {str(path)!r} cannot be written: {error}; set another run.dir"
+        ) from None

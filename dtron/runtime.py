@@ -49,7 +49,7 @@ class Place:
 
 
 def set_up_logging(place: Place, console: Console) -> None:
-    """Rank 0 logs to the console; other ranks report warnings only."""
+    """Rank 0 logs to the console; other ranks report errors only, as warnings are alike."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
@@ -58,7 +58,7 @@ def set_up_logging(place: Place, console: Console) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     log.handlers = [handler]
     log.propagate = False
-    log.setLevel(logging.INFO if place.rank == 0 else logging.WARNING)
+    log.setLevel(logging.INFO if place.rank == 0 else logging.ERROR)
 
 
 @contextlib.contextmanager
@@ -167,9 +167,13 @@ class StopSignal:
         return bool(previous[1].item())
 
 
-def make_writable(path: Path) -> None:
-    """Create a directory and check that files can be written in it. Raises OSError."""
+def check_writable(path: Path) -> None:
+    """Check that files can be written in a directory, which need not exist yet and is not left
+    behind. Raises OSError."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     probe = path / f".write-test-{os.getpid()}"
     probe.write_text("")
     probe.unlink()
+    for folder in made:
+        folder.rmdir()

@@ -29,7 +29,11 @@ def select(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     names = [name for name, _ in model.named_modules() if name]
     found = {name: model.get_submodule(name) for name in names if matches(pattern, name)}
     if not found:
-        raise PlacementError(f"pattern {pattern!r} matches no module{nearest(pattern, names)}")
+        children = ", ".join(name for name, _ in model.named_children())
+        raise PlacementError(
+            f"pattern {pattern!r} matches no module{nearest(pattern, names)} "
+            f"(the model has {children})"
+        )
     return found
 
 

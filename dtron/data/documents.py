@@ -122,7 +122,9 @@ def _size_and_time(path: str) -> tuple[int, int]:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise DataError(f"data.paths: {path}: {error.strerror}") from None
+        raise DataError(
+            f"data.paths: {path}: {error.strerror}; relative paths start at the working directory"
+        ) from None
     return status.st_size, status.st_mtime_ns
 
 

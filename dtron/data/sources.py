@@ -134,7 +134,8 @@ def _validation(
         )
     if data.validation_fraction:
         logger.warning(
-            "data.validation_fraction = %g, but there are too few documents to hold one out",
+            "data.validation_fraction = %g, but there are too few documents to hold one out: no "
+            "validation will run",
             data.validation_fraction,
         )
     return None
