@@ -19,6 +19,7 @@ class DecoderConfig(BaseModel):
         frozen=True,
         strict=True,
         extra="forbid",
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
