@@ -95,3 +95,19 @@ def test_clip_scale() -> None:
     assert clip_scale(torch.tensor(4.0), 0.0) == 1.0
     assert clip_scale(torch.tensor(math.inf), 1.0).isnan()
     assert clip_scale(torch.tensor(math.nan), 0.0).isnan()
+
+
+def test_adamw_reads_its_settings() -> None:
+    ours, theirs = model_with_gradients(0.3), model_with_gradients(0.3)
+    theirs.load_state_dict(ours.state_dict())
+    options = Optim(beta1=0.5, beta2=0.7, eps=1e-3, weight_decay=0.0)
+    optimizer = build_optimizer(ours, options)
+    other = torch.optim.AdamW(
+        theirs.parameters(), lr=0.1, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.0
+    )
+    for value in (0.3, -0.1, 0.2):
+        for parameter in [*ours.parameters(), *theirs.parameters()]:
+            parameter.grad = torch.full_like(parameter, value)
+        update(optimizer, torch.ones(()), 0.1)
+        other.step()
+    torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
