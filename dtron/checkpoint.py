@@ -193,14 +193,14 @@ class Checkpointer:
     def _retire(self, newest: Path) -> None:
         """Delete what is older than the `keep` newest, never the one just written."""
         if self.keep:
-            found = sorted(_complete(self.directory), key=_step_of)
+            found = sorted(_complete(self.directory), key=step_of)
             for old in found[: -self.keep]:
                 if old != newest:
                     _remove(old)
 
 
 def _unreadable(path: Path, cause: BaseException) -> CheckpointError:
-    others = sorted(set(_complete(path.parent)) - {path}, key=_step_of)
+    others = sorted(set(_complete(path.parent)) - {path}, key=step_of)
     fix = f"set checkpoint.resume = {str(others[-1])!r}" if others else "no other one is there"
     reason = str(cause) or type(cause).__name__
     return CheckpointError(f"{path} cannot be loaded: {reason}; {fix}")
@@ -243,15 +243,16 @@ def _latest(checkpoints: Path) -> Path | None:
         return None
     if (named / _FACTS).exists():
         return named
-    newest = max(_complete(checkpoints), key=_step_of, default=None)
+    newest = max(_complete(checkpoints), key=step_of, default=None)
     log.warning("%s is gone; the newest complete checkpoint is %s", named, newest)
     return newest
 
 
 def _complete(checkpoints: Path) -> list[Path]:
-    return [path.parent for path in checkpoints.glob(f"step-*/{_FACTS}") if _step_of(path.parent)]
+    return [path.parent for path in checkpoints.glob(f"step-*/{_FACTS}") if step_of(path.parent)]
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """N of a folder step-N; 0 for any other name."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isdigit() else 0

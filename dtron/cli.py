@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from dtron.config import RunConfig, choices, fields
 from dtron.errors import ConfigError, DtronError
-from dtron.runtime import Place
 
 _GRACE_SECONDS = 10
 
@@ -29,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse(error: DtronError) -> int:
     """Tell the error once a host: its first rank speaks and exits, and torchrun ends the others,
     which speak only if that does not happen, because the error is theirs alone."""
+    from dtron.runtime import Place
+
     place = Place.of_environment()
     if place.local_rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)

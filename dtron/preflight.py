@@ -23,7 +23,7 @@ from dtron.data import (
     wait_for,
 )
 from dtron.errors import CheckpointError, ConfigError
-from dtron.models import MODELS, model_config
+from dtron.models import model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.fsdp import DTYPES
@@ -105,7 +105,6 @@ def _attention(config: RunConfig, model: DecoderConfig, device: torch.device) ->
 
 
 def _check_sequence(config: RunConfig, model: DecoderConfig) -> None:
-    assert config.model.name in MODELS, "model_config refuses unknown names"
     if model.positions == "learned" and config.train.seq_len > model.max_seq_len:
         raise ConfigError(
             f"train.seq_len = {config.train.seq_len} is longer than the learned positions of "

@@ -14,6 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dtron.checkpoint import step_of
+
 _KEPT = ("metrics.jsonl", "run.json", "tensorboard", "checkpoints", "trace")
 
 
@@ -54,18 +56,17 @@ class RunDir:
         if not self.metrics.exists():
             return
         rows = self.metrics.read_text().splitlines()
-        kept = [row for row in rows if (at := _step_of(row)) is not None and at <= step]
+        kept = [row for row in rows if (at := _row_step(row)) is not None and at <= step]
         _write(self.metrics, "".join(row + "\n" for row in kept))
 
     def _drop_checkpoints_after(self, step: int) -> None:
         """Rename checkpoints of a future that is about to be trained again."""
         for path in self.checkpoints.glob("step-*"):
-            number = path.name.removeprefix("step-")
-            if number.isdigit() and int(number) > step:
+            if step_of(path) > step:
                 _set_aside(path, "abandoned-")
 
 
-def _step_of(row: str) -> int | None:
+def _row_step(row: str) -> int | None:
     """Step of a metrics row; None for one that a killed run left half-written."""
     try:
         return json.loads(row)["step"]

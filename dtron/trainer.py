@@ -22,7 +22,6 @@ from dtron.models import MODELS, build_model
 from dtron.optim import build_optimizer, learning_rate
 from dtron.parallelisms.apply import Applied, apply_passes
 from dtron.parallelisms.fsdp import Policy, free_gathered
-from dtron.parallelisms.initialize import initialize, materialize
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, Mesh
 from dtron.preflight import model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow
@@ -121,7 +120,11 @@ class Trainer:
         spec = MODELS[config.model.name]
         with torch.device("meta"):
             self.model = build_model(config.model.name, checked.model, checked.attention)
-        applied = apply_passes(
+
+        def fill(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+            spec.init_parameter(checked.model, fqn, full, generator)
+
+        return apply_passes(
             self.model,
             self.mesh,
             units=spec.units(checked.model),
@@ -130,15 +133,9 @@ class Trainer:
             dtype=config.train.dtype,
             recompute=config.recompute,
             compile=config.compile,
+            init=(config.train.seed, fill),
             convert=None,
         )
-        materialize(self.model, self.place.device)
-
-        def fill(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
-            spec.init_parameter(checked.model, fqn, full, generator)
-
-        initialize(self.model, config.train.seed, fill)
-        return applied
 
     def _build_data(self) -> None:
         config = self.config

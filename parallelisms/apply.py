@@ -82,9 +82,6 @@ def parallelize(
         ConfigError: an axis of the mesh is not built yet, or a model on the meta device comes
             without `init`.
     """
-    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
-    if on_meta and init is None:
-        raise ConfigError(f"{on_meta[0]} is on the meta device: give parallelize an `init`")
     if init is None:
         broadcast_from_first_rank(model, torch.device(mesh.device_type))
     passes = apply_passes(
@@ -96,12 +93,9 @@ def parallelize(
         dtype=dtype,
         recompute=recompute,
         compile=compile,
+        init=init,
         convert=convert,
     )
-    if init is not None:
-        seed, fill = init
-        materialize(model, torch.device(mesh.device_type))
-        initialize(model, seed, fill)
     log.debug("parallelised: %s", passes)
     return model
 
@@ -116,9 +110,10 @@ def apply_passes(
     dtype: str,
     recompute: Recompute,
     compile: Compile,
+    init: tuple[int, Initializer] | None,
     convert: Callable[[nn.Module], None] | None,
 ) -> Applied:
-    """All passes that change the model's structure, in their order; see `parallelize`."""
+    """All passes in their order; see `parallelize`. Returns what they did."""
     for axis in ("pp", "cp", "tp"):
         if mesh.degrees[axis] > 1:
             raise ConfigError(
@@ -137,6 +132,10 @@ def apply_passes(
     refuse_shared_parameters(model, found)
     groups = [list(group.values()) for group in found]
     shard(model, mesh, groups, parallel, DTYPES[dtype])
+    if init is not None:
+        seed, fill = init
+        materialize(model, torch.device(mesh.device_type))
+        initialize(model, seed, fill)
     return Applied(len(groups), recomputed, tuple(compiled))
 
 

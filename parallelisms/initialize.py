@@ -57,7 +57,14 @@ def initialize(model: nn.Module, seed: int, fill: Initializer) -> None:
 
 @torch.no_grad()
 def broadcast_from_first_rank(model: nn.Module, device: torch.device) -> None:
-    """Make every rank's plain parameters and buffers those of rank 0, one tensor at a time."""
+    """Make every rank's plain parameters and buffers those of rank 0, one tensor at a time.
+
+    Raises:
+        ConfigError: a parameter is on the meta device and has no values.
+    """
+    for fqn, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(f"{fqn} is on the meta device: give parallelize an `init`")
     for tensor in [*model.parameters(), *model.buffers()]:
         on_device = tensor.detach().to(device, copy=True)
         dist.broadcast(on_device, src=0)

@@ -9,7 +9,7 @@ degree 1.
     loss axes   dp_replicate, dp_shard, cp   ranks that hold different tokens
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -90,15 +90,17 @@ class Mesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Every process group made so far."""
-        meshes = [self.device_mesh[axis] for axis in DEGREES] + list(self._flat.values())
-        return [mesh.get_group() for mesh in meshes]
+        return [mesh.get_group() for _, mesh in self._labelled()]
 
     def group_names(self) -> dict[str, str]:
         """Axis, or axes joined by "_", of every process group made so far, by the group's name."""
         world = dist.group.WORLD
         names: dict[str, str] = {str(world.group_name): "world"} if world else {}
-        singles: Iterable[tuple[str, DeviceMesh]] = [(a, self.device_mesh[a]) for a in DEGREES]
-        flats = [("_".join(axes), mesh) for axes, mesh in self._flat.items()]
-        for label, mesh in [*singles, *flats]:
+        for label, mesh in self._labelled():
             names[str(mesh.get_group().group_name)] = label
         return names
+
+    def _labelled(self) -> Iterator[tuple[str, DeviceMesh]]:
+        """Every 1-D mesh made so far, with its axis or its axes joined by "_"."""
+        yield from ((axis, self.device_mesh[axis]) for axis in DEGREES)
+        yield from (("_".join(axes), mesh) for axes, mesh in self._flat.items())
