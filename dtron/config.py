@@ -88,6 +88,20 @@ class Parallel(Section):
     prefetch: int = Field(default=1, ge=0)
     """How many units ahead parameters are gathered while the current one computes, in forward and
     in backward."""
+    sequence_parallel: bool = True
+    """With tp > 1, split the sequence over tp between attention and feed-forward: norms, dropout
+    and residuals cost memory and time for T / tp tokens. Off, each rank holds all tokens."""
+    async_tp: bool = False
+    """With tp > 1 on GPUs, overlap tensor parallelism's all-gathers and reduce-scatters with the
+    matrix products that need them (symmetric memory)."""
+    schedule: str = "1F1B"
+    """Pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
+    ZBVZeroBubble, DualPipeV, or the path of a .csv file with your own."""
+    stages_per_rank: int = Field(default=0, ge=0)
+    """Pipeline stages a rank; 0: what the schedule takes by default."""
+    pp_layout: str | list[int] | list[list[str]] = ""
+    """Which layers are in which stage: counts of layers, a layout string such as `Ettt|tttL`, or a
+    list of module names for each stage; empty: balanced, the head counted by its size."""
     timeout_seconds: int = Field(default=600, ge=1)
     """How long a collective may wait for its peers before the run is aborted."""
 

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtron.config import Optim, Schedule
 from dtron.parallelisms.gradients import scale_or_zero_
@@ -28,8 +29,8 @@ def _adamw(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
 
 
 def _sgd(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
-    parameters = [p for group in groups for p in group["params"]]
-    return torch.optim.SGD(parameters, lr=options.lr, foreach=True)
+    groups = [{"params": group["params"]} for group in groups]
+    return torch.optim.SGD(groups, lr=options.lr, foreach=True)
 
 
 OPTIMIZERS: dict[str, Callable[[list[dict], Optim], torch.optim.Optimizer]] = {
@@ -38,17 +39,19 @@ OPTIMIZERS: dict[str, Callable[[list[dict], Optim], torch.optim.Optimizer]] = {
 }
 
 
-def build_optimizer(model: nn.Module, options: Optim) -> torch.optim.Optimizer:
-    """The optimizer over all parameters; vectors (norms, biases) are not decayed."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {
-            "params": [p for p in parameters if p.dim() >= 2],
-            "weight_decay": options.weight_decay,
-        },
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+def build_optimizer(parameters: Iterable[Tensor], options: Optim) -> torch.optim.Optimizer:
+    """The optimizer over these parameters; vectors (norms, biases) are not decayed."""
+    groups: dict[tuple, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            # A foreach or fused operator takes DTensors of one mesh only.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((parameter.dim() >= 2, mesh), []).append(parameter)
+    decays = [
+        {"params": members, "weight_decay": options.weight_decay if matrix else 0.0}
+        for (matrix, _), members in groups.items()
     ]
-    return OPTIMIZERS[options.name]([group for group in groups if group["params"]], options)
+    return OPTIMIZERS[options.name](decays, options)
 
 
 def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:

@@ -9,18 +9,32 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
+from dtron.config import Degree
 from dtron.data import Batch
 from dtron.loss import count_labels
 from dtron.models.dropout import token_keys
 from dtron.optim import update
-from dtron.parallelisms.fsdp import Policy, begin_micro_batch
+from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.execution import Accumulation, Execution, MicroBatch
+from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.gradients import clip_scale, global_norm
 from dtron.parallelisms.mesh import LOSS_AXES, Mesh
+from dtron.parallelisms.pipeline import Layout, Pipeline
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+# Ranks whose shares make up the loss: those with other tokens, and those of the other stages.
+SHARE_AXES: tuple[Degree, ...] = ("pp", *LOSS_AXES)
+
+
+def build_execution(
+    applied: Applied, layout: Layout | None, mesh: Mesh, policy: Policy
+) -> Execution:
+    """What runs micro-batches: through a pipeline, or one after the other."""
+    if layout is not None:
+        return Pipeline(applied.parts, layout, mesh, policy, applied.deferred)
+    return Accumulation(applied.parts[0], policy, torch.device(mesh.device_type))
 
 
 @dataclass(frozen=True)
@@ -28,7 +42,7 @@ class StepResult:
     """Scalars on the device."""
 
     loss: Tensor
-    """This rank's share of the mean loss: summed over the loss axes it is the loss."""
+    """This rank's share of the mean loss: summed over SHARE_AXES it is the loss."""
     grad_norm: Tensor
     """Global norm before clipping, the same on every rank."""
 
@@ -43,18 +57,22 @@ class TrainStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        execution: Execution,
+        applied: Applied,
         mesh: Mesh,
-        policy: Policy,
         optimizer: torch.optim.Optimizer,
         loss: Loss,
         max_grad_norm: float,
         dropout_seed: int | None,
     ) -> None:
-        assert isinstance(model, FSDPModule), "the model is parallelised before it is trained"
-        self.model, self.mesh, self.policy, self.optimizer = model, mesh, policy, optimizer
+        self.execution, self.applied, self.mesh, self.optimizer = (
+            execution,
+            applied,
+            mesh,
+            optimizer,
+        )
         self.loss, self.max_grad_norm, self.dropout_seed = loss, max_grad_norm, dropout_seed
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for _, p in applied.named_parameters() if p.requires_grad]
         self.skipped = torch.zeros((), dtype=torch.int64, device=mesh.device_type)
         self.skipped_in_a_row = torch.zeros_like(self.skipped)
         self.most_in_a_row = torch.zeros_like(self.skipped)
@@ -62,7 +80,7 @@ class TrainStep:
     def __call__(self, batches: Sequence[Batch], step: int, lr: float) -> StepResult:
         """Run update `step` (0-based) at learning rate `lr` on this rank's micro-batches."""
         loss = self.accumulate(batches, step)
-        norm = global_norm(self.parameters, self.mesh)
+        norm = global_norm(self.parameters, self.mesh, self.applied.shared.copies)
         update(self.optimizer, clip_scale(norm, self.max_grad_norm), lr)
         self.optimizer.zero_grad()
         finite = norm.isfinite()
@@ -78,14 +96,14 @@ class TrainStep:
             This rank's share of the mean loss.
         """
         n_valid = self._count(batches)
-        total = torch.zeros((), device=self.mesh.device_type)
-        for i, batch in enumerate(batches):
-            begin_micro_batch(self.model, self.policy, last=i == len(batches) - 1)
-            logits = forward(self.model, batch, self._dropout_keys(batch, step))
-            loss = self.loss(logits, batch.labels) / n_valid
-            del logits  # the largest activation: backward holds what it needs
-            loss.backward()
-            total = total + loss.detach()
+
+        def share(logits: Tensor, i: int) -> Tensor:
+            return self.loss(logits, batches[i].labels) / n_valid
+
+        total = self.execution.train(
+            [as_micro_batch(batch, self._dropout_keys(batch, step)) for batch in batches], share
+        )
+        self.applied.complete_gradients(self.mesh)
         return total
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
@@ -101,24 +119,28 @@ class TrainStep:
         return token_keys(self.dropout_seed, step, batch.sequence, index.expand_as(batch.tokens))
 
 
-def forward(model: nn.Module, batch: Batch, dropout_keys: Tensor | None = None) -> Tensor:
-    """Logits (B, T, V) of one micro-batch."""
-    return model(
-        batch.tokens,
-        positions=batch.positions,
-        documents=batch.documents,
-        dropout_keys=dropout_keys,
-    )
+def as_micro_batch(batch: Batch, dropout_keys: Tensor | None = None) -> MicroBatch:
+    """Tokens (B, T), and what every stage of the model needs beside them."""
+    positions = batch.positions
+    if positions is None:
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).unsqueeze(0)
+    others = {"positions": positions, "documents": batch.documents, "dropout_keys": dropout_keys}
+    return batch.tokens, others
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, mesh: Mesh, batches: Sequence[Batch], loss: Loss) -> Tensor:
+def evaluate(
+    execution: Execution, applied: Applied, mesh: Mesh, batches: Sequence[Batch], loss: Loss
+) -> Tensor:
     """Mean loss of batches that are as many on every rank: a scalar, the same on every rank."""
-    model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
-    for batch in batches:
-        total = loss(forward(model, batch), batch.labels)
-        sums += torch.stack([total.double(), count_labels(batch.labels).double()])
-    model.train()
-    dist.all_reduce(sums, group=mesh.group(*LOSS_AXES))
+
+    def add(logits: Tensor, i: int) -> None:
+        labels = batches[i].labels
+        total = loss(logits, labels)
+        sums.add_(torch.stack([total.double(), count_labels(labels).double()]))
+
+    with applied.evaluating():
+        execution.evaluate([as_micro_batch(batch) for batch in batches], add)
+    dist.all_reduce(sums, group=mesh.group(*SHARE_AXES))
     return sums[0] / sums[1].clamp(min=1)

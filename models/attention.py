@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from dtron.errors import ConfigError, nearest
 from dtron.kernels.flash4 import flash4
 from dtron.models.config import DecoderConfig
-from dtron.models.dropout import attention_dropout
+from dtron.models.dropout import AttentionDropout
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.q_norm = norm(config, size) if config.qk_norm else None
         self.k_norm = norm(config, size) if config.qk_norm else None
         self.head_size = size
-        self.dropout = config.attention_dropout
+        self.drop = AttentionDropout(config.attention_dropout)
         self.backend = backend
 
     def forward(self, x: Tensor, rope: Tensor | None, mask: Mask, keys: Tensor | None) -> Tensor:
@@ -68,9 +68,9 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         scale = self.head_size**-0.5
-        if self.dropout and self.training:
+        if self.drop.p and self.training:
             assert keys is not None, "attention dropout needs dropout keys"
-            out = math_attention(q, k, v, mask, scale, self.dropout, keys)
+            out = math_attention(q, k, v, mask, scale, self.drop, keys)
         else:
             out = self.backend.run(q, k, v, mask, scale)
         return self.wo(out.flatten(-2))
@@ -82,7 +82,7 @@ def math_attention(
     v: Tensor,
     mask: Mask,
     scale: float,
-    p: float = 0.0,
+    drop: AttentionDropout | None = None,
     keys: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v, written out; the reference for every other backend.
@@ -93,7 +93,7 @@ def math_attention(
         v: (B, S, G, K).
         mask: bool (B, 1, T, S), True where attended; None: causal, with S = T.
         scale: of the scores.
-        p: share of attention weights to drop.
+        drop: drops attention weights.
         keys: int64 (B, T) dropout keys of the queries.
     Returns:
         (B, T, H, K) in q's dtype; all is computed in float32 at least.
@@ -106,8 +106,8 @@ def math_attention(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))
     weights = scores.softmax(-1)
-    if p and keys is not None:
-        weights = attention_dropout(weights, p, keys)
+    if drop is not None and keys is not None:
+        weights = drop(weights, keys)
     weights = weights.unflatten(1, (k.shape[2], -1))
     return torch.einsum("bghts,bsgk->btghk", weights, v).flatten(2, 3).to(dtype)
 
@@ -181,7 +181,7 @@ def _compiled_block_mask() -> Callable[..., BlockMask]:
     return torch.compile(create_block_mask)  # unfused it would hold T * T booleans
 
 
-def _causal_only(documents: Tensor | None, x: Tensor) -> None:
+def _causal_only(documents: Tensor | None, positions: Tensor) -> None:
     if documents is not None:
         raise ConfigError(
             "this model's attention backend cannot keep documents apart (data.mask_documents); "
@@ -189,14 +189,14 @@ def _causal_only(documents: Tensor | None, x: Tensor) -> None:
         )
 
 
-def _dense_mask(documents: Tensor | None, x: Tensor) -> Tensor | None:
+def _dense_mask(documents: Tensor | None, positions: Tensor) -> Tensor | None:
     """bool (B, 1, T, T): a token attends to earlier tokens of its own document."""
     if documents is None:
         return None
     return (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().unsqueeze(1)
 
 
-def _block_mask(documents: Tensor | None, x: Tensor) -> BlockMask:
+def _block_mask(documents: Tensor | None, positions: Tensor) -> BlockMask:
     """The same as a BlockMask, whose empty blocks are skipped; causal without documents."""
 
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -206,11 +206,11 @@ def _block_mask(documents: Tensor | None, x: Tensor) -> BlockMask:
         assert documents is not None
         return (q >= k) & (documents[b, q] == documents[b, k])
 
-    create = _compiled_block_mask() if x.is_cuda else create_block_mask
-    tokens = x.shape[1]
+    create = _compiled_block_mask() if positions.is_cuda else create_block_mask
+    tokens, device = positions.shape[1], positions.device
     if documents is None:
-        return create(causal, None, None, tokens, tokens, device=x.device)
-    return create(same_document, x.shape[0], None, tokens, tokens, device=x.device)
+        return create(causal, None, None, tokens, tokens, device=device)
+    return create(same_document, documents.shape[0], None, tokens, tokens, device=device)
 
 
 @dataclass(frozen=True)
@@ -301,8 +301,8 @@ class Backend:
     unavailable: Callable[[Need], str | None]
     """Why it cannot run there, or None if it can."""
     prepare: Callable[[Tensor | None, Tensor], Mask] = _causal_only
-    """Called once a forward: documents int32 (B, T) or None, and the model's input, which tells
-    (B, T) and the device -> mask that every block gets."""
+    """Called once a forward: documents int32 (B, T) or None, and positions (B or 1, T), which
+    tell T and the device -> mask that every block gets."""
     documents: bool = False
     """Whether it can keep attention inside documents."""
     dropout: bool = False

@@ -8,9 +8,11 @@ rank, mesh or process group: parallelism is applied to it from outside, by modul
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
     norm, head                                         the projection to logits
 
-A pipeline stage is a copy in which some blocks are deleted and embed, position_embed, norm or
-head are None: forward skips what is not there, and what stays keeps its FQN. Blocks differ in
-nothing but their weights and take tensors only, so that torch.compile compiles one for all.
+Given hidden states instead of tokens it goes on from there, so that a part of it works as a pipeline
+stage once the modules it lacks pass their input through (`parallelisms/pipeline.py` replaces them).
+Between blocks the sequence may be split over ranks: nothing there reads its length from x. Blocks
+differ in nothing but their weights and take tensors only, so that torch.compile compiles one for
+all.
 
 Shapes: B sequences, T tokens, D = dim, V vocabulary, K = head_dim.
 Sources: arXiv:1706.03762; pre-norm arXiv:2002.04745; initialisation GPT-2, arXiv:1909.08053.
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from dtron.errors import ConfigError
 from dtron.models.attention import Attention, Backend, Mask
 from dtron.models.config import DecoderConfig
-from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, dropout, fold
+from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, Dropout, fold
 from dtron.models.layers import FeedForward, norm
 from dtron.models.rope import rope_table
 
@@ -40,7 +42,8 @@ class Block(nn.Module):
         self.attn = Attention(config, backend)
         self.ffn_norm = norm(config, config.dim)
         self.ffn = FeedForward(config)
-        self.dropout = config.dropout
+        self.attn_drop = Dropout(config.dropout, ATTENTION_OUTPUT)
+        self.ffn_drop = Dropout(config.dropout, FFN_OUTPUT)
 
     def forward(
         self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
@@ -54,15 +57,9 @@ class Block(nn.Module):
             dropout_keys: int64 (B, T) with this layer folded in; None without dropout.
         """
         h = self.attn(self.attn_norm(x), rope, mask, dropout_keys)
-        x = x + self._drop(h, dropout_keys, ATTENTION_OUTPUT)
+        x = x + self.attn_drop(h, dropout_keys)
         h = self.ffn(self.ffn_norm(x))
-        return x + self._drop(h, dropout_keys, FFN_OUTPUT)
-
-    def _drop(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
-        if not self.dropout or not self.training:
-            return x
-        assert keys is not None, "dropout needs dropout keys"
-        return dropout(x, self.dropout, keys, site)
+        return x + self.ffn_drop(h, dropout_keys)
 
 
 class Decoder(nn.Module):
@@ -76,20 +73,17 @@ class Decoder(nn.Module):
         self.config = config
         self.backend = backend
         learned = config.positions == "learned"
-        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.position_embed: nn.Embedding | None = (
             nn.Embedding(config.max_seq_len, config.dim) if learned else None
         )
+        self.embed_drop = Dropout(config.dropout, EMBEDDING)
         self.blocks = nn.ModuleDict(
             {str(layer): Block(config, backend) for layer in range(config.n_layers)}
         )
-        self.norm: nn.Module | None = norm(config, config.dim)
-        self.head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.tie_weights()
-
-    def tie_weights(self) -> None:
-        """Make the head use the embedding's weight again, as after `to_empty`, which parts them."""
-        if self.config.tied and self.head is not None and self.embed is not None:
+        self.norm = norm(config, config.dim)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
             self.head.weight = self.embed.weight
 
     def forward(
@@ -103,26 +97,24 @@ class Decoder(nn.Module):
 
         Args:
             x: tokens int64 (B, T), or hidden states (B, T, D) in a later pipeline stage.
-            positions: int64 (B, T) or (1, T); None: 0 ... T - 1.
+            positions: int64 (B, T) or (1, T); None: 0 ... T - 1, with tokens only.
             documents: int32 (B, T), equal within a document; None: one document a sequence.
             dropout_keys: int64 (B, T) of `dropout.token_keys`; read in training with dropout only.
         Returns:
             Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without head.
         """
         if positions is None:
+            assert not x.is_floating_point(), "a later stage needs positions"
             positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-        mask = self.backend.prepare(documents, x)
-        if self.embed is not None:
+        mask = self.backend.prepare(documents, positions)
+        if not x.is_floating_point():
             x = self._embed(x, positions, dropout_keys)
         rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
         for layer, block in self.blocks.items():
             x = block(x, rope, mask, self._layer_keys(dropout_keys, int(layer)))
-        if self.norm is not None:
-            x = self.norm(x)
-        return x if self.head is None else self.head(x)
+        return self.head(self.norm(x))
 
     def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
-        assert self.embed is not None
         x = self.embed(tokens)
         if self.position_embed is not None:
             if tokens.shape[1] > self.config.max_seq_len:
@@ -131,8 +123,7 @@ class Decoder(nn.Module):
                     f"model.override.max_seq_len = {self.config.max_seq_len}"
                 )
             x = x + self.position_embed(positions)
-        keys = self._layer_keys(keys, -1)
-        return x if keys is None else dropout(x, self.config.dropout, keys, EMBEDDING)
+        return self.embed_drop(x, self._layer_keys(keys, -1))
 
     def _layer_keys(self, keys: Tensor | None, layer: int) -> Tensor | None:
         """Dropout keys of one layer (-1: of the embedding), or None when nothing is dropped."""

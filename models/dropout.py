@@ -14,7 +14,7 @@ Source: finaliser 21f0aaad/735a2d97 of github.com/skeeto/hash-prospector, issue 
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ATTENTION_WEIGHTS, ATTENTION_OUTPUT, FFN_OUTPUT, EMBEDDING = range(4)  # sites of dropout
 
@@ -68,13 +68,45 @@ def dropout(x: Tensor, p: float, keys: Tensor, site: int) -> Tensor:
     return torch.where(keep_mask(p, keys, site, x.shape[-1]), x * (1 / (1 - p)), 0)
 
 
-def attention_dropout(weights: Tensor, p: float, keys: Tensor) -> Tensor:
+def attention_dropout(weights: Tensor, p: float, keys: Tensor, first_head: int = 0) -> Tensor:
     """Dropout of attention weights, keyed by (query token, head, key's index).
 
     Args:
         weights: (B, H, T, S), softmax of T queries over S keys.
         keys: int64 (B, T), keys of the query tokens with the layer folded in.
+        first_head: index in the model of the first of the H heads.
     """
-    heads = torch.arange(weights.shape[1], device=keys.device).view(1, -1, 1)
+    heads = first_head + torch.arange(weights.shape[1], device=keys.device).view(1, -1, 1)
     keep = keep_mask(p, fold(keys.unsqueeze(1), heads), ATTENTION_WEIGHTS, weights.shape[-1])
     return torch.where(keep, weights * (1 / (1 - p)), 0)
+
+
+class Dropout(nn.Module):
+    """Dropout of one site in training; passes its input through without it."""
+
+    def __init__(self, p: float, site: int):
+        super().__init__()
+        self.p, self.site = p, site
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """(B, T, D) and int64 (B, T) -> (B, T, D)."""
+        if not self.p or not self.training:
+            return x
+        assert keys is not None, "dropout needs dropout keys"
+        return dropout(x, self.p, keys, self.site)
+
+
+class AttentionDropout(nn.Module):
+    """Dropout of attention weights.
+
+    Attributes:
+        head_shard: which part of the heads the weights belong to, where heads are split evenly.
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p, self.head_shard = p, 0
+
+    def forward(self, weights: Tensor, keys: Tensor) -> Tensor:
+        """(B, H, T, S) and int64 (B, T) -> (B, H, T, S)."""
+        return attention_dropout(weights, self.p, keys, self.head_shard * weights.shape[1])

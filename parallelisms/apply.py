@@ -1,13 +1,18 @@
 """The one place that states the order in which a plain model becomes a parallel one.
 
-    model on meta -> float8 -> recompute -> compile -> fsdp -> storage -> weights -> optimizer
+    model on meta -> float8 -> padded vocabulary -> cut into stages -> for each stage:
+        tensor parallel -> recompute -> deferred weight gradients -> compile -> fsdp
+        -> storage -> weights
+    -> optimizer
 
-Recomputation is inside the compiled block, so that the compiler sees it; FSDP is outside, so that
-its hooks are not compiled. Passes act in place and keep every parameter's FQN.
+Patterns are checked on the whole model, before a stage lacks a part of it. Recomputation is inside
+the compiled block, so that the compiler sees it; FSDP is outside, so that its hooks are not
+compiled. Passes act in place and keep every parameter's FQN.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,14 +22,17 @@ from torch import nn
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.compile import compile_blocks
-from dtron.parallelisms.fsdp import DTYPES, shard
+from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
+from dtron.parallelisms.fsdp import DTYPES, free_gathered, shard
+from dtron.parallelisms.gradients import reduce_replicas
 from dtron.parallelisms.initialize import (
     Initializer,
     broadcast_from_first_rank,
     initialize,
     materialize,
 )
-from dtron.parallelisms.mesh import Mesh
+from dtron.parallelisms.mesh import FSDP_AXES, Mesh
+from dtron.parallelisms.pipeline import Layout
 from dtron.parallelisms.placement import (
     Unit,
     refuse_shared_parameters,
@@ -32,18 +40,84 @@ from dtron.parallelisms.placement import (
     select_units,
 )
 from dtron.parallelisms.recompute import recompute as apply_recompute
+from dtron.parallelisms.stages import Cut, PassThrough, SharedWeights, cut, take_stage, uncut
+from dtron.parallelisms.tensor import (
+    Placements,
+    Plan,
+    Replicas,
+    apply_tensor_parallel,
+    pad_vocabulary,
+    plan,
+    settle_outputs,
+)
 
 log = logging.getLogger("dtron")
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Applied:
-    """What the passes did, for run.json and the log."""
+class Passes:
+    """What to do to a model; see `parallelize` for the arguments of the same names."""
 
+    units: Unit | Sequence[Unit]
+    blocks: str | None = None
+    placements: Placements | None = None
+    parallel: Parallel = Parallel()
+    dtype: str = "bfloat16"
+    recompute: Recompute = Recompute()
+    compile: Compile = Compile()
+    init: tuple[int, Initializer] | None = None
+    convert: Callable[[nn.Module], None] | None = None
+    vocabulary: tuple[str, ...] = ()
+    """Modules whose rows are tokens: padded with zeros where tp does not divide them."""
+    layout: Layout | None = None
+    """The stages to cut the model into, where pp > 1."""
+    replicas: Replicas = "backward"
+    """When gradients of parameters that each tp rank computes a part of are summed: by each
+    backward, or by the caller's `reduce_replicas` once a step."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What the passes made of a model."""
+
+    parts: Mapping[int, nn.Module]
+    """This rank's stages by number; {0: the model} where it is not cut."""
     units: int
     recomputed_blocks: int
     compiled: tuple[str, ...]
+    padded_rows: Mapping[str, int]
+    """Rows without padding, by name, of parameters with a padded vocabulary."""
+    partial: frozenset[str]
+    """Names of parameters that `reduce_replicas` has to sum over tp once a step."""
+    names: Mapping[str, str]
+    """FQN of a parameter -> its name, which is another one for a tied weight's second FQN."""
+    shared: SharedWeights
+    """Parameters whose gradients have to be summed with another stage's once a step."""
+    deferred: Mapping[int, WeightGradients]
+    """Queues of weight gradients by stage, where the schedule splits the backward."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of all stages; a tied weight comes twice if both stages are here."""
+        for part in self.parts.values():
+            for fqn, parameter in part.named_parameters():
+                yield self.names[fqn], parameter
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Stages in evaluation mode; afterwards back in training, their parameters freed."""
+        for part in self.parts.values():
+            part.eval()
+        yield
+        for part in self.parts.values():
+            part.train()
+            free_gathered(part)
+
+    def complete_gradients(self, mesh: Mesh) -> None:
+        """What is left to sum once a step, after the backward of the last micro-batch."""
+        partial = [p for name, p in self.named_parameters() if name in self.partial]
+        reduce_replicas(partial, mesh.group("tp"))
+        self.shared.sum_gradients(mesh.group("pp"))
 
 
 def parallelize(
@@ -52,6 +126,7 @@ def parallelize(
     *,
     units: Unit | Sequence[Unit],
     blocks: str | None = None,
+    placements: Placements | None = None,
     parallel: Parallel = Parallel(),
     dtype: str = "bfloat16",
     recompute: Recompute = Recompute(),
@@ -61,82 +136,138 @@ def parallelize(
 ) -> AnyModule:
     """Parallelise any module over a mesh, in place, and return it.
 
-        mesh = Mesh(dp_shard=-1)
-        model = parallelize(MyModel(), mesh, units="blocks.*", dtype="float32")
+        mesh = Mesh(dp_shard=-1, tp=2)
+        model = parallelize(MyModel(), mesh, units="blocks.*", dtype="float32", placements={
+            "blocks.*.up": colwise(), "blocks.*.down": rowwise(), "norm": replicate()})
 
     Args:
         units: modules that are gathered together, as patterns (`blocks.*`) or tuples of patterns.
             What no unit covers is gathered by the root.
-        parallel: of its keys `zero`, `reduce_dtype` and `prefetch` act here; the degrees are the
-            mesh's. Under gradient accumulation call `begin_micro_batch` before each backward.
         blocks: pattern of the modules to recompute and compile; by default the pattern in `units`
             that has a `*`.
+        placements: how modules split over tp: rows of `parallelisms.placement` by pattern. Every
+            parameter must be covered. Needed where tp > 1.
+        parallel: of its keys `zero`, `reduce_dtype` and `prefetch` act here; the degrees are the
+            mesh's. Under gradient accumulation call `begin_micro_batch` before each backward.
         dtype: dtype of computation; parameters keep theirs.
         init: (seed, initializer) draws the weights of a model built on the meta device; without it
             the module's own weights and buffers are kept: rank 0's, on all ranks.
         convert: a pass over the unsharded model that comes first (float8).
 
     Raises:
-        PlacementError: a pattern matches nothing, a module is in two units, or a parameter is
-            shared by modules of different units.
-        ConfigError: an axis of the mesh is not built yet, or a model on the meta device comes
-            without `init`.
+        PlacementError: a pattern matches nothing, a parameter is covered by no row or shared by
+            modules of different units, or tp does not divide what a row splits.
+        ConfigError: pp > 1 (use `pipeline`), an axis of the mesh is not built yet, or a model on
+            the meta device comes without `init`.
     """
-    if init is None:
-        broadcast_from_first_rank(model, torch.device(mesh.device_type))
-    passes = apply_passes(
-        model,
-        mesh,
-        units=units,
-        blocks=blocks,
-        parallel=parallel,
-        dtype=dtype,
-        recompute=recompute,
-        compile=compile,
-        init=init,
-        convert=convert,
-    )
-    log.debug("parallelised: %s", passes)
+    if mesh.size("pp") > 1:
+        raise ConfigError(f"pp = {mesh.size('pp')}: parallelize takes whole models; use pipeline")
+    passes = Passes(units, blocks, placements, parallel, dtype, recompute, compile, init, convert)
+    applied = apply_passes(model, mesh, passes)
+    log.debug("parallelised: %s", applied)
     return model
 
 
-def apply_passes(
-    model: nn.Module,
+def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
+    """All passes in their order; see `parallelize`. Returns what they made."""
+    _check_axes(mesh, passes)
+    if passes.init is None:
+        broadcast_from_first_rank(model, torch.device(mesh.device_type))
+    if passes.convert is not None:
+        passes.convert(model)
+    tp, pp = mesh.size("tp"), mesh.rank("pp")
+    padded = pad_vocabulary(model, passes.vocabulary, tp)
+    made = plan(model, passes.placements or {}, tp) if tp > 1 else Plan({}, ())
+    refuse_shared_parameters(model, select_units(model, passes.units))
+    pieces, ranks, parts = uncut(model), (0,), {0: model}
+    if passes.layout is not None:
+        pieces, ranks = cut(model, passes.layout.stages), passes.layout.ranks
+        parts = {s: take_stage(model, pieces, s) for s, rank in enumerate(ranks) if rank == pp}
+    done = [_apply_to_part(part, mesh, passes, made, padded, pieces) for part in parts.values()]
+    return Applied(
+        parts,
+        units=sum(part.units for part in done),
+        recomputed_blocks=sum(part.recomputed for part in done),
+        compiled=tuple(name for part in done for name in part.compiled),
+        padded_rows=padded,
+        partial=frozenset(made.partial) if passes.replicas == "step" else frozenset(),
+        names=pieces.names,
+        shared=SharedWeights.of(pieces, parts, ranks, pp),
+        deferred={s: part.deferred for s, part in zip(parts, done, strict=True)},
+    )
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What the passes did to one stage."""
+
+    units: int
+    recomputed: int
+    compiled: list[str]
+    deferred: WeightGradients
+
+
+def _apply_to_part(
+    part: nn.Module,
     mesh: Mesh,
-    *,
-    units: Unit | Sequence[Unit],
-    blocks: str | None,
-    parallel: Parallel,
-    dtype: str,
-    recompute: Recompute,
-    compile: Compile,
-    init: tuple[int, Initializer] | None,
-    convert: Callable[[nn.Module], None] | None,
-) -> Applied:
-    """All passes in their order; see `parallelize`. Returns what they did."""
-    for axis in ("pp", "cp", "tp"):
-        if mesh.degrees[axis] > 1:
-            raise ConfigError(
-                f"{axis} = {mesh.degrees[axis]}: only data parallelism is built; use 1"
-            )
+    passes: Passes,
+    made: Plan,
+    padded: Mapping[str, int],
+    pieces: Cut,
+) -> _Done:
+    """The passes over one stage."""
+    wants_blocks = passes.recompute.mode != "none" or passes.compile.enable
+    pattern = _block_pattern(passes.units, passes.blocks) if wants_blocks else ""
+    blocks = _present(select(part, pattern)) if wants_blocks else {}
+    if made.rows:
+        apply_tensor_parallel(part, mesh.flat("tp"), made, passes.replicas)
+    recomputed = apply_recompute(blocks.values(), passes.recompute)
+    splits = passes.layout is not None and passes.layout.splits_backward
+    deferred = defer([part]) if splits else WeightGradients()
+    compiled = compile_blocks(blocks, passes.compile, COMPILE_OPTIONS if splits else None)
+    if compiled:
+        settle_outputs(part, compiled, made)
+    groups = [list(_present(group).values()) for group in select_units(part, passes.units)]
+    groups = [group for group in groups if group]
+    names = pieces.names
+    by_columns = [p for fqn, p in part.named_parameters() if names[fqn] in padded]
+    _check_columns(by_columns, mesh)
+    shard(part, mesh, groups, passes.parallel, DTYPES[passes.dtype], by_columns)
+    if passes.init is not None:
+        seed, fill = passes.init
+        materialize(part, torch.device(mesh.device_type))
+        initialize(part, seed, fill, names, padded)
+    return _Done(len(groups), recomputed, compiled, deferred)
+
+
+def _present(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those that the stage has."""
+    return {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
+
+
+def _check_axes(mesh: Mesh, passes: Passes) -> None:
+    if mesh.degrees["cp"] > 1:
+        raise ConfigError(f"cp = {mesh.degrees['cp']}: context parallelism is not built; use 1")
     for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp"):
-        if (asked := getattr(parallel, axis)) not in (-1, 1, mesh.degrees[axis]):
+        if (asked := getattr(passes.parallel, axis)) not in (-1, 1, mesh.degrees[axis]):
             raise ConfigError(f"parallel.{axis} = {asked} on a mesh of {mesh.degrees[axis]}")
-    if convert is not None:
-        convert(model)
-    wants_blocks = recompute.mode != "none" or compile.enable
-    block_modules = select(model, _block_pattern(units, blocks)) if wants_blocks else {}
-    recomputed = apply_recompute(block_modules.values(), recompute)
-    compiled = compile_blocks(block_modules, compile)
-    found = select_units(model, units)
-    refuse_shared_parameters(model, found)
-    groups = [list(group.values()) for group in found]
-    shard(model, mesh, groups, parallel, DTYPES[dtype])
-    if init is not None:
-        seed, fill = init
-        materialize(model, torch.device(mesh.device_type))
-        initialize(model, seed, fill)
-    return Applied(len(groups), recomputed, tuple(compiled))
+    if mesh.size("tp") > 1 and not passes.placements:
+        raise ConfigError(
+            f"tp = {mesh.size('tp')} needs `placements`: rows such as "
+            '{"blocks.*.up": colwise(), "blocks.*.down": rowwise()}'
+        )
+
+
+def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
+    """A padded vocabulary is sharded by width, so that its padding stays at one end."""
+    ranks = mesh.size(*FSDP_AXES)
+    for parameter in by_columns:
+        if parameter.shape[1] % ranks:
+            raise ConfigError(
+                f"a padded vocabulary is sharded by width, and {ranks} ranks do not divide "
+                f"{parameter.shape[1]}; use a parallel.dp_shard that does, or a "
+                "model.override.vocab_size that parallel.tp divides"
+            )
 
 
 def _block_pattern(units: Unit | Sequence[Unit], blocks: str | None) -> str:

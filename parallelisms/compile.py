@@ -5,20 +5,30 @@ around the block.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
 from dtron.config import Compile
 
 
-def compile_blocks(blocks: Mapping[str, nn.Module], options: Compile) -> list[str]:
+def compile_blocks(
+    blocks: Mapping[str, nn.Module],
+    options: Compile,
+    inductor_options: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Compile each block in place, for static shapes.
 
+    Args:
+        inductor_options: options of the inductor backend; no other backend has them.
     Returns:
         FQNs of what was compiled, for the log.
     """
     if not options.enable:
         return []
+    chosen = dict(inductor_options or {}) if options.backend == "inductor" else {}
     for block in blocks.values():
-        block.compile(backend=options.backend, fullgraph=True, dynamic=False)
+        block.compile(
+            backend=options.backend, fullgraph=True, dynamic=False, options=chosen or None
+        )
     return list(blocks)

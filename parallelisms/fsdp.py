@@ -16,13 +16,14 @@ division is turned off here, in one place.
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from dtron.config import Parallel
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
@@ -55,10 +56,12 @@ def shard(
     groups: Sequence[Sequence[nn.Module]],
     parallel: Parallel,
     dtype: torch.dtype,
+    by_columns: Collection[nn.Parameter] = (),
 ) -> None:
     """Apply FSDP2 to every group of modules and then to the root, in place.
 
     Args:
+        by_columns: parameters to shard along dim 1 instead of dim 0.
         groups: modules that are gathered together, in the order of their forward.
         dtype: compute dtype of gathered parameters. Parameters stay in their own dtype.
     """
@@ -70,6 +73,11 @@ def shard(
         cast_forward_inputs=False,  # activations follow the embedding; rotary tables stay float32
     )
     device_mesh = _data_mesh(mesh)
+    columns = {id(p) for p in by_columns}
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if id(parameter) in columns else None
+
     for group in groups:
         # The last group's backward follows its forward at once: freeing it would gather it twice.
         reshard = policy.reshard_after_forward and group is not groups[-1]
@@ -79,8 +87,15 @@ def shard(
             mesh=device_mesh,
             reshard_after_forward=reshard,
             mp_policy=precision,
+            shard_placement_fn=placement,
         )
-    fully_shard(model, mesh=device_mesh, reshard_after_forward=False, mp_policy=precision)
+    fully_shard(
+        model,
+        mesh=device_mesh,
+        reshard_after_forward=False,
+        mp_policy=precision,
+        shard_placement_fn=placement,
+    )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module)

@@ -1,18 +1,20 @@
-"""The gradients' global norm, and what follows from it, without waiting for the device.
+"""Completing gradients, their global norm, and what follows from it, all on the device.
 
-Every gradient is a shard of a sum that is already complete. Each rank adds up the squares of what
-it owns, a replicated part being owned by the first rank of the axis, and one all-reduce over the
-world gives the same norm on every rank, whatever the layout.
+`reduce_replicas` completes what FSDP leaves open: sums over tp of parameters that see a part of the
+tokens or heads. From then on every gradient is a shard of a complete sum. Each rank adds up the
+squares of what it owns, a replicated part being owned by the first rank of the axis, and one
+all-reduce over the world gives the same norm on every rank, whatever the layout.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtron.parallelisms.mesh import Mesh
+from dtron.config import DEGREES
+from dtron.parallelisms.mesh import Mesh, axes_of
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -21,14 +23,44 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
 
 
-def global_norm(parameters: Sequence[Tensor], mesh: Mesh) -> Tensor:
+@torch.no_grad()
+def reduce_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum gradients over a group, in place, all by one all-reduce a dtype.
+
+    Args:
+        parameters: the same on all ranks of the group; each holds a part of each sum. One that has
+            no gradient counts as zero where another rank has one.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        (gradient,) = local_gradients([parameter])
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for gradients in by_dtype.values():
+        flat = torch.cat([g.flatten() for g in gradients])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([g.numel() for g in gradients])
+        torch._foreach_copy_(
+            gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+        )
+
+
+def global_norm(
+    parameters: Sequence[Tensor], mesh: Mesh, copies: Collection[Tensor] = ()
+) -> Tensor:
     """2-norm over all gradients of all ranks: a scalar on the device, equal on every rank.
 
     float32, or float64 for float64 gradients. Not finite if any gradient is not.
+
+    Args:
+        copies: parameters that another pipeline stage counts (tied weights).
     """
+    elsewhere = {id(p) for p in copies}
+    counted = [p for p in parameters if p.grad is not None and id(p) not in elsewhere]
     wide = any(p.dtype == torch.float64 for p in parameters)  # alike on all ranks, owners or not
     dtype = torch.float64 if wide else torch.float32
-    gradients = local_gradients(p for p in parameters if p.grad is not None and _owned(p))
+    gradients = local_gradients(p for p in counted if _owned(p, mesh))
     squares = torch.zeros((), dtype=dtype, device=mesh.device_type)
     if gradients:
         norms = torch._foreach_norm(gradients, 2, dtype=dtype)
@@ -37,15 +69,23 @@ def global_norm(parameters: Sequence[Tensor], mesh: Mesh) -> Tensor:
     return squares.sqrt()
 
 
-def _owned(parameter: Tensor) -> bool:
-    """Whether this rank is the one that counts its local part of the gradient."""
+def _owned(parameter: Tensor, mesh: Mesh) -> bool:
+    """Whether this rank is the one that counts its local part of the gradient.
+
+    Axes that the gradient's mesh lacks hold equal copies, except pp, whose ranks hold different
+    parameters.
+    """
     gradient = parameter.grad
-    if not isinstance(gradient, DTensor):
-        return dist.get_rank() == 0
-    coordinate = gradient.device_mesh.get_coordinate()
-    assert coordinate is not None, "a gradient lives on a mesh that this rank is not part of"
-    axes = zip(coordinate, gradient.placements, strict=True)
-    return all(c == 0 or not p.is_replicate() for c, p in axes)
+    names: tuple[str, ...] = ("pp",)
+    if isinstance(gradient, DTensor):
+        coordinate = gradient.device_mesh.get_coordinate()
+        assert coordinate is not None, "a gradient lives on a mesh that this rank is not part of"
+        names += gradient.device_mesh.mesh_dim_names or ()
+        axes = zip(coordinate, gradient.placements, strict=True)
+        if any(c > 0 and p.is_replicate() for c, p in axes):
+            return False
+    covered = {axis for name in names for axis in axes_of(name)}
+    return all(mesh.rank(axis) == 0 for axis in DEGREES if axis not in covered)
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:

@@ -5,7 +5,7 @@ parameter at a time; DTensor's own random numbers differ between layouts and are
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -41,12 +41,24 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, fill: Initializer) -> None:
-    """Draw every parameter of `model`, plain or DTensor, from (seed, its FQN)."""
+def initialize(
+    model: nn.Module,
+    seed: int,
+    fill: Initializer,
+    names: Mapping[str, str] | None = None,
+    rows: Mapping[str, int] | None = None,
+) -> None:
+    """Draw every parameter of `model`, plain or DTensor, from (seed, its name).
+
+    Args:
+        names: names of parameters in the whole model, where they differ from their FQN here.
+        rows: number of first rows to draw, by name, of padded parameters; the rest is zero.
+    """
     for fqn, parameter in model.named_parameters():
-        generator = torch.Generator(parameter.device).manual_seed(_seed_of(seed, fqn))
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        fill(fqn, full, generator)
+        name = (names or {}).get(fqn, fqn)
+        generator = torch.Generator(parameter.device).manual_seed(_seed_of(seed, name))
+        full = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        fill(name, full[: (rows or {}).get(name)], generator)
         if isinstance(parameter, DTensor):
             # src_data_rank=None: every rank drew the same tensor and cuts its own part of it
             full = distribute_tensor(

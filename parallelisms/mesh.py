@@ -21,6 +21,12 @@ from dtron.errors import ConfigError
 BATCH_AXES: tuple[Degree, ...] = ("dp_replicate", "dp_shard")
 FSDP_AXES: tuple[Degree, ...] = ("dp_shard", "cp")
 LOSS_AXES: tuple[Degree, ...] = ("dp_replicate", "dp_shard", "cp")
+_JOIN = "+"  # between the axes of a flattened mesh, in its name
+
+
+def axes_of(name: str) -> tuple[str, ...]:
+    """The axes of a mesh dim's name: itself, or those that a flattened dim joins."""
+    return tuple(name.split(_JOIN))
 
 
 class Mesh:
@@ -81,7 +87,7 @@ class Mesh:
         )
         if wide not in self._flat:
             mesh = self.device_mesh[wide]
-            self._flat[wide] = mesh if len(wide) == 1 else mesh._flatten("_".join(wide))
+            self._flat[wide] = mesh if len(wide) == 1 else mesh._flatten(_JOIN.join(wide))
         return self._flat[wide]
 
     def group(self, *axes: Degree) -> dist.ProcessGroup:
@@ -93,7 +99,7 @@ class Mesh:
         return [mesh.get_group() for _, mesh in self._labelled()]
 
     def group_names(self) -> dict[str, str]:
-        """Axis, or axes joined by "_", of every process group made so far, by the group's name."""
+        """Axis, or axes joined by "+", of every process group made so far, by the group's name."""
         world = dist.group.WORLD
         names: dict[str, str] = {str(world.group_name): "world"} if world else {}
         for label, mesh in self._labelled():
@@ -101,6 +107,6 @@ class Mesh:
         return names
 
     def _labelled(self) -> Iterator[tuple[str, DeviceMesh]]:
-        """Every 1-D mesh made so far, with its axis or its axes joined by "_"."""
+        """Every 1-D mesh made so far, with its axis or its axes joined by "+"."""
         yield from ((axis, self.device_mesh[axis]) for axis in DEGREES)
-        yield from (("_".join(axes), mesh) for axes, mesh in self._flat.items())
+        yield from ((_JOIN.join(axes), mesh) for axes, mesh in self._flat.items())

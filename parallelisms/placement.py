@@ -1,17 +1,100 @@
-"""Patterns that name modules from outside: `blocks.*` is every direct child of `blocks`.
+"""Patterns that name modules from outside, and the rows that say how a named module splits over tp.
 
 A pattern is a dotted path in which `*` stands for exactly one component, so that `blocks.*` never
 reaches inside a block. A unit is a pattern, or a tuple of patterns whose modules belong together.
+
+Rows are data that `parallelisms/tensor.py` acts on. Placements are those of DTensor on the tp axis:
+Shard(1) is "split along the sequence", Shard(-1) "along features", Replicate "whole on each rank".
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dtron.errors import PlacementError, nearest
 
 Unit = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one module splits. Made by the functions below; torch's ParallelStyles are rows too."""
+
+    kind: str
+    inputs: Placement | None = None
+    output: Placement | None = None
+    argument: int | str = 0
+    split: tuple[int, ...] = ()
+
+
+def colwise(inputs: Placement = Replicate(), output: Placement = Shard(-1)) -> Row:
+    """A Linear split by output features, or an Embedding by width (torch's ColwiseParallel).
+
+    Args:
+        inputs: how the input comes; other than Replicate() it is gathered.
+        output: how the output leaves: Shard(-1) stays split, Replicate() is gathered.
+    """
+    return Row("colwise", inputs, output)
+
+
+def rowwise(output: Placement = Replicate()) -> Row:
+    """A Linear split by input features, or an Embedding by vocabulary (torch's RowwiseParallel).
+
+    Args:
+        output: the ranks' partial sums are all-reduced (Replicate()) or reduce-scattered along the
+            sequence (Shard(1)).
+    """
+    return Row("rowwise", None, output)
+
+
+def sequence(dim: int = 1, split: Sequence[int] = ()) -> Row:
+    """A module that works on a part of the sequence (torch's SequenceParallel): norms, dropout.
+
+    Its parameters are on all ranks; each rank's gradients are a part of the sum over tp.
+
+    Args:
+        dim: the sequence dim of its input.
+        split: arguments, by position, that come whole and are cut along `dim` (positions, keys).
+    """
+    return Row("sequence", Shard(dim), split=tuple(split))
+
+
+def heads(dim: int = 2) -> Row:
+    """A module that works on the rank's own heads: norms of queries and keys, attention dropout.
+
+    Its parameters are on all ranks; each rank's gradients are a part of the sum over tp. If the
+    module has an attribute `head_shard`, it is set to the rank's index, from which the module knows
+    which heads it sees.
+
+    Args:
+        dim: the head dim of its input.
+    """
+    return Row("heads", Shard(dim))
+
+
+def replicate() -> Row:
+    """A module that all ranks compute alike from equal inputs; its gradients are whole on each."""
+    return Row("replicate")
+
+
+def prepare_input(
+    layout: Placement, desired: Placement = Replicate(), argument: int | str = 0
+) -> Row:
+    """Bring an input of a module from `layout` to `desired` once, for all its children (torch's
+    PrepareModuleInput). Forward gathers Shard(1); backward reduces the children's gradients once.
+
+    Args:
+        argument: position or keyword of the tensor.
+    """
+    return Row("prepare_input", layout, desired, argument)
+
+
+def prepare_output(layout: Placement, desired: Placement) -> Row:
+    """Bring a module's local output from `layout` to `desired` (torch's PrepareModuleOutput)."""
+    return Row("prepare_output", layout, desired)
 
 
 def matches(pattern: str, fqn: str) -> bool:

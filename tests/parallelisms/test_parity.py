@@ -1,5 +1,6 @@
 """Every model in every layout equals one process: loss, every gradient, grad norm, parameters."""
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -8,15 +9,20 @@ from torch import Tensor, nn
 
 from dtron.config import Compile, Optim, Parallel, Recompute
 from dtron.data import Batch
-from dtron.loss import cross_entropy_sum
+from dtron.loss import VocabularyShard, cross_entropy_sum
 from dtron.models import MODELS, build_model, model_config
 from dtron.models.attention import choose_backend
+from dtron.models.config import DecoderConfig
 from dtron.models.dropout import token_keys
 from dtron.optim import build_optimizer
-from dtron.parallelisms import Mesh, parallelize
+from dtron.parallelisms import Mesh
+from dtron.parallelisms.apply import Applied, Passes, apply_passes
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.initialize import initialize
-from dtron.step import TrainStep
+from dtron.parallelisms.layout import StageNames, build_layout
+from dtron.parallelisms.mesh import BATCH_AXES
+from dtron.parallelisms.schedules import SCHEDULES
+from dtron.step import SHARE_AXES, Loss, TrainStep, build_execution
 from tests.harness import run_ranks
 
 SEQUENCES, SEQ_LEN, STEPS, LR, MAX_NORM, SEED = 8, 16, 3, 0.5, 0.05, 7
@@ -35,6 +41,11 @@ class Case:
     model: str = "llama"
     world: int = 4
     dp_replicate: int = 1
+    pp: int = 1
+    schedule: str = "1F1B"
+    stages_per_rank: int = 0
+    tp: int = 1
+    sequence_parallel: bool = True
     parallel: Parallel = Parallel()
     recompute: Recompute = Recompute()
     compile: Compile = Compile()
@@ -46,6 +57,8 @@ class Case:
     def __str__(self) -> str:
         changed = [f"{self.model}-{self.world}r{self.dp_replicate}", f"zero{self.parallel.zero}"]
         changed += [self.parallel.reduce, self.recompute.mode, str(self.recompute.every)]
+        changed += [f"tp{self.tp}{'sp' if self.sequence_parallel else ''}"] if self.tp > 1 else []
+        changed += [f"pp{self.pp}{self.schedule}{self.stages_per_rank}"] if self.pp > 1 else []
         changed += [self.compile.backend] if self.compile.enable else []
         changed += [f"{k}={v}" for k, v in self.override.items()]
         changed += [self.dtype, f"mb{self.micro_batch}"] + (["docs"] if self.documents else [])
@@ -57,6 +70,9 @@ ZERO = [Parallel(zero=1), Parallel(zero=2), Parallel(zero=2, reduce="step")]
 ZERO += [Parallel(zero=3, reduce="step"), Parallel(zero=3, prefetch=2)]
 CASES = [
     *[Case(m, w, r) for m in MODELS for w, r in LAYOUTS],
+    *[Case(m, 2, tp=2, sequence_parallel=sp) for m in MODELS for sp in (True, False)],
+    *[Case(m, 4, tp=2, sequence_parallel=sp) for m in MODELS for sp in (True, False)],
+    *[Case("llama", 2, pp=2, schedule=s) for s in SCHEDULES],
     *[Case("llama", 4, 2, parallel=p) for p in ZERO],
     *[Case("gpt", 2, 1, parallel=p) for p in ZERO],
     *[Case(m, 2, micro_batch=2, override={"tied": t}) for m in MODELS for t in (True, False)],
@@ -84,7 +100,7 @@ CASES = [
 ]
 
 
-def build(case: Case) -> tuple[nn.Module, object]:
+def build(case: Case) -> tuple[nn.Module, DecoderConfig]:
     """The unsharded model with weights drawn by FQN."""
     config = model_config(case.model, "debug", {**MODEL_OVERRIDES[case.model], **case.override})
     attention = choose_backend(
@@ -153,38 +169,66 @@ def reference(case: Case) -> dict:
 
 def parallel_run(case: Case) -> dict:
     """The same on one rank of `case.world`, by dtron."""
-    mesh = Mesh(dp_replicate=case.dp_replicate, dp_shard=-1)
+    mesh = Mesh(dp_replicate=case.dp_replicate, dp_shard=-1, tp=case.tp, pp=case.pp)
     model, config = build(case)
-    parallel = case.parallel
-    parallelize(
-        model,
-        mesh,
-        units=MODELS[case.model].units(config),  # type: ignore[arg-type]
+    parallel = case.parallel.model_copy(
+        update={
+            "pp": case.pp,
+            "schedule": case.schedule,
+            "stages_per_rank": case.stages_per_rank,
+        }
+    )
+    spec = MODELS[case.model]
+    layout = None
+    if case.pp > 1:
+        n_micro_batches = SEQUENCES // mesh.size(*BATCH_AXES) // case.micro_batch
+        names = StageNames(spec.embedding(config), spec.layer, spec.head)
+        layout = build_layout(parallel, names, config.n_layers, n_micro_batches, 1.0)
+    passes = Passes(
+        units=spec.units(config),
         blocks="blocks.*",
+        placements=spec.placements(config, case.sequence_parallel),
         parallel=parallel,
         dtype=case.dtype,
         recompute=case.recompute,
         compile=case.compile,
+        vocabulary=spec.vocabulary,
+        layout=layout,
+        replicas="step",
     )
-    optimizer = build_optimizer(model, Optim(name="sgd"))
-    dropout = config.dropout or config.attention_dropout  # type: ignore[attr-defined]
-    policy = Policy.of(parallel, mesh)
+    applied = apply_passes(model, mesh, passes)
+    loss: Loss = cross_entropy_sum
+    if case.tp > 1:
+        shard = VocabularyShard(config.vocab_size, mesh.rank("tp"), mesh.group("tp"))
+        loss = functools.partial(cross_entropy_sum, vocabulary=shard)
+    optimizer = build_optimizer([p for _, p in applied.named_parameters()], Optim(name="sgd"))
+    dropout = config.dropout or config.attention_dropout
+    execution = build_execution(applied, passes.layout, mesh, Policy.of(parallel, mesh))
     train_step = TrainStep(
-        model, mesh, policy, optimizer, cross_entropy_sum, MAX_NORM, SEED if dropout else None
+        execution, applied, mesh, optimizer, loss, MAX_NORM, SEED if dropout else None
     )
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         batches = micro_batches(case, mesh, step)
         if step == 0:
             train_step.accumulate(batches, step)
-            gradients = {k: p.grad.full_tensor() for k, p in model.named_parameters()}  # type: ignore[union-attr]
+            gradients = whole(applied, {k: p.grad for k, p in applied.named_parameters()})  # type: ignore[misc]
             optimizer.zero_grad()
         result = train_step(batches, step, LR)
-        torch.distributed.all_reduce(result.loss)
+        torch.distributed.all_reduce(result.loss, group=mesh.group(*SHARE_AXES))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
-    parameters = {k: p.detach().full_tensor() for k, p in model.named_parameters()}  # type: ignore[attr-defined]
+    parameters = whole(applied, {k: p.detach() for k, p in applied.named_parameters()})
     return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
+
+
+def whole(applied: Applied, shards: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Unsharded tensors, without padded rows, which must be zero."""
+    full = {k: t.full_tensor() for k, t in shards.items()}  # type: ignore[attr-defined]
+    for name, rows in applied.padded_rows.items():
+        assert not full[name][rows:].any(), f"{name}: padded rows are not zero"
+        full[name] = full[name][:rows]
+    return full
 
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[Batch]:
@@ -197,12 +241,11 @@ def micro_batches(case: Case, mesh: Mesh, step: int) -> list[Batch]:
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
     """||g - g_ref|| <= tolerance * max(||g_ref||, 1e-3 * ||all g_ref|| / sqrt(n))."""
-    assert found.keys() == wanted.keys()
     total = torch.stack([t.norm() for t in wanted.values()]).norm()
     floor = 1e-3 * total / len(wanted) ** 0.5
-    for name, reference_tensor in wanted.items():
-        bound = tolerance * max(reference_tensor.norm(), floor)
-        error = (found[name] - reference_tensor).norm()
+    for name, tensor in found.items():
+        bound = tolerance * max(wanted[name].norm(), floor)
+        error = (tensor - wanted[name]).norm()
         assert error <= bound, f"{name}: {error:.3e} > {bound:.3e}"
 
 
@@ -210,9 +253,13 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance:
 def test_layout_equals_one_process(case: Case) -> None:
     tolerance = 1e-10 if case.dtype == "float64" else 1e-5
     wanted = reference(case)
+    seen: dict[str, set[str]] = {"gradients": set(), "parameters": set()}
     for found in run_ranks(case.world, parallel_run, case):
         assert found["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
         assert found["norms"] == pytest.approx(wanted["norms"], rel=tolerance)
         assert min(wanted["norms"]) > MAX_NORM, "clipping does not act"
-        assert_close(found["gradients"], wanted["gradients"], tolerance)
-        assert_close(found["parameters"], wanted["parameters"], tolerance)
+        for kind in ("gradients", "parameters"):
+            seen[kind] |= found[kind].keys()
+            assert_close(found[kind], wanted[kind], tolerance)
+    for kind, names in seen.items():
+        assert names == wanted[kind].keys()

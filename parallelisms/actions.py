@@ -1,0 +1,238 @@
+"""What the ranks of a pipeline do, as data: actions, their dependencies, and a check of an order.
+
+The model's layers are cut into stages 0, 1, ...; a rank holds one or more of them. A step is one
+list of actions a rank, written as torch.distributed.pipelining writes them: `2F1` is stage 2's
+forward of micro-batch 1. Nothing here needs a process group; every rank computes the whole order.
+
+    F(s, m)         after F(s-1, m)
+    B or I (s, m)   after F(s, m) and after B or I (s+1, m)
+    W(s, m)         after I(s, m)
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dtron.errors import ConfigError
+
+
+class Kind(StrEnum):
+    """What an action does; the values are torch's."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward: gradients of the input and of the weights."""
+    INPUT = "I"
+    """The gradient of the input alone, which the previous stage waits for."""
+    WEIGHT = "W"
+    """The gradients of the weights alone, which nobody waits for (arXiv:2401.10241)."""
+    SEND_F = "SEND_F"
+    """Hand the output to the next stage."""
+    RECV_F = "RECV_F"
+    """Take the input from the previous stage; the action names the stage that takes it."""
+    SEND_B = "SEND_B"
+    """Hand the gradient of the input to the previous stage."""
+    RECV_B = "RECV_B"
+    """Take the gradient of the output from the next stage."""
+    REDUCE = "REDUCE_GRAD"
+    """Reduce a stage's gradients over the data-parallel ranks."""
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+COMMUNICATION = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+
+COSTS: Mapping[Kind, int] = {
+    Kind.FORWARD: 1,
+    Kind.BACKWARD: 2,
+    Kind.INPUT: 1,
+    Kind.WEIGHT: 1,
+}
+"""Time of an action on one stage: a matrix multiply of the forward has two in the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing a rank does.
+
+    Args:
+        stage: the stage, of all the pipeline's.
+        kind: what is done.
+        micro_batch: index in the step; None for a reduction of the whole step.
+    """
+
+    stage: int
+    kind: Kind
+    micro_batch: int | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.stage}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
+        )
+
+
+Order = tuple[tuple[Action, ...], ...]
+"""One tuple of actions a rank of the pipeline, in the order in which the rank does them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action that ran on a rank from `start` to `end`."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+Result = tuple[int, Kind, int | None]
+"""Stage, kind and micro-batch of something computed: FORWARD its output, INPUT the gradient of its
+input (whether B or I made it), WEIGHT the gradients of its weights."""
+
+
+def result(action: Action) -> Result:
+    """What an action makes that others wait for."""
+    kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
+    return action.stage, kind, action.micro_batch
+
+
+def needs(action: Action, n_stages: int) -> list[Result]:
+    """What must exist before a compute action can start."""
+    stage, m = action.stage, action.micro_batch
+    if action.kind is Kind.FORWARD:
+        return [(stage - 1, Kind.FORWARD, m)] if stage > 0 else []
+    if action.kind is Kind.WEIGHT:
+        return [(stage, Kind.INPUT, m)]
+    later: list[Result] = [(stage + 1, Kind.INPUT, m)] if stage + 1 < n_stages else []
+    return [(stage, Kind.FORWARD, m), *later]
+
+
+def execute(
+    order: Order,
+    n_stages: int,
+    costs: Mapping[Kind, float] = COSTS,
+    source: str = "the schedule",
+) -> list[Span]:
+    """Run the compute actions of an order, each as early as it can, and say when each ran.
+
+    Communication takes no time, and reductions are left out.
+
+    Args:
+        order: actions of every rank.
+        n_stages: stages of the pipeline.
+        costs: time of an action of each compute kind.
+        source: what the error names.
+
+    Returns:
+        A span an action, rank by rank.
+
+    Raises:
+        ConfigError: the order deadlocks; says which rank waits at what for whom.
+    """
+    todo = [[action for action in row if action.kind in COMPUTE] for row in order]
+    spans: list[list[Span]] = [[] for _ in order]
+    end_of: dict[Result, float] = {}
+    advanced = True
+    while advanced:
+        advanced = False
+        for rank, row in enumerate(todo):
+            while len(spans[rank]) < len(row):
+                action = row[len(spans[rank])]
+                wanted = needs(action, n_stages)
+                if any(want not in end_of for want in wanted):
+                    break
+                free = [spans[rank][-1].end] if spans[rank] else [0]
+                start = max(free + [end_of[want] for want in wanted])
+                spans[rank].append(Span(rank, action, start, start + costs[action.kind]))
+                end_of[result(action)] = spans[rank][-1].end
+                advanced = True
+    stuck = [row[len(done)] for row, done in zip(todo, spans, strict=True) if len(done) < len(row)]
+    if stuck:
+        raise ConfigError(f"{source} deadlocks: {_blame(stuck, todo, end_of, n_stages)}")
+    return [span for row in spans for span in row]
+
+
+def check(
+    order: Order,
+    ranks_of_stage: Sequence[int],
+    n_micro_batches: int,
+    source: str = "the schedule",
+) -> None:
+    """Refuse an order that is incomplete, misplaced or would hang.
+
+    Args:
+        order: compute actions of every rank; communication and reductions are looked over.
+        ranks_of_stage: the rank of every stage.
+        n_micro_batches: micro-batches a step.
+        source: what the error names, such as a file.
+
+    Raises:
+        ConfigError: a stage lacks a micro-batch's F, or its B or I and W, or has it twice; an
+            action is on another rank than its stage; or the order deadlocks.
+    """
+    n_ranks = max(ranks_of_stage) + 1
+    if len(order) != n_ranks:
+        raise ConfigError(f"{source} has {len(order)} rows, but there are {n_ranks} pipeline ranks")
+    for rank, row in enumerate(order):
+        for action in row:
+            if wrong := misplaced(action, rank, ranks_of_stage, n_micro_batches):
+                raise ConfigError(f"{source}: rank {rank} has {wrong}")
+    count = Counter(action for row in order for action in row if action.kind in COMPUTE)
+    for stage in range(len(ranks_of_stage)):
+        for micro_batch in range(n_micro_batches):
+            _check_complete(count, stage, micro_batch, source)
+    execute(order, len(ranks_of_stage), source=source)
+
+
+def misplaced(
+    action: Action, rank: int, ranks_of_stage: Sequence[int], n_micro_batches: int
+) -> str:
+    """What is wrong with an action on this rank, or the empty string."""
+    if action.stage not in range(len(ranks_of_stage)):
+        return f"{action}: stages are 0 to {len(ranks_of_stage) - 1}"
+    if ranks_of_stage[action.stage] != rank:
+        return f"{action}: stage {action.stage} is on rank {ranks_of_stage[action.stage]}"
+    if action.kind in COMPUTE and action.micro_batch not in range(n_micro_batches):
+        return f"{action}: micro-batches are 0 to {n_micro_batches - 1}"
+    return ""
+
+
+def _check_complete(count: Counter[Action], stage: int, m: int, source: str) -> None:
+    """Exactly one F, and exactly one B or else one I and one W."""
+    forward = Action(stage, Kind.FORWARD, m)
+    if count[forward] != 1:
+        raise ConfigError(f"{source} has {forward} {_times(count[forward])}, not once")
+    backward = [Action(stage, kind, m) for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)]
+    if [count[action] for action in backward] not in ([1, 0, 0], [0, 1, 1]):
+        found = ", ".join(f"{action} {_times(count[action])}" for action in backward)
+        raise ConfigError(
+            f"{source} has {found}; it takes {backward[0]} once, or {backward[1]} and "
+            f"{backward[2]} once each"
+        )
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _blame(
+    stuck: Iterable[Action], todo: list[list[Action]], done: Mapping[Result, float], n_stages: int
+) -> str:
+    """`rank 0 is at 0B0 and waits for 1B0 or 1I0 of rank 1; rank 1 ...`."""
+    rank_of = {result(action): rank for rank, row in enumerate(todo) for action in row}
+    position = {action: rank for rank, row in enumerate(todo) for action in row}
+    told = []
+    for action in stuck:
+        stage, kind, m = next(want for want in needs(action, n_stages) if want not in done)
+        names = [Kind.BACKWARD, Kind.INPUT] if kind is Kind.INPUT else [kind]
+        wanted = " or ".join(str(Action(stage, name, m)) for name in names)
+        rank = position[action]
+        holder = rank_of.get((stage, kind, m))
+        if holder is None:
+            where = "which no rank has"
+        elif holder == rank:
+            where = "which the same rank has later"
+        else:
+            where = f"of rank {holder}"
+        told.append(f"rank {rank} is at {action} and waits for {wanted} {where}")
+    return "; ".join(told[:4]) + ("; ..." if len(told) > 4 else "")

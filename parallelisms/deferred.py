@@ -1,0 +1,338 @@
+"""Weight gradients of linear layers apart from the backward: the W of zero-bubble schedules.
+
+The backward B of a linear y = x w^T is two products. The gradient of the input is due at once, as
+the stage before waits for it; the gradient of the weight can be computed whenever there is time:
+
+    B = I + W      I: grad_x = grad_y w        W: grad_w = grad_y^T x
+
+`defer` makes each nn.Linear hand (grad_y, x) to a queue in I; `WeightGradients.run` is W. All else
+(norms, biases, embeddings) is done in I. The forward is F.linear as before, so that recomputation
+finds its products; block and graph are the same with deferral and without it.
+
+    gradients = defer([stage])               # before compile and FSDP; DTensor weights are fine
+    with gradients.collect(micro_batch):     # I
+        torch.autograd.backward(output, output_gradient)
+    gradients.run(micro_batch)               # W, any time later
+    fold(stage)                              # FSDP: into the sum over micro-batches
+    reduce_gradients(stage, last=True)       # FSDP: what a backward with reduction does at its end
+
+torch's own split (torch.distributed.pipelining) walks the autograd graph, in which a compiled block
+is one node that cannot be split.
+
+Under inductor, compile with `options=COMPILE_OPTIONS`: see there. Gradients reach `.grad` directly,
+not through autograd: torch.autograd.grad and hooks on these weights do not see them.
+
+Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, of its result
+_is_root, _fsdp_param_group (2.11) or _fsdp_param_groups (2.13), _root_post_backward_final_callback,
+and of a group post_backward, fsdp_params and of these accumulate_unsharded_grad_if_needed,
+to_accumulated_grad_if_needed and _unsharded_param; torch._inductor.virtualized.V.
+
+Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
+"""
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.nn import functional as F
+
+COMPILE_OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
+"""Options of torch.compile that blocks with deferred linears need under inductor.
+
+Inductor writes new values into a buffer after its last use in the graph, also into activations
+saved by the forward, and knows nothing of the queue that still holds it. Without these two it
+allocates anew, which costs no memory in steady state: what nobody holds goes back to the allocator.
+"""
+
+
+@dataclass(frozen=True)
+class _Item:
+    weight: Tensor
+    """The parameter whose `.grad` is added to: under FSDP the unsharded one."""
+    grad: Tensor
+    """(tokens, out)"""
+    x: Tensor
+    """(tokens, in)"""
+
+
+class WeightGradients:
+    """Weight gradients of one stage that are still to be computed, by micro-batch.
+
+    Outside of `collect` the linears add their weight gradients at once, as a plain backward does.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, deque[_Item]] = {}
+        self._collecting: deque[_Item] | None = None
+
+    @contextmanager
+    def collect(self, key: Hashable) -> Iterator[None]:
+        """Queue the weight gradients of the backward that runs inside.
+
+        Args:
+            key: the micro-batch; several may be in flight.
+        Raises:
+            RuntimeError: another backward of the stage is being collected, or this key's weight
+                gradients have not been run yet.
+        """
+        if self._collecting is not None or key in self._queues:
+            raise RuntimeError(f"weight gradients of micro-batch {key} are already being collected")
+        self._collecting = deque()
+        try:
+            yield
+            self._queues[key] = self._collecting
+        finally:
+            self._collecting = None
+
+    def run(self, key: Hashable) -> None:
+        """Add the weight gradients of a collected backward to `.grad`, first queued first.
+
+        Each pair (grad_y, x) is freed as soon as it is used.
+
+        Raises:
+            RuntimeError: no backward was collected under this key, or it has been run.
+        """
+        if key not in self._queues:
+            raise RuntimeError(f"no weight gradients of micro-batch {key} are queued")
+        queue = self._queues.pop(key)
+        while queue:
+            _add_weight_gradient(queue.popleft())
+
+    def pending(self, key: Hashable) -> int:
+        """How many weight gradients of a micro-batch are still to be computed."""
+        return len(self._queues.get(key, ()))
+
+    def take(self, item: _Item) -> None:
+        """Queue an item if a backward is being collected, else compute it now."""
+        if self._collecting is None:
+            _add_weight_gradient(item)
+        else:
+            self._collecting.append(item)
+
+
+def defer(modules: Iterable[nn.Module]) -> WeightGradients:
+    """Make the nn.Linear layers under these modules queue their weight gradients, in place.
+
+    Parameters keep their names: only `forward` is replaced. Subclasses of nn.Linear, which compute
+    something else (float8), are left alone.
+
+    Returns:
+        The queues, for one pipeline stage.
+    Raises:
+        ValueError: the forward of a linear has been replaced before, as by a second `defer`.
+    """
+    gradients = WeightGradients()
+    found = {m: None for module in modules for m in module.modules() if type(m) is nn.Linear}
+    for linear in found:
+        if "forward" in vars(linear):
+            raise ValueError("the forward of a linear has already been replaced")
+        linear.forward = _Site(linear, gradients).forward
+    return gradients
+
+
+class _Site:
+    """One linear and the queues of its stage."""
+
+    def __init__(self, linear: nn.Linear, gradients: WeightGradients) -> None:
+        self.linear = linear
+        self.gradients = gradients
+        number = next(_NUMBERS)
+        # A tensor, since a Python number would be a constant of the graph: blocks share one graph.
+        # On the CPU, where it can be read without waiting for a device.
+        self.number = torch.tensor(number, dtype=torch.int64, device="cpu")
+        _SITES[number] = self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """nn.Linear.forward."""
+        weight, bias = self.linear.weight, self.linear.bias
+        # An input that needs no gradient has no I: its weight gradient is all of B.
+        if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+            return F.linear(x, weight, bias)
+        if isinstance(weight, DTensor):
+            return _split_linear(x, weight, bias, self.number)
+        return _linear(x, weight.detach(), bias, self.number)
+
+
+# An operator takes tensors and numbers, no objects, hence a table of the process. It changes only
+# when layers are made or freed; what a backward changes is in the WeightGradients of its stage. So
+# it does not matter that autograd runs the backward of CUDA tensors on threads of its own, where
+# thread-local and context variables of the caller are not seen.
+_NUMBERS = itertools.count()
+_SITES: WeakValueDictionary[int, _Site] = WeakValueDictionary()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
+    return _Linear.apply(x, weight, bias, number)  # type: ignore[return-value]
+
+
+def _split_linear(x: Tensor, weight: DTensor, bias: Any, number: Tensor) -> Tensor:
+    """A linear whose weight is split over one mesh axis, by its rows or columns, on local tensors.
+
+    Other layouts are left to DTensor and are not deferred.
+    """
+    mesh, last = weight.device_mesh, Shard(x.dim() - 1)
+    # Detached: its gradient does not go through autograd, where None would become zeros.
+    local = weight.detach().to_local()
+    layout = (*x.placements, *weight.placements) if isinstance(x, DTensor) else ()
+    if layout == (Replicate(), Shard(0)):
+        bias = None if bias is None else bias.to_local()
+        out = _linear(x.to_local(grad_placements=[Partial()]), local, bias, number)  # type: ignore[attr-defined]
+        return DTensor.from_local(out, mesh, [last], run_check=False)
+    if layout == (last, Shard(1)):
+        out = _linear(x.to_local(), local, None, number)  # type: ignore[attr-defined]
+        out = DTensor.from_local(out, mesh, [Partial()], run_check=False)
+        # Added to parts of a sum, a whole bias goes to one of them: it counts once.
+        return out if bias is None else out + bias
+    return F.linear(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear whose backward leaves the weight gradient to `linear_input_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, number)
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, number = ctx.saved_tensors
+        # Two calls with equal arguments would be merged into one in a compiled graph, as if the
+        # operator were a pure function; results of torch.empty are never taken for equal.
+        call = torch.empty(0, device=grad.device)
+        grad_x = linear_input_gradient(grad, x, weight, number, call)
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return grad_x, None, grad_bias, None
+
+
+@torch.library.custom_op("dtron::linear_input_gradient", mutates_args=())
+def linear_input_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, call: Tensor
+) -> Tensor:
+    """Gradient of a linear's input; hands (grad, x) to the queue of the linear's stage.
+
+    That side effect is not in the schema. It is safe from removal as the result is always needed:
+    only inputs that need a gradient come here.
+
+    Args:
+        grad: (..., out), gradient of the output.
+        x: (..., in), the input.
+        weight: (out, in), all in one dtype and on one device.
+        number: int64 scalar on the CPU: which linear.
+        call: empty; tells two calls with equal arguments apart.
+    Returns:
+        (..., in), contiguous.
+    """
+    rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    site = _SITES[int(number)]
+    # Inside a unit's backward the module holds the parameter that the forward used: FSDP puts the
+    # unsharded one there.
+    site.gradients.take(_Item(site.linear.weight, rows, x_rows))
+    return (rows @ weight).view(x.shape)
+
+
+@linear_input_gradient.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, call: Tensor) -> Tensor:
+    _refuse_buffer_reuse()
+    return x.new_empty(x.shape)
+
+
+def _refuse_buffer_reuse() -> None:
+    """Stop inductor, which runs this while it lowers the graph, from silently wrong gradients."""
+    if "torch._inductor.graph" not in sys.modules:
+        return
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    wrong = [name for name, value in COMPILE_OPTIONS.items() if getattr(config, name) != value]
+    if wrong and isinstance(V.graph, GraphLowering):
+        raise RuntimeError(
+            f"inductor's {' and '.join(wrong)} would overwrite what deferred weight gradients "
+            "still need; compile with options=dtron.parallelisms.deferred.COMPILE_OPTIONS"
+        )
+
+
+@torch.no_grad()
+def _add_weight_gradient(item: _Item) -> None:
+    """weight.grad += grad^T x."""
+    weight, grad, x = item.weight, item.grad.t(), item.x
+    if weight.grad is None:
+        weight.grad = _like(weight, grad @ x)
+    else:
+        _local(weight.grad).addmm_(grad, x)
+
+
+def _like(weight: Tensor, local: Tensor) -> Tensor:
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fold(module: nn.Module) -> None:
+    """Move gradients in `.grad` into FSDP's sums over micro-batches, in the dtype of reduction.
+
+    A backward without reduction does this at its end, before W; after each `run` it has to be done
+    again, or the weight gradients would add up in the dtype of computation. Parameters that no FSDP
+    unit holds keep their `.grad`. Doing it twice does no harm.
+    """
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
+def reduce_gradients(module: FSDPModule, last: bool) -> None:
+    """Reduce the gradients summed so far, as the end of a backward does that synchronises.
+
+    The backwards before have to be without it: `set_requires_gradient_sync(False)` and
+    `set_is_last_backward(False)`.
+
+    Under replication each reduction includes the all-reduce. FSDP can put that off to the last one,
+    but it adds up packed buffers, which do not fit each other if one reduction has gradients of
+    norms and weights and the next of weights alone: with replicas, once a step is cheaper.
+
+    Args:
+        module: the root unit, after its first forward.
+        last: no micro-batch follows in this step, so parameters are freed.
+    Raises:
+        ValueError: the module is not the root of its FSDP units.
+    """
+    state: Any = module._get_fsdp_state()
+    if not state._is_root:
+        raise ValueError("reduce_gradients needs the root FSDP unit, after its first forward")
+    fold(module)  # all gradients in one dtype, which the reduction requires
+    module.set_is_last_backward(last)
+    module.set_requires_gradient_sync(True)
+    if last:
+        module.set_reshard_after_backward(True)
+    for group in reversed(_groups(module)):
+        group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """FSDP's parameter groups of all units, in the order of the modules."""
+    groups: dict[Any, None] = {}
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            state: Any = unit._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)
+            groups |= dict.fromkeys([state._fsdp_param_group] if several is None else several)
+    return [group for group in groups if group is not None]

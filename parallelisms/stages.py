@@ -1,0 +1,164 @@
+"""Cutting a model into pipeline stages by the names of its modules.
+
+A stage is a copy of the whole model in which the modules of other stages pass their input through,
+so that it runs by the model's own forward and every parameter keeps its FQN. Weights are not
+copied. A weight that modules of two stages share (tied embeddings) is held by both; the two copies
+start equal and get the same gradient: the sum of both.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtron.errors import PlacementError
+from dtron.parallelisms.gradients import local_gradients
+from dtron.parallelisms.placement import select
+
+
+class PassThrough(nn.Module):
+    """Stands where a stage lacks a module: gives back its first argument that is a tensor."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """(x, ...) -> x."""
+        return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which stage holds what."""
+
+    modules: tuple[tuple[str, ...], ...]
+    """FQNs of the modules of each stage."""
+    names: Mapping[str, str]
+    """Every FQN of a parameter -> its name: the first of its FQNs, if it has several."""
+    shared: Mapping[str, tuple[int, ...]]
+    """Stages of parameters that several stages hold, by name."""
+
+
+def cut(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
+    """Expand each stage's patterns over the whole model.
+
+    Args:
+        stages: patterns of modules for each stage, in the order of the model's forward.
+
+    Raises:
+        PlacementError: a pattern matches nothing, or a module is in two stages or a parameter in
+            none.
+    """
+    modules = tuple(
+        tuple(name for pattern in patterns for name in select(model, pattern))
+        for patterns in stages
+    )
+    stage_of: dict[str, int] = {}
+    for stage, names in enumerate(modules):
+        for name in names:
+            if name in stage_of:
+                raise PlacementError(
+                    f"module {name} is in stage {stage_of[name]} and in stage {stage}"
+                )
+            stage_of[name] = stage
+    first: dict[int, str] = {}
+    holders: dict[str, set[int]] = {}
+    names_of: dict[str, str] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        name = first.setdefault(id(parameter), fqn)
+        names_of[fqn] = name
+        holders.setdefault(name, set()).add(_stage_of(fqn, stage_of))
+    shared = {name: tuple(sorted(found)) for name, found in holders.items() if len(found) > 1}
+    return Cut(modules, names_of, shared)
+
+
+def uncut(model: nn.Module) -> Cut:
+    """The whole model as one stage."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return Cut(((),), {fqn: first.setdefault(id(p), fqn) for fqn, p in named}, {})
+
+
+def _stage_of(fqn: str, stage_of: Mapping[str, int]) -> int:
+    parts = fqn.split(".")
+    prefixes = [".".join(parts[:i]) for i in range(1, len(parts))]
+    found = {stage_of[prefix] for prefix in prefixes if prefix in stage_of}
+    if not found:
+        raise PlacementError(f"parameter {fqn} is in no pipeline stage; name its module in one")
+    if len(found) > 1:
+        raise PlacementError(f"parameter {fqn} is in the stages {sorted(found)}")
+    return found.pop()
+
+
+def take_stage(model: nn.Module, made: Cut, stage: int) -> nn.Module:
+    """A copy of `model` with the modules of one stage; parameters are the model's own."""
+    absent = [name for i, names in enumerate(made.modules) if i != stage for name in names]
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+    memo |= {id(model.get_submodule(name)): PassThrough() for name in absent}
+    return copy.deepcopy(model, memo)
+
+
+@dataclass
+class SharedWeights:
+    """Parameters of this rank that another stage holds as well."""
+
+    pairs: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
+    """Both on this rank, as in a V: the one that counts, and its copy."""
+    remote: dict[int, list[nn.Parameter]] = field(default_factory=dict)
+    """By the rank, in the pp group, that holds the other one."""
+    copies: list[nn.Parameter] = field(default_factory=list)
+    """Those that count elsewhere, as in the global norm."""
+
+    @classmethod
+    def of(
+        cls, made: Cut, parts: Mapping[int, nn.Module], ranks: Sequence[int], rank: int
+    ) -> "SharedWeights":
+        """Find them among this rank's stages, once they are sharded.
+
+        Args:
+            parts: this rank's stages by number.
+            ranks: the rank of each stage.
+        Raises:
+            PlacementError: more than two stages share a parameter.
+        """
+        found = cls()
+        for name, stages in sorted(made.shared.items()):
+            if len(stages) > 2:
+                raise PlacementError(f"{name} is shared by {len(stages)} stages; two can share")
+            first, second = (ranks[stage] for stage in stages)
+            held = {
+                stage: parameter
+                for stage in stages
+                if ranks[stage] == rank
+                for fqn, parameter in parts[stage].named_parameters()
+                if made.names[fqn] == name
+            }
+            found.copies += [held[stages[1]]] if stages[1] in held else []
+            if first == second == rank:
+                found.pairs.append((held[stages[0]], held[stages[1]]))
+            elif rank in (first, second):
+                other = second if rank == first else first
+                found.remote.setdefault(other, []).extend(held.values())
+        return found
+
+    @torch.no_grad()
+    def sum_gradients(self, group: dist.ProcessGroup) -> None:
+        """Give both holders the sum of their gradients; one exchange a pair of ranks."""
+        for counted, copied in self.pairs:
+            mine, other = local_gradients([counted, copied])
+            other.add_(mine)
+            mine.copy_(other)
+        for rank, parameters in sorted(self.remote.items()):
+            gradients = local_gradients(parameters)
+            flat = torch.cat([g.flatten() for g in gradients])
+            other, peer = torch.empty_like(flat), dist.get_global_rank(group, rank)
+            exchange = [
+                dist.P2POp(dist.isend, flat, peer, group),
+                dist.P2POp(dist.irecv, other, peer, group),
+            ]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            parts = (flat + other).split([g.numel() for g in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,259 @@
+"""Tensor and sequence parallelism: layers split over the tp axis by DTensor placements.
+
+Attention splits by heads, the feed-forward layer by neurons, embedding and head by vocabulary:
+
+    x --prepare_input--> [wq wk wv colwise] -> heads -> [wo rowwise] --> x
+    x --prepare_input--> [gate up colwise] -> neurons -> [down rowwise] --> x
+
+Without sequence parallelism x is whole on each rank and a layer costs 2 all-reduces forward (after
+wo, after down) and 2 backward (before each group of colwise layers). With it x is split along the
+sequence between those regions: each all-reduce becomes an all-gather on the way in and a
+reduce-scatter on the way out, the same bytes, and norms, dropout and residuals work on T / tp
+tokens.
+
+Matrices become DTensors; activations are plain local tensors between modules. Parameters that all
+ranks hold but that see only a part of the tokens or heads (norms, QK norms) have gradients that are
+parts of a sum over tp. With replicas="backward" they are DTensors whose gradients are reduced in
+each backward; with replicas="step" they stay plain and `gradients.reduce_replicas` sums all of them
+by one collective a step.
+
+Sources: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198;
+torch.distributed.tensor.parallel.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from dtron.errors import PlacementError
+from dtron.parallelisms.placement import Row, select
+
+Placements = Mapping[str, Row | ParallelStyle]
+Replicas = Literal["backward", "step"]
+
+# Rows whose parameters are on all ranks while each rank computes a part of their gradients.
+_PARTIAL = ("sequence", "heads")
+_SPLIT = ("colwise", "rowwise")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every module of a model that a row names, checked."""
+
+    rows: dict[str, list[Row | ParallelStyle]]
+    """Rows by the module's FQN, outer modules first."""
+    partial: tuple[str, ...]
+    """FQNs of parameters whose gradients are a part of a sum over tp on each rank."""
+
+
+def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
+    """Expand patterns over the whole model.
+
+    Raises:
+        PlacementError: a pattern matches nothing, a parameter is covered by no row or by two, or
+            tp does not divide a dimension that is split.
+    """
+    rows: dict[str, list[Row | ParallelStyle]] = {}
+    for pattern, row in placements.items():
+        for name in select(model, pattern):
+            rows.setdefault(name, []).append(row)
+    modules = dict(model.named_modules())
+    covered: dict[str, str] = {}
+    partial = []
+    for name in sorted(rows, key=lambda fqn: fqn.count(".")):
+        for row in rows[name]:
+            kind = row.kind if isinstance(row, Row) else "style"
+            if isinstance(row, Row) and kind in _SPLIT:
+                _check_divides(name, modules[name], row, tp)
+            if kind.startswith("prepare"):
+                continue
+            for child, _ in modules[name].named_parameters():
+                fqn = f"{name}.{child}"
+                if fqn in covered:
+                    raise PlacementError(f"{fqn} is covered by two rows: {covered[fqn]} and {kind}")
+                covered[fqn] = kind
+                partial += [fqn] if kind in _PARTIAL else []
+    bare = [fqn for fqn, _ in model.named_parameters() if fqn not in covered]
+    if bare:
+        raise PlacementError(
+            f"{bare[0]} is covered by no row of the placements ({len(bare)} such parameters); name "
+            "its module: colwise, rowwise, sequence, heads, or replicate() if all ranks compute it "
+            "alike"
+        )
+    return Plan(rows, tuple(partial))
+
+
+def _check_divides(name: str, module: nn.Module, row: Row, tp: int) -> None:
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise PlacementError(
+            f"{name} is a {type(module).__name__}; {row.kind} splits Linear and Embedding"
+        )
+    by_rows = (row.kind == "colwise") == isinstance(module, nn.Linear)
+    size = module.weight.shape[0 if by_rows else 1]
+    if size % tp:
+        legal = [str(n) for n in range(1, min(size, 2 * tp) + 1) if size % n == 0]
+        raise PlacementError(
+            f"parallel.tp = {tp} does not divide the {size} "
+            f"{'rows' if by_rows else 'columns'} of {name}.weight; use {', '.join(legal)}"
+        )
+
+
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, made: Plan, replicas: Replicas
+) -> None:
+    """Split the modules of a plan over a 1-D mesh, in place; those a stage lacks are skipped.
+
+    Raises:
+        PlacementError: modules that share a parameter split it differently.
+    """
+    modules = dict(model.named_modules())
+    shared = _shared_parameters(model)
+    for name, rows in made.rows.items():
+        for row in rows if name in modules else ():
+            _apply_row(modules[name], mesh, row, replicas)
+    for (first, first_name), *others in shared:
+        parameter = getattr(first, first_name)
+        for module, name in others:
+            other = getattr(module, name)
+            if getattr(other, "placements", None) != getattr(parameter, "placements", None):
+                raise PlacementError(
+                    f"two modules share a parameter ({name}) but their rows split it differently; "
+                    "an embedding that is rowwise fits a head that is colwise"
+                )
+            setattr(module, name, parameter)
+
+
+def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """(module, attribute) of each parameter that has several, before splitting replaces it."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _apply_row(
+    module: nn.Module, mesh: DeviceMesh, row: Row | ParallelStyle, replicas: Replicas
+) -> None:
+    if isinstance(row, Row) and row.split:
+        _cut_arguments(module, mesh, row)
+    if hasattr(module, "head_shard") and isinstance(row, Row) and row.kind == "heads":
+        module.head_shard = mesh.get_local_rank()
+    own = any(True for _ in module.parameters())
+    style = _style(row, module, own and replicas == "backward")
+    if style is not None:
+        # Ranks hold equal weights, or none yet: each cuts its own part, without communication.
+        parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def _style(row: Row | ParallelStyle, module: nn.Module, distribute: bool) -> ParallelStyle | None:
+    """torch's style for a row; None where the module works on plain local tensors as it is."""
+    if isinstance(row, ParallelStyle):
+        return row
+    if row.kind == "colwise":
+        return ColwiseParallel(input_layouts=row.inputs, output_layouts=row.output)
+    if row.kind == "rowwise":
+        lookup = isinstance(module, nn.Embedding)
+        return RowwiseParallel(
+            input_layouts=Replicate() if lookup else Shard(-1), output_layouts=row.output
+        )
+    if row.kind == "prepare_input":
+        assert row.inputs is not None
+        assert row.output is not None
+        return _PrepareArgument(row.argument, row.inputs, row.output)
+    if row.kind == "prepare_output":
+        return PrepareModuleOutput(output_layouts=row.inputs, desired_output_layouts=row.output)
+    if row.kind in _PARTIAL and distribute:
+        assert isinstance(row.inputs, Shard)
+        return SequenceParallel(sequence_dim=row.inputs.dim, use_local_output=True)
+    return None
+
+
+class _PrepareArgument(PrepareModuleInput):
+    """PrepareModuleInput for one argument, however many others the call has."""
+
+    def __init__(self, argument: int | str, layout: Placement, desired: Placement) -> None:
+        super().__init__(input_layouts=layout, desired_input_layouts=desired)
+        self.argument, self.layout, self.desired = argument, layout, desired
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepare(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            def move(x: Any) -> Any:
+                return self._prepare_input_arg(x, device_mesh, self.layout, self.desired)
+
+            if isinstance(self.argument, str):
+                return args, {**kwargs, self.argument: move(kwargs[self.argument])}
+            moved = [move(x) if i == self.argument else x for i, x in enumerate(args)]
+            return tuple(moved), kwargs
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
+
+
+def _cut_arguments(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:
+    """Give the module its rank's part of arguments that come whole."""
+    assert isinstance(row.inputs, Shard)
+    dim, size, rank = row.inputs.dim, mesh.size(), mesh.get_local_rank()
+
+    def cut(_module: nn.Module, args: tuple) -> tuple:
+        def part(x: Any) -> Any:
+            return x.chunk(size, dim)[rank] if isinstance(x, Tensor) else x
+
+        return tuple(part(x) if i in row.split else x for i, x in enumerate(args))
+
+    module.register_forward_pre_hook(cut)
+
+
+def pad_vocabulary(model: nn.Module, names: Sequence[str], multiple: int) -> dict[str, int]:
+    """Add rows of zeros, in place, to embeddings and heads whose rows `multiple` does not divide.
+
+    Padded rows are never looked up and masked in the loss: their gradients are zero and they stay
+    zero. Checkpoints leave them out.
+
+    Returns:
+        Rows without padding, by the parameter's FQN, of what was padded.
+    """
+    padded: dict[str, int] = {}
+    new: dict[int, nn.Parameter] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear | nn.Embedding)
+        old = module.weight
+        n_rows = old.shape[0]
+        if extra := -n_rows % multiple:
+            if id(old) not in new:
+                zeros = old.new_zeros(extra, old.shape[1])
+                new[id(old)] = nn.Parameter(torch.cat([old.detach(), zeros]))
+                padded[f"{name}.weight"] = n_rows
+            module.weight = new[id(old)]
+            size = "out_features" if isinstance(module, nn.Linear) else "num_embeddings"
+            setattr(module, size, n_rows + extra)
+    return padded
+
+
+def settle_outputs(model: nn.Module, compiled: Sequence[str], made: Plan) -> None:
+    """Wait for the collectives of split modules outside the compiled blocks.
+
+    torch 2.13 loses the gradient, without an error, of an output still in flight that enters a
+    compiled block; adding zero makes it a settled tensor. 2.11 does not need it.
+    """
+    modules = dict(model.named_modules())
+    for name, rows in made.rows.items():
+        inside = any(name == block or name.startswith(f"{block}.") for block in compiled)
+        splits = any(isinstance(row, Row) and row.kind in _SPLIT for row in rows)
+        if name in modules and splits and not inside:
+            modules[name].register_forward_hook(lambda _m, _a, out: out + 0)
