@@ -29,8 +29,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from dtron.errors import CheckpointError
+from dtron.parallelisms.apply import Applied
 
 log = logging.getLogger("dtron")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -109,8 +111,12 @@ def check_agreement(path: Path | None, group: dist.ProcessGroup) -> None:
 class Checkpointer:
     """Saves and loads the state of one run.
 
+    Tensors are stored under their names in the whole model and without padding, so that any layout
+    of ranks and stages reads what any other wrote.
+
     Args:
         directory: RUN/checkpoints.
+        applied: the parallelised model.
         group: a host-side group over all ranks.
         keep: newest checkpoints to keep; 0 keeps all.
     """
@@ -118,13 +124,20 @@ class Checkpointer:
     def __init__(
         self,
         directory: Path,
-        model: nn.Module,
+        applied: Applied,
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup,
         keep: int,
     ) -> None:
-        self.directory, self.model, self.optimizer = directory, model, optimizer
+        self.directory, self.optimizer = directory, optimizer
         self.group, self.keep = group, keep
+        self.model = nn.ModuleDict({str(stage): part for stage, part in applied.parts.items()})
+        self.names = {
+            f"{stage}.{fqn}": applied.names[fqn]
+            for stage, part in applied.parts.items()
+            for fqn, _ in part.named_parameters()
+        }
+        self.rows = applied.padded_rows
 
     def save(self, facts: Facts) -> Path:
         """Write a checkpoint and publish it; all ranks call it together."""
@@ -137,7 +150,8 @@ class Checkpointer:
             partial.mkdir(parents=True)
         dist.barrier(self.group)
         self._check_shared(partial)
-        dcp.save(self._state(), checkpoint_id=partial, process_group=self.group)
+        state = {**self._stored(self._held()), "rng": _get_rng()}
+        dcp.save(state, checkpoint_id=partial, process_group=self.group)
         if first:
             (partial / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
             _publish(partial, final)
@@ -152,7 +166,8 @@ class Checkpointer:
         Raises:
             CheckpointError: a shard is missing or cannot be read, or a tensor has another shape.
         """
-        state = self._state()
+        held = self._held()
+        state = {**self._stored(held), "rng": _get_rng()}  # the held tensors: read in place
         try:
             known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
             if not all(f"rng.{name}" in known for name in state["rng"]):
@@ -164,21 +179,57 @@ class Checkpointer:
             raise _unreadable(path, cause) from error
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise _unreadable(path, error) from error
-        set_model_state_dict(self.model, state["model"])
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
-        set_optimizer_state_dict(
-            self.model, self.optimizer, {**optimizer, **state["optimizer"]}, options=_FLAT
-        )
+        self._fill_copies(held)
+        set_model_state_dict(self.model, held["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, held["optimizer"], options=_FLAT)
         if "rng" in state:
             _set_rng(state["rng"])
 
-    def _state(self) -> dict[str, Any]:
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+    def _held(self) -> dict[str, dict[str, Any]]:
+        """Tensors as this rank holds them, by FQN in `self.model`."""
         return {
             "model": get_model_state_dict(self.model),
-            "optimizer": {k: v for k, v in optimizer.items() if k.startswith("state.")},
-            "rng": _get_rng(),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT),
         }
+
+    def _stored(self, held: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The same tensors as they are stored: views, by name; of tied weights one."""
+        model = {self.names[k]: self._unpadded(self.names[k], v) for k, v in held["model"].items()}
+        optimizer = {}
+        for key, value in held["optimizer"].items():
+            kind, fqn, slot = _parts_of(key)
+            if kind == "state":
+                name = self.names[fqn]
+                optimizer[f"state.{name}.{slot}"] = self._unpadded(name, value)
+        return {"model": model, "optimizer": optimizer}
+
+    def _unpadded(self, name: str, value: Any) -> Any:
+        """A view without the padded rows that the last ranks of tp hold."""
+        if name not in self.rows or not isinstance(value, DTensor) or value.dim() == 0:
+            return value
+        local, rows = value.to_local(), self.rows[name]
+        axes = zip(value.device_mesh.get_coordinate() or (), value.placements, strict=True)
+        first = sum(rank * len(local) for rank, placement in axes if placement.is_shard(0))
+        size = torch.Size((rows, *value.shape[1:]))
+        return DTensor.from_local(
+            local[: max(0, rows - first)],
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=size,
+            stride=(value.shape[1], 1),
+        )
+
+    @torch.no_grad()
+    def _fill_copies(self, held: dict[str, dict[str, Any]]) -> None:
+        """Where both stages of a tied weight are here, give the second what the first has read."""
+        for values in held.values():
+            first: dict[tuple[str, str, str], Any] = {}
+            for key, value in values.items():
+                kind, fqn, slot = _parts_of(key) if key not in self.names else ("", key, "")
+                read = first.setdefault((kind, self.names[fqn], slot), value)
+                if isinstance(value, torch.Tensor) and read is not value:
+                    value.copy_(read)
 
     def _check_shared(self, partial: Path) -> None:
         """Every rank must see the directory that rank 0 made. Raises CheckpointError on all."""
@@ -197,6 +248,12 @@ class Checkpointer:
             for old in found[: -self.keep]:
                 if old != newest:
                     _remove(old)
+
+
+def _parts_of(key: str) -> tuple[str, str, str]:
+    """`state.0.embed.weight.exp_avg` -> its kind, FQN and slot."""
+    kind, rest = key.split(".", 1)
+    return kind, *rest.rsplit(".", 1)  # type: ignore[return-value]
 
 
 def _unreadable(path: Path, cause: BaseException) -> CheckpointError:

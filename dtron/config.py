@@ -64,9 +64,9 @@ class Parallel(Section):
     cp: int = Field(default=1, ge=1)
     """Context parallelism: ranks that share each sequence. Not built yet."""
     tp: int = Field(default=1, ge=1)
-    """Tensor parallelism: ranks that share each layer's heads and neurons. Not built yet."""
+    """Tensor parallelism: ranks that share each layer's heads and neurons."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallelism: ranks that share the layers. Not built yet."""
+    """Pipeline parallelism: ranks that share the layers."""
     ep: int = Field(default=1, ge=1)
     """Expert parallelism, a second view of the dp_shard x cp x tp ranks. Not built yet."""
     etp: int = Field(default=1, ge=1)
@@ -372,11 +372,9 @@ class RunConfig(Section):
             )
 
     def _refuse_unbuilt_axes(self) -> None:
-        for axis in ("pp", "cp", "tp", "ep", "etp"):
+        for axis in ("cp", "ep", "etp"):
             if (value := getattr(self.parallel, axis)) != 1:
-                raise ConfigError(
-                    f"parallel.{axis} = {value}: this version has data parallelism only; use 1"
-                )
+                raise ConfigError(f"parallel.{axis} = {value}: this axis is not built yet; use 1")
 
     def _refuse_settings_without_effect(self) -> None:
         """A key that differs from its default must act."""
@@ -392,9 +390,13 @@ class RunConfig(Section):
         """(keys, whether they act in this run, what they need)."""
         hf, validates = self.data.source == "hf", self.train.eval_sequences > 0
         adamw = tuple(f"optim.{key}" for key in ("beta1", "beta2", "eps", "weight_decay"))
+        tp = self.parallel.tp > 1
+        pipeline = tuple(f"parallel.{key}" for key in ("schedule", "stages_per_rank", "pp_layout"))
         falls = self.schedule.name in ("linear", "cosine", "wsd")
         return [
             (adamw, self.optim.name == "adamw", 'optim.name = "adamw"'),
+            (("parallel.sequence_parallel", "parallel.async_tp"), tp, "parallel.tp > 1"),
+            (pipeline, self.parallel.pp > 1, "parallel.pp > 1"),
             (("schedule.decay",), self.schedule.name == "wsd", 'schedule.name = "wsd"'),
             (("schedule.min_ratio",), falls, "a schedule that falls: linear, cosine or wsd"),
             (("recompute.every",), self.recompute.mode != "none", "a recompute.mode"),

@@ -48,7 +48,7 @@ class FlopsModel:
         """Of a dense decoder; counts its matrices, norms and biases as the model has them."""
         size = config.head_size
         return cls(
-            matmul_params=_parameters(config) - config.lookup_params,
+            matmul_params=n_parameters(config) - config.lookup_params,
             n_layers=config.n_layers,
             n_heads=config.n_heads,
             qk_head_dim=size,
@@ -56,7 +56,7 @@ class FlopsModel:
         )
 
 
-def _parameters(config: DecoderConfig) -> int:
+def n_parameters(config: DecoderConfig) -> int:
     """All parameters of a decoder; a tied weight counts once."""
     size, bias = config.head_size, int(config.bias)
     q, kv = config.n_heads * size, config.n_kv_heads * size

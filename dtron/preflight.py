@@ -23,10 +23,13 @@ from dtron.data import (
     wait_for,
 )
 from dtron.errors import CheckpointError, ConfigError
-from dtron.models import model_config
+from dtron.flops import FlopsModel
+from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.fsdp import DTYPES
+from dtron.parallelisms.layout import StageNames, build_layout
+from dtron.parallelisms.pipeline import Layout
 from dtron.rundir import RunDir
 from dtron.runtime import Place, check_writable
 
@@ -42,6 +45,7 @@ class Checked:
     steps: int
     model: DecoderConfig
     attention: Backend
+    layout: Layout | None
     tokenizer: Tokenizer
     train: TrainingSource
     validation: ValidationSource | None
@@ -63,6 +67,8 @@ def preflight(config: RunConfig, place: Place) -> Checked:
     config.validate_for(place.world_size)
     model = model_config(config.model.name, config.model.size, config.model.override)
     _check_sequence(config, model)
+    _check_tensor_parallel(config, model)
+    layout = _layout(config, model, place.world_size)
     attention = _attention(config, model, place.device)
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocab_size > model.vocab_size:
@@ -83,7 +89,15 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         wait_for(config.data, _DATA_TIMEOUT_SECONDS)
     train, validation = open_data(config.data, seq_len=config.train.seq_len, seed=config.train.seed)
     return Checked(
-        config.train.steps, model, attention, tokenizer, train, validation, checkpoint, facts
+        config.train.steps,
+        model,
+        attention,
+        layout,
+        tokenizer,
+        train,
+        validation,
+        checkpoint,
+        facts,
     )
 
 
@@ -110,6 +124,43 @@ def _check_sequence(config: RunConfig, model: DecoderConfig) -> None:
             f"train.seq_len = {config.train.seq_len} is longer than the learned positions of "
             f"model.override.max_seq_len = {model.max_seq_len}; shorten it or raise the latter"
         )
+
+
+def _check_tensor_parallel(config: RunConfig, model: DecoderConfig) -> None:
+    """Refuse a tp that does not divide what it splits, with the degrees that do."""
+    tp = config.parallel.tp
+    split = {
+        "n_heads": model.n_heads,
+        "n_kv_heads": model.n_kv_heads,
+        "ffn_dim": model.ffn_dim,
+    }
+    legal = [n for n in range(1, model.n_heads + 1) if all(v % n == 0 for v in split.values())]
+    for key, value in split.items():
+        if value % tp:
+            raise ConfigError(
+                f"parallel.tp = {tp} does not divide model.{key} = {value}; use "
+                f"{', '.join(map(str, legal))}"
+            )
+    if tp > 1 and config.parallel.sequence_parallel and config.train.seq_len % tp:
+        below = config.train.seq_len // tp * tp
+        raise ConfigError(
+            f"parallel.sequence_parallel splits train.seq_len = {config.train.seq_len} over "
+            f"parallel.tp = {tp}; use a multiple of {tp} such as {below or tp}, or "
+            "parallel.sequence_parallel = false"
+        )
+
+
+def _layout(config: RunConfig, model: DecoderConfig, world_size: int) -> Layout | None:
+    """The pipeline's stages, where there are several; a layer weighs its matrices."""
+    if config.parallel.pp == 1:
+        return None
+    spec = MODELS[config.model.name]
+    names = StageNames(spec.embedding(model), spec.layer, spec.head)
+    per_token = FlopsModel.of(model).matmul_params
+    head = model.vocab_size * model.dim
+    layer = (per_token - head) / model.n_layers
+    micro_batches = config.micro_batches(world_size)
+    return build_layout(config.parallel, names, model.n_layers, micro_batches, head / layer)
 
 
 def resume_settings(config: RunConfig) -> dict[str, Any]:

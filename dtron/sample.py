@@ -3,16 +3,18 @@
 Every rank runs every forward pass, because parameters are gathered together; rank 0 draws.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from dtron.data import Tokenizer
 
 
 @torch.no_grad()
 def sample_text(
-    model: nn.Module,
+    next_logits: Callable[[Tensor, int], Tensor],
     tokenizer: Tokenizer,
     *,
     prompt: str,
@@ -25,20 +27,20 @@ def sample_text(
     """Continue `prompt` by `n_tokens` tokens, or until the end of the document.
 
     Args:
+        next_logits: tokens (B, T) and an index -> logits (V,) of the first sequence's token there;
+            a collective.
         batch_shape: (B, T) of training's micro-batches, so that compiled blocks are reused.
     """
-    model.eval()
     generator = torch.Generator(device).manual_seed(seed)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
     for _ in range(n_tokens):
         window = ids[-batch_shape[1] :]
         tokens = torch.zeros(batch_shape, dtype=torch.int64, device=device)
         tokens[:, : len(window)] = torch.tensor(window, device=device)
-        logits = model(tokens)[0, len(window) - 1, : tokenizer.vocab_size].float()
+        logits = next_logits(tokens, len(window) - 1)[: tokenizer.vocab_size].float()
         drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         dist.broadcast(drawn, src=0)
         if (token := int(drawn)) == tokenizer.eos_id:
             break
         ids.append(token)
-    model.train()
     return tokenizer.decode(ids)

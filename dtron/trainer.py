@@ -1,5 +1,6 @@
 """The training loop: builds what the config says and runs it step by step."""
 
+import functools
 import gc
 import logging
 import platform
@@ -15,14 +16,14 @@ from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
 from dtron.errors import TrainingError
-from dtron.flops import FlopsModel
-from dtron.loss import cross_entropy_sum
+from dtron.flops import FlopsModel, n_parameters
+from dtron.loss import VocabularyShard, cross_entropy_sum
 from dtron.metrics import MetricsWriter, Throughput
 from dtron.models import MODELS, build_model
 from dtron.optim import build_optimizer, learning_rate
-from dtron.parallelisms.apply import Applied, apply_passes
-from dtron.parallelisms.fsdp import Policy, free_gathered
-from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, Mesh
+from dtron.parallelisms.apply import Applied, Passes, apply_passes
+from dtron.parallelisms.fsdp import Policy
+from dtron.parallelisms.mesh import BATCH_AXES, Mesh
 from dtron.preflight import model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow
 from dtron.rundir import RunDir
@@ -36,7 +37,15 @@ from dtron.runtime import (
     set_up_logging,
 )
 from dtron.sample import sample_text
-from dtron.step import StepResult, TrainStep, evaluate
+from dtron.step import (
+    SHARE_AXES,
+    Loss,
+    StepResult,
+    TrainStep,
+    as_micro_batch,
+    build_execution,
+    evaluate,
+)
 
 log = logging.getLogger("dtron")
 
@@ -86,19 +95,17 @@ class Trainer:
         degrees = config.degrees(self.place.world_size)
         self.mesh = Mesh(**degrees, device_type=self.place.device.type)
         self.policy = Policy.of(config.parallel, self.mesh)
-        applied = self._build_model()
-        self.optimizer = build_optimizer(self.model, config.optim)
+        self.applied = self._build_model()
+        parameters = [p for _, p in self.applied.named_parameters()]
+        self.optimizer = build_optimizer(parameters, config.optim)
         self._build_data()
-        self.loss = cross_entropy_sum
-        if config.compile.enable:
-            self.loss = torch.compile(
-                cross_entropy_sum, backend=config.compile.backend, dynamic=False
-            )
+        self.loss = self._build_loss()
+        self.execution = build_execution(self.applied, self.checked.layout, self.mesh, self.policy)
         has_dropout = self.checked.model.dropout > 0 or self.checked.model.attention_dropout > 0
         self.train_step = TrainStep(
-            self.model,
+            self.execution,
+            self.applied,
             self.mesh,
-            self.policy,
             self.optimizer,
             self.loss,
             config.train.max_grad_norm,
@@ -106,36 +113,49 @@ class Trainer:
         )
         self.checkpointer = Checkpointer(
             self.rundir.checkpoints,
-            self.model,
+            self.applied,
             self.optimizer,
             self.host_group,
             config.checkpoint.keep,
         )
         set_timeouts(self.mesh.groups(), config.parallel.timeout_seconds)
         self._resume()
-        self._open_run(applied)
+        self._open_run()
 
     def _build_model(self) -> Applied:
         config, checked = self.config, self.checked
         spec = MODELS[config.model.name]
         with torch.device("meta"):
-            self.model = build_model(config.model.name, checked.model, checked.attention)
+            model = build_model(config.model.name, checked.model, checked.attention)
 
         def fill(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
             spec.init_parameter(checked.model, fqn, full, generator)
 
-        return apply_passes(
-            self.model,
-            self.mesh,
+        passes = Passes(
             units=spec.units(checked.model),
             blocks="blocks.*",
+            placements=spec.placements(checked.model, config.parallel.sequence_parallel),
             parallel=config.parallel,
             dtype=config.train.dtype,
             recompute=config.recompute,
             compile=config.compile,
             init=(config.train.seed, fill),
-            convert=None,
+            vocabulary=spec.vocabulary,
+            layout=checked.layout,
+            replicas="step",
         )
+        return apply_passes(model, self.mesh, passes)
+
+    def _build_loss(self) -> Loss:
+        loss = cross_entropy_sum
+        if self.mesh.size("tp") > 1:
+            vocabulary = VocabularyShard(
+                self.checked.model.vocab_size, self.mesh.rank("tp"), self.mesh.group("tp")
+            )
+            loss = functools.partial(cross_entropy_sum, vocabulary=vocabulary)
+        if self.config.compile.enable:
+            loss = torch.compile(loss, backend=self.config.compile.backend, dynamic=False)
+        return loss
 
     def _build_data(self) -> None:
         config = self.config
@@ -161,14 +181,14 @@ class Trainer:
         self.train_step.skipped_in_a_row += facts.skipped_in_a_row
         log.info("resumed from %s", self.checked.checkpoint)
 
-    def _open_run(self, applied: Applied) -> None:
+    def _open_run(self) -> None:
         config = self.config
         first = self.place.rank == 0
         checkpoint, facts = self.checked.checkpoint, self.checked.facts
         own = checkpoint is not None and self.rundir.owns(checkpoint)
         if first:
             self.rundir.open(config.to_toml(), facts.step if own and facts else None)
-        self.facts = self._run_facts(applied)
+        self.facts = self._run_facts()
         if first:
             self.rundir.write_run_json(self.facts)
         self.writer = MetricsWriter(
@@ -182,10 +202,11 @@ class Trainer:
         flops = FlopsModel.of(self.checked.model)
         self.throughput = Throughput(flops, self.place.world_size)
         self.profile = ProfileWindow(config.metrics, self.rundir.trace)
-        self._announce(applied)
+        self._announce()
 
-    def _run_facts(self, applied: Applied) -> dict[str, Any]:
+    def _run_facts(self) -> dict[str, Any]:
         """What run.json says; every rank calls it."""
+        config, applied, layout = self.config, self.applied, self.checked.layout
         held: list[int] = [0] * self.place.world_size
         local = sum(p.to_local().nbytes for p in self.train_step.parameters)  # type: ignore[attr-defined]
         dist.all_gather_object(held, local, group=self.host_group)
@@ -196,12 +217,13 @@ class Trainer:
             "device": device,
             "world_size": self.place.world_size,
             "mesh": self.mesh.degrees,
-            "micro_batches": self.config.micro_batches(self.place.world_size),
-            "schedule": None,
-            "zero": self.config.parallel.zero,
+            "micro_batches": config.micro_batches(self.place.world_size),
+            "schedule": config.parallel.schedule if layout else None,
+            "stages": [list(stage) for stage in layout.stages] if layout else None,
+            "zero": config.parallel.zero,
             "reduce": "micro_batch" if self.policy.reduce_each_micro_batch else "step",
-            "dtype": self.config.train.dtype,
-            "parameters": sum(p.numel() for p in self.train_step.parameters),
+            "dtype": config.train.dtype,
+            "parameters": n_parameters(self.checked.model),
             "attention": self.checked.attention.name,
             "recomputed_blocks": applied.recomputed_blocks,
             "compiled": list(applied.compiled),
@@ -210,7 +232,8 @@ class Trainer:
             "start_step": self.step,
         }
 
-    def _announce(self, applied: Applied) -> None:
+    def _announce(self) -> None:
+        applied = self.applied
         facts, train = self.facts, self.config.train
         wide = ", ".join(f"{axis} {n}" for axis, n in facts["mesh"].items() if n > 1)
         log.info(
@@ -293,7 +316,7 @@ class Trainer:
     def _log(self, result: StepResult, lr: float, validates: bool) -> None:
         """Write the row of this step: here the device is waited for."""
         loss = result.loss.clone()
-        dist.all_reduce(loss, group=self.mesh.group(*LOSS_AXES))
+        dist.all_reduce(loss, group=self.mesh.group(*SHARE_AXES))
         figures = {"loss": loss.item(), "grad_norm": result.grad_norm.item(), "lr": lr}
         row = {"step": self.step, **figures, "tokens": self.tokens, **self.throughput.read()}
         if skipped := int(self.train_step.skipped):
@@ -322,8 +345,7 @@ class Trainer:
             dp_size=self.mesh.size(*BATCH_AXES),
         )
         on_device = [batch.to(self.place.device) for batch in batches]
-        loss = evaluate(self.model, self.mesh, on_device, self.loss)
-        free_gathered(self.model)
+        loss = evaluate(self.execution, self.applied, self.mesh, on_device, self.loss)
         self.throughput.restart()
         return loss.item()
 
@@ -345,19 +367,40 @@ class Trainer:
     def _finish(self) -> None:
         train = self.config.train
         if train.sample_tokens:
-            text = sample_text(
-                self.model,
-                self.checked.tokenizer,
-                prompt=train.sample_prompt,
-                n_tokens=train.sample_tokens,
-                batch_shape=(train.micro_batch, train.seq_len),
-                device=self.place.device,
-                seed=train.seed,
-            )
-            free_gathered(self.model)
+            with self.applied.evaluating():
+                text = self._sample()
             log.info("sample: %s", text)
         if self.config.metrics.tensorboard:
             log.info("TensorBoard: tensorboard --logdir %s", self.rundir.tensorboard)
+
+    def _sample(self) -> str:
+        train = self.config.train
+        return sample_text(
+            self._next_logits,
+            self.checked.tokenizer,
+            prompt=train.sample_prompt,
+            n_tokens=train.sample_tokens,
+            batch_shape=(train.micro_batch, train.seq_len),
+            device=self.place.device,
+            seed=train.seed,
+        )
+
+    def _next_logits(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        """Logits float32 (V,) of the first sequence's token at `index`, the same on all ranks of
+        its pipeline."""
+        tp = self.mesh.size("tp")
+        padded = -(-self.checked.model.vocab_size // tp)
+        local = torch.zeros(padded, device=tokens.device)
+        batch = Batch(tokens, tokens, tokens[:, 0], None, None)
+
+        def keep(logits: torch.Tensor, _i: int) -> None:
+            local.copy_(logits[0, index])
+
+        self.execution.evaluate([as_micro_batch(batch)], keep)
+        dist.all_reduce(local, group=self.mesh.group("pp"))  # zero but on the last stage
+        columns = [torch.empty_like(local) for _ in range(tp)]
+        dist.all_gather(columns, local, group=self.mesh.group("tp"))
+        return torch.cat(columns)
 
 
 def _attended(batches: list[Batch]) -> float:

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
 
 from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
 from dtron.models.decoder import Decoder, init_parameter
 from dtron.models.layers import ACTIVATIONS
 from dtron.parallelisms.placement import (
+    Replicate,
     Row,
+    Shard,
     Unit,
     colwise,
     heads,

@@ -35,12 +35,13 @@ from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 from dtron.parallelisms.pipeline import Layout
 from dtron.parallelisms.placement import (
     Unit,
+    present,
     refuse_shared_parameters,
     select,
     select_units,
 )
 from dtron.parallelisms.recompute import recompute as apply_recompute
-from dtron.parallelisms.stages import Cut, PassThrough, SharedWeights, cut, take_stage, uncut
+from dtron.parallelisms.stages import Cut, SharedWeights, cut, take_stage, uncut
 from dtron.parallelisms.tensor import (
     Placements,
     Plan,
@@ -218,7 +219,7 @@ def _apply_to_part(
     """The passes over one stage."""
     wants_blocks = passes.recompute.mode != "none" or passes.compile.enable
     pattern = _block_pattern(passes.units, passes.blocks) if wants_blocks else ""
-    blocks = _present(select(part, pattern)) if wants_blocks else {}
+    blocks = present(select(part, pattern)) if wants_blocks else {}
     if made.rows:
         apply_tensor_parallel(part, mesh.flat("tp"), made, passes.replicas)
     recomputed = apply_recompute(blocks.values(), passes.recompute)
@@ -227,7 +228,7 @@ def _apply_to_part(
     compiled = compile_blocks(blocks, passes.compile, COMPILE_OPTIONS if splits else None)
     if compiled:
         settle_outputs(part, compiled, made)
-    groups = [list(_present(group).values()) for group in select_units(part, passes.units)]
+    groups = [list(present(group).values()) for group in select_units(part, passes.units)]
     groups = [group for group in groups if group]
     names = pieces.names
     by_columns = [p for fqn, p in part.named_parameters() if names[fqn] in padded]
@@ -238,11 +239,6 @@ def _apply_to_part(
         materialize(part, torch.device(mesh.device_type))
         initialize(part, seed, fill, names, padded)
     return _Done(len(groups), recomputed, compiled, deferred)
-
-
-def _present(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those that the stage has."""
-    return {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
 
 
 def _check_axes(mesh: Mesh, passes: Passes) -> None:

@@ -152,15 +152,15 @@ class _Site:
         self.number = torch.tensor(number, dtype=torch.int64, device="cpu")
         _SITES[number] = self
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """nn.Linear.forward."""
         weight, bias = self.linear.weight, self.linear.bias
         # An input that needs no gradient has no I: its weight gradient is all of B.
-        if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
-            return F.linear(x, weight, bias)
+        if not (torch.is_grad_enabled() and input.requires_grad and weight.requires_grad):
+            return F.linear(input, weight, bias)
         if isinstance(weight, DTensor):
-            return _split_linear(x, weight, bias, self.number)
-        return _linear(x, weight.detach(), bias, self.number)
+            return _split_linear(input, weight, bias, self.number)
+        return _linear(input, weight.detach(), bias, self.number)
 
 
 # An operator takes tensors and numbers, no objects, hence a table of the process. It changes only
@@ -180,16 +180,18 @@ def _split_linear(x: Tensor, weight: DTensor, bias: Any, number: Tensor) -> Tens
 
     Other layouts are left to DTensor and are not deferred.
     """
+    if not isinstance(x, DTensor):
+        return F.linear(x, weight, bias)
     mesh, last = weight.device_mesh, Shard(x.dim() - 1)
     # Detached: its gradient does not go through autograd, where None would become zeros.
-    local = weight.detach().to_local()
-    layout = (*x.placements, *weight.placements) if isinstance(x, DTensor) else ()
+    local = weight.detach().to_local()  # type: ignore[attr-defined]
+    layout = (*x.placements, *weight.placements)
     if layout == (Replicate(), Shard(0)):
         bias = None if bias is None else bias.to_local()
-        out = _linear(x.to_local(grad_placements=[Partial()]), local, bias, number)  # type: ignore[attr-defined]
+        out = _linear(x.to_local(grad_placements=[Partial()]), local, bias, number)
         return DTensor.from_local(out, mesh, [last], run_check=False)
     if layout == (last, Shard(1)):
-        out = _linear(x.to_local(), local, None, number)  # type: ignore[attr-defined]
+        out = _linear(x.to_local(), local, None, number)
         out = DTensor.from_local(out, mesh, [Partial()], run_check=False)
         # Added to parts of a sum, a whole bias goes to one of them: it counts once.
         return out if bias is None else out + bias
@@ -298,7 +300,7 @@ def fold(module: nn.Module) -> None:
                 parameter.to_accumulated_grad_if_needed()
 
 
-def reduce_gradients(module: FSDPModule, last: bool) -> None:
+def reduce_gradients(module: nn.Module, last: bool) -> None:
     """Reduce the gradients summed so far, as the end of a backward does that synchronises.
 
     The backwards before have to be without it: `set_requires_gradient_sync(False)` and
@@ -314,8 +316,8 @@ def reduce_gradients(module: FSDPModule, last: bool) -> None:
     Raises:
         ValueError: the module is not the root of its FSDP units.
     """
-    state: Any = module._get_fsdp_state()
-    if not state._is_root:
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    if not isinstance(module, FSDPModule) or not state._is_root:
         raise ValueError("reduce_gradients needs the root FSDP unit, after its first forward")
     fold(module)  # all gradients in one dtype, which the reduction requires
     module.set_is_last_backward(last)

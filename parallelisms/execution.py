@@ -26,7 +26,7 @@ class Execution(Protocol):
         """Forward and backward of all; FSDP's gradients are reduced afterwards.
 
         Returns:
-            The sum of the losses, a scalar on the device; zero on ranks without the last stage.
+            The sum of the losses, float64 on the device; zero on ranks without the last stage.
         """
         ...
 
@@ -46,7 +46,7 @@ class Accumulation:
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
         """See `Execution.train`."""
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, (x, others) in enumerate(micro_batches):
             begin_micro_batch(self.model, self.policy, last=i == len(micro_batches) - 1)
             # Nothing holds the output, the largest activation, beyond what backward needs.

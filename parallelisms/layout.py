@@ -107,8 +107,12 @@ def build_layout(
             else split_layers(n_layers, p * v, head_weight=head_weight)
         )
         stages = tuple(stage_modules(stage, names) for stage in split)
+    ranks = stage_ranks(placement, p, v)
+    for rank in range(p):
+        if not any(stages[stage] for stage, holder in enumerate(ranks) if holder == rank):
+            raise ConfigError(f"{KEY} = {given!r} leaves pipeline rank {rank} without any module")
     splits = any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in actions for action in row)
-    return Layout(stages, stage_ranks(placement, p, v), order, splits)
+    return Layout(stages, ranks, order, splits)
 
 
 def stage_modules(stage: "Stage", names: StageNames) -> tuple[str, ...]:

@@ -156,7 +156,7 @@ class Pipeline:
         consume: Callable[[Tensor, int], Tensor | None],
         train: bool,
     ) -> Tensor:
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         run = _Run(micro_batches, consume, train, total)
         run.weights_due = dict.fromkeys(self.parts, len(micro_batches))
         self.executed = []

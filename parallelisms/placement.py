@@ -7,16 +7,52 @@ Rows are data that `parallelisms/tensor.py` acts on. Placements are those of DTe
 Shard(1) is "split along the sequence", Shard(-1) "along features", Replicate "whole on each rank".
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dtron.errors import PlacementError, nearest
 
+__all__ = [
+    "PassThrough",
+    "Placement",
+    "Replicate",
+    "Row",
+    "Shard",
+    "Unit",
+    "colwise",
+    "heads",
+    "matches",
+    "prepare_input",
+    "prepare_output",
+    "present",
+    "refuse_shared_parameters",
+    "replicate",
+    "rowwise",
+    "select",
+    "select_units",
+    "sequence",
+]
+
 Unit = str | tuple[str, ...]
+
+
+class PassThrough(nn.Module):
+    """Stands where a pipeline stage lacks a module: gives back its first argument that is a tensor.
+    It keeps the module's name, so that patterns find the same names in every stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """(x, ...) -> x."""
+        return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+
+
+def present(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those that a stage has."""
+    return {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
 
 
 @dataclass(frozen=True)

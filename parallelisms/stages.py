@@ -13,19 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dtron.errors import PlacementError
 from dtron.parallelisms.gradients import local_gradients
-from dtron.parallelisms.placement import select
-
-
-class PassThrough(nn.Module):
-    """Stands where a stage lacks a module: gives back its first argument that is a tensor."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """(x, ...) -> x."""
-        return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+from dtron.parallelisms.placement import PassThrough, select
 
 
 @dataclass(frozen=True)

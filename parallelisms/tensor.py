@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from dtron.errors import PlacementError
-from dtron.parallelisms.placement import Row, select
+from dtron.parallelisms.placement import Row, present, select
 
 Placements = Mapping[str, Row | ParallelStyle]
 Replicas = Literal["backward", "step"]
@@ -120,7 +120,7 @@ def apply_tensor_parallel(
     Raises:
         PlacementError: modules that share a parameter split it differently.
     """
-    modules = dict(model.named_modules())
+    modules = present(dict(model.named_modules()))
     shared = _shared_parameters(model)
     for name, rows in made.rows.items():
         for row in rows if name in modules else ():
@@ -251,7 +251,7 @@ def settle_outputs(model: nn.Module, compiled: Sequence[str], made: Plan) -> Non
     torch 2.13 loses the gradient, without an error, of an output still in flight that enters a
     compiled block; adding zero makes it a settled tensor. 2.11 does not need it.
     """
-    modules = dict(model.named_modules())
+    modules = present(dict(model.named_modules()))
     for name, rows in made.rows.items():
         inside = any(name == block or name.startswith(f"{block}.") for block in compiled)
         splits = any(isinstance(row, Row) and row.kind in _SPLIT for row in rows)

@@ -1,6 +1,7 @@
 """Every model in every layout equals one process: loss, every gradient, grad norm, parameters."""
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -212,22 +213,24 @@ def parallel_run(case: Case) -> dict:
         batches = micro_batches(case, mesh, step)
         if step == 0:
             train_step.accumulate(batches, step)
-            gradients = whole(applied, {k: p.grad for k, p in applied.named_parameters()})  # type: ignore[misc]
+            gradients = whole(applied, [p.grad for _, p in applied.named_parameters()])  # type: ignore[misc]
             optimizer.zero_grad()
         result = train_step(batches, step, LR)
         torch.distributed.all_reduce(result.loss, group=mesh.group(*SHARE_AXES))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
-    parameters = whole(applied, {k: p.detach() for k, p in applied.named_parameters()})
+    parameters = whole(applied, [p.detach() for _, p in applied.named_parameters()])
     return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
 
 
-def whole(applied: Applied, shards: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Unsharded tensors, without padded rows, which must be zero."""
-    full = {k: t.full_tensor() for k, t in shards.items()}  # type: ignore[attr-defined]
-    for name, rows in applied.padded_rows.items():
-        assert not full[name][rows:].any(), f"{name}: padded rows are not zero"
-        full[name] = full[name][:rows]
+def whole(applied: Applied, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Unsharded tensors by name, without padded rows, which must be zero; tied copies are equal."""
+    full: dict[str, Tensor] = {}
+    for (name, _), shard in zip(applied.named_parameters(), tensors, strict=True):
+        tensor = shard.full_tensor()  # type: ignore[attr-defined]
+        rows = applied.padded_rows.get(name, len(tensor))
+        assert not tensor[rows:].any(), f"{name}: padded rows are not zero"
+        assert torch.equal(full.setdefault(name, tensor[:rows]), tensor[:rows]), name
     return full
 
 

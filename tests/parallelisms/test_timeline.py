@@ -1,5 +1,6 @@
 """Bubbles and peaks against the papers' formulas and known figures, and the pictures."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,7 +13,7 @@ from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import SCHEDULES, forward_only, order_of, stage_ranks, write_csv
 from dtron.parallelisms.timeline import Timeline, draw, main, simulate
 
-PICTURES = Path(__file__).parents[2] / "docs" / "schedules"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def timeline(name: str, p: int, v: int, m: int) -> Timeline:
@@ -152,13 +153,35 @@ def test_pictures(name: str) -> None:
     assert "a < b & c" in texts
     assert "rank 7" in texts
     assert any(text and "Simulated, without communication" in text for text in texts)
-    assert (PICTURES / f"{name}.svg").read_text() == drawn(name)
+    assert (DOCS / "schedules" / f"{name}.svg").read_text() == drawn(name)
 
 
 def drawn(name: str) -> str:
     v = SCHEDULES[name].default_stages
     title = f"{name}, 4 ranks, 8 micro-batches" + (f", {v} stages a rank" if v > 1 else "")
     return draw(timeline(name, 4, v, 8), title)
+
+
+def test_the_table_of_the_documentation() -> None:
+    """Rows of `name | v | formula | memory | bubble | memory | bubble | memory`."""
+    text = (DOCS / "schedules.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\d) \|.*?\|.*?\| (.*%.*) \|$", text, re.MULTILINE)
+    assert {name for name, _, _ in rows} == set(SCHEDULES)
+    for name, v, figures in rows:
+        found = [timeline(name, p, int(v), m) for p, m in ((8, 32), (4, 8))]
+        told = [(f"{t.bubble_of_total:.2%}", f"{max(t.peak_activations):g}") for t in found]
+        assert figures.split(" | ") == [*told[0], *told[1]], name
+
+
+def test_the_examples_of_the_documentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for code in re.findall(r"```python\n(.*?)```", (DOCS / "schedules.md").read_text(), re.DOTALL):
+        exec(code, {})
+    out = capsys.readouterr().out
+    assert "embedding + layers 0-6\nlayers 7-14\nlayers 15-22\nlayers 23-29 + head" in out
+    assert (tmp_path / "zbv.svg").exists()
 
 
 def test_main_draws_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
