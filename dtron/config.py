@@ -418,6 +418,16 @@ class RunConfig(Section):
                 "which is zero = 2; use one of the two",
             ),
             (
+                parallel.async_tp and not parallel.sequence_parallel,
+                "parallel.async_tp overlaps the all-gathers and reduce-scatters of "
+                "parallel.sequence_parallel, which is false; set it to true",
+            ),
+            (
+                parallel.async_tp and not self.compile.enable,
+                "parallel.async_tp needs compile.enable = true: the compiler fuses products with "
+                "their communication",
+            ),
+            (
                 self.schedule.warmup + self.schedule.decay > 1 and self.schedule.name == "wsd",
                 f"schedule.warmup = {self.schedule.warmup} and schedule.decay = "
                 f"{self.schedule.decay} overlap; their sum is at most 1",

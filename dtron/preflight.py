@@ -68,6 +68,8 @@ def preflight(config: RunConfig, place: Place) -> Checked:
     model = model_config(config.model.name, config.model.size, config.model.override)
     _check_sequence(config, model)
     _check_tensor_parallel(config, model)
+    if config.parallel.async_tp and place.device.type != "cuda":
+        raise ConfigError("parallel.async_tp = true needs GPUs; this machine has none")
     layout = _layout(config, model, place.world_size)
     attention = _attention(config, model, place.device)
     tokenizer = load_tokenizer(config.data)

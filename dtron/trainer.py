@@ -291,6 +291,9 @@ class Trainer:
             result = self._counted(batches, lr)
         else:
             result = self.train_step(batches, self.step, lr)
+        if self.applied.fused is not None and self.step == self.facts["start_step"]:
+            self.applied.fused.check()  # the first step has compiled the blocks
+            log.info("async tensor parallelism: %s", self.applied.fused)
         self.step = number
         step_tokens = config.train.global_batch * config.train.seq_len
         self.tokens += step_tokens

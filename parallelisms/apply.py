@@ -21,6 +21,7 @@ from torch import nn
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
+from dtron.parallelisms.async_tp import FusedOps, enable
 from dtron.parallelisms.compile import compile_blocks
 from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
 from dtron.parallelisms.fsdp import DTYPES, free_gathered, shard
@@ -95,6 +96,8 @@ class Applied:
     """FQN of a parameter -> its name, which is another one for a tied weight's second FQN."""
     shared: SharedWeights
     """Parameters whose gradients have to be summed with another stage's once a step."""
+    fused: FusedOps | None
+    """What async tensor parallelism has fused so far, where it is asked for."""
     deferred: Mapping[int, WeightGradients]
     """Queues of weight gradients by stage, where the schedule splits the backward."""
 
@@ -184,7 +187,10 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     if passes.layout is not None:
         pieces, ranks = cut(model, passes.layout.stages), passes.layout.ranks
         parts = {s: take_stage(model, pieces, s) for s, rank in enumerate(ranks) if rank == pp}
-    done = [_apply_to_part(part, mesh, passes, made, padded, pieces) for part in parts.values()]
+    fused = FusedOps() if passes.parallel.async_tp else None
+    done = [
+        _apply_to_part(part, mesh, passes, made, padded, pieces, fused) for part in parts.values()
+    ]
     return Applied(
         parts,
         units=sum(part.units for part in done),
@@ -193,6 +199,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         padded_rows=padded,
         partial=frozenset(made.partial) if passes.replicas == "step" else frozenset(),
         names=pieces.names,
+        fused=fused,
         shared=SharedWeights.of(pieces, parts, ranks, pp),
         deferred={s: part.deferred for s, part in zip(parts, done, strict=True)},
     )
@@ -215,6 +222,7 @@ def _apply_to_part(
     made: Plan,
     padded: Mapping[str, int],
     pieces: Cut,
+    fused: FusedOps | None,
 ) -> _Done:
     """The passes over one stage."""
     wants_blocks = passes.recompute.mode != "none" or passes.compile.enable
@@ -225,7 +233,10 @@ def _apply_to_part(
     recomputed = apply_recompute(blocks.values(), passes.recompute)
     splits = passes.layout is not None and passes.layout.splits_backward
     deferred = defer([part]) if splits else WeightGradients()
-    compiled = compile_blocks(blocks, passes.compile, COMPILE_OPTIONS if splits else None)
+    options = COMPILE_OPTIONS if splits else {}
+    if fused is not None:
+        options = options | enable(mesh.group("tp"), fused)
+    compiled = compile_blocks(blocks, passes.compile, options)
     if compiled:
         settle_outputs(part, compiled, made)
     groups = [list(present(group).values()) for group in select_units(part, passes.units)]
