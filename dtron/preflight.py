@@ -64,13 +64,9 @@ def preflight(config: RunConfig, place: Place) -> Checked:
     Raises:
         ConfigError, DataError, CheckpointError: the first thing that cannot work.
     """
-    config.validate_for(place.world_size)
-    model = model_config(config.model.name, config.model.size, config.model.override)
-    _check_sequence(config, model)
-    _check_tensor_parallel(config, model)
+    model, layout = check_layout(config, place.world_size)
     if config.parallel.async_tp and place.device.type != "cuda":
         raise ConfigError("parallel.async_tp = true needs GPUs; this machine has none")
-    layout = _layout(config, model, place.world_size)
     attention = _attention(config, model, place.device)
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocab_size > model.vocab_size:
@@ -101,6 +97,19 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         checkpoint,
         facts,
     )
+
+
+def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Layout | None]:
+    """What the settings alone decide: the model, and its pipeline where it has several stages.
+
+    Raises:
+        ConfigError: the settings contradict each other, or do not fit the model or the ranks.
+    """
+    config.validate_for(world_size)
+    model = model_config(config.model.name, config.model.size, config.model.override)
+    _check_sequence(config, model)
+    _check_tensor_parallel(config, model)
+    return model, _layout(config, model, world_size)
 
 
 def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:

@@ -10,11 +10,9 @@ the compiled block, so that the compiler sees it; FSDP is outside, so that its h
 compiled. Passes act in place and keep every parameter's FQN.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -53,13 +51,10 @@ from dtron.parallelisms.tensor import (
     settle_outputs,
 )
 
-log = logging.getLogger("dtron")
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
-
 
 @dataclass(frozen=True)
 class Passes:
-    """What to do to a model; see `parallelize` for the arguments of the same names."""
+    """What to do to a model; see `plugin.parallelize` for the arguments of the same names."""
 
     units: Unit | Sequence[Unit]
     blocks: str | None = None
@@ -77,6 +72,8 @@ class Passes:
     replicas: Replicas = "backward"
     """When gradients of parameters that each tp rank computes a part of are summed: by each
     backward, or by the caller's `reduce_replicas` once a step."""
+    keep_rng: bool = False
+    """Whether recomputation runs from the random state of the first forward."""
 
 
 @dataclass(frozen=True)
@@ -124,56 +121,8 @@ class Applied:
         self.shared.sum_gradients(mesh.group("pp"))
 
 
-def parallelize(
-    model: AnyModule,
-    mesh: Mesh,
-    *,
-    units: Unit | Sequence[Unit],
-    blocks: str | None = None,
-    placements: Placements | None = None,
-    parallel: Parallel = Parallel(),
-    dtype: str = "bfloat16",
-    recompute: Recompute = Recompute(),
-    compile: Compile = Compile(),
-    init: tuple[int, Initializer] | None = None,
-    convert: Callable[[nn.Module], None] | None = None,
-) -> AnyModule:
-    """Parallelise any module over a mesh, in place, and return it.
-
-        mesh = Mesh(dp_shard=-1, tp=2)
-        model = parallelize(MyModel(), mesh, units="blocks.*", dtype="float32", placements={
-            "blocks.*.up": colwise(), "blocks.*.down": rowwise(), "norm": replicate()})
-
-    Args:
-        units: modules that are gathered together, as patterns (`blocks.*`) or tuples of patterns.
-            What no unit covers is gathered by the root.
-        blocks: pattern of the modules to recompute and compile; by default the pattern in `units`
-            that has a `*`.
-        placements: how modules split over tp: rows of `parallelisms.placement` by pattern. Every
-            parameter must be covered. Needed where tp > 1.
-        parallel: of its keys `zero`, `reduce_dtype` and `prefetch` act here; the degrees are the
-            mesh's. Under gradient accumulation call `begin_micro_batch` before each backward.
-        dtype: dtype of computation; parameters keep theirs.
-        init: (seed, initializer) draws the weights of a model built on the meta device; without it
-            the module's own weights and buffers are kept: rank 0's, on all ranks.
-        convert: a pass over the unsharded model that comes first (float8).
-
-    Raises:
-        PlacementError: a pattern matches nothing, a parameter is covered by no row or shared by
-            modules of different units, or tp does not divide what a row splits.
-        ConfigError: pp > 1 (use `pipeline`), an axis of the mesh is not built yet, or a model on
-            the meta device comes without `init`.
-    """
-    if mesh.size("pp") > 1:
-        raise ConfigError(f"pp = {mesh.size('pp')}: parallelize takes whole models; use pipeline")
-    passes = Passes(units, blocks, placements, parallel, dtype, recompute, compile, init, convert)
-    applied = apply_passes(model, mesh, passes)
-    log.debug("parallelised: %s", applied)
-    return model
-
-
 def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
-    """All passes in their order; see `parallelize`. Returns what they made."""
+    """All passes in their order; see `plugin.parallelize`. Returns what they made."""
     _check_axes(mesh, passes)
     if passes.init is None:
         broadcast_from_first_rank(model, torch.device(mesh.device_type))
@@ -230,7 +179,7 @@ def _apply_to_part(
     blocks = present(select(part, pattern)) if wants_blocks else {}
     if made.rows:
         apply_tensor_parallel(part, mesh.flat("tp"), made, passes.replicas)
-    recomputed = apply_recompute(blocks.values(), passes.recompute)
+    recomputed = apply_recompute(blocks.values(), passes.recompute, passes.keep_rng)
     splits = passes.layout is not None and passes.layout.splits_backward
     deferred = defer([part]) if splits else WeightGradients()
     options = COMPILE_OPTIONS if splits else {}

@@ -3,8 +3,8 @@
 Under sequence parallelism a layer all-gathers before its colwise products and reduce-scatters after
 its rowwise ones. Inductor can fuse each pair into one operator over symmetric memory, in which the
 product of one part runs while the next part travels over NVLink. Whether it does depends on the
-graph's exact form, so every compiled graph is searched for the fused operators and they are counted:
-asked for and absent is an error.
+exact form of the graph, so every compiled graph is searched for the fused operators and they are
+counted: asked for and absent is an error.
 
 Private names used, tested with torch 2.11: torch._inductor.config._micro_pipeline_tp,
 post_grad_custom_post_pass and CustomGraphPass;

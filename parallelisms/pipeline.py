@@ -36,6 +36,7 @@ from dtron.parallelisms.execution import Loss, MicroBatch
 from dtron.parallelisms.fsdp import Policy, begin_micro_batch
 from dtron.parallelisms.lowering import add_communication, add_reductions
 from dtron.parallelisms.mesh import Mesh
+from dtron.parallelisms.placement import first_tensor
 from dtron.parallelisms.schedules import forward_only
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -185,6 +186,7 @@ class Pipeline:
                 run.edges[key] = share
                 run.total = run.total + share.detach()
             return
+        out = first_tensor(out)
         if run.train:
             run.edges[key] = get_gradient_edge(out)
             run.shapes[key] = (out.shape, out.dtype)
@@ -257,7 +259,7 @@ class Pipeline:
         known = (stage, run.micro_batches[i][0].shape)
         if known not in self._shapes:
             self._shapes[known] = (tensor.shape, tensor.dtype)
-            dist.send(_header(tensor), peer, group=self.group)
+            self._post(dist.isend, _header(tensor), peer).wait()
         self._send(run, tensor, peer)
 
     def _receive_input(self, run: _Run, key: Key) -> None:
@@ -266,7 +268,7 @@ class Pipeline:
         known = (stage - 1, run.micro_batches[i][0].shape)
         if known not in self._shapes:
             header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
-            dist.recv(header, peer, group=self.group)
+            self._post(dist.irecv, header, peer).wait()
             self._shapes[known] = _read_header(header)
         self._receive(run, Kind.RECV_F, run.arrived, key, peer, self._shapes[known])
 
@@ -284,9 +286,7 @@ class Pipeline:
         while run.sending and run.sending[0][0].is_completed():
             run.sending.popleft()
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, peer, group=self.group)
-        assert work is not None, "this rank is part of its pp group"
-        run.sending.append((work, tensor))
+        run.sending.append((self._post(dist.isend, tensor, peer), tensor))
 
     def _receive(
         self,
@@ -298,9 +298,12 @@ class Pipeline:
         shape: tuple[torch.Size, torch.dtype],
     ) -> None:
         arrived[key] = torch.empty(shape[0], dtype=shape[1], device=self.device)
-        work = dist.irecv(arrived[key], peer, group=self.group)
-        assert work is not None, "this rank is part of its pp group"
-        run.pending[kind, key] = work
+        run.pending[kind, key] = self._post(dist.irecv, arrived[key], peer)
+
+    def _post(self, operation: Callable, tensor: Tensor, peer: int) -> dist.Work:
+        # As a batch of one: alone, NCCL would open another communicator for the pair, or warn.
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.group)])
+        return work
 
     def _arrived(self, run: _Run, kind: Kind, arrived: dict[Key, Tensor], key: Key) -> Tensor:
         work = run.pending.pop((kind, key), None)  # none where the stage before is on this rank

@@ -25,6 +25,7 @@ __all__ = [
     "Shard",
     "Unit",
     "colwise",
+    "first_tensor",
     "heads",
     "matches",
     "prepare_input",
@@ -34,6 +35,7 @@ __all__ = [
     "replicate",
     "rowwise",
     "select",
+    "select_parameters",
     "select_units",
     "sequence",
 ]
@@ -48,6 +50,23 @@ class PassThrough(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """(x, ...) -> x."""
         return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+
+
+def first_tensor(output: Any) -> Tensor:
+    """What a pipeline stage hands on: its output, or the first tensor of a tuple, a list, a mapping
+    or an output class of Hugging Face.
+
+    Raises:
+        PlacementError: there is none.
+    """
+    values: Iterable[Any] = output if isinstance(output, tuple | list) else [output]
+    for value in output.values() if isinstance(output, Mapping) else values:
+        if isinstance(value, Tensor):
+            return value
+    raise PlacementError(
+        f"a pipeline stage gives a {type(output).__name__} without a tensor; let the model return a "
+        "tensor, or a tuple or mapping that has one"
+    )
 
 
 def present(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -123,7 +142,7 @@ def prepare_input(
     PrepareModuleInput). Forward gathers Shard(1); backward reduces the children's gradients once.
 
     Args:
-        argument: position or keyword of the tensor.
+        argument: the tensor's position, keywords counting in the order of the call, or its keyword.
     """
     return Row("prepare_input", layout, desired, argument)
 
@@ -154,6 +173,15 @@ def select(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
             f"(the model has {children})"
         )
     return found
+
+
+def select_parameters(model: nn.Module, pattern: str) -> list[str]:
+    """FQNs of the parameters that a pattern names, if it names no module: those of the root, whose
+    module has no name, and those a module has beside its children."""
+    if any(matches(pattern, name) for name, _ in model.named_modules()):
+        return []
+    named = model.named_parameters(remove_duplicate=False)
+    return [fqn for fqn, _ in named if matches(pattern, fqn)]
 
 
 def select_units(model: nn.Module, units: Unit | Sequence[Unit]) -> list[dict[str, nn.Module]]:

@@ -2,8 +2,8 @@
 
 `full` keeps a block's input only (about a third more compute); `selective` keeps the results of
 matrix products and attention, which cost most to redo, and recomputes norms, rotary embedding,
-activations and sums, which cost memory traffic alone. Dropout draws from counters, so that a second
-forward sees the same mask without saved RNG state.
+activations and sums, which cost memory traffic alone. Dropout of dtron's models draws from counters,
+so that a second forward sees the same mask without saved RNG state.
 
 Source: Korthikanti et al., arXiv:2205.05198; torch.utils.checkpoint.
 """
@@ -39,10 +39,14 @@ SAVED_OPS = (
 )
 
 
-def recompute(blocks: Iterable[nn.Module], options: Recompute) -> int:
+def recompute(blocks: Iterable[nn.Module], options: Recompute, keep_rng: bool = False) -> int:
     """Make every `options.every`-th block recompute its activations, in place.
 
     The block keeps its class and its parameters their names: only its forward is replaced.
+
+    Args:
+        keep_rng: run the second forward from the first one's random state, as blocks with
+            `nn.Dropout` need.
 
     Returns:
         How many blocks recompute.
@@ -51,18 +55,20 @@ def recompute(blocks: Iterable[nn.Module], options: Recompute) -> int:
         return 0
     chosen = [block for i, block in enumerate(blocks) if i % options.every == 0]
     for block in chosen:
-        block.forward = functools.partial(_checkpointed, block.forward, options.mode)
+        block.forward = functools.partial(_checkpointed, block.forward, options.mode, keep_rng)
     return len(chosen)
 
 
-def _checkpointed(forward, mode: str, *args, **kwargs):
+def _checkpointed(forward, mode: str, keep_rng: bool, *args, **kwargs):
     if mode == "full":
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=keep_rng, **kwargs
+        )
     return checkpoint(
         forward,
         *args,
         use_reentrant=False,
-        preserve_rng_state=False,
+        preserve_rng_state=keep_rng,
         context_fn=_selective_contexts,
         **kwargs,
     )

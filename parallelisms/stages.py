@@ -76,6 +76,11 @@ def _stage_of(fqn: str, stage_of: Mapping[str, int]) -> int:
     parts = fqn.split(".")
     prefixes = [".".join(parts[:i]) for i in range(1, len(parts))]
     found = {stage_of[prefix] for prefix in prefixes if prefix in stage_of}
+    if not found and len(parts) == 1:
+        raise PlacementError(
+            f"parameter {fqn} is the root's own, and every stage runs the root's forward; move it, "
+            "and what uses it, into a module, and name that in one stage"
+        )
     if not found:
         raise PlacementError(f"parameter {fqn} is in no pipeline stage; name its module in one")
     if len(found) > 1:

@@ -40,9 +40,11 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from dtron.errors import PlacementError
-from dtron.parallelisms.placement import Row, present, select
+from dtron.parallelisms.placement import Row, present, replicate, select, select_parameters
 
-Placements = Mapping[str, Row | ParallelStyle]
+Placements = Mapping[Any, Row | ParallelStyle]
+"""A row by pattern, or by tuple of patterns. A pattern that names no module may name parameters,
+such as the root's own, whose row is replicate()."""
 Replicas = Literal["backward", "step"]
 
 # Rows whose parameters are on all ranks while each rank computes a part of their gradients.
@@ -58,6 +60,8 @@ class Plan:
     """Rows by the module's FQN, outer modules first."""
     partial: tuple[str, ...]
     """FQNs of parameters whose gradients are a part of a sum over tp on each rank."""
+    covered: frozenset[str] = frozenset()
+    """FQNs of parameters that rows cover. A tied parameter's other FQNs may be uncovered."""
 
 
 def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
@@ -67,12 +71,8 @@ def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
         PlacementError: a pattern matches nothing, a parameter is covered by no row or by two, or
             tp does not divide a dimension that is split.
     """
-    rows: dict[str, list[Row | ParallelStyle]] = {}
-    for pattern, row in placements.items():
-        for name in select(model, pattern):
-            rows.setdefault(name, []).append(row)
+    rows, covered = _expand(model, placements)
     modules = dict(model.named_modules())
-    covered: dict[str, str] = {}
     partial = []
     for name in sorted(rows, key=lambda fqn: fqn.count(".")):
         for row in rows[name]:
@@ -81,20 +81,48 @@ def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
                 _check_divides(name, modules[name], row, tp)
             if kind.startswith("prepare"):
                 continue
-            for child, _ in modules[name].named_parameters():
+            for child, _ in modules[name].named_parameters(remove_duplicate=False):
                 fqn = f"{name}.{child}"
                 if fqn in covered:
                     raise PlacementError(f"{fqn} is covered by two rows: {covered[fqn]} and {kind}")
                 covered[fqn] = kind
                 partial += [fqn] if kind in _PARTIAL else []
-    bare = [fqn for fqn, _ in model.named_parameters() if fqn not in covered]
+    _refuse_uncovered(model, covered)
+    return Plan(rows, tuple(partial), frozenset(covered))
+
+
+def _expand(
+    model: nn.Module, placements: Placements
+) -> tuple[dict[str, list[Row | ParallelStyle]], dict[str, str]]:
+    """(rows by the FQN of a module, kind of row by the FQN of a parameter named by itself)."""
+    rows: dict[str, list[Row | ParallelStyle]] = {}
+    own: dict[str, str] = {}
+    for unit, row in placements.items():
+        for pattern in (unit,) if isinstance(unit, str) else unit:
+            parameters = select_parameters(model, pattern)
+            if parameters and row != replicate():
+                raise PlacementError(
+                    f"{parameters[0]} is a parameter, not a module; its row can be replicate() "
+                    "only. Put it into a module of its own for another one"
+                )
+            own |= dict.fromkeys(parameters, "replicate")
+            for name in () if parameters else select(model, pattern):
+                rows.setdefault(name, []).append(row)
+    return rows, own
+
+
+def _refuse_uncovered(model: nn.Module, covered: Mapping[str, str]) -> None:
+    """A parameter with several FQNs is covered by any of them."""
+    fqns: dict[int, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        fqns.setdefault(id(parameter), []).append(fqn)
+    bare = [names[0] for names in fqns.values() if not any(name in covered for name in names)]
     if bare:
         raise PlacementError(
             f"{bare[0]} is covered by no row of the placements ({len(bare)} such parameters); name "
             "its module: colwise, rowwise, sequence, heads, or replicate() if all ranks compute it "
             "alike"
         )
-    return Plan(rows, tuple(partial))
 
 
 def _check_divides(name: str, module: nn.Module, row: Row, tp: int) -> None:
@@ -125,11 +153,12 @@ def apply_tensor_parallel(
     for name, rows in made.rows.items():
         for row in rows if name in modules else ():
             _apply_row(modules[name], mesh, row, replicas)
-    for (first, first_name), *others in shared:
+    for places in shared:
+        (first, first_name, _), *others = sorted(places, key=lambda at: at[2] not in made.covered)
         parameter = getattr(first, first_name)
-        for module, name in others:
+        for module, name, fqn in others:
             other = getattr(module, name)
-            if getattr(other, "placements", None) != getattr(parameter, "placements", None):
+            if fqn in made.covered and getattr(other, "placements", None) != getattr(parameter, "placements", None):
                 raise PlacementError(
                     f"two modules share a parameter ({name}) but their rows split it differently; "
                     "an embedding that is rowwise fits a head that is colwise"
@@ -137,12 +166,13 @@ def apply_tensor_parallel(
             setattr(module, name, parameter)
 
 
-def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """(module, attribute) of each parameter that has several, before splitting replaces it."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
+def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
+    """(module, attribute, FQN) of each parameter that has several, before splitting replaces it."""
+    places: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
+            fqn = f"{prefix}.{name}".lstrip(".")
+            places.setdefault(id(parameter), []).append((module, name, fqn))
     return [found for found in places.values() if len(found) > 1]
 
 
@@ -195,9 +225,16 @@ class _PrepareArgument(PrepareModuleInput):
             def move(x: Any) -> Any:
                 return self._prepare_input_arg(x, device_mesh, self.layout, self.desired)
 
-            if isinstance(self.argument, str):
-                return args, {**kwargs, self.argument: move(kwargs[self.argument])}
-            moved = [move(x) if i == self.argument else x for i, x in enumerate(args)]
+            key = self.argument
+            if isinstance(key, int) and len(args) <= key < len(args) + len(kwargs):
+                key = list(kwargs)[key - len(args)]
+            if key not in kwargs and key not in range(len(args)):
+                raise PlacementError(
+                    f"prepare_input: a {type(_module).__name__} is called without argument {key!r}"
+                )
+            if isinstance(key, str):
+                return args, {**kwargs, key: move(kwargs[key])}
+            moved = [move(x) if i == key else x for i, x in enumerate(args)]
             return tuple(moved), kwargs
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)

@@ -25,11 +25,16 @@ _PRELOAD = [
 _TIMEOUT_SECONDS = 60
 
 
-def run_ranks(n: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(
+    n: int, body: Callable[..., Any], *args: Any, seconds: int = _TIMEOUT_SECONDS
+) -> list[Any]:
     """Call `body(*args)` on n ranks of a gloo process group and return what each gave, by rank.
 
     `body` must be importable. The first rank that fails ends the others, and its traceback is
     raised here.
+
+    Args:
+        seconds: how long `body` may take; a single collective has a minute in any case.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
@@ -39,24 +44,24 @@ def run_ranks(n: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         pipes, processes = [], []
         for rank in range(n):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, n, store, theirs, body, args))
+            process = context.Process(target=_rank, args=(rank, n, store, theirs, body, args, seconds))
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes)
+            return _collect(pipes, seconds)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes: list[Connection]) -> list[Any]:
+def _collect(pipes: list[Connection], seconds: int) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(open_pipes, timeout=2 * _TIMEOUT_SECONDS)
+        ready = wait(open_pipes, timeout=seconds + _TIMEOUT_SECONDS)
         assert ready, f"ranks hang; finished: {sorted(results)}"
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
@@ -68,11 +73,13 @@ def _collect(pipes: list[Connection]) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(rank: int, n: int, store: str, pipe: Connection, body: Callable, args: tuple) -> None:
+def _rank(
+    rank: int, n: int, store: str, pipe: Connection, body: Callable, args: tuple, seconds: int
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more ranks than GPUs: these tests are the CPU's
-    faulthandler.dump_traceback_later(_TIMEOUT_SECONDS - 5)  # where a rank hangs
+    faulthandler.dump_traceback_later(seconds - 5)  # where a rank hangs
     try:
         dist.init_process_group(
             "gloo",

@@ -1,0 +1,389 @@
+"""One layout against one process: loss, every gradient, gradient norm and parameters after steps.
+
+`parallel_run` goes through the code of the Trainer; `reference` is plain PyTorch. The rule, per
+tensor g of the parallel run:
+
+    ||g - g_ref|| <= 1e-5 * max(||g_ref||, 1e-3 * ||all g_ref|| / sqrt(number of tensors))
+
+in float32, 1e-10 in float64. A deviation is the left side over the right one's max(...).
+"""
+
+import functools
+import math
+import pickle
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtron.config import Compile, Data, Model, Optim, Parallel, Recompute, RunConfig, Train
+from dtron.data import Batch
+from dtron.errors import DtronError
+from dtron.loss import VocabularyShard, cross_entropy_sum
+from dtron.models import MODELS, DecoderConfig, build_model, choose_backend
+from dtron.models.dropout import token_keys
+from dtron.optim import build_optimizer
+from dtron.parallelisms import Mesh
+from dtron.parallelisms.apply import Applied, Passes, apply_passes
+from dtron.parallelisms.fsdp import DTYPES, Policy
+from dtron.parallelisms.initialize import Initializer, initialize
+from dtron.parallelisms.mesh import BATCH_AXES
+from dtron.parallelisms.pipeline import Layout
+from dtron.preflight import check_layout
+from dtron.step import SHARE_AXES, Loss, TrainStep, build_execution
+from tests.harness import run_ranks
+
+LR, MAX_NORM, SEED = 0.5, 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
+TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+SMALL = {"n_layers": 5, "vocab_size": 67, "dim": 24, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "qwen3": {**SMALL, "head_dim": 8},
+    "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared with one process."""
+
+    model: str
+    world: int = 1
+    parallel: Parallel = Parallel()
+    recompute: Recompute = Recompute()
+    compile: Compile = Compile()
+    override: dict = field(default_factory=dict)
+    """Fields of the model's config that replace those of SIZES."""
+    dtype: str = "float32"
+    sequences: int = 8
+    """Sequences a step, over all ranks and micro-batches."""
+    micro_batch: int = 1
+    seq_len: int = 16
+    documents: bool = False
+    steps: int = 3
+
+    def __str__(self) -> str:
+        """Model, ranks, and what differs from the defaults."""
+        shown = [self.model, str(self.world)]
+        for section in (self.parallel, self.recompute, self.compile):
+            for key, value in section.model_dump(exclude_defaults=True).items():
+                text = Path(value).name if isinstance(value, str) else value
+                shown.append(f"{key}={text}".replace(" ", ""))
+        shown += [f"{key}={value}" for key, value in self.override.items()]
+        for key in ("dtype", "sequences", "micro_batch", "seq_len", "documents", "steps"):
+            if (value := getattr(self, key)) != Case.__dataclass_fields__[key].default:
+                shown.append(f"{key}={value}")
+        return "-".join(shown)
+
+    def config(self) -> RunConfig:
+        """The run that a user would write."""
+        return RunConfig(
+            model=Model(name=self.model, override={**SIZES[self.model], **self.override}),
+            parallel=self.parallel,
+            train=Train(
+                seq_len=self.seq_len,
+                global_batch=self.sequences,
+                micro_batch=self.micro_batch,
+                dtype="float32",  # float64 is not for users
+                max_grad_norm=MAX_NORM,
+                seed=SEED,
+            ),
+            data=Data(mask_documents=self.documents),
+            optim=Optim(name="sgd", lr=LR),
+            recompute=self.recompute,
+            compile=self.compile,
+        )
+
+    def resolved(self) -> tuple[DecoderConfig, Layout | None]:
+        """The model and its pipeline, by the checks that a user meets.
+
+        Raises:
+            ConfigError: this is refused.
+        """
+        return check_layout(self.config(), self.world)
+
+    def refusal(self) -> str:
+        """Why this is refused, before any process is started; empty if it is not."""
+        try:
+            self.resolved()
+        except DtronError as error:
+            return str(error)
+        return ""
+
+
+def build(case: Case, config: DecoderConfig) -> nn.Module:
+    """The unsharded model, its weights on the current default device and not yet drawn."""
+    attention = choose_backend(
+        "auto",
+        device_type="cpu",
+        dtype=torch.float32,
+        head_dim=config.head_size,
+        documents=case.documents,
+        dropout=config.attention_dropout > 0,
+        deterministic=False,
+    )
+    model = build_model(case.model, config, attention)
+    return model.double() if case.dtype == "float64" else model
+
+
+def initializer(case: Case, config: DecoderConfig) -> Initializer:
+    """Weights under which a mistake shows: attention is far from uniform, gradients of all layers
+    are of one magnitude, no bias is 0 and no gain is 1."""
+
+    def fill(fqn: str, full: Tensor, generator: torch.Generator) -> None:
+        MODELS[case.model].init_parameter(config, fqn, full, generator)
+        if full.dim() > 1:
+            full.mul_(4)
+        else:
+            full.add_(torch.randn(full.shape, dtype=full.dtype, generator=generator), alpha=0.1)
+
+    return fill
+
+
+def make_batch(case: Case, rows: range, step: int) -> Batch:
+    """Sequences `rows` of a step.
+
+    Labels are missing unevenly, in some sequences all of them, so that a mean of means would
+    differ.
+    """
+    shape = (case.sequences, case.seq_len)
+    vocabulary = {**SIZES[case.model], **case.override}["vocab_size"]
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(vocabulary, shape, generator=generator)
+    labels = torch.randint(vocabulary, shape, generator=generator)
+    sequence = torch.arange(case.sequences)[:, None]
+    index = torch.arange(case.seq_len)
+    labels[index < 2 * sequence % (case.seq_len + 1)] = -100
+    part = slice(rows.start, rows.stop)
+    documents = positions = None
+    if case.documents:
+        start = 3 + sequence % (case.seq_len - 3)  # of the second document
+        documents = (index >= start).int()[part]
+        positions = (index - (index >= start) * start)[part]
+    number = sequence[:, 0] + step * case.sequences
+    return Batch(tokens[part], labels[part], number[part], positions, documents)
+
+
+def reference(case: Case) -> dict[str, Any]:
+    """Plain PyTorch in one process: the whole batch at once, SGD, torch's own clipping."""
+    alone = replace(case, world=1, parallel=Parallel(), micro_batch=1)
+    alone = replace(alone, recompute=Recompute(), compile=Compile())
+    if str(alone) not in _REFERENCES:
+        _REFERENCES[str(alone)] = _reference(alone)
+    return _REFERENCES[str(alone)]
+
+
+_REFERENCES: dict[str, dict[str, Any]] = {}
+
+
+def _reference(case: Case) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    config, _ = case.resolved()
+    model = build(case, config)
+    initialize(model, SEED, initializer(case, config))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses, norms, gradients = [], [], {}
+    for step in range(case.steps):
+        batch = make_batch(case, range(case.sequences), step)
+        keys = None
+        if config.dropout or config.attention_dropout:
+            keys = token_keys(SEED, step, batch.sequence, torch.arange(case.seq_len))
+        logits = model(batch.tokens, batch.positions, batch.documents, keys)
+        loss = cross_entropy_sum(logits, batch.labels) / (batch.labels != -100).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {k: p.grad.clone() for k, p in model.named_parameters()}  # type: ignore[union-attr]
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+    assert min(norms) > MAX_NORM, f"clipping does not act: {norms}"
+    parameters = {k: p.detach().clone() for k, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
+
+
+class RecordingStep(TrainStep):
+    """A TrainStep that keeps the complete gradients of the first step."""
+
+    gradients: dict[str, Tensor]
+
+    def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
+        loss = super().accumulate(batches, step)
+        if step == 0:
+            self.gradients = whole(self.applied, [p.grad for p in self.parameters])  # type: ignore[misc]
+        return loss
+
+
+def parallel_run(case: Case) -> dict[str, Any]:
+    """The same on one rank of `case.world`, as the Trainer does it."""
+    config, layout = case.resolved()
+    mesh = Mesh(**case.config().degrees(case.world))
+    applied = _build_model(case, config, layout, mesh)
+    optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
+    policy = Policy.of(case.parallel, mesh)
+    execution = build_execution(applied, layout, mesh, policy)
+    dropout = SEED if config.dropout or config.attention_dropout else None
+    loss = _build_loss(case, config, mesh)
+    train_step = RecordingStep(execution, applied, mesh, optimizer, loss, MAX_NORM, dropout)
+    losses, norms = [], []
+    for step in range(case.steps):
+        result = train_step(micro_batches(case, mesh, step), step, LR)
+        dist.all_reduce(result.loss, group=mesh.group(*SHARE_AXES))
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+    parameters = whole(applied, [p.detach() for _, p in applied.named_parameters()])
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": train_step.gradients,
+        "parameters": parameters,
+    }
+
+
+def _build_model(case: Case, config: DecoderConfig, layout: Layout | None, mesh: Mesh) -> Applied:
+    spec = MODELS[case.model]
+    with torch.device("meta"):
+        model = build(case, config)
+    passes = Passes(
+        units=spec.units(config),
+        blocks="blocks.*",
+        placements=spec.placements(config, case.parallel.sequence_parallel),
+        parallel=case.parallel,
+        dtype=case.dtype,
+        recompute=case.recompute,
+        compile=case.compile,
+        init=(SEED, initializer(case, config)),
+        vocabulary=spec.vocabulary,
+        layout=layout,
+        replicas="step",
+    )
+    return apply_passes(model, mesh, passes)
+
+
+def _build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:
+    loss: Loss = cross_entropy_sum
+    if mesh.size("tp") > 1:
+        shard = VocabularyShard(config.vocab_size, mesh.rank("tp"), mesh.group("tp"))
+        loss = functools.partial(cross_entropy_sum, vocabulary=shard)
+    if case.compile.enable:
+        loss = torch.compile(loss, backend=case.compile.backend, dynamic=False)
+    return loss
+
+
+def whole(applied: Applied, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Unsharded tensors by name, without padded rows, which must be zero; tied copies are equal."""
+    full: dict[str, Tensor] = {}
+    for (name, _), shard in zip(applied.named_parameters(), tensors, strict=True):
+        tensor = shard.full_tensor()  # type: ignore[attr-defined]
+        rows = applied.padded_rows.get(name, len(tensor))
+        assert not tensor[rows:].any(), f"{name}: padded rows are not zero"
+        assert torch.equal(full.setdefault(name, tensor[:rows]), tensor[:rows]), name
+    return full
+
+
+def micro_batches(case: Case, mesh: Mesh, step: int) -> list[Batch]:
+    """This rank's micro-batches of a step, as the loader cuts them."""
+    ranks, rank = mesh.size(*BATCH_AXES), mesh.rank(*BATCH_AXES)
+    first, stride = rank * case.micro_batch, ranks * case.micro_batch
+    starts = range(first, case.sequences, stride)
+    return [make_batch(case, range(s, s + case.micro_batch), step) for s in starts]
+
+
+def deviations(case: Case, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Largest deviation over the ranks, by what was compared ("loss 0", "gradient norm.weight").
+
+    A number's deviation is its relative error. A tensor that no rank has deviates by infinity.
+    """
+    wanted = reference(case)
+    found: dict[str, float] = {}
+    for kind in ("gradients", "parameters"):
+        found |= {f"{kind[:-1]} {name}": math.inf for name in wanted[kind]}
+    seen: dict[str, list[float]] = {}
+    for result in ranks:
+        for name, value in _deviations_of_rank(result, wanted):
+            seen.setdefault(name, []).append(value)
+    # max() would overlook a nan that is not the first
+    worst = {k: math.inf if any(map(math.isnan, v)) else max(v) for k, v in seen.items()}
+    return found | worst
+
+
+def _deviations_of_rank(
+    found: dict[str, Any], wanted: dict[str, Any]
+) -> Iterator[tuple[str, float]]:
+    for kind in ("losses", "norms"):
+        for step, (x, y) in enumerate(zip(found[kind], wanted[kind], strict=True)):
+            yield f"{'loss' if kind == 'losses' else 'norm'} {step}", abs(x - y) / abs(y)
+    for kind in ("gradients", "parameters"):
+        tensors = wanted[kind]
+        total = torch.stack([t.norm() for t in tensors.values()]).norm()
+        floor = 1e-3 * total / len(tensors) ** 0.5
+        for name, tensor in found[kind].items():
+            scale = max(tensors[name].norm(), floor)
+            yield f"{kind[:-1]} {name}", ((tensor - tensors[name]).norm() / scale).item()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case that is not refused."""
+
+    deviations: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+    """Why there are none: a rank's traceback."""
+
+    @property
+    def worst(self) -> float:
+        """The largest deviation."""
+        return max(self.deviations.values(), default=math.inf)
+
+    def wrong(self, case: Case) -> list[str]:
+        """What deviates too much, the worst first, or the failure; empty if all is equal."""
+        if self.failure:
+            return [self.failure]
+        over = {k: v for k, v in self.deviations.items() if not v <= TOLERANCE[case.dtype]}
+        return [f"{k}: {over[k]:.3e}" for k in sorted(over, key=over.__getitem__, reverse=True)]
+
+
+def check(case: Case) -> None:
+    """Fail unless a layout equals one process."""
+    ranks = run_ranks(case.world, parallel_run, case)
+    wrong = Outcome(deviations(case, ranks)).wrong(case)
+    assert not wrong, f"{case}: {'; '.join(wrong)}"
+
+
+def run_batch(cases: Sequence[Case], seconds: int = 300) -> list[Outcome]:
+    """Cases of one world size, one after the other in the same processes.
+
+    A case that fails or hangs is told by the results that are missing; the cases after it start
+    afresh.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        failure = ""
+        try:
+            run_ranks(cases[0].world, _run_each, cases, Path(directory), seconds=seconds)
+        except AssertionError as error:
+            failure = str(error)
+        outcomes = []
+        for number, case in enumerate(cases):
+            files = [Path(directory, f"{number}.{rank}") for rank in range(case.world)]
+            if not all(file.exists() for file in files):
+                assert failure, f"{case}: a rank left no result"
+                rest = cases[number + 1 :]
+                return [*outcomes, Outcome({}, failure), *(run_batch(rest) if rest else [])]
+            ranks = [pickle.loads(file.read_bytes()) for file in files]
+            outcomes.append(Outcome(deviations(case, ranks)))
+        return outcomes
+
+
+def _run_each(cases: Sequence[Case], directory: Path) -> None:
+    rank = dist.get_rank()
+    for number, case in enumerate(cases):
+        if case.compile.enable:
+            torch._dynamo.reset()  # a block's graphs are kept, and limited in number
+        result = pickle.dumps(parallel_run(case))
+        (directory / f"{rank}.tmp").write_bytes(result)
+        (directory / f"{rank}.tmp").rename(directory / f"{number}.{rank}")
