@@ -135,7 +135,7 @@ class Checkpointer:
         self.names = {
             f"{stage}.{fqn}": applied.names[fqn]
             for stage, part in applied.parts.items()
-            for fqn, _ in part.named_parameters()
+            for fqn, _ in part.named_parameters(remove_duplicate=False)
         }
         self.rows = applied.padded_rows
 

@@ -102,6 +102,8 @@ class Parallel(Section):
     pp_layout: str | list[int] | list[list[str]] = ""
     """Which layers are in which stage: counts of layers, a layout string such as `Ettt|tttL`, or a
     list of module names for each stage; empty: balanced, the head counted by its size."""
+    high_priority: list[Degree] = Field(default_factory=list)
+    """Mesh axes whose NCCL collectives run on streams of high priority, on GPUs."""
     timeout_seconds: int = Field(default=600, ge=1)
     """How long a collective may wait for its peers before the run is aborted."""
 
@@ -418,14 +420,16 @@ class RunConfig(Section):
                 "which is zero = 2; use one of the two",
             ),
             (
+                parallel.async_tp
+                and self.compile.enable
+                and self.compile.backend != "inductor",
+                f"parallel.async_tp with compile.backend = {self.compile.backend!r}: inductor is "
+                "the backend that fuses; use it, or compile.enable = false",
+            ),
+            (
                 parallel.async_tp and not parallel.sequence_parallel,
                 "parallel.async_tp overlaps the all-gathers and reduce-scatters of "
                 "parallel.sequence_parallel, which is false; set it to true",
-            ),
-            (
-                parallel.async_tp and not self.compile.enable,
-                "parallel.async_tp needs compile.enable = true: the compiler fuses products with "
-                "their communication",
             ),
             (
                 self.schedule.warmup + self.schedule.decay > 1 and self.schedule.name == "wsd",

@@ -23,7 +23,7 @@ from dtron.data import (
     wait_for,
 )
 from dtron.errors import CheckpointError, ConfigError
-from dtron.flops import FlopsModel
+from dtron.flops import FlopsModel, flops_per_token
 from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
@@ -65,8 +65,7 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         ConfigError, DataError, CheckpointError: the first thing that cannot work.
     """
     model, layout = check_layout(config, place.world_size)
-    if config.parallel.async_tp and place.device.type != "cuda":
-        raise ConfigError("parallel.async_tp = true needs GPUs; this machine has none")
+    _check_device(config, place.device)
     attention = _attention(config, model, place.device)
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocab_size > model.vocab_size:
@@ -109,7 +108,21 @@ def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Lay
     model = model_config(config.model.name, config.model.size, config.model.override)
     _check_sequence(config, model)
     _check_tensor_parallel(config, model)
-    return model, _layout(config, model, world_size)
+    _check_padding(config, model, world_size)
+    layout = _layout(config, model, world_size)
+    if layout is not None and layout.splits_backward and config.parallel.async_tp:
+        raise ConfigError(
+            f"parallel.async_tp with parallel.schedule = {config.parallel.schedule!r}: products "
+            "whose weight gradients are deferred are not fused; use a schedule with whole "
+            'backwards, such as "Interleaved1F1B"'
+        )
+    return model, layout
+
+
+def _check_device(config: RunConfig, device: torch.device) -> None:
+    for key in ("async_tp", "high_priority"):
+        if (value := getattr(config.parallel, key)) and device.type != "cuda":
+            raise ConfigError(f"parallel.{key} = {value!r} needs GPUs; this machine has none")
 
 
 def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:
@@ -161,15 +174,28 @@ def _check_tensor_parallel(config: RunConfig, model: DecoderConfig) -> None:
         )
 
 
+def _check_padding(config: RunConfig, model: DecoderConfig, world_size: int) -> None:
+    """A vocabulary that tp does not divide is padded, and then sharded by width."""
+    degrees = config.degrees(world_size)
+    ranks = degrees["dp_shard"] * degrees["cp"]
+    if model.vocab_size % degrees["tp"] and model.dim % ranks:
+        raise ConfigError(
+            f"model.override.vocab_size = {model.vocab_size} is padded for parallel.tp = "
+            f"{degrees['tp']} and then sharded by width, but the {ranks} ranks of "
+            f"parallel.dp_shard do not divide model.dim = {model.dim}; use a dp_shard that does, "
+            "or a vocab_size that tp divides"
+        )
+
+
 def _layout(config: RunConfig, model: DecoderConfig, world_size: int) -> Layout | None:
-    """The pipeline's stages, where there are several; a layer weighs its matrices."""
+    """The pipeline's stages, where there are several; the head weighs as it multiplies."""
     if config.parallel.pp == 1:
         return None
     spec = MODELS[config.model.name]
     names = StageNames(spec.embedding(model), spec.layer, spec.head)
-    per_token = FlopsModel.of(model).matmul_params
-    head = model.vocab_size * model.dim
-    layer = (per_token - head) / model.n_layers
+    whole = flops_per_token(FlopsModel.of(model), config.train.seq_len, "causal")
+    head = 6 * model.vocab_size * model.dim
+    layer = (whole - head) / model.n_layers
     micro_batches = config.micro_batches(world_size)
     return build_layout(config.parallel, names, model.n_layers, micro_batches, head / layer)
 

@@ -93,7 +93,11 @@ class Trainer:
         self.host_group = host_group(config.parallel.timeout_seconds)
         check_agreement(self.checked.checkpoint, self.host_group)
         degrees = config.degrees(self.place.world_size)
-        self.mesh = Mesh(**degrees, device_type=self.place.device.type)
+        self.mesh = Mesh(
+            **degrees,
+            device_type=self.place.device.type,
+            high_priority=config.parallel.high_priority,
+        )
         self.policy = Policy.of(config.parallel, self.mesh)
         self.applied = self._build_model()
         parameters = [p for _, p in self.applied.named_parameters()]
@@ -291,9 +295,10 @@ class Trainer:
             result = self._counted(batches, lr)
         else:
             result = self.train_step(batches, self.step, lr)
-        if self.applied.fused is not None and self.step == self.facts["start_step"]:
-            self.applied.fused.check()  # the first step has compiled the blocks
-            log.info("async tensor parallelism: %s", self.applied.fused)
+        fused = self.applied.fused
+        if fused is not None and config.compile.enable and self.step == self.facts["start_step"]:
+            fused.check()  # the first step has compiled the blocks
+            log.info("async tensor parallelism: %s in the compiled blocks", fused)
         self.step = number
         step_tokens = config.train.global_batch * config.train.seq_len
         self.tokens += step_tokens

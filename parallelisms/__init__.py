@@ -6,11 +6,12 @@ if __name__ == "parallelisms":
         "not a top-level one"
     )
 
-from dtron.parallelisms.apply import parallelize
 from dtron.parallelisms.fsdp import Policy, begin_micro_batch
 from dtron.parallelisms.gradients import clip_scale, global_norm, reduce_replicas
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.placement import (
+    Replicate,
+    Shard,
     colwise,
     heads,
     prepare_input,
@@ -19,16 +20,21 @@ from dtron.parallelisms.placement import (
     rowwise,
     sequence,
 )
+from dtron.parallelisms.plugin import PipelinedModel, parallelize, pipeline
 
 __all__ = [
     "Mesh",
+    "PipelinedModel",
     "Policy",
+    "Replicate",
+    "Shard",
     "begin_micro_batch",
     "clip_scale",
     "colwise",
     "global_norm",
     "heads",
     "parallelize",
+    "pipeline",
     "prepare_input",
     "prepare_output",
     "reduce_replicas",

@@ -19,7 +19,7 @@ from torch import nn
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
-from dtron.parallelisms.async_tp import FusedOps, enable
+from dtron.parallelisms.async_tp import FusedOps
 from dtron.parallelisms.compile import compile_blocks
 from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
 from dtron.parallelisms.fsdp import DTYPES, free_gathered, shard
@@ -138,7 +138,8 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         parts = {s: take_stage(model, pieces, s) for s, rank in enumerate(ranks) if rank == pp}
     fused = FusedOps() if passes.parallel.async_tp else None
     done = [
-        _apply_to_part(part, mesh, passes, made, padded, pieces, fused) for part in parts.values()
+        _apply_to_part(part, model, mesh, passes, made, padded, pieces, fused)
+        for part in parts.values()
     ]
     return Applied(
         parts,
@@ -166,6 +167,7 @@ class _Done:
 
 def _apply_to_part(
     part: nn.Module,
+    model: nn.Module,
     mesh: Mesh,
     passes: Passes,
     made: Plan,
@@ -173,22 +175,27 @@ def _apply_to_part(
     pieces: Cut,
     fused: FusedOps | None,
 ) -> _Done:
-    """The passes over one stage."""
+    """The passes over one stage. Patterns name modules of the whole model; it may lack some."""
+    held = present(dict(part.named_modules()))
     wants_blocks = passes.recompute.mode != "none" or passes.compile.enable
     pattern = _block_pattern(passes.units, passes.blocks) if wants_blocks else ""
-    blocks = present(select(part, pattern)) if wants_blocks else {}
+    blocks = {n: held[n] for n in select(model, pattern) if n in held} if wants_blocks else {}
     if made.rows:
-        apply_tensor_parallel(part, mesh.flat("tp"), made, passes.replicas)
+        eager = fused is not None and not passes.compile.enable
+        apply_tensor_parallel(part, mesh.flat("tp"), made, passes.replicas, eager)
     recomputed = apply_recompute(blocks.values(), passes.recompute, passes.keep_rng)
     splits = passes.layout is not None and passes.layout.splits_backward
     deferred = defer([part]) if splits else WeightGradients()
     options = COMPILE_OPTIONS if splits else {}
-    if fused is not None:
-        options = options | enable(mesh.group("tp"), fused)
+    if fused is not None and passes.compile.enable:
+        options = {**options, **fused.enable(mesh.group("tp"))}
     compiled = compile_blocks(blocks, passes.compile, options)
     if compiled:
         settle_outputs(part, compiled, made)
-    groups = [list(present(group).values()) for group in select_units(part, passes.units)]
+    groups = [
+        [held[name] for name in group if name in held]
+        for group in select_units(model, passes.units)
+    ]
     groups = [group for group in groups if group]
     names = pieces.names
     by_columns = [p for fqn, p in part.named_parameters() if names[fqn] in padded]

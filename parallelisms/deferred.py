@@ -19,8 +19,9 @@ finds its products; block and graph are the same with deferral and without it.
 torch's own split (torch.distributed.pipelining) walks the autograd graph, in which a compiled block
 is one node that cannot be split.
 
-Under inductor, compile with `options=COMPILE_OPTIONS`: see there. Gradients reach `.grad` directly,
-not through autograd: torch.autograd.grad and hooks on these weights do not see them.
+Under inductor, compile with `options=COMPILE_OPTIONS`: see there. From I to W the queue holds the
+inputs and output gradients of all linears, also of blocks that recompute. Gradients reach `.grad`
+directly, not through autograd: torch.autograd.grad and hooks on these weights do not see them.
 
 Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, of its result
 _is_root, _fsdp_param_group (2.11) or _fsdp_param_groups (2.13), _root_post_backward_final_callback,
@@ -50,8 +51,9 @@ COMPILE_OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers
 """Options of torch.compile that blocks with deferred linears need under inductor.
 
 Inductor writes new values into a buffer after its last use in the graph, also into activations
-saved by the forward, and knows nothing of the queue that still holds it. Without these two it
-allocates anew, which costs no memory in steady state: what nobody holds goes back to the allocator.
+saved by the forward, and knows nothing of the queue that still holds it. With these two it
+allocates anew; what nobody holds goes back to the allocator, so that the peak grows by no more than
+a few activations of one block.
 """
 
 

@@ -66,7 +66,7 @@ def shard(
         dtype: compute dtype of gathered parameters. Parameters stay in their own dtype.
     """
     policy = Policy.of(parallel, mesh)
-    own = next(model.parameters()).dtype
+    own = next((p.dtype for p in model.parameters()), dtype)  # a stage may be empty
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == own else dtype,
         reduce_dtype=None if own == torch.float64 else DTYPES[parallel.reduce_dtype],

@@ -9,7 +9,8 @@ degree 1.
     loss axes   dp_replicate, dp_shard, cp   ranks that hold different tokens
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,10 @@ class Mesh:
     Args:
         dp_shard: ranks that share parameters; -1 takes what the other degrees leave.
         device_type: "cuda" or "cpu"; by default cuda where there is one.
+        options: process-group options by axis: a backend's name, its options object (such as
+            ProcessGroupNCCL.Options), or both as a tuple.
+        high_priority: axes whose NCCL collectives run on streams of high priority, so that they
+            start before computation that is queued already.
 
     Raises:
         ConfigError: the degrees do not multiply to the world size, or there is no process group.
@@ -49,6 +54,8 @@ class Mesh:
         tp: int = 1,
         pp: int = 1,
         device_type: str | None = None,
+        options: Mapping[Degree, Any] | None = None,
+        high_priority: Sequence[Degree] = (),
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("a Mesh needs a process group; call init_process_group first")
@@ -61,8 +68,12 @@ class Mesh:
         }
         self.degrees = resolve_degrees(asked, dist.get_world_size())
         self.device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        override = {**{axis: _high_priority() for axis in high_priority}, **(options or {})}
         self.device_mesh = init_device_mesh(
-            self.device_type, tuple(self.degrees[a] for a in DEGREES), mesh_dim_names=DEGREES
+            self.device_type,
+            tuple(self.degrees[a] for a in DEGREES),
+            mesh_dim_names=DEGREES,
+            backend_override=override or None,  # type: ignore[arg-type]
         )
         self._flat: dict[tuple[Degree, ...], DeviceMesh] = {}
 
@@ -110,3 +121,11 @@ class Mesh:
         """Every 1-D mesh made so far, with its axis or its axes joined by "+"."""
         yield from ((axis, self.device_mesh[axis]) for axis in DEGREES)
         yield from ((_JOIN.join(axes), mesh) for axes, mesh in self._flat.items())
+
+
+def _high_priority() -> Any:
+    if not dist.is_nccl_available():
+        raise ConfigError("high-priority streams need NCCL, which this torch does not have")
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options

@@ -64,8 +64,8 @@ def first_tensor(output: Any) -> Tensor:
         if isinstance(value, Tensor):
             return value
     raise PlacementError(
-        f"a pipeline stage gives a {type(output).__name__} without a tensor; let the model return a "
-        "tensor, or a tuple or mapping that has one"
+        f"a pipeline stage gives a {type(output).__name__} without a tensor; let the model return "
+        "a tensor, or a tuple or mapping that has one"
     )
 
 

@@ -2,8 +2,8 @@
 
 `full` keeps a block's input only (about a third more compute); `selective` keeps the results of
 matrix products and attention, which cost most to redo, and recomputes norms, rotary embedding,
-activations and sums, which cost memory traffic alone. Dropout of dtron's models draws from counters,
-so that a second forward sees the same mask without saved RNG state.
+activations and sums, which cost memory traffic alone. The dropout of dtron's own models draws from
+counters, so that a second forward sees the same mask without saved RNG state.
 
 Source: Korthikanti et al., arXiv:2205.05198; torch.utils.checkpoint.
 """
@@ -34,6 +34,8 @@ SAVED_OPS = (
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "higher_order.flex_attention",
     "dtron.flash4_forward.default",
+    "symm_mem.fused_all_gather_matmul.default",
+    "symm_mem.fused_matmul_reduce_scatter.default",
     "flash_attn._flash_attn_forward.default",
     "flash_attn_3._flash_attn_forward.default",
 )

@@ -40,6 +40,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from dtron.errors import PlacementError
+from dtron.parallelisms.async_tp import fuse
 from dtron.parallelisms.placement import Row, present, replicate, select, select_parameters
 
 Placements = Mapping[Any, Row | ParallelStyle]
@@ -120,8 +121,8 @@ def _refuse_uncovered(model: nn.Module, covered: Mapping[str, str]) -> None:
     if bare:
         raise PlacementError(
             f"{bare[0]} is covered by no row of the placements ({len(bare)} such parameters); name "
-            "its module: colwise, rowwise, sequence, heads, or replicate() if all ranks compute it "
-            "alike"
+            "its module, or itself where the root owns it: colwise, rowwise, sequence, heads, or "
+            "replicate() if all ranks compute it alike"
         )
 
 
@@ -141,24 +142,30 @@ def _check_divides(name: str, module: nn.Module, row: Row, tp: int) -> None:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, made: Plan, replicas: Replicas
+    model: nn.Module, mesh: DeviceMesh, made: Plan, replicas: Replicas, fused: bool = False
 ) -> None:
     """Split the modules of a plan over a 1-D mesh, in place; those a stage lacks are skipped.
 
+    Args:
+        fused: overlap products with their communication (`async_tp.py`).
     Raises:
         PlacementError: modules that share a parameter split it differently.
     """
     modules = present(dict(model.named_modules()))
     shared = _shared_parameters(model)
+    done = fuse(modules, made.rows, mesh) if fused else set()
     for name, rows in made.rows.items():
         for row in rows if name in modules else ():
-            _apply_row(modules[name], mesh, row, replicas)
+            if (name, row) not in done:
+                _apply_row(modules[name], mesh, row, replicas)
     for places in shared:
         (first, first_name, _), *others = sorted(places, key=lambda at: at[2] not in made.covered)
         parameter = getattr(first, first_name)
         for module, name, fqn in others:
             other = getattr(module, name)
-            if fqn in made.covered and getattr(other, "placements", None) != getattr(parameter, "placements", None):
+            if fqn in made.covered and getattr(other, "placements", None) != getattr(
+                parameter, "placements", None
+            ):
                 raise PlacementError(
                     f"two modules share a parameter ({name}) but their rows split it differently; "
                     "an embedding that is rowwise fits a head that is colwise"

@@ -16,11 +16,14 @@ import torch.distributed as dist
 
 _PRELOAD = [
     "torch",
+    "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.utils.tensorboard",
     "dtron.trainer",
+    "transformers.models.bert.modeling_bert",  # skipped where it is not installed
+    "transformers.models.llama.modeling_llama",
 ]
 _TIMEOUT_SECONDS = 60
 

@@ -81,7 +81,12 @@ def test_degrees_fill_up_to_the_world_size() -> None:
     ("override", "message"),
     [
         ("train.global_batch=6", "use 4 or 8"),
-        ("parallel.tp=2", "parallel.tp = 2"),
+        ("parallel.cp=2", "parallel.cp = 2"),
+        ("parallel.schedule=GPipe", "no effect without parallel.pp > 1"),
+        ("parallel.stages_per_rank=2", "no effect without parallel.pp > 1"),
+        ("parallel.pp_layout=[1, 1]", "no effect without parallel.pp > 1"),
+        ("parallel.sequence_parallel=false", "no effect without parallel.tp > 1"),
+        ("parallel.async_tp=true", "no effect without parallel.tp > 1"),
         ("parallel.ep=2", "parallel.ep = 2"),
         ("recompute.every=2", "no effect"),
         ("data.source=hf", "data.hf_path"),

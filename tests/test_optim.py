@@ -51,7 +51,7 @@ def model_with_gradients(value: float) -> nn.Linear:
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_non_finite_norm_changes_nothing_and_training_goes_on(name, norm: float) -> None:
     model = model_with_gradients(1.0)
-    optimizer = build_optimizer(model, Optim(name=name))
+    optimizer = build_optimizer(model.parameters(), Optim(name=name))
     update(optimizer, clip_scale(torch.tensor(5.0), 1.0), 0.1)
     before = [p.detach().clone() for p in model.parameters()]
     state = [s["exp_avg"].clone() for s in optimizer.state.values() if "exp_avg" in s]
@@ -72,11 +72,11 @@ def test_non_finite_norm_changes_nothing_and_training_goes_on(name, norm: float)
 def test_clipping_inside_fused_adamw_equals_clipping_before_it() -> None:
     ours, theirs = model_with_gradients(2.0), model_with_gradients(2.0)
     theirs.load_state_dict(ours.state_dict())
-    optimizer = build_optimizer(ours, Optim(weight_decay=0.1))
+    optimizer = build_optimizer(ours.parameters(), Optim(weight_decay=0.1))
     norm = torch.tensor(2.0 * math.sqrt(8))
     update(optimizer, clip_scale(norm, 1.0), 0.01)
     nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-    other = build_optimizer(theirs, Optim(weight_decay=0.1))
+    other = build_optimizer(theirs.parameters(), Optim(weight_decay=0.1))
     for group in other.param_groups:
         group["lr"] = 0.01
     other.step()
@@ -84,7 +84,7 @@ def test_clipping_inside_fused_adamw_equals_clipping_before_it() -> None:
 
 
 def test_vectors_are_not_decayed() -> None:
-    groups = build_optimizer(nn.Linear(3, 2), Optim(weight_decay=0.3)).param_groups
+    groups = build_optimizer(nn.Linear(3, 2).parameters(), Optim(weight_decay=0.3)).param_groups
     decay = {p.dim(): group["weight_decay"] for group in groups for p in group["params"]}
     assert decay == {2: 0.3, 1: 0.0}
 
@@ -101,7 +101,7 @@ def test_adamw_reads_its_settings() -> None:
     ours, theirs = model_with_gradients(0.3), model_with_gradients(0.3)
     theirs.load_state_dict(ours.state_dict())
     options = Optim(beta1=0.5, beta2=0.7, eps=1e-3, weight_decay=0.0)
-    optimizer = build_optimizer(ours, options)
+    optimizer = build_optimizer(ours.parameters(), options)
     other = torch.optim.AdamW(
         theirs.parameters(), lr=0.1, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.0
     )

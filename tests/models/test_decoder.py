@@ -1,6 +1,5 @@
 """The decoder as a whole: shapes, dtypes, tying, initialisation, stage cuts, compilation."""
 
-import copy
 import math
 
 import pytest
@@ -13,6 +12,8 @@ from dtron.errors import ConfigError
 from dtron.models import BACKENDS, MODELS, DecoderConfig, build_model
 from dtron.models.decoder import Decoder, init_parameter
 from dtron.models.dropout import token_keys
+from dtron.parallelisms.stages import cut as split
+from dtron.parallelisms.stages import take_stage
 from tests.models.build import initialized, small_config, tokens, varied
 
 NAMES = list(MODELS)
@@ -134,11 +135,10 @@ def test_initialisation_by_name(name):
 def test_stages_chained_equal_the_whole(name, cut):
     config = small_config(name, n_layers=4, **DROPOUT)
     whole = varied(initialized(name, config))
-    first, last = copy.deepcopy(whole), copy.deepcopy(whole)
-    first.norm = first.head = None
-    last.embed = last.position_embed = None
-    for layer in range(4):
-        del (last if layer < cut else first).blocks[str(layer)]
+    layers = [f"blocks.{layer}" for layer in range(4)]
+    embedding, head = MODELS[name].embedding(config), MODELS[name].head
+    made = split(whole, [[*embedding, *layers[:cut]], [*layers[cut:], *head]])
+    first, last = take_stage(whole, made, 0), take_stage(whole, made, 1)
     kept = {fqn for stage in (first, last) for fqn in stage.state_dict()}
     assert kept == set(whole.state_dict())
     x = tokens()

@@ -30,7 +30,7 @@ from dtron.models.dropout import token_keys
 from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Applied, Passes, apply_passes
-from dtron.parallelisms.fsdp import DTYPES, Policy
+from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES
 from dtron.parallelisms.pipeline import Layout
@@ -133,14 +133,15 @@ def build(case: Case, config: DecoderConfig) -> nn.Module:
 
 def initializer(case: Case, config: DecoderConfig) -> Initializer:
     """Weights under which a mistake shows: attention is far from uniform, gradients of all layers
-    are of one magnitude, no bias is 0 and no gain is 1."""
+    are of one magnitude, no gain is 1 and no bias 0; larger biases would make all tokens alike."""
 
     def fill(fqn: str, full: Tensor, generator: torch.Generator) -> None:
         MODELS[case.model].init_parameter(config, fqn, full, generator)
         if full.dim() > 1:
             full.mul_(4)
         else:
-            full.add_(torch.randn(full.shape, dtype=full.dtype, generator=generator), alpha=0.1)
+            noise = torch.randn(full.shape, dtype=full.dtype, generator=generator)
+            full.add_(noise, alpha=0.01 if fqn.endswith("bias") else 0.1)
 
     return fill
 
@@ -223,12 +224,12 @@ def parallel_run(case: Case) -> dict[str, Any]:
     """The same on one rank of `case.world`, as the Trainer does it."""
     config, layout = case.resolved()
     mesh = Mesh(**case.config().degrees(case.world))
-    applied = _build_model(case, config, layout, mesh)
+    applied = build_parallel(case, config, layout, mesh)
     optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
     policy = Policy.of(case.parallel, mesh)
     execution = build_execution(applied, layout, mesh, policy)
     dropout = SEED if config.dropout or config.attention_dropout else None
-    loss = _build_loss(case, config, mesh)
+    loss = build_loss(case, config, mesh)
     train_step = RecordingStep(execution, applied, mesh, optimizer, loss, MAX_NORM, dropout)
     losses, norms = [], []
     for step in range(case.steps):
@@ -245,7 +246,8 @@ def parallel_run(case: Case) -> dict[str, Any]:
     }
 
 
-def _build_model(case: Case, config: DecoderConfig, layout: Layout | None, mesh: Mesh) -> Applied:
+def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mesh: Mesh) -> Applied:
+    """The model by the passes of the Trainer."""
     spec = MODELS[case.model]
     with torch.device("meta"):
         model = build(case, config)
@@ -265,7 +267,8 @@ def _build_model(case: Case, config: DecoderConfig, layout: Layout | None, mesh:
     return apply_passes(model, mesh, passes)
 
 
-def _build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:
+def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:
+    """The Trainer's loss."""
     loss: Loss = cross_entropy_sum
     if mesh.size("tp") > 1:
         shard = VocabularyShard(config.vocab_size, mesh.rank("tp"), mesh.group("tp"))
@@ -276,13 +279,15 @@ def _build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:
 
 
 def whole(applied: Applied, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Unsharded tensors by name, without padded rows, which must be zero; tied copies are equal."""
+    """Copies of unsharded tensors by name, without padded rows, which must be zero; those of a
+    weight that two stages hold are equal."""
     full: dict[str, Tensor] = {}
     for (name, _), shard in zip(applied.named_parameters(), tensors, strict=True):
-        tensor = shard.full_tensor()  # type: ignore[attr-defined]
+        tensor = shard.full_tensor().clone()  # type: ignore[attr-defined]
         rows = applied.padded_rows.get(name, len(tensor))
         assert not tensor[rows:].any(), f"{name}: padded rows are not zero"
-        assert torch.equal(full.setdefault(name, tensor[:rows]), tensor[:rows]), name
+        first = full.setdefault(name, tensor[:rows])
+        assert torch.equal(first, tensor[:rows]), f"{name}: the copies differ"
     return full
 
 

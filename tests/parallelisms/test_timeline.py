@@ -164,7 +164,7 @@ def drawn(name: str) -> str:
 
 def test_the_table_of_the_documentation() -> None:
     """Rows of `name | v | formula | memory | bubble | memory | bubble | memory`."""
-    text = (DOCS / "schedules.md").read_text()
+    text = (DOCS / "pipeline.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (\d) \|.*?\|.*?\| (.*%.*) \|$", text, re.MULTILINE)
     assert {name for name, _, _ in rows} == set(SCHEDULES)
     for name, v, figures in rows:
@@ -177,7 +177,7 @@ def test_the_examples_of_the_documentation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for code in re.findall(r"```python\n(.*?)```", (DOCS / "schedules.md").read_text(), re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", (DOCS / "pipeline.md").read_text(), re.DOTALL):
         exec(code, {})
     out = capsys.readouterr().out
     assert "embedding + layers 0-6\nlayers 7-14\nlayers 15-22\nlayers 23-29 + head" in out

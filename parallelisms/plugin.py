@@ -1,0 +1,345 @@
+"""The plug-in: parallelism for any nn.Module, in a training loop of one's own.
+
+    parallelize   a whole model, in place; the loop goes on calling it
+    pipeline      a model in stages; `step` runs the micro-batches of a batch through them
+
+Both take the same patterns. `pipeline` also takes a mesh without pp, where it accumulates gradients
+over the micro-batches, so that one script serves every mesh.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtron.config import Compile, Degree, Parallel, Recompute
+from dtron.errors import ConfigError
+from dtron.parallelisms.apply import Applied, Passes, apply_passes
+from dtron.parallelisms.execution import Accumulation, Execution, MicroBatch
+from dtron.parallelisms.fsdp import Policy
+from dtron.parallelisms.gradients import clip_scale, global_norm, scale_or_zero_
+from dtron.parallelisms.initialize import Initializer
+from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, Mesh
+from dtron.parallelisms.pipeline import Layout, Pipeline
+from dtron.parallelisms.placement import Unit
+from dtron.parallelisms.schedules import Schedule, order_of, schedule_of, stage_ranks
+from dtron.parallelisms.stages import cut
+from dtron.parallelisms.tensor import Placements
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Loss = Callable[[Any, Tensor], Tensor]
+"""(output of the model, targets of the micro-batch) -> a scalar."""
+
+# Ranks whose shares make up the loss: those with other data, and those of the other stages.
+_SHARE_AXES: tuple[Degree, ...] = ("pp", *LOSS_AXES)
+
+
+def parallelize(
+    model: AnyModule,
+    mesh: Mesh,
+    *,
+    units: Unit | Sequence[Unit],
+    blocks: str | None = None,
+    placements: Placements | None = None,
+    parallel: Parallel = Parallel(),
+    dtype: str = "bfloat16",
+    recompute: Recompute = Recompute(),
+    compile: Compile = Compile(),
+    init: tuple[int, Initializer] | None = None,
+    convert: Callable[[nn.Module], None] | None = None,
+) -> AnyModule:
+    """Parallelise any module over a mesh, in place, and return it.
+
+        mesh = Mesh(dp_shard=-1, tp=2)
+        model = parallelize(MyModel(), mesh, units="blocks.*", dtype="float32", placements={
+            "blocks.*.up": colwise(), "blocks.*.down": rowwise(), "norm": replicate()})
+
+    Gradients are *summed* over data-parallel ranks: divide a loss that is a mean over a rank's own
+    rows by `mesh.size("dp_replicate", "dp_shard")`. They are complete after each backward.
+
+    Args:
+        units: modules that are gathered together, as patterns (`blocks.*`) or tuples of patterns.
+            What no unit covers is gathered by the root.
+        blocks: pattern of the modules to recompute and compile; by default the pattern in `units`
+            that has a `*`.
+        placements: how modules split over tp: rows of `parallelisms.placement` by pattern, or by
+            tuple of patterns. Every parameter must be covered. Needed where tp > 1.
+        parallel: of its keys `zero`, `reduce`, `reduce_dtype` and `prefetch` act here; the degrees
+            are the mesh's. Under gradient accumulation call `begin_micro_batch` before each
+            forward.
+        dtype: dtype of computation; parameters keep theirs.
+        init: (seed, initializer) draws the weights of a model built on the meta device; without it
+            the module's own weights and buffers are kept: rank 0's, on all ranks.
+        convert: a pass over the unsharded model that comes first (float8).
+
+    Raises:
+        PlacementError: a pattern matches nothing, a parameter is covered by no row or shared by
+            modules of different units, or tp does not divide what a row splits.
+        ConfigError: pp > 1 (use `pipeline`), an axis of the mesh is not built yet, or a model on
+            the meta device comes without `init`.
+    """
+    if mesh.size("pp") > 1:
+        raise ConfigError(f"pp = {mesh.size('pp')}: parallelize takes whole models; use pipeline")
+    passes = Passes(
+        units,
+        blocks,
+        placements,
+        parallel,
+        dtype,
+        recompute,
+        compile,
+        init,
+        convert,
+        keep_rng=True,
+    )
+    apply_passes(model, mesh, passes)
+    return model
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    units: Unit | Sequence[Unit],
+    stages: Sequence[Sequence[str]] = (),
+    schedule: str = "1F1B",
+    blocks: str | None = None,
+    placements: Placements | None = None,
+    parallel: Parallel = Parallel(),
+    dtype: str = "bfloat16",
+    recompute: Recompute = Recompute(),
+    compile: Compile = Compile(),
+    init: tuple[int, Initializer] | None = None,
+    convert: Callable[[nn.Module], None] | None = None,
+) -> "PipelinedModel":
+    """Cut any module into stages and parallelise each over the other axes of the mesh.
+
+        stages = [["embed", "blocks.[01]"], ["blocks.[23]", "norm", "head"]]
+        model = pipeline(MyModel(), Mesh(pp=2), stages=stages, units="blocks.*")
+        loss = model.step(x, y, cross_entropy, micro_batches=8)
+
+    Every rank runs the model's own forward with the modules of other stages left out: such a module
+    gives back its first tensor. So the forward has to hand one tensor from stage to stage, what it
+    computes between them must be right for hidden states as well (a mask made from their shape is),
+    and what must happen once (an embedding, a pooling, dropout) is a module that a stage names.
+
+    Args:
+        stages: patterns of the modules of each stage, in the order of the forward; as many stages a
+            rank as the schedule takes. Modules that no stage names are in all. Where the mesh has
+            pp = 1 the model stays whole.
+        schedule: a row of `parallelisms.schedules.SCHEDULES`.
+        units, blocks, placements, parallel, dtype, recompute, compile, init, convert: as for
+            `parallelize`.
+
+    Raises:
+        PlacementError: as `parallelize`; a module in two stages, or a parameter in none.
+        ConfigError: pp > 1 without stages, a number of stages that the schedule does not take, an
+            unknown schedule.
+    """
+    pieces = [(stage,) if isinstance(stage, str) else tuple(stage) for stage in stages]
+    if pieces:
+        cut(model, pieces)  # checks the patterns on every mesh
+    row = schedule_of(schedule)
+    layout = _layout(pieces, schedule, row, mesh.size("pp"))
+    passes = Passes(
+        units,
+        blocks,
+        placements,
+        parallel,
+        dtype,
+        recompute,
+        compile,
+        init,
+        convert,
+        layout=layout,
+        replicas="step",
+        keep_rng=True,
+    )
+    applied = apply_passes(model, mesh, passes)
+    policy = Policy.of(parallel, mesh)
+    if layout is None:
+        whole = Accumulation(applied.parts[0], policy, torch.device(mesh.device_type))
+        return PipelinedModel(applied, whole, mesh, None)
+    staged = Pipeline(applied.parts, layout, mesh, policy, applied.deferred)
+    return PipelinedModel(applied, staged, mesh, schedule)
+
+
+def _layout(stages: Sequence[tuple[str, ...]], name: str, row: Schedule, pp: int) -> Layout | None:
+    """Which rank holds which stage, and the schedule's order; None for a model that is not cut."""
+    if pp == 1:
+        return None
+    if not stages:
+        raise ConfigError(
+            f"pp = {pp} needs `stages`: the modules of each stage, such as "
+            '[["embed", "blocks.0"], ["blocks.1", "norm", "head"]]'
+        )
+    if () in stages:
+        raise ConfigError(f"stage {list(stages).index(())} names no module; give each stage some")
+    v, rest = divmod(len(stages), pp)
+    least, most = row.stages
+    if rest or v < least or (most is not None and v > most):
+        takes = f"{least}" if least == most else f"{least} or more"
+        raise ConfigError(
+            f"{len(stages)} stages on pp = {pp} ranks: schedule {name!r} takes {takes} a rank; "
+            f"give {pp * least} stages"
+        )
+    order = functools.partial(order_of, name, pp, v)
+    return Layout(tuple(stages), stage_ranks(row.placement, pp, v), order, row.splits_backward)
+
+
+class PipelinedModel:
+    """This rank's stages of a model, and what runs them. Made by `pipeline`.
+
+    Attributes:
+        parts: this rank's stages as modules, by number; {0: the model} where it is not cut.
+        mesh: the mesh it is parallelised over.
+    """
+
+    def __init__(
+        self, applied: Applied, execution: Execution, mesh: Mesh, schedule: str | None
+    ) -> None:
+        self.parts, self.mesh = applied.parts, mesh
+        self._applied, self._execution, self._schedule = applied, execution, schedule
+
+    def step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        loss: Loss,
+        *,
+        micro_batches: int = 1,
+        divide_by: Tensor | float | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Forward and backward of this rank's batch; afterwards every `.grad` is complete.
+
+        Call it once between two `zero_grad`: it completes gradients, and must not complete them
+        again.
+
+        Args:
+            inputs: (B, ...), the model's first argument, equal on all pp and tp ranks.
+            targets: (B, ...), what the loss compares the output with.
+            loss: (output, targets) of a micro-batch of B / micro_batches rows -> a scalar.
+            micro_batches: parts of equal size that B rows are cut into.
+            divide_by: what the sum of all losses, over micro-batches and data-parallel ranks, is
+                divided by. Without it their number: right for a loss that is a mean, where every
+                micro-batch has equally many targets. Where they differ (missing labels), give a
+                summed loss and the global number of targets.
+            others: further arguments of the model. Tensors of B rows are cut with the batch, all
+                else goes whole to every micro-batch.
+
+        Returns:
+            The loss of the global batch, float64, equal on every rank.
+
+        Raises:
+            ConfigError: a number of micro-batches that does not divide B, or that the schedule does
+                not take.
+        """
+        batches, labels = self._split(inputs, targets, micro_batches, others, train=True)
+        count = self._count(micro_batches) if divide_by is None else divide_by
+
+        def share(output: Any, i: int) -> Tensor:
+            return loss(output, labels[i]) / count
+
+        total = self._execution.train(batches, share)
+        self._applied.complete_gradients(self.mesh)
+        return self._sum(total)
+
+    def evaluate(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        loss: Loss,
+        *,
+        micro_batches: int = 1,
+        divide_by: Tensor | float | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """The loss of a batch in evaluation mode, without gradients; see `step`."""
+        batches, labels = self._split(inputs, targets, micro_batches, others, train=False)
+        count = self._count(micro_batches) if divide_by is None else divide_by
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
+
+        def add(output: Any, i: int) -> None:
+            total.add_(loss(output, labels[i]) / count)
+
+        training = {stage: part.training for stage, part in self.parts.items()}
+        with self._applied.evaluating():
+            self._execution.evaluate(batches, add)
+        for stage, part in self.parts.items():
+            part.train(training[stage])
+        return self._sum(total)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale all gradients to a global norm of at most `max_norm`; 0 scales nothing. If the norm
+        is not finite, gradients become zero.
+
+        Returns:
+            The norm before, a scalar on the device, equal on every rank.
+        """
+        norm = global_norm(self.parameters(), self.mesh, self._applied.shared.copies)
+        scale_or_zero_(self.parameters(), clip_scale(norm, max_norm))
+        return norm
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of this rank's stages, as DTensors: what an optimizer takes."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the whole model, parameter); see `Applied.named_parameters`."""
+        return self._applied.named_parameters()
+
+    def train(self, mode: bool = True) -> "PipelinedModel":
+        """All of this rank's stages into training mode."""
+        for part in self.parts.values():
+            part.train(mode)
+        return self
+
+    def eval(self) -> "PipelinedModel":
+        """All of this rank's stages into evaluation mode."""
+        return self.train(False)
+
+    def _count(self, micro_batches: int) -> int:
+        return micro_batches * self.mesh.size(*BATCH_AXES)
+
+    def _sum(self, share: Tensor) -> Tensor:
+        dist.all_reduce(share, group=self.mesh.group(*_SHARE_AXES))
+        return share
+
+    def _split(
+        self, inputs: Tensor, targets: Tensor, n: int, others: Mapping[str, Any], train: bool
+    ) -> tuple[list[MicroBatch], Sequence[Tensor]]:
+        rows = len(inputs)
+        if len(targets) != rows:
+            raise ConfigError(f"inputs have {rows} rows and targets {len(targets)}; give as many")
+        if n < 1 or rows % n:
+            legal = ", ".join(str(m) for m in range(1, rows + 1) if rows % m == 0)
+            raise ConfigError(
+                f"micro_batches = {n} does not cut a rank's batch of {rows} rows into equal parts; "
+                f"use {legal}"
+            )
+        if train and self._schedule is not None:
+            self._check_schedule(self._schedule, n)
+
+        def parts(x: Any) -> Sequence[Any]:
+            cuts = isinstance(x, Tensor) and x.dim() > 0 and len(x) == rows
+            return x.chunk(n) if cuts else [x] * n
+
+        cut_others = {name: parts(x) for name, x in others.items()}
+        batches: list[MicroBatch] = [
+            (x, {name: values[i] for name, values in cut_others.items()})
+            for i, x in enumerate(inputs.chunk(n))
+        ]
+        return batches, targets.chunk(n)
+
+    def _check_schedule(self, name: str, n: int) -> None:
+        rule, pp = schedule_of(name).micro_batches, self.mesh.size("pp")
+        if not rule.holds(pp, n):
+            legal = " or ".join(map(str, rule.nearest(pp, n)))
+            raise ConfigError(
+                f"micro_batches = {n}: schedule {name!r} takes {rule.text} (pp = {pp}); the "
+                f"nearest is {legal}"
+            )

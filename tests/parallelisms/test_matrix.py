@@ -1,0 +1,272 @@
+"""Every model in every layout of 1, 2, 4 and 8 ranks equals one process, or is refused.
+
+    pytest -m matrix tests/parallelisms/test_matrix.py
+
+runs all of it and writes docs/parity.md. What is refused is known without running anything, so that
+the default run compares it with the committed counts.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtron.config import Compile, Parallel, Recompute
+from dtron.models import MODELS
+from dtron.parallelisms.schedules import SCHEDULES
+from tests.parallelisms.parity import TOLERANCE, Case, Outcome, run_batch
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
+WORLDS = (1, 2, 4, 8)
+SEQUENCES = 16
+BATCH = 6  # cases a launch
+WIDTHS: dict[str, dict[str, Any]] = {
+    "llama": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
+    "qwen3": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
+    "gpt": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
+}
+# What the whole matrix has to give: how many pass, and how many each rule refuses.
+EXPECTED: dict[str, int] = {
+    "passed": 656,
+    "model.override.vocab_size = 67 is padded for parallel.tp = 2 and then sharded by"
+    " width, but the 4 ranks of parallel.dp_shard do not divide model.dim = 34; use a"
+    " dp_shard that does, or a vocab_size that tp divides": 3,
+    "parallel.pp x parallel.stages_per_rank = 16 stages, but a model of 5 layers "
+    "fills 1 to 7: one a layer, one the embedding and one the head": 3,
+    'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, '
+    "which is zero = 2; use one of the two": 3,
+    "parallel.sequence_parallel splits train.seq_len = 14 over parallel.tp = 4; use a"
+    " multiple of 4 such as 12, or parallel.sequence_parallel = false": 3,
+    "parallel.tp = 4 does not divide model.n_kv_heads = 2; use 1, 2": 3,
+    "parallel.tp = 8 does not divide model.n_kv_heads = 4; use 1, 2, 4": 4,
+    "train.global_batch / (data-parallel ranks x train.micro_batch) = 8 micro-"
+    "batches: parallel.schedule = 'DualPipeV' takes at least 2 x parallel.pp micro-"
+    "batches (parallel.pp = 8); the nearest is 16": 3,
+    "train.global_batch / (data-parallel ranks x train.micro_batch) = 9 micro-"
+    "batches: parallel.schedule = 'Interleaved1F1B' takes micro-batches in max(1, "
+    "micro-batches // parallel.pp) rounds of equal size (parallel.pp = 4); the "
+    "nearest is 8 or 10": 3,
+    "train.global_batch = 16 is not a multiple of 8 data-parallel ranks x "
+    "train.micro_batch = 4; use 32": 3,
+}
+
+
+def layouts(world: int) -> Iterator[Parallel]:
+    """Every layout of this many ranks, legal or not."""
+    degrees = [n for n in WORLDS if n <= world]
+    for pp, replicas, shards, tp in itertools.product(degrees, repeat=4):
+        if pp * replicas * shards * tp != world:
+            continue
+        for whole_sequence in (False, True) if tp > 1 else (False,):
+            for schedule in SCHEDULES if pp > 1 else ("1F1B",):
+                yield Parallel(
+                    pp=pp,
+                    schedule=schedule,
+                    dp_replicate=replicas,
+                    dp_shard=shards,
+                    tp=tp,
+                    sequence_parallel=not whole_sequence,
+                )
+
+
+def in_grid(model: str, parallel: Parallel, **more: Any) -> Case:
+    """A case with as many layers as the stages need, and two micro-batches a pipeline rank.
+
+    Stages are not equally deep: 5 layers fill 2 and 4 of them, 7 fill 8, and 14 fill 16.
+    """
+    data_ranks = parallel.dp_replicate * parallel.dp_shard
+    stages = SCHEDULES[parallel.schedule].default_stages * parallel.pp
+    n_layers = 5 if stages <= 4 else 7 if stages == 8 else 14
+    settings: dict[str, Any] = {
+        "sequences": SEQUENCES,
+        "micro_batch": max(1, SEQUENCES // (2 * parallel.pp * data_ranks)),
+        "steps": 2,
+        **more,
+    }
+    settings["override"] = {**WIDTHS[model], "n_layers": n_layers, **more.get("override", {})}
+    world = parallel.pp * data_ranks * parallel.tp
+    return Case(model, world, parallel, **settings)
+
+
+def in_samples(model: str) -> list[Case]:
+    """Recomputation, compilation and the other settings, on layouts of all kinds."""
+
+    def on(parallel: dict[str, Any], **more: Any) -> Case:
+        return in_grid(model, Parallel(**{"dp_shard": 1, **parallel}), **more)
+
+    layouts: list[dict[str, Any]] = [
+        {"dp_shard": 2, "tp": 2},
+        {"pp": 2, "tp": 2},
+        {"pp": 2, "dp_shard": 2, "schedule": "ZBVZeroBubble"},
+        {"pp": 2, "tp": 2, "schedule": "InterleavedZeroBubble", "sequence_parallel": False},
+    ]
+    everywhere: list[dict[str, Any]] = [
+        {"recompute": Recompute(mode="full")},
+        {"recompute": Recompute(mode="selective", every=2)},
+        {"compile": Compile(enable=True, backend="aot_eager")},
+        {"override": {"dropout": 0.1, "attention_dropout": 0.1}},
+        {"override": {"tied": True}},
+        {"override": {"tied": False}},
+        {"documents": True},
+        {"dtype": "float64"},
+    ]
+    zero: list[dict[str, Any]] = [{"zero": 1}, {"zero": 2}, {"zero": 2, "reduce": "step"}]
+    zero += [{"zero": 3, "reduce": "step"}, {"zero": 3, "prefetch": 2}]
+    sharded: list[dict[str, Any]] = [
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"pp": 2, "dp_shard": 2, "schedule": "DualPipeV"},
+        {"pp": 2, "dp_replicate": 2, "schedule": "Interleaved1F1B"},
+    ]
+    deep = {"pp": 8, "schedule": "InterleavedZeroBubble"}
+    return [
+        *[on(layout, **more) for more in everywhere for layout in layouts],
+        *[on({**layout, **keys}) for keys in zero for layout in sharded],
+        on(layouts[3], compile=Compile(enable=True, backend="aot_eager"), recompute=FULL),
+        on({"pp": 8}, micro_batch=2),
+        on({**deep, "schedule": "DualPipeV"}, micro_batch=2),
+        on({"pp": 4, "schedule": "Interleaved1F1B"}, sequences=9, micro_batch=1),
+        on(deep, override={"n_layers": 5}),
+        on({"dp_shard": 8}, micro_batch=4),
+        on({"tp": 4}, seq_len=14),
+        on({"tp": 4}, seq_len=14, override={"n_kv_heads": 2}),
+        on({"tp": 4, "sequence_parallel": False}, seq_len=14),
+        on({"tp": 2, "dp_shard": 4}, override={"dim": 34, "head_dim": 4}),
+        on({"dp_shard": 4, "zero": 1, "reduce": "micro_batch"}),
+    ]
+
+
+FULL = Recompute(mode="full")
+GRID = [in_grid(m, p) for w in WORLDS for p in layouts(w) for m in MODELS]
+SAMPLES = [case for model in MODELS for case in in_samples(model)]
+CASES = [*GRID, *SAMPLES]
+
+
+@cache
+def refusals() -> dict[str, str]:
+    """The rule that refuses a case, by case."""
+    return {str(case): refusal for case in CASES if (refusal := case.refusal())}
+
+
+@cache
+def batches() -> list[list[Case]]:
+    """Cases to run, those of one world size together."""
+    legal = [case for case in CASES if str(case) not in refusals()]
+    found = []
+    for world in WORLDS:
+        of_world = [case for case in legal if case.world == world]
+        found += [of_world[i : i + BATCH] for i in range(0, len(of_world), BATCH)]
+    return found
+
+
+_OUTCOMES: dict[str, Outcome] = {}
+
+
+def outcome(case: Case) -> Outcome:
+    """What became of a legal case; runs its batch if that has not been run."""
+    if str(case) not in _OUTCOMES:
+        (batch,) = [batch for batch in batches() if case in batch]
+        _OUTCOMES.update(zip(map(str, batch), run_batch(batch), strict=True))
+    return _OUTCOMES[str(case)]
+
+
+def test_every_case_is_another_one() -> None:
+    assert len({str(case) for case in CASES}) == len(CASES)
+    assert len(GRID) == len(MODELS) * (1 + 11 + 44 + 114)
+
+
+def test_what_is_refused() -> None:
+    counts = Counter(refusals().values())
+    assert {k: v for k, v in EXPECTED.items() if k != "passed"} == counts
+    assert EXPECTED["passed"] == len(CASES) - counts.total()
+
+
+def test_tolerances_are_not_loosened() -> None:
+    assert TOLERANCE == {"float32": 1e-5, "float64": 1e-10}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", [case for batch in batches() for case in batch], ids=str)
+def test_equals_one_process(case: Case) -> None:
+    wrong = outcome(case).wrong(case)
+    assert not wrong, "; ".join(wrong)
+
+
+@pytest.mark.matrix
+def test_document() -> None:
+    """Written whatever came out: what fails is told there, too."""
+    failed = [str(c) for batch in batches() for c in batch if outcome(c).wrong(c)]
+    DOCUMENT.write_text(document(len(failed)))
+    assert not failed
+    assert EXPECTED["passed"] == sum(map(len, batches()))
+
+
+def document(n_failed: int) -> str:
+    """docs/parity.md."""
+    rules = Counter(refusals().values())
+    letters = {rule: chr(ord("a") + i) for i, rule in enumerate(sorted(rules))}
+    counts = {"passed": sum(map(len, batches())) - n_failed, "**failed**": n_failed}
+    counts |= {f"**{letter}** {rule}": rules[rule] for rule, letter in letters.items()}
+    lines = [HEAD.format(torch=torch.__version__.split("+")[0]), "| outcome | tuples |"]
+    lines += ["| --- | --- |", *(f"| {what} | {n} |" for what, n in counts.items() if n)]
+    lines += ["", "## Layouts", ""]
+    lines += _table([*LAYOUT_COLUMNS, *MODELS], _layout_rows(letters))
+    lines += ["", "## Other settings", "", SAMPLES_HEAD, ""]
+    lines += _table(["ranks, settings", *MODELS], _sample_rows(letters))
+    return "\n".join(lines) + "\n"
+
+
+LAYOUT_COLUMNS = ["ranks", "pp", "dp_replicate", "dp_shard", "tp", "sequence", "schedule"]
+HEAD = """# Parity
+
+Every model in every layout of 1, 2, 4 and 8 ranks over pp, dp_replicate, dp_shard and tp, with and
+without sequence parallelism and with every pipeline schedule, against plain PyTorch in one process:
+loss, every parameter's gradient, gradient norm before clipping, and parameters after two steps of
+SGD in which clipping acts. Written by
+
+    pytest -m matrix tests/parallelisms/test_matrix.py
+
+with torch {torch} on CPUs (gloo). A number is the largest deviation of a tuple: over all tensors,
+||g - g_ref|| / max(||g_ref||, 1e-3 ||all g_ref|| / sqrt(n)), and over losses and norms the relative
+error. It passes up to 1e-5 in float32 and up to 1e-10 in float64. A letter is the rule that refuses
+the tuple before any process starts. Any other outcome fails the test, as do other counts than
+these:
+"""
+SAMPLES_HEAD = """Recomputation, compilation, ZeRO stages and the rest, on some of the layouts; what
+a name leaves out is the default."""
+
+
+def _layout_rows(letters: dict[str, str]) -> Iterator[list[str]]:
+    for first in range(0, len(GRID), len(MODELS)):
+        cases = GRID[first : first + len(MODELS)]
+        p = cases[0].parallel
+        sequence = "-" if p.tp == 1 else "split" if p.sequence_parallel else "whole"
+        degrees = [cases[0].world, p.pp, p.dp_replicate, p.dp_shard, p.tp]
+        schedule = p.schedule if p.pp > 1 else "-"
+        yield [*map(str, degrees), sequence, schedule, *[_shown(c, letters) for c in cases]]
+
+
+def _sample_rows(letters: dict[str, str]) -> Iterator[list[str]]:
+    for cases in zip(*map(in_samples, MODELS), strict=True):
+        first = cases[0]
+        widths = "".join(f"-{key}={value}" for key, value in WIDTHS[first.model].items())
+        name = str(first).removeprefix(f"{first.model}-").replace(widths, "")
+        yield [name.replace("-", " "), *[_shown(case, letters) for case in cases]]
+
+
+def _shown(case: Case, letters: dict[str, str]) -> str:
+    if str(case) in refusals():
+        return f"**{letters[refusals()[str(case)]]}**"
+    if outcome(case).wrong(case):
+        return "**failed**"
+    return f"{outcome(case).worst:.0e}".replace("e-0", "e-")
+
+
+def _table(columns: Sequence[str], rows: Iterator[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{' --- |' * len(columns)}"
+    yield from (f"| {' | '.join(row)} |" for row in rows)

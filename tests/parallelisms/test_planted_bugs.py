@@ -1,0 +1,217 @@
+"""Mistakes that parallel training can make, planted one by one: each has to turn parity red.
+
+A bug replaces one function in every rank. What deviates is compared with what the bug spoils, so
+that a case does not turn red for another reason.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Shard
+
+from dtron import loss, step
+from dtron.config import Parallel
+from dtron.data import Batch
+from dtron.parallelisms import apply, tensor
+from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.deferred import WeightGradients
+from dtron.parallelisms.gradients import local_gradients
+from dtron.parallelisms.mesh import Mesh
+from dtron.parallelisms.stages import SharedWeights
+from tests.harness import run_ranks
+from tests.parallelisms.parity import Case, Outcome, deviations, parallel_run
+
+
+def replicas_not_reduced() -> None:
+    """Norms see a part of the tokens; their gradients stay parts."""
+    apply.reduce_replicas = lambda _parameters, _group: None
+
+
+def tied_gradient_dropped() -> None:
+    """The first stage learns nothing of the head's gradient, and the last of the embedding's."""
+    SharedWeights.sum_gradients = lambda _self, _group: None  # type: ignore[method-assign]
+
+
+def local_divisor() -> None:
+    """The loss is a mean over the rank's own tokens, as cp would be without its scale."""
+
+    def count(_self: Any, batches: list[Batch]) -> Tensor:
+        return torch.stack([loss.count_labels(batch.labels) for batch in batches]).sum().clamp(1)
+
+    step.TrainStep._count = count  # type: ignore[method-assign]
+
+
+def loss_of_every_tp_rank() -> None:
+    """Ranks that share a token each count it, as with a loss that is not scaled."""
+    backward = loss._SplitCrossEntropy.backward
+
+    def scaled(ctx: Any, grad: Tensor) -> Any:
+        return backward(ctx, grad * ctx.vocabulary.group.size())
+
+    loss._SplitCrossEntropy.backward = staticmethod(scaled)  # type: ignore[method-assign]
+
+
+def replicas_reduced_twice() -> None:
+    """Gradients that are whole already are summed over dp_replicate once more."""
+    complete = Applied.complete_gradients
+
+    def twice(self: Applied, mesh: Mesh) -> None:
+        complete(self, mesh)
+        for gradient in local_gradients(p for _, p in self.named_parameters()):
+            dist.all_reduce(gradient, group=mesh.group("dp_replicate"))
+
+    Applied.complete_gradients = twice  # type: ignore[method-assign]
+
+
+def copies_summed() -> None:
+    """Norms whose gradients are whole on each tp rank are summed over tp as if they were parts."""
+    tensor._PARTIAL = (*tensor._PARTIAL, "replicate")
+
+
+def tied_gradient_summed_twice() -> None:
+    """As if both holders of a tied weight had the sum already."""
+    summed = SharedWeights.sum_gradients
+
+    def twice(self: SharedWeights, group: dist.ProcessGroup) -> None:
+        summed(self, group)
+        summed(self, group)
+
+    SharedWeights.sum_gradients = twice  # type: ignore[method-assign]
+
+
+def activations_not_reduced(in_backward: bool) -> None:
+    """The ranks' products stay parts of a sum: after wo and down, or before q, k, v, gate, up."""
+    all_reduce = Partial._reduce_value
+
+    def reduce(self: Partial, value: Tensor, *args: Any) -> Tensor:
+        # autograd numbers the backward that is running; -1: none is
+        running = torch._C._current_graph_task_id() >= 0
+        return value if running == in_backward else all_reduce(self, value, *args)
+
+    Partial._reduce_value = reduce  # type: ignore[method-assign]
+
+
+def activations_not_reduce_scattered(in_backward: bool) -> None:
+    """Under sequence parallelism a rank takes its tokens of its own part of the sum."""
+    reduce_scatter = Partial._reduce_shard_value
+
+    def reduce(self: Partial, value: Tensor, mesh: Any, mesh_dim: int, spec: Shard) -> Tensor:
+        if (torch._C._current_graph_task_id() >= 0) != in_backward:
+            return reduce_scatter(self, value, mesh, mesh_dim, spec)
+        return value.chunk(mesh.size(mesh_dim), spec.dim)[mesh.get_local_rank(mesh_dim)]
+
+    Partial._reduce_shard_value = reduce  # type: ignore[method-assign]
+
+
+def dropout_keys_of_first_rank() -> None:
+    """All ranks drop what belongs to the first part of the sequence."""
+
+    def cut(module: nn.Module, mesh: Any, row: tensor.Row) -> None:
+        def part(_module: nn.Module, args: tuple) -> tuple:
+            cuts = row.split
+            return tuple(
+                x.chunk(mesh.size(), 1)[0] if i in cuts and isinstance(x, Tensor) else x
+                for i, x in enumerate(args)
+            )
+
+        module.register_forward_pre_hook(part)
+
+    tensor._cut_arguments = cut
+
+
+def weight_gradient_dropped() -> None:
+    """A schedule forgets the W of one micro-batch."""
+    run = WeightGradients.run
+
+    def most(self: WeightGradients, key: Hashable) -> None:
+        if key == 1:
+            self._queues.pop(key)
+        else:
+            run(self, key)
+
+    WeightGradients.run = most  # type: ignore[method-assign]
+
+
+def padding_not_masked() -> None:
+    """Padded columns of the logits take part in the softmax."""
+    loss._masked = lambda logits, _vocabulary: loss._wide(logits)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A mistake, where it shows, and what it has to spoil."""
+
+    plant: Callable[[], None]
+    case: Case
+    spoils: str
+    """Pattern of everything that deviates in the first backward, or of the assertion that fails."""
+
+    def __str__(self) -> str:
+        plant = self.plant
+        if isinstance(plant, functools.partial):
+            return (
+                f"{plant.func.__name__}-{'-'.join(f'{k}={v}' for k, v in plant.keywords.items())}"
+            )
+        return plant.__name__
+
+
+TP = Case("llama", 2, Parallel(tp=2), sequences=4)
+WHOLE = Case("llama", 2, Parallel(tp=2, sequence_parallel=False), sequences=4)
+LOOP = Case("gpt", 2, Parallel(pp=2, schedule="Interleaved1F1B"), sequences=4)
+V = Case("gpt", 2, Parallel(pp=2, schedule="ZBVZeroBubble"), sequences=4)
+PADDED = Case("llama", 2, Parallel(tp=2), sequences=4, override={"tied": True})
+DROPPED = Case("gpt", 2, Parallel(tp=2), sequences=4, override={"dropout": 0.2})
+NORMS = r"gradient (blocks\.\d+\.(attn|ffn)_norm|norm)\.weight"
+LINEARS = r"gradient (blocks\.\d+\.(attn\.w[qkvo]|ffn\.(up|down))|embed)\.weight"  # tied head
+EVERYTHING = r"gradient .*"
+ALSO_LOSS = r"loss 0|gradient .*"
+
+BUGS = [
+    Bug(replicas_not_reduced, TP, NORMS),
+    Bug(tied_gradient_dropped, LOOP, r"gradient embed\.weight"),
+    Bug(tied_gradient_dropped, V, r".*embed\.weight: the copies differ"),
+    Bug(tied_gradient_summed_twice, LOOP, r"gradient embed\.weight"),
+    Bug(local_divisor, Case("llama", 2, sequences=4), ALSO_LOSS),
+    Bug(local_divisor, Case("llama", 4, Parallel(pp=2), sequences=4), ALSO_LOSS),
+    Bug(loss_of_every_tp_rank, TP, EVERYTHING),
+    Bug(replicas_reduced_twice, Case("qwen3", 2, Parallel(dp_replicate=2)), EVERYTHING),
+    Bug(copies_summed, WHOLE, NORMS),
+    Bug(functools.partial(activations_not_reduced, in_backward=False), WHOLE, ALSO_LOSS),
+    Bug(functools.partial(activations_not_reduced, in_backward=True), WHOLE, EVERYTHING),
+    Bug(functools.partial(activations_not_reduce_scattered, in_backward=False), TP, ALSO_LOSS),
+    Bug(functools.partial(activations_not_reduce_scattered, in_backward=True), TP, EVERYTHING),
+    Bug(dropout_keys_of_first_rank, DROPPED, ALSO_LOSS),
+    Bug(weight_gradient_dropped, V, LINEARS),
+    Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
+]
+
+
+def run_with(plant: Callable[[], None], case: Case) -> dict[str, Any]:
+    """On one rank, which ends afterwards: nothing is put back."""
+    plant()
+    return parallel_run(case)
+
+
+def spoiled(bug: Bug) -> list[str]:
+    """What deviates in the first backward, or the assertion that fails in a rank."""
+    try:
+        ranks = run_ranks(bug.case.world, run_with, bug.plant, bug.case)
+    except AssertionError as error:
+        return [str(error).splitlines()[-1]]
+    wrong = Outcome(deviations(bug.case, ranks)).wrong(bug.case)
+    names = [line.rsplit(": ", 1)[0] for line in wrong]
+    return [name for name in names if name.startswith(("loss 0", "gradient "))]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug}-{bug.case}")
+def test_planted_bug_turns_parity_red(bug: Bug) -> None:
+    found = spoiled(bug)
+    assert any(what != "loss 0" for what in found), "no gradient deviates"
+    assert not [what for what in found if not re.fullmatch(bug.spoils, what)]

@@ -1,0 +1,73 @@
+"""What the model, the batch or the machine do not fit is refused, with what they do fit."""
+
+import pytest
+import torch
+
+from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.preflight import check_layout, preflight
+from dtron.runtime import Place
+
+BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}
+
+
+def config(world: int = 4, **parallel: object) -> RunConfig:
+    return RunConfig.of({**BASE, "parallel": parallel})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "message"),
+    [
+        ({"tp": 3}, 3, "does not divide model.n_heads = 8; use 1, 2, 4"),
+        ({"tp": 8}, 8, "does not divide model.n_kv_heads = 4; use 1, 2, 4"),
+        ({"pp": 2, "schedule": "1F1b"}, 2, "did you mean 1F1B"),
+        ({"pp": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 3}, 2, "takes exactly 2"),
+        ({"pp": 4, "schedule": "DualPipeV", "dp_shard": 2}, 8, "the nearest is 8"),
+        ({"pp": 8, "schedule": "Interleaved1F1B"}, 8, "fills 1 to 10"),
+        ({"pp": 2, "pp_layout": [4, 5]}, 2, "parallel.pp_layout"),
+        ({"pp": 2, "pp_layout": "Ett|L"}, 2, "layers (t)"),
+        ({"pp": 2, "schedule": "missing.csv"}, 2, "missing.csv"),
+        ({"tp": 2, "async_tp": True, "sequence_parallel": False}, 2, "set it to true"),
+        ({"tp": 2, "pp": 2, "async_tp": True, "schedule": "ZBVZeroBubble"}, 4, "Interleaved1F1B"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(parallel: dict, world: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_layout(config(**parallel), world)
+    assert message in str(error.value)
+
+
+def test_sequences_that_tp_does_not_divide() -> None:
+    odd = RunConfig.of({**BASE, "train": {"global_batch": 8, "seq_len": 63}, "parallel": {"tp": 2}})
+    with pytest.raises(ConfigError, match=r"such as 62, or parallel.sequence_parallel = false"):
+        check_layout(odd, 2)
+    whole = odd.model_copy(
+        update={"parallel": odd.parallel.model_copy(update={"sequence_parallel": False})}
+    )
+    check_layout(whole, 2)
+
+
+@pytest.mark.parametrize("keys", [{"tp": 2, "async_tp": True}, {"high_priority": ["dp_shard"]}])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_what_needs_gpus(keys: dict) -> None:
+    place = Place(rank=0, local_rank=0, world_size=2)
+    with pytest.raises(ConfigError, match="needs GPUs; this machine has none"):
+        preflight(config(**keys), place)
+
+
+def test_the_head_weighs_as_it_multiplies() -> None:
+    large = RunConfig.of(
+        {
+            "model": {"name": "llama", "size": "8b"},
+            "train": {"global_batch": 8, "seq_len": 8192},
+            "parallel": {"pp": 2, "schedule": "ZBVZeroBubble"},
+        }
+    )
+    _, layout = check_layout(large, 2)
+    assert layout is not None
+    assert [sum(name.startswith("blocks") for name in stage) for stage in layout.stages] == [
+        9,
+        8,
+        9,
+        6,
+    ]
