@@ -193,14 +193,17 @@ class Checkpointer:
         }
 
     def _stored(self, held: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The same tensors as they are stored: views, by name; of tied weights one."""
-        model = {self.names[k]: self._unpadded(self.names[k], v) for k, v in held["model"].items()}
-        optimizer = {}
+        """The same tensors as they are stored: views, by name; of a tied weight the first."""
+        model: dict[str, Any] = {}
+        for fqn, value in held["model"].items():
+            name = self.names[fqn]
+            model.setdefault(name, self._unpadded(name, value))
+        optimizer: dict[str, Any] = {}
         for key, value in held["optimizer"].items():
             kind, fqn, slot = _parts_of(key)
             if kind == "state":
                 name = self.names[fqn]
-                optimizer[f"state.{name}.{slot}"] = self._unpadded(name, value)
+                optimizer.setdefault(f"state.{name}.{slot}", self._unpadded(name, value))
         return {"model": model, "optimizer": optimizer}
 
     def _unpadded(self, name: str, value: Any) -> Any:

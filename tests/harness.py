@@ -47,7 +47,9 @@ def run_ranks(
         pipes, processes = [], []
         for rank in range(n):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, n, store, theirs, body, args, seconds))
+            process = context.Process(
+                target=_rank, args=(rank, n, store, theirs, body, args, seconds)
+            )
             process.start()
             theirs.close()
             pipes.append(ours)

@@ -73,6 +73,9 @@ LAYOUTS = [
     (4, {"parallel__dp_replicate": 2}),
     (4, {"parallel__dp_replicate": 4, "train__micro_batch": 1}),
     (2, {"parallel__zero": 1}),
+    (2, {"parallel__tp": 2}),
+    (4, {"parallel__tp": 2, "parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble"}),
+    (2, {"parallel__pp": 2, "parallel__pp_layout": "Ett|L", "train__micro_batch": 4}),
 ]
 
 
@@ -151,6 +154,35 @@ def test_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
     run_ranks(4, fit, tiny(split, parallel__dp_replicate=2, **changes))
     assert losses(split) == pytest.approx(losses(whole), rel=1e-4)
     assert (split / "config-1.toml").exists()
+
+
+def test_checkpoints_walk_through_tensor_and_pipeline_layouts(tmp_path: Path) -> None:
+    """Tied weights and a vocabulary that tp pads; the optimizer's moments come along."""
+    model = {
+        "model__name": "gpt",
+        "model__override.n_kv_heads": 4,
+        "model__override.vocab_size": 265,
+        "model__override.max_seq_len": 32,
+        "train__micro_batch": 1,
+    }
+    walk = [
+        (4, {"parallel__tp": 2}),
+        (4, {"parallel__tp": 2, "parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble"}),
+        (2, {"parallel__pp": 2}),
+        (2, {}),
+    ]
+    whole = tmp_path / "whole"
+    run_ranks(1, fit, tiny(whole, train__steps=8, **model))
+    found, resume = [], {}
+    for i, (world, changes) in enumerate(walk):
+        run_dir = tmp_path / str(i)
+        # the learning rate depends on the number of steps: stop early by the interval instead
+        saves = {"checkpoint__interval": 2, "checkpoint__keep": 0, "checkpoint__last": False}
+        run_ranks(world, fit, tiny(run_dir, train__steps=8, **model, **saves, **changes, **resume))
+        step = 2 * (i + 1)
+        resume = {"checkpoint__resume": str(run_dir / f"checkpoints/step-{step}")}
+        found += [row["loss"] for row in rows(run_dir) if step - 2 < row["step"] <= step]
+    assert found == pytest.approx(losses(whole), rel=1e-5)
 
 
 def test_resuming_from_another_run_keeps_both(tmp_path: Path) -> None:
@@ -249,6 +281,20 @@ def test_collectives_of_a_step(
     assert shard["all_gather"]["count"] == gathers
     replicate = facts["collectives"].get("dp_replicate", {}).get("all_reduce", {"count": 0})
     assert replicate["count"] == all_reduces  # one a unit, in the last micro-batch only
+
+
+def test_collectives_of_tensor_and_pipeline_parallelism(tmp_path: Path) -> None:
+    layout = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 1, "debug__collectives": True}
+    run_dir = tmp_path / "run"
+    run_ranks(4, fit, tiny(run_dir, **layout))
+    facts = json.loads((run_dir / "run.json").read_text())
+    assert facts["schedule"] == "1F1B"
+    assert facts["stages"] == [["embed", "blocks.0"], ["blocks.1", "norm", "head"]]
+    hidden = 2 * 32 // 2 * 32 * 4  # B x T / tp x D in float32, of the first stage
+    counts = facts["collectives"]["pp"]
+    assert counts["send"] == {"count": 4 + 1, "bytes": 4 * hidden + 8 * 8}  # and one header
+    assert counts["recv"] == {"count": 4, "bytes": 4 * hidden}
+    assert facts["collectives"]["tp"]["all_reduce"]["count"] == 1  # the norms' gradients
 
 
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
