@@ -420,9 +420,7 @@ class RunConfig(Section):
                 "which is zero = 2; use one of the two",
             ),
             (
-                parallel.async_tp
-                and self.compile.enable
-                and self.compile.backend != "inductor",
+                parallel.async_tp and self.compile.enable and self.compile.backend != "inductor",
                 f"parallel.async_tp with compile.backend = {self.compile.backend!r}: inductor is "
                 "the backend that fuses; use it, or compile.enable = false",
             ),

@@ -8,8 +8,8 @@ rank, mesh or process group: parallelism is applied to it from outside, by modul
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
     norm, head                                         the projection to logits
 
-Given hidden states instead of tokens it goes on from there, so that a part of it works as a pipeline
-stage once the modules it lacks pass their input through (`parallelisms/pipeline.py` replaces them).
+Given hidden states instead of tokens it goes on from there, so that a part of it works as a
+pipeline stage once the modules it lacks pass their input through (`parallelisms/stages.py`).
 Between blocks the sequence may be split over ranks: nothing there reads its length from x. Blocks
 differ in nothing but their weights and take tensors only, so that torch.compile compiles one for
 all.

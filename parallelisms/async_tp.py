@@ -186,7 +186,7 @@ def fuse_gather(parent: nn.Module, linears: Sequence[nn.Linear], mesh: DeviceMes
 
     parent.register_forward_pre_hook(multiply)
     for i, linear in enumerate(linears):
-        linear.forward = functools.partial(_take, i)
+        linear.forward = functools.partial(_take, i)  # type: ignore[method-assign]
 
 
 def _take(i: int, outputs: Sequence[Tensor]) -> Tensor:
@@ -196,13 +196,13 @@ def _take(i: int, outputs: Sequence[Tensor]) -> Tensor:
 def fuse_gathered_linear(linear: nn.Linear, mesh: DeviceMesh) -> None:
     """Make one colwise linear gather the sequence itself, as the output head does."""
     _distribute(linear, mesh, Shard(0), Shard(0))
-    linear.forward = functools.partial(_gathered_one, linear, mesh)
+    linear.forward = functools.partial(_gathered_one, linear, mesh)  # type: ignore[method-assign]
 
 
 def fuse_scatter(linear: nn.Linear, mesh: DeviceMesh) -> None:
     """Make a rowwise linear scatter its sum along the sequence."""
     _distribute(linear, mesh, Shard(1), Replicate())
-    linear.forward = functools.partial(_scattered, linear, mesh)
+    linear.forward = functools.partial(_scattered, linear, mesh)  # type: ignore[method-assign]
 
 
 def _gathered(x: Tensor, linears: Sequence[nn.Linear], mesh: DeviceMesh) -> list[Tensor]:

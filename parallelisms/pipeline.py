@@ -204,7 +204,7 @@ class Pipeline:
             begin_micro_batch(part, self.policy, last)
         self._differentiate(run, key)
         if self.layout.splits_backward:
-            fold(part)
+            fold(self.parts[key[0]])
 
     def _input(self, run: _Run, key: Key) -> None:
         self._hold_reduction(self._part(key[0]))
@@ -214,10 +214,10 @@ class Pipeline:
     def _weight(self, run: _Run, key: Key) -> None:
         self._count_weight(run, key[0])
         self.deferred[key[0]].run(key[1])
-        fold(self._part(key[0]))
+        fold(self.parts[key[0]])
 
     def _reduce(self, run: _Run, key: Key) -> None:
-        reduce_gradients(self._part(key[0]), last=run.weights_due[key[0]] == 0)
+        reduce_gradients(self.parts[key[0]], last=run.weights_due[key[0]] == 0)
 
     def _differentiate(self, run: _Run, key: Key) -> None:
         """Backward of a stage from its output's gradient to its input's."""

@@ -121,9 +121,10 @@ class SharedWeights:
         """
         found = cls()
         for name, stages in sorted(made.shared.items()):
-            if len(stages) > 2:
+            if len(stages) != 2:
                 raise PlacementError(f"{name} is shared by {len(stages)} stages; two can share")
-            first, second = (ranks[stage] for stage in stages)
+            owner, copy_holder = stages
+            first, second = ranks[owner], ranks[copy_holder]
             held = {
                 stage: parameter
                 for stage in stages
@@ -131,9 +132,9 @@ class SharedWeights:
                 for fqn, parameter in parts[stage].named_parameters()
                 if made.names[fqn] == name
             }
-            found.copies += [held[stages[1]]] if stages[1] in held else []
+            found.copies += [held[copy_holder]] if copy_holder in held else []
             if first == second == rank:
-                found.pairs.append((held[stages[0]], held[stages[1]]))
+                found.pairs.append((held[owner], held[copy_holder]))
             elif rank in (first, second):
                 other = second if rank == first else first
                 found.remote.setdefault(other, []).extend(held.values())

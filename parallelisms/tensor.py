@@ -189,7 +189,7 @@ def _apply_row(
     if isinstance(row, Row) and row.split:
         _cut_arguments(module, mesh, row)
     if hasattr(module, "head_shard") and isinstance(row, Row) and row.kind == "heads":
-        module.head_shard = mesh.get_local_rank()
+        module.head_shard = mesh.get_local_rank()  # type: ignore[assignment]
     own = any(True for _ in module.parameters())
     style = _style(row, module, own and replicas == "backward")
     if style is not None:
@@ -213,6 +213,8 @@ def _style(row: Row | ParallelStyle, module: nn.Module, distribute: bool) -> Par
         assert row.output is not None
         return _PrepareArgument(row.argument, row.inputs, row.output)
     if row.kind == "prepare_output":
+        assert row.inputs is not None
+        assert row.output is not None
         return PrepareModuleOutput(output_layouts=row.inputs, desired_output_layouts=row.output)
     if row.kind in _PARTIAL and distribute:
         assert isinstance(row.inputs, Shard)
@@ -300,4 +302,8 @@ def settle_outputs(model: nn.Module, compiled: Sequence[str], made: Plan) -> Non
         inside = any(name == block or name.startswith(f"{block}.") for block in compiled)
         splits = any(isinstance(row, Row) and row.kind in _SPLIT for row in rows)
         if name in modules and splits and not inside:
-            modules[name].register_forward_hook(lambda _m, _a, out: out + 0)
+            modules[name].register_forward_hook(_settled)
+
+
+def _settled(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+    return out + 0

@@ -9,6 +9,7 @@ the default run compares it with the committed counts.
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,16 @@ def test_what_is_refused() -> None:
     counts = Counter(refusals().values())
     assert {k: v for k, v in EXPECTED.items() if k != "passed"} == counts
     assert EXPECTED["passed"] == len(CASES) - counts.total()
+
+
+def test_failure_is_told_of_its_case() -> None:
+    """The others of the batch are run all the same."""
+    good = Case("gpt", 2, sequences=2, steps=1)
+    bad = replace(good, seq_len=17)  # longer than the model's positions
+    first, second, third = run_batch([good, bad, good])
+    assert not first.wrong(good)
+    assert "train.seq_len = 17" in second.wrong(bad)[0]
+    assert not third.wrong(good)
 
 
 def test_tolerances_are_not_loosened() -> None:
