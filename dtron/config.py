@@ -18,6 +18,7 @@ from dtron.errors import ConfigError, config_error, nearest
 
 Degree = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 DEGREES: tuple[Degree, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+ExpertDegree = Literal["pp", "dp_replicate", "edp_shard", "ep", "etp"]
 
 
 class Section(BaseModel):
@@ -466,6 +467,38 @@ def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degr
             f"parallel degrees ({shown}) do not multiply to the world size {world_size}; {fix}"
         )
     return resolved
+
+
+def resolve_expert_degrees(
+    degrees: Mapping[Degree, int], ep: int, etp: int
+) -> dict[ExpertDegree, int]:
+    """The experts' view of the same ranks: ep x etp inside dp_shard x cp x tp.
+
+    Args:
+        degrees: all resolved.
+        ep: ranks that hold different experts.
+        etp: ranks that share each expert's matrices.
+    Returns:
+        Degrees from outermost to innermost; edp_shard ranks share an expert's optimizer state.
+
+    Raises:
+        ConfigError: ep x etp does not divide the ranks there are; names what does.
+    """
+    ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    if ranks % (ep * etp):
+        legal = [n for n in range(1, ranks + 1) if ranks % (n * etp) == 0]
+        fix = f"use parallel.ep = {', '.join(map(str, legal))}" if legal else "lower parallel.etp"
+        raise ConfigError(
+            f"parallel.ep = {ep} x parallel.etp = {etp} does not divide the {ranks} ranks of "
+            f"dp_shard x cp x tp; {fix}"
+        )
+    return {
+        "pp": degrees["pp"],
+        "dp_replicate": degrees["dp_replicate"],
+        "edp_shard": ranks // (ep * etp),
+        "ep": ep,
+        "etp": etp,
+    }
 
 
 def fields(model: type[BaseModel]) -> Iterator[tuple[str, Any, str]]:

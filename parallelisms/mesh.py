@@ -7,6 +7,8 @@ degree 1.
     batch axes  dp_replicate, dp_shard       ranks that read different sequences
     fsdp axes   dp_shard, cp                 ranks that share parameters and optimizer state
     loss axes   dp_replicate, dp_shard, cp   ranks that hold different tokens
+
+Experts see the same ranks by other axes, `Mesh.experts`: pp, dp_replicate, edp_shard, ep, etp.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtron.config import DEGREES, Degree, resolve_degrees
+from dtron.config import DEGREES, Degree, resolve_degrees, resolve_expert_degrees
 from dtron.errors import ConfigError
 
 BATCH_AXES: tuple[Degree, ...] = ("dp_replicate", "dp_shard")
@@ -35,6 +37,8 @@ class Mesh:
 
     Args:
         dp_shard: ranks that share parameters; -1 takes what the other degrees leave.
+        ep: ranks that hold different experts, within dp_shard x cp x tp.
+        etp: ranks that share each expert's matrices, likewise.
         device_type: "cuda" or "cpu"; by default cuda where there is one.
         options: process-group options by axis: a backend's name, its options object (such as
             ProcessGroupNCCL.Options), or both as a tuple.
@@ -53,6 +57,8 @@ class Mesh:
         cp: int = 1,
         tp: int = 1,
         pp: int = 1,
+        ep: int = 1,
+        etp: int = 1,
         device_type: str | None = None,
         options: Mapping[Degree, Any] | None = None,
         high_priority: Sequence[Degree] = (),
@@ -75,7 +81,20 @@ class Mesh:
             mesh_dim_names=DEGREES,
             backend_override=override or None,  # type: ignore[arg-type]
         )
+        self.expert_degrees = resolve_expert_degrees(self.degrees, ep, etp)
+        self._experts: DeviceMesh | None = None
         self._flat: dict[tuple[Degree, ...], DeviceMesh] = {}
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """The experts' view of the same ranks, made when first asked for (by all ranks together):
+        pp, dp_replicate, edp_shard, ep, etp."""
+        if self._experts is None:
+            degrees = self.expert_degrees
+            self._experts = init_device_mesh(
+                self.device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
+            )
+        return self._experts
 
     def size(self, *axes: Degree) -> int:
         """Number of ranks over these axes together."""

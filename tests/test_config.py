@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtron.config import Degree, RunConfig, fields, resolve_degrees
+from dtron.config import Degree, RunConfig, fields, resolve_degrees, resolve_expert_degrees
 from dtron.errors import ConfigError
 
 CONFIGS = sorted(Path("configs").glob("*.toml"))
@@ -38,6 +38,27 @@ def test_overrides_are_toml_values_or_bare_words(tmp_path: Path) -> None:
     assert config.data.paths == ("a.txt", "b.txt")
     assert config.model.override == {"dim": 32}
     assert config.checkpoint.last is False
+
+
+PUBLISHED = [  # world, tp, pp, cp -> data-parallel ranks
+    (8, 1, 1, 2, 4),  # Llama-3-8B
+    (64, 4, 4, 2, 2),  # 70B
+    (1024, 8, 8, 2, 8),  # 405B
+    (1024, 2, 16, 1, 32),  # DeepSeek-V3, its dense layers
+]
+
+
+@pytest.mark.parametrize(("world", "tp", "pp", "cp", "dp"), PUBLISHED)
+def test_degrees_of_published_runs(world: int, tp: int, pp: int, cp: int, dp: int) -> None:
+    asked: dict[Degree, int] = {"pp": pp, "dp_replicate": 1, "dp_shard": -1, "cp": cp, "tp": tp}
+    assert resolve_degrees(asked, world)["dp_shard"] == dp
+
+
+def test_experts_see_the_same_ranks() -> None:
+    degrees: dict[Degree, int] = {"pp": 16, "dp_replicate": 1, "dp_shard": 32, "cp": 1, "tp": 2}
+    assert resolve_expert_degrees(degrees, ep=64, etp=1)["edp_shard"] == 1
+    with pytest.raises(ConfigError, match=r"64 x parallel.etp = 2 .*use parallel.ep = 1, 2, 4"):
+        resolve_expert_degrees(degrees, ep=64, etp=2)
 
 
 @pytest.mark.parametrize(
