@@ -103,6 +103,9 @@ class Parallel(Section):
     pp_layout: str | list[int] | list[list[str]] = ""
     """Which layers are in which stage: counts of layers, a layout string such as `Ettt|tttL`, or a
     list of module names for each stage; empty: balanced, the head counted by its size."""
+    defer_head: int = Field(default=0, ge=0)
+    """With pp > 1 and a schedule of whole backwards: of how many micro-batches the head's weight
+    gradients are put off until the pipeline drains. Each holds its logits' gradient meanwhile."""
     high_priority: list[Degree] = Field(default_factory=list)
     """Mesh axes whose NCCL collectives run on streams of high priority, on GPUs."""
     timeout_seconds: int = Field(default=600, ge=1)
@@ -394,7 +397,9 @@ class RunConfig(Section):
         hf, validates = self.data.source == "hf", self.train.eval_sequences > 0
         adamw = tuple(f"optim.{key}" for key in ("beta1", "beta2", "eps", "weight_decay"))
         tp = self.parallel.tp > 1
-        pipeline = tuple(f"parallel.{key}" for key in ("schedule", "stages_per_rank", "pp_layout"))
+        pipeline = tuple(
+            f"parallel.{key}" for key in ("schedule", "stages_per_rank", "pp_layout", "defer_head")
+        )
         falls = self.schedule.name in ("linear", "cosine", "wsd")
         return [
             (adamw, self.optim.name == "adamw", 'optim.name = "adamw"'),

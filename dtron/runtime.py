@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ def set_up_logging(place: Place, console: Console) -> None:
     log.handlers = [handler]
     log.propagate = False
     log.setLevel(logging.INFO if place.rank == 0 else logging.ERROR)
+    # FSDP of torch 2.13 warns once a unit of in-place operations on its outputs; there are none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ class Applied:
     fused: FusedOps | None
     """What async tensor parallelism has fused so far, where it is asked for."""
     deferred: Mapping[int, WeightGradients]
-    """Queues of weight gradients by stage, where the schedule splits the backward."""
+    """Queues of weight gradients of the stages whose backward is split."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of all stages; a tied weight comes twice if both stages are here."""
@@ -138,8 +138,8 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         parts = {s: take_stage(model, pieces, s) for s, rank in enumerate(ranks) if rank == pp}
     fused = FusedOps() if passes.parallel.async_tp else None
     done = [
-        _apply_to_part(part, model, mesh, passes, made, padded, pieces, fused)
-        for part in parts.values()
+        _apply_to_part(stage, part, model, mesh, passes, made, padded, pieces, fused)
+        for stage, part in parts.items()
     ]
     return Applied(
         parts,
@@ -151,7 +151,9 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         names=pieces.names,
         fused=fused,
         shared=SharedWeights.of(pieces, parts, ranks, pp),
-        deferred={s: part.deferred for s, part in zip(parts, done, strict=True)},
+        deferred={
+            stage: part.deferred for stage, part in zip(parts, done, strict=True) if part.deferred
+        },
     )
 
 
@@ -162,10 +164,11 @@ class _Done:
     units: int
     recomputed: int
     compiled: list[str]
-    deferred: WeightGradients
+    deferred: WeightGradients | None
 
 
 def _apply_to_part(
+    stage: int,
     part: nn.Module,
     model: nn.Module,
     mesh: Mesh,
@@ -177,6 +180,7 @@ def _apply_to_part(
 ) -> _Done:
     """The passes over one stage. Patterns name modules of the whole model; it may lack some."""
     held = present(dict(part.named_modules()))
+    split = passes.layout.deferred(stage, part) if passes.layout else []
     wants_blocks = passes.recompute.mode != "none" or passes.compile.enable
     pattern = _block_pattern(passes.units, passes.blocks) if wants_blocks else ""
     blocks = {n: held[n] for n in select(model, pattern) if n in held} if wants_blocks else {}
@@ -184,9 +188,9 @@ def _apply_to_part(
         eager = fused is not None and not passes.compile.enable
         apply_tensor_parallel(part, mesh.flat("tp"), made, passes.replicas, eager)
     recomputed = apply_recompute(blocks.values(), passes.recompute, passes.keep_rng)
-    splits = passes.layout is not None and passes.layout.splits_backward
-    deferred = defer([part]) if splits else WeightGradients()
-    options = COMPILE_OPTIONS if splits else {}
+    deferred = defer(split) if split else None
+    in_blocks = passes.layout is not None and passes.layout.splits_backward
+    options = COMPILE_OPTIONS if in_blocks else {}
     if fused is not None and passes.compile.enable:
         options = {**options, **fused.enable(mesh.group("tp"))}
     compiled = compile_blocks(blocks, passes.compile, options)

@@ -14,13 +14,14 @@ the user (`parallel.pp_layout`) as counts of layers or as a string in the gramma
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dtron.config import Parallel
 from dtron.errors import ConfigError
 from dtron.parallelisms.actions import Kind, Order
+from dtron.parallelisms.lowering import defer_head
 from dtron.parallelisms.pipeline import Layout
 from dtron.parallelisms.schedules import (
     Placement,
@@ -112,7 +113,15 @@ def build_layout(
         if not any(stages[stage] for stage, holder in enumerate(ranks) if holder == rank):
             raise ConfigError(f"{KEY} = {given!r} leaves pipeline rank {rank} without any module")
     splits = any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in actions for action in row)
-    return Layout(stages, ranks, order, splits)
+    if not parallel.defer_head:
+        return Layout(stages, ranks, order, splits)
+    if splits:
+        raise ConfigError(
+            f"parallel.defer_head = {parallel.defer_head} has no effect with parallel.schedule = "
+            f"{parallel.schedule!r}, which puts off all weight gradients; use 0"
+        )
+    put_off = functools.partial(_deferring, order, p * v - 1, parallel.defer_head)
+    return Layout(stages, ranks, put_off, splits, names.head)
 
 
 def stage_modules(stage: "Stage", names: StageNames) -> tuple[str, ...]:
@@ -120,6 +129,10 @@ def stage_modules(stage: "Stage", names: StageNames) -> tuple[str, ...]:
     layers = tuple(names.layer.format(i) for i in stage.layers)
     first = names.embedding if stage.embedding else ()
     return (*first, *layers, *(names.head if stage.head else ()))
+
+
+def _deferring(order: Callable[[int], Order], last_stage: int, limit: int, m: int) -> Order:
+    return defer_head(order(m), last_stage, limit)
 
 
 def _csv_order(path: Path, p: int, v: int, placement: Placement, m: int) -> Order:

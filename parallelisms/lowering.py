@@ -3,7 +3,7 @@
 An order (`dtron.parallelisms.schedules`) says when stages compute. The passes here add the rest,
 each a pure function from order to order:
 
-    order_of(...) -> add_communication -> add_reductions
+    order_of(...) -> (defer_head) -> add_communication -> add_reductions
 
 **Why it cannot deadlock.** `add_communication` runs the order on a clock and writes one list of
 everything that happens on all ranks: first what is finished at a time, then the hand-overs of those
@@ -15,7 +15,7 @@ receive and nothing overlaps, the first entry that is not done can always be don
 that the receiving rank is then busy with ends: posted without waiting, it is done meanwhile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -50,7 +50,30 @@ def add_communication(order: Order, ranks_of_stage: Sequence[int]) -> Order:
     return tuple(map(tuple, rows))
 
 
-def add_reductions(order: Order, every_micro_batch: bool) -> Order:
+def defer_head(order: Order, last_stage: int, limit: int) -> Order:
+    """Put off the head's weight gradients of the last micro-batches until the pipeline drains.
+
+    The last stage's backwards become I, which leaves out the head's weight gradient alone, and its
+    W come after everything else of that rank: no stage waits for them, so the ones before get their
+    gradients earlier, and the rank computes them while it would wait for the others to end.
+
+    Args:
+        order: compute actions of every rank.
+        last_stage: the stage with the head.
+        limit: micro-batches to put off; each holds its logits' gradient and the head's input.
+    """
+    return tuple(_deferred(row, last_stage, limit) for row in order)
+
+
+def _deferred(row: Sequence[Action], stage: int, limit: int) -> tuple[Action, ...]:
+    whole = [a for a in row if a.stage == stage and a.kind is Kind.BACKWARD]
+    chosen = set(whole[-limit:])
+    kept = [Action(a.stage, Kind.INPUT, a.micro_batch) if a in chosen else a for a in row]
+    late = [Action(a.stage, Kind.WEIGHT, a.micro_batch) for a in row if a in chosen]
+    return (*kept, *late)
+
+
+def add_reductions(order: Order, every_micro_batch: bool, stages: Collection[int]) -> Order:
     """Insert the reduction of a stage's gradients over its data-parallel ranks.
 
     It stands after the stage's last weight gradient of the step (`0REDUCE_GRAD`), so that it
@@ -61,8 +84,9 @@ def add_reductions(order: Order, every_micro_batch: bool) -> Order:
     Args:
         order: actions of every rank, with or without communication.
         every_micro_batch: reduce after every weight gradient, not once a step.
+        stages: those whose backwards are split; the others reduce inside their backwards.
     """
-    return tuple(_reduced(row, every_micro_batch) for row in order)
+    return tuple(_reduced(row, every_micro_batch, stages) for row in order)
 
 
 def _turn(span: Span) -> tuple[int, int]:
@@ -87,8 +111,14 @@ def _hand_over(action: Action, ranks_of_stage: Sequence[int]) -> list[Action]:
     ]
 
 
-def _reduced(row: Sequence[Action], every_micro_batch: bool) -> tuple[Action, ...]:
-    weights = {i: a for i, a in enumerate(row) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+def _reduced(
+    row: Sequence[Action], every_micro_batch: bool, stages: Collection[int]
+) -> tuple[Action, ...]:
+    weights = {
+        i: a
+        for i, a in enumerate(row)
+        if a.kind in (Kind.BACKWARD, Kind.WEIGHT) and a.stage in stages
+    }
     last = {action.stage: i for i, action in weights.items()}
     out: list[Action] = []
     waiting: list[Action] = []

@@ -57,7 +57,16 @@ class Layout:
     order: Callable[[int], Order]
     """Number of micro-batches -> compute actions by rank."""
     splits_backward: bool
-    """Whether the order has I and W."""
+    """Whether the order has I and W for all stages."""
+    head: tuple[str, ...] = ()
+    """Modules of the last stage whose weight gradients alone are put off."""
+
+    def deferred(self, stage: int, part: nn.Module) -> list[nn.Module]:
+        """The modules of a stage whose weight gradients are computed apart."""
+        if self.splits_backward:
+            return [part]
+        is_last = stage == len(self.ranks) - 1
+        return [part.get_submodule(name) for name in self.head] if is_last else []
 
 
 @dataclass
@@ -92,7 +101,7 @@ class Pipeline:
         parts: this rank's stages, parallelised, by stage.
         layout: of the whole pipeline.
         policy: when FSDP frees and reduces.
-        deferred: queues of weight gradients by stage, where the schedule splits the backward.
+        deferred: queues of weight gradients of the stages whose backward is split.
 
     Attributes:
         executed: actions of the last step, in their order.
@@ -144,8 +153,9 @@ class Pipeline:
             ranks, n_ranks = self.layout.ranks, len(self.peers)
             if train:
                 order = add_communication(self.layout.order(n_micro_batches), ranks)
-                if self.layout.splits_backward:
-                    order = add_reductions(order, self.policy.reduce_each_micro_batch)
+                split = range(len(ranks)) if self.layout.splits_backward else (self.last_stage,)
+                if self.layout.splits_backward or self.layout.head:
+                    order = add_reductions(order, self.policy.reduce_each_micro_batch, split)
             else:
                 order = add_communication(forward_only(ranks, n_ranks, n_micro_batches), ranks)
             self._orders[key] = order[self.rank]
@@ -198,12 +208,13 @@ class Pipeline:
     def _backward(self, run: _Run, key: Key) -> None:
         part = self._part(key[0])
         last = self._count_weight(run, key[0])
-        if self.layout.splits_backward:
+        split = key[0] in self.deferred
+        if split:
             self._hold_reduction(part)
         else:
             begin_micro_batch(part, self.policy, last)
         self._differentiate(run, key)
-        if self.layout.splits_backward:
+        if split:
             fold(self.parts[key[0]])
 
     def _input(self, run: _Run, key: Key) -> None:

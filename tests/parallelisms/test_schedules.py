@@ -22,7 +22,7 @@ from dtron.parallelisms.actions import (
     needs,
     result,
 )
-from dtron.parallelisms.lowering import add_communication, add_reductions
+from dtron.parallelisms.lowering import add_communication, add_reductions, defer_head
 from dtron.parallelisms.schedules import (
     SCHEDULES,
     TWICE,
@@ -321,7 +321,7 @@ def test_reductions(name: str) -> None:
     ranks = ranks_of(name, p, v)
     lowered = add_communication(order_of(name, p, v, m), ranks)
     for every in (False, True):
-        reduced = add_reductions(lowered, every)
+        reduced = add_reductions(lowered, every, range(p * v))
         rendezvous(reduced, ranks)
         for before, row in zip(lowered, reduced, strict=True):
             assert before == tuple(a for a in row if a.kind is not Kind.REDUCE)
@@ -348,9 +348,20 @@ def _check_reductions(row: tuple[Action, ...], every: bool) -> None:
 
 def test_reductions_by_hand() -> None:
     row = actions("0F0 0F1 0RECV_B0 0B0 0RECV_B1 0B1")
-    once, each = (add_reductions((row,), every)[0] for every in (False, True))
+    once, each = (add_reductions((row,), every, [0])[0] for every in (False, True))
     assert [str(a) for a in once][-2:] == ["0B1", "0REDUCE_GRAD"]
     assert [str(a) for a in each][3:6] == ["0B0", "0RECV_B1", "0REDUCE_GRAD0"]
+
+
+def test_the_heads_weight_gradients_come_last() -> None:
+    order = order_of("1F1B", 2, 1, 3)
+    put_off = defer_head(order, last_stage=1, limit=2)
+    check(put_off, (0, 1), 3)
+    assert put_off[0] == order[0]
+    assert " ".join(map(str, put_off[1])) == "1F0 1B0 1F1 1I1 1F2 1I2 1W1 1W2"
+    reduced = add_reductions(add_communication(put_off, (0, 1)), False, stages=[1])
+    assert str(reduced[1][-1]) == "1REDUCE_GRAD"
+    assert not any(action.kind is Kind.REDUCE for action in reduced[0])
 
 
 @pytest.mark.parametrize("placement", ["loop", "v"])
