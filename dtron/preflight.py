@@ -116,7 +116,36 @@ def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Lay
             "whose weight gradients are deferred are not fused; use a schedule with whole "
             'backwards, such as "Interleaved1F1B"'
         )
+    if config.parallel.defer_head and config.parallel.async_tp:
+        raise ConfigError(
+            "parallel.defer_head with parallel.async_tp: the head's products cannot be both fused "
+            "and put off; use one of the two"
+        )
+    if layout is not None and (layout.splits_backward or layout.head):
+        _refuse_bfloat16_sums(config, world_size)
+    _check_recompute(config)
     return model, layout
+
+
+def _refuse_bfloat16_sums(config: RunConfig, world_size: int) -> None:
+    """Split backwards of several micro-batches are added up before they are reduced."""
+    if config.parallel.reduce_dtype == "bfloat16" and config.micro_batches(world_size) > 1:
+        raise ConfigError(
+            'parallel.reduce_dtype = "bfloat16" would sum micro-batches in bfloat16 with '
+            f'parallel.schedule = {config.parallel.schedule!r}; use "float32"'
+        )
+
+
+def _check_recompute(config: RunConfig) -> None:
+    """torch 2.12 and later cannot save a DTensor's mesh for a recomputed, compiled block."""
+    newer = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+    together = config.compile.enable and config.recompute.mode == "full"
+    if newer and together and config.parallel.tp > 1:
+        raise ConfigError(
+            f'recompute.mode = "full" with compile.enable and parallel.tp = {config.parallel.tp} '
+            f'fails in torch {torch.__version__}; use recompute.mode = "selective", '
+            "compile.enable = false, or torch 2.11"
+        )
 
 
 def _check_device(config: RunConfig, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from dtron.models import MODELS, build_model
 from dtron.optim import build_optimizer, learning_rate
 from dtron.parallelisms.apply import Applied, Passes, apply_passes
 from dtron.parallelisms.fsdp import Policy
-from dtron.parallelisms.mesh import BATCH_AXES, Mesh
+from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, Mesh
 from dtron.preflight import model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow
 from dtron.rundir import RunDir
@@ -122,6 +122,8 @@ class Trainer:
             self.host_group,
             config.checkpoint.keep,
         )
+        for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
+            self.mesh.group(*axes)  # made now, to get the time-out and a name too
         set_timeouts(self.mesh.groups(), config.parallel.timeout_seconds)
         self._resume()
         self._open_run()

@@ -7,7 +7,12 @@ if __name__ == "parallelisms":
     )
 
 from dtron.parallelisms.fsdp import Policy, begin_micro_batch
-from dtron.parallelisms.gradients import clip_scale, global_norm, reduce_replicas
+from dtron.parallelisms.gradients import (
+    clip_scale,
+    global_norm,
+    reduce_replicas,
+    scale_or_zero_,
+)
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.placement import (
     Replicate,
@@ -40,5 +45,6 @@ __all__ = [
     "reduce_replicas",
     "replicate",
     "rowwise",
+    "scale_or_zero_",
     "sequence",
 ]

@@ -106,13 +106,17 @@ class Applied:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Stages in evaluation mode; afterwards back in training, their parameters freed."""
+        """Stages in evaluation mode; afterwards each module as before, parameters freed."""
+        modes = {m: m.training for part in self.parts.values() for m in part.modules()}
         for part in self.parts.values():
             part.eval()
-        yield
-        for part in self.parts.values():
-            part.train()
-            free_gathered(part)
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            for part in self.parts.values():
+                free_gathered(part)
 
     def complete_gradients(self, mesh: Mesh) -> None:
         """What is left to sum once a step, after the backward of the last micro-batch."""
@@ -187,7 +191,9 @@ def _apply_to_part(
     if made.rows:
         eager = fused is not None and not passes.compile.enable
         apply_tensor_parallel(part, mesh.flat("tp"), made, passes.replicas, eager)
-    recomputed = apply_recompute(blocks.values(), passes.recompute, passes.keep_rng)
+    places = {name: i for i, name in enumerate(select(model, pattern))} if wants_blocks else {}
+    numbered = [(places[name], block) for name, block in blocks.items()]
+    recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng)
     deferred = defer(split) if split else None
     in_blocks = passes.layout is not None and passes.layout.splits_backward
     options = COMPILE_OPTIONS if in_blocks else {}
@@ -204,7 +210,8 @@ def _apply_to_part(
     names = pieces.names
     by_columns = [p for fqn, p in part.named_parameters() if names[fqn] in padded]
     _check_columns(by_columns, mesh)
-    shard(part, mesh, groups, passes.parallel, DTYPES[passes.dtype], by_columns)
+    whole = passes.layout is None
+    shard(part, mesh, groups, passes.parallel, DTYPES[passes.dtype], by_columns, keep_last=whole)
     if passes.init is not None:
         seed, fill = passes.init
         materialize(part, torch.device(mesh.device_type))

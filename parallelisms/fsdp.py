@@ -57,11 +57,14 @@ def shard(
     parallel: Parallel,
     dtype: torch.dtype,
     by_columns: Collection[nn.Parameter] = (),
+    keep_last: bool = True,
 ) -> None:
     """Apply FSDP2 to every group of modules and then to the root, in place.
 
     Args:
         by_columns: parameters to shard along dim 1 instead of dim 0.
+        keep_last: the last group's backward follows its forward at once, as in a model that is not
+            a pipeline stage: freeing it would gather it twice.
         groups: modules that are gathered together, in the order of their forward.
         dtype: compute dtype of gathered parameters. Parameters stay in their own dtype.
     """
@@ -79,8 +82,7 @@ def shard(
         return Shard(1) if id(parameter) in columns else None
 
     for group in groups:
-        # The last group's backward follows its forward at once: freeing it would gather it twice.
-        reshard = policy.reshard_after_forward and group is not groups[-1]
+        reshard = policy.reshard_after_forward and not (keep_last and group is groups[-1])
         modules = list(group) if len(group) > 1 else group[0]
         fully_shard(
             modules,  # type: ignore[arg-type]

@@ -34,7 +34,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             tied.setdefault(id(parameter), []).append((module, name))
+    buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
+    for name, buffer in model.named_buffers():  # computed when the model was built
+        buffer.copy_(buffers[name])
     for (first, name), *others in tied.values():
         for module, other_name in others:
             setattr(module, other_name, getattr(first, name))

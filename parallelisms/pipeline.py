@@ -198,6 +198,8 @@ class Pipeline:
             return
         out = first_tensor(out)
         if run.train:
+            if not out.requires_grad:  # a first stage of frozen parameters: nothing to compute
+                out = out.detach().requires_grad_()
             run.edges[key] = get_gradient_edge(out)
             run.shapes[key] = (out.shape, out.dtype)
         if self.layout.ranks[stage + 1] == self.rank:

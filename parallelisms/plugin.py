@@ -238,6 +238,7 @@ class PipelinedModel:
             ConfigError: a number of micro-batches that does not divide B, or that the schedule does
                 not take.
         """
+        self._refuse_complete_gradients()
         batches, labels = self._split(inputs, targets, micro_batches, others, train=True)
         count = self._count(micro_batches) if divide_by is None else divide_by
 
@@ -266,11 +267,8 @@ class PipelinedModel:
         def add(output: Any, i: int) -> None:
             total.add_(loss(output, labels[i]) / count)
 
-        training = {stage: part.training for stage, part in self.parts.items()}
         with self._applied.evaluating():
             self._execution.evaluate(batches, add)
-        for stage, part in self.parts.items():
-            part.train(training[stage])
         return self._sum(total)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -292,6 +290,20 @@ class PipelinedModel:
         """(name in the whole model, parameter); see `Applied.named_parameters`."""
         return self._applied.named_parameters()
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parameters by name, sharing memory; what torch.distributed.checkpoint saves,
+        and loads into before `load_state_dict`. A tied weight that is here twice comes once."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters():
+            state.setdefault(name, parameter.detach())
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy what `state_dict` of the same layout gives, into both holders of a tied weight."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(state[name])
+
     def train(self, mode: bool = True) -> "PipelinedModel":
         """All of this rank's stages into training mode."""
         for part in self.parts.values():
@@ -301,6 +313,17 @@ class PipelinedModel:
     def eval(self) -> "PipelinedModel":
         """All of this rank's stages into evaluation mode."""
         return self.train(False)
+
+    def _refuse_complete_gradients(self) -> None:
+        applied = self._applied
+        summed = [p for name, p in self.named_parameters() if name in applied.partial]
+        summed += [*applied.shared.copies, *(p for pair in applied.shared.pairs for p in pair)]
+        summed += [p for held in applied.shared.remote.values() for p in held]
+        if any(p.grad is not None for p in summed):
+            raise ConfigError(
+                "step completes gradients, which are still there from the step before; call "
+                "zero_grad, or accumulate by more micro_batches in one step"
+            )
 
     def _count(self, micro_batches: int) -> int:
         return micro_batches * self.mesh.size(*BATCH_AXES)

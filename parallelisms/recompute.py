@@ -41,12 +41,15 @@ SAVED_OPS = (
 )
 
 
-def recompute(blocks: Iterable[nn.Module], options: Recompute, keep_rng: bool = False) -> int:
+def recompute(
+    blocks: Iterable[tuple[int, nn.Module]], options: Recompute, keep_rng: bool = False
+) -> int:
     """Make every `options.every`-th block recompute its activations, in place.
 
     The block keeps its class and its parameters their names: only its forward is replaced.
 
     Args:
+        blocks: (index in the whole model, block).
         keep_rng: run the second forward from the first one's random state, as blocks with
             `nn.Dropout` need.
 
@@ -55,7 +58,7 @@ def recompute(blocks: Iterable[nn.Module], options: Recompute, keep_rng: bool = 
     """
     if options.mode == "none":
         return 0
-    chosen = [block for i, block in enumerate(blocks) if i % options.every == 0]
+    chosen = [block for i, block in blocks if i % options.every == 0]
     for block in chosen:
         block.forward = functools.partial(_checkpointed, block.forward, options.mode, keep_rng)
     return len(chosen)

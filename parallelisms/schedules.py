@@ -70,8 +70,7 @@ class Schedule:
         stages: least and greatest number of stages a rank; None for no limit.
         default_stages: stages a rank where none are asked for.
         placement: which rank holds which stage.
-        splits_backward: whether I and W occur. They need a backward that can be run in two parts,
-            which a compiled block does not have.
+        splits_backward: whether I and W occur.
         micro_batches: which numbers of micro-batches it takes.
     """
 

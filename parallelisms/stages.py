@@ -7,6 +7,7 @@ start equal and get the same gradient: the sum of both.
 """
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,7 @@ def cut(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
                     f"module {name} is in stage {stage_of[name]} and in stage {stage}"
                 )
             stage_of[name] = stage
+    _check_order(model, stage_of)
     first: dict[int, str] = {}
     holders: dict[str, set[int]] = {}
     names_of: dict[str, str] = {}
@@ -63,6 +65,21 @@ def cut(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
         holders.setdefault(name, set()).add(_stage_of(fqn, stage_of))
     shared = {name: tuple(sorted(found)) for name, found in holders.items() if len(found) > 1}
     return Cut(modules, names_of, shared)
+
+
+def _check_order(model: nn.Module, stage_of: Mapping[str, int]) -> None:
+    """Layers of one container are in stages in their order, which is that of the forward."""
+    for prefix, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            continue
+        names = [f"{prefix}.{name}".lstrip(".") for name, _ in container.named_children()]
+        held = [name for name in names if name in stage_of]
+        for first, second in itertools.pairwise(held):
+            if stage_of[first] > stage_of[second]:
+                raise PlacementError(
+                    f"{first} is in stage {stage_of[first]} and {second}, which follows it, in "
+                    f"stage {stage_of[second]}; stages follow the order of the forward"
+                )
 
 
 def uncut(model: nn.Module) -> Cut:
@@ -130,8 +147,10 @@ class SharedWeights:
                 for stage in stages
                 if ranks[stage] == rank
                 for fqn, parameter in parts[stage].named_parameters()
-                if made.names[fqn] == name
+                if made.names[fqn] == name and parameter.requires_grad
             }
+            if not held:
+                continue
             found.copies += [held[copy_holder]] if copy_holder in held else []
             if first == second == rank:
                 found.pairs.append((held[owner], held[copy_holder]))

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -89,6 +90,7 @@ def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
                 covered[fqn] = kind
                 partial += [fqn] if kind in _PARTIAL else []
     _refuse_uncovered(model, covered)
+    _refuse_shared_otherwise(model, rows)
     return Plan(rows, tuple(partial), frozenset(covered))
 
 
@@ -124,6 +126,27 @@ def _refuse_uncovered(model: nn.Module, covered: Mapping[str, str]) -> None:
             "its module, or itself where the root owns it: colwise, rowwise, sequence, heads, or "
             "replicate() if all ranks compute it alike"
         )
+
+
+def _refuse_shared_otherwise(
+    model: nn.Module, rows: Mapping[str, Sequence[Row | ParallelStyle]]
+) -> None:
+    """A parameter that two modules share is split alike in both, in one stage or in two."""
+    split: dict[int, tuple[str, str]] = {}
+    for name, module in model.named_modules():
+        for row in rows.get(name, ()):
+            if not isinstance(row, Row) or row.kind.startswith("prepare"):
+                continue
+            for child, parameter in module.named_parameters():
+                by_rows = (row.kind == "colwise") == isinstance(module, nn.Linear)
+                how = ("rows" if by_rows else "columns") if row.kind in _SPLIT else row.kind
+                first, known = split.setdefault(id(parameter), (f"{name}.{child}", how))
+                if known != how:
+                    raise PlacementError(
+                        f"{first} and {name}.{child} are one parameter but their rows split it "
+                        f"differently ({known}, {how}); an embedding that is rowwise fits a head "
+                        "that is colwise"
+                    )
 
 
 def _check_divides(name: str, module: nn.Module, row: Row, tp: int) -> None:
@@ -300,10 +323,9 @@ def settle_outputs(model: nn.Module, compiled: Sequence[str], made: Plan) -> Non
     modules = present(dict(model.named_modules()))
     for name, rows in made.rows.items():
         inside = any(name == block or name.startswith(f"{block}.") for block in compiled)
-        splits = any(isinstance(row, Row) and row.kind in _SPLIT for row in rows)
-        if name in modules and splits and not inside:
+        if name in modules and rows and not inside:
             modules[name].register_forward_hook(_settled)
 
 
-def _settled(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
-    return out + 0
+def _settled(_module: nn.Module, _args: Any, out: Any) -> Any:
+    return out + 0 if isinstance(out, AsyncCollectiveTensor) else out

@@ -154,7 +154,7 @@ def shard_over_data(stage: Stage, mesh, case: Case) -> None:
 def parallelise(stage: Stage, case: Case) -> tuple[deferred.WeightGradients, int, int]:
     """All passes, and this rank's place: (replica x shard, tp)."""
     gradients = defer([stage])
-    recompute(stage.blocks, Recompute(mode=case.mode))  # type: ignore[arg-type]
+    recompute(enumerate(stage.blocks), Recompute(mode=case.mode))  # type: ignore[arg-type]
     blocks: list[Block] = list(stage.blocks)  # type: ignore[arg-type]
     for block in blocks if case.backend != "eager" else ():
         options = {"options": COMPILE_OPTIONS} if case.backend == "inductor" else {}
