@@ -123,7 +123,6 @@ def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Lay
         )
     if layout is not None and (layout.splits_backward or layout.head):
         _refuse_bfloat16_sums(config, world_size)
-    _check_recompute(config)
     return model, layout
 
 
@@ -133,18 +132,6 @@ def _refuse_bfloat16_sums(config: RunConfig, world_size: int) -> None:
         raise ConfigError(
             'parallel.reduce_dtype = "bfloat16" would sum micro-batches in bfloat16 with '
             f'parallel.schedule = {config.parallel.schedule!r}; use "float32"'
-        )
-
-
-def _check_recompute(config: RunConfig) -> None:
-    """torch 2.12 and later cannot save a DTensor's mesh for a recomputed, compiled block."""
-    newer = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
-    together = config.compile.enable and config.recompute.mode == "full"
-    if newer and together and config.parallel.tp > 1:
-        raise ConfigError(
-            f'recompute.mode = "full" with compile.enable and parallel.tp = {config.parallel.tp} '
-            f'fails in torch {torch.__version__}; use recompute.mode = "selective", '
-            "compile.enable = false, or torch 2.11"
         )
 
 

@@ -1,13 +1,13 @@
 """The one place that states the order in which a plain model becomes a parallel one.
 
     model on meta -> float8 -> padded vocabulary -> cut into stages -> for each stage:
-        tensor parallel -> recompute -> deferred weight gradients -> compile -> fsdp
+        tensor parallel -> deferred weight gradients -> recompute and compile -> fsdp
         -> storage -> weights
     -> optimizer
 
-Patterns are checked on the whole model, before a stage lacks a part of it. Recomputation is inside
-the compiled block, so that the compiler sees it; FSDP is outside, so that its hooks are not
-compiled. Passes act in place and keep every parameter's FQN.
+Patterns are checked on the whole model, before a stage lacks a part of it. Selective recomputation
+is inside the compiled block, so that the compiler sees it, full one around it; FSDP is outside, so
+that its hooks are not compiled. Passes act in place and keep every parameter's FQN.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -193,13 +193,17 @@ def _apply_to_part(
         apply_tensor_parallel(part, mesh.flat("tp"), made, passes.replicas, eager)
     places = {name: i for i, name in enumerate(select(model, pattern))} if wants_blocks else {}
     numbered = [(places[name], block) for name, block in blocks.items()]
-    recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng)
     deferred = defer(split) if split else None
     in_blocks = passes.layout is not None and passes.layout.splits_backward
     options = COMPILE_OPTIONS if in_blocks else {}
     if fused is not None and passes.compile.enable:
         options = {**options, **fused.enable(mesh.group("tp"))}
-    compiled = compile_blocks(blocks, passes.compile, options)
+    # Recomputed whole, a block is compiled inside: torch 2.13 cannot save the mesh of a DTensor for
+    # a compiled block that holds its own recomputation. What is kept by operator is inside.
+    full = passes.recompute.mode == "full"
+    compiled = compile_blocks(blocks, passes.compile, options, forward_only=True) if full else []
+    recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng)
+    compiled = compiled if full else compile_blocks(blocks, passes.compile, options)
     if compiled:
         settle_outputs(part, compiled, made)
     groups = [

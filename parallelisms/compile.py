@@ -7,6 +7,7 @@ around the block.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from dtron.config import Compile
@@ -16,19 +17,23 @@ def compile_blocks(
     blocks: Mapping[str, nn.Module],
     options: Compile,
     inductor_options: Mapping[str, Any] | None = None,
+    forward_only: bool = False,
 ) -> list[str]:
     """Compile each block in place, for static shapes.
 
     Args:
         inductor_options: options of the inductor backend; no other backend has them.
+        forward_only: compile the block's `forward`, which may then be wrapped, not its call.
     Returns:
         FQNs of what was compiled, for the log.
     """
     if not options.enable:
         return []
     chosen = dict(inductor_options or {}) if options.backend == "inductor" else {}
+    settings: dict[str, Any] = {"backend": options.backend, "options": chosen or None}
     for block in blocks.values():
-        block.compile(
-            backend=options.backend, fullgraph=True, dynamic=False, options=chosen or None
-        )
+        if forward_only:
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, **settings)
+        else:
+            block.compile(fullgraph=True, dynamic=False, **settings)
     return list(blocks)
