@@ -81,6 +81,7 @@ def parallelize(
         ConfigError: pp > 1 (use `pipeline`), an axis of the mesh is not built yet, or a model on
             the meta device comes without `init`.
     """
+    _refuse_without_effect(parallel)
     if mesh.size("pp") > 1:
         raise ConfigError(f"pp = {mesh.size('pp')}: parallelize takes whole models; use pipeline")
     passes = Passes(
@@ -97,6 +98,28 @@ def parallelize(
     )
     apply_passes(model, mesh, passes)
     return model
+
+
+# Keys of [parallel] that only the Trainer reads; here they are arguments, or not built.
+_TRAINERS_KEYS = (
+    "sequence_parallel",
+    "async_tp",
+    "schedule",
+    "stages_per_rank",
+    "pp_layout",
+    "defer_head",
+    "high_priority",
+    "timeout_seconds",
+)
+
+
+def _refuse_without_effect(parallel: Parallel) -> None:
+    for key in _TRAINERS_KEYS:
+        if (value := getattr(parallel, key)) != getattr(Parallel(), key):
+            raise ConfigError(
+                f"parallel.{key} = {value!r} has no effect on modules of your own; leave it out "
+                "(schedule, stages and placements are arguments)"
+            )
 
 
 def pipeline(
@@ -139,6 +162,7 @@ def pipeline(
         ConfigError: pp > 1 without stages, a number of stages that the schedule does not take, an
             unknown schedule.
     """
+    _refuse_without_effect(parallel)
     pieces = [(stage,) if isinstance(stage, str) else tuple(stage) for stage in stages]
     if pieces:
         cut(model, pieces)  # checks the patterns on every mesh

@@ -287,16 +287,22 @@ def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -
     if len(lines) != p:
         raise ConfigError(f"{name} has {len(lines)} rows, but parallel.pp = {p}")
     ranks = stage_ranks(placement, p, v)
-    rows: list[list[Action]] = []
-    for rank, (number, row) in enumerate(lines):
-        rows.append([])
-        for column, cell in enumerate(row, start=1):
-            where = f"{name} row {number} (rank {rank}) cell {column}"
-            for action in _cell(cell, where):
-                if wrong := misplaced(action, rank, ranks, m):
-                    raise ConfigError(f"{where}: {wrong}")
-                rows[-1].append(action)
-    order = tuple(map(tuple, rows))
+    placed = [
+        (f"{name} row {number} (rank {rank}) cell {column}", rank, action)
+        for rank, (number, row) in enumerate(lines)
+        for column, cell in enumerate(row, start=1)
+        for action in _cell(cell, f"{name} row {number} (rank {rank}) cell {column}")
+    ]
+    held = len({a.micro_batch for _, rank, a in placed if rank == 0 and a.kind is Kind.FORWARD})
+    if held != m:
+        raise ConfigError(
+            f"{name} holds {held} micro-batches, but a step has {m}: train.global_batch / "
+            f"(data-parallel ranks x train.micro_batch); give it {m}, or change one of these keys"
+        )
+    for where, rank, action in placed:
+        if wrong := misplaced(action, rank, ranks, m):
+            raise ConfigError(f"{where}: {wrong}")
+    order = tuple(tuple(a for _, rank, a in placed if rank == r) for r in range(p))
     check(order, ranks, m, name)
     return order
 

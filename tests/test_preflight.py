@@ -1,5 +1,7 @@
 """What the model, the batch or the machine do not fit is refused, with what they do fit."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -35,6 +37,13 @@ def test_layouts_that_do_not_fit_are_refused(parallel: dict, world: int, message
     with pytest.raises(ConfigError) as error:
         check_layout(config(**parallel), world)
     assert message in str(error.value)
+
+
+def test_a_schedule_of_ones_own_for_another_number_of_micro_batches(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.csv"
+    mine.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    with pytest.raises(ConfigError, match=r"mine.csv holds 2 micro-batches, but a step has 8"):
+        check_layout(config(pp=2, schedule=str(mine)), 2)
 
 
 def test_sequences_that_tp_does_not_divide() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtron.config import Recompute
+from dtron.config import Parallel, Recompute
 from dtron.errors import ConfigError, PlacementError
 from dtron.parallelisms import Mesh, parallelize
 from dtron.parallelisms.gradients import global_norm
@@ -39,6 +39,11 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.out(x)
+
+
+def test_settings_of_the_trainer_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"schedule = 'GPipe' has no effect on modules of your"):
+        parallelize(Net(), None, units="blocks.*", parallel=Parallel(schedule="GPipe"))  # type: ignore[arg-type]
 
 
 def test_star_matches_one_component() -> None:
