@@ -1,7 +1,6 @@
-"""One run, described: typed sections, read from TOML and `section.key=value`, written back as TOML.
+"""One run, described: read from TOML and `section.key=value`, written back as TOML, checked.
 
-Every field carries its docstring below it; `train.py --help` prints them. Choices are Literals,
-units are in the names, values are frozen. What depends on several sections is checked by
+The sections and their keys are in `dtron/sections.py`. What depends on several is checked by
 `RunConfig.validate_for(world_size)`; what needs the model or the data is checked in preflight.py.
 """
 
@@ -12,265 +11,53 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from dtron.errors import ConfigError, config_error, nearest
+from dtron.sections import (
+    DEGREES,
+    Checkpoint,
+    Compile,
+    Data,
+    Debug,
+    Degree,
+    ExpertDegree,
+    Float8,
+    Metrics,
+    Model,
+    Optim,
+    Parallel,
+    Recompute,
+    Run,
+    Schedule,
+    Section,
+    Train,
+)
 
-Degree = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
-DEGREES: tuple[Degree, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-ExpertDegree = Literal["pp", "dp_replicate", "edp_shard", "ep", "etp"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
-
-
-class Run(Section):
-    """Where a run lives."""
-
-    dir: str = "runs/default"
-    """Run directory: config, metrics, TensorBoard logs and checkpoints. Reusing one keeps what
-    is in it: files of an earlier run are renamed with a number."""
-
-
-class Model(Section):
-    """Which model, and how its attention is computed."""
-
-    name: str = "llama"
-    """A row of dtron.models.MODELS: llama, qwen3 or gpt."""
-    size: str = "debug"
-    """A size of that model: for llama debug, 1b, 3b, 8b, 70b or 405b."""
-    override: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the model's own config that replace those of the size, as `[model.override]`."""
-    attention: Literal["auto", "fa4", "cudnn", "flash_attn", "flash", "flex", "sdpa", "math"] = (
-        "auto"
-    )
-    """Attention backend; `auto` takes the best one available and the log says which."""
-
-
-class Parallel(Section):
-    """Degrees of parallelism. World size = pp x dp_replicate x dp_shard x cp x tp."""
-
-    dp_replicate: int = Field(default=1, ge=1)
-    """Data-parallel replicas: gradients are all-reduced over this axis."""
-    dp_shard: int = Field(default=-1, ge=-1)
-    """Data-parallel ranks that share parameters, gradients and optimizer state; -1: the rest."""
-    cp: int = Field(default=1, ge=1)
-    """Context parallelism: ranks that share each sequence. Not built yet."""
-    tp: int = Field(default=1, ge=1)
-    """Tensor parallelism: ranks that share each layer's heads and neurons."""
-    pp: int = Field(default=1, ge=1)
-    """Pipeline parallelism: ranks that share the layers."""
-    ep: int = Field(default=1, ge=1)
-    """Expert parallelism, a second view of the dp_shard x cp x tp ranks. Not built yet."""
-    etp: int = Field(default=1, ge=1)
-    """Tensor parallelism inside experts, in the second view. Not built yet."""
-    zero: Literal[1, 2, 3] = 3
-    """What dp_shard shards. 3: parameters, gradients, optimizer state; parameters are gathered
-    for each forward and backward. 2: gradients and optimizer state; parameters are gathered once
-    a step. 1: optimizer state; gradients are reduced once a step. Beside the sharded 16 bytes a
-    parameter (12 of weights and AdamW moments in fp32, 4 of gradient), 2 and 1 hold 2 bytes a
-    parameter in bfloat16, and 1 holds a whole gradient of `reduce_dtype` as well."""
-    reduce: Literal["auto", "step", "micro_batch"] = "auto"
-    """When gradients are reduced under accumulation. `micro_batch`: each time, gradients stay
-    sharded. `step`: once, the unsharded gradients of all parameters are held meanwhile (32 GB for
-    8B parameters in float32). `auto`: `step` for zero = 1 and for pure replication
-    (dp_shard = 1), else `micro_batch`."""
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which gradients are summed over data-parallel ranks. bfloat16 halves the bytes; it
-    is refused where it would sum micro-batches too: several of them with `step` or replicas."""
-    prefetch: int = Field(default=1, ge=0)
-    """How many units ahead parameters are gathered while the current one computes, in forward and
-    in backward."""
-    sequence_parallel: bool = True
-    """With tp > 1, split the sequence over tp between attention and feed-forward: norms, dropout
-    and residuals cost memory and time for T / tp tokens. Off, each rank holds all tokens."""
-    async_tp: bool = False
-    """With tp > 1 on GPUs, overlap tensor parallelism's all-gathers and reduce-scatters with the
-    matrix products that need them (symmetric memory)."""
-    schedule: str = "1F1B"
-    """Pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
-    ZBVZeroBubble, DualPipeV, or the path of a .csv file with your own."""
-    stages_per_rank: int = Field(default=0, ge=0)
-    """Pipeline stages a rank; 0: what the schedule takes by default."""
-    pp_layout: str | list[int] | list[list[str]] = ""
-    """Which layers are in which stage: counts of layers, a layout string such as `Ettt|tttL`, or a
-    list of module names for each stage; empty: balanced, the head counted by its size."""
-    defer_head: int = Field(default=0, ge=0)
-    """With pp > 1 and a schedule of whole backwards: of how many micro-batches the head's weight
-    gradients are put off until the pipeline drains. Each holds its logits' gradient meanwhile."""
-    high_priority: list[Degree] = Field(default_factory=list)
-    """Mesh axes whose NCCL collectives run on streams of high priority, on GPUs."""
-    timeout_seconds: int = Field(default=600, ge=1)
-    """How long a collective may wait for its peers before the run is aborted."""
-
-    def reduces_once(self, sharded: bool) -> bool:
-        """Whether gradients are reduced once a step: `reduce` resolved, with ranks that share
-        parameters or without."""
-        if self.reduce == "auto":
-            return self.zero == 1 or not sharded
-        return self.reduce == "step"
-
-
-class Train(Section):
-    """The loop: how many steps of how many sequences, in which precision."""
-
-    steps: int = Field(default=100, ge=1)
-    """Optimizer steps."""
-    seq_len: int = Field(default=2048, ge=2)
-    """Tokens a sequence."""
-    global_batch: int = Field(default=8, ge=1)
-    """Sequences a step, over all ranks and micro-batches."""
-    micro_batch: int = Field(default=1, ge=1)
-    """Sequences a rank computes at once."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of computation. Parameters and optimizer state are float32 in both cases."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of initial weights, data order and dropout. The same seed gives the same losses in
-    every layout."""
-    max_grad_norm: float = Field(default=1.0, ge=0)
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    max_skipped: int = Field(default=10, ge=1)
-    """A step whose gradients are not finite is skipped; this many in a row end the run."""
-    eval_interval: int = Field(default=0, ge=0)
-    """Steps between validations on the held-out split; 0: only after the last step."""
-    eval_sequences: int = Field(default=64, ge=0)
-    """Held-out sequences a validation takes, if there are so many; 0: no validation."""
-    sample_tokens: int = Field(default=0, ge=0)
-    """Tokens of text to generate after the last step."""
-    sample_prompt: str = "In the beginning"
-    """What the generated text starts with."""
-    gc_interval: int = Field(default=200, ge=1)
-    """Steps between garbage collections, which all ranks do at the same step."""
-
-
-class Data(Section):
-    """What is trained on."""
-
-    source: Literal["files", "hf"] = "files"
-    """`files`: JSONL or text files, tokenized once and cached. `hf`: a Hugging Face data set
-    (needs the extra `hf`)."""
-    paths: tuple[str, ...] = Field(default=("assets/kjv.jsonl.gz",), strict=False)
-    """Files of `source = "files"`, relative to the working directory: .jsonl with one document a
-    line, .txt with one document a file, both also as .gz."""
-    text_key: str = "text"
-    """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
-    tokenizer: str = "byte"
-    """`byte`, or the path of a Hugging Face tokenizer.json."""
-    eos_token: str = ""
-    """Token that ends a document; empty: the tokenizer's usual one."""
-    validation_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of documents held out for validation, chosen by a hash of their position."""
-    mask_documents: bool = False
-    """Keep attention inside each document and restart positions there."""
-    cache_dir: str = "~/.cache/dtron"
-    """Where tokenized data is kept."""
-    hf_path: str = ""
-    """Name or local path of the Hugging Face data set."""
-    hf_name: str = ""
-    """Its configuration, if it has several."""
-    hf_split: str = "train"
-    """Its split."""
-    hf_streaming: bool = False
-    """Read it as a stream instead of tokenizing it once; documents then come in stream order and
-    the first ones are the held-out split."""
-
-
-class Optim(Section):
-    """The optimizer."""
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    """A row of dtron.optim.OPTIMIZERS. `sgd` is plain: no momentum, no decay."""
-    lr: float = Field(default=3e-4, ge=0)
-    """Peak learning rate."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW's decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW's decay of the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
-
-
-class Schedule(Section):
-    """The learning rate as a function of the step; lengths are fractions of train.steps."""
-
-    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
-    """A row of dtron.optim.SCHEDULES."""
-    warmup: float = Field(default=0.1, ge=0, le=1)
-    """Share of the steps over which the rate rises linearly from 0."""
-    decay: float = Field(default=0.2, ge=0, le=1)
-    """Share of the steps over which `wsd` falls at the end; no other schedule reads it."""
-    min_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Last learning rate over peak, for linear, cosine and wsd."""
-
-
-class Recompute(Section):
-    """Activation recomputation: memory for time."""
-
-    mode: Literal["none", "full", "selective"] = "none"
-    """`full`: keep a block's input only. `selective`: keep results of matrix products and
-    attention, recompute the rest."""
-    every: int = Field(default=1, ge=1)
-    """Recompute every n-th block; 1: all of them."""
-
-
-class Compile(Section):
-    """torch.compile, block by block."""
-
-    enable: bool = False
-    """Compile every block and the loss."""
-    backend: Literal["inductor", "aot_eager"] = "inductor"
-    """`inductor`, or `aot_eager` to check graph capture without generating code."""
-
-
-class Float8(Section):
-    """float8 training; no keys yet."""
-
-
-class Checkpoint(Section):
-    """Saving and resuming."""
-
-    interval: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0: only after the last step."""
-    last: bool = True
-    """Save after the last step."""
-    resume: str = ""
-    """`latest` (of this run directory; starts afresh if there is none), or the path of a run or
-    of one checkpoint; empty: start afresh."""
-    keep: int = Field(default=2, ge=0)
-    """How many of the newest checkpoints are kept; 0: all."""
-
-
-class Metrics(Section):
-    """What is logged."""
-
-    log_interval: int = Field(default=10, ge=1)
-    """Steps between rows of metrics.jsonl; validations write a row too. The device is waited for at
-    these steps alone."""
-    tensorboard: bool = True
-    """Write TensorBoard logs."""
-    profile_start: int = Field(default=0, ge=0)
-    """First step of a torch.profiler window; 0: no profile."""
-    profile_steps: int = Field(default=3, ge=1)
-    """Length of that window; the trace goes to RUN/trace/."""
-
-
-class Debug(Section):
-    """Costly checks."""
-
-    collectives: bool = False
-    """Count the collectives of the first step, calls and bytes by axis, into run.json."""
-    deterministic: bool = False
-    """Deterministic kernels: the same run twice gives the same bits."""
+__all__ = [
+    "DEGREES",
+    "Checkpoint",
+    "Compile",
+    "Data",
+    "Debug",
+    "Degree",
+    "ExpertDegree",
+    "Float8",
+    "Metrics",
+    "Model",
+    "Optim",
+    "Parallel",
+    "Recompute",
+    "Run",
+    "RunConfig",
+    "Schedule",
+    "Section",
+    "Train",
+    "choices",
+    "fields",
+    "resolve_degrees",
+    "resolve_expert_degrees",
+]
 
 
 class RunConfig(Section):
