@@ -35,8 +35,11 @@ class TrainingError(DtronError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known word closest to `word`, or the empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    """`; did you mean X?` for the known word closest to `word`, or the one that it begins, or the
+    empty string."""
+    words = list(known)
+    begun = [name for name in words if word and name.lower().startswith(word.lower())]
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5) or begun
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -23,6 +23,7 @@ def config(world: int = 4, **parallel: object) -> RunConfig:
         ({"tp": 3}, 3, "does not divide model.n_heads = 8; use 1, 2, 4"),
         ({"tp": 8}, 8, "does not divide model.n_kv_heads = 4; use 1, 2, 4"),
         ({"pp": 2, "schedule": "1F1b"}, 2, "did you mean 1F1B"),
+        ({"pp": 2, "schedule": "zbv"}, 2, "did you mean ZBVZeroBubble"),
         ({"pp": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 3}, 2, "takes exactly 2"),
         ({"pp": 4, "schedule": "DualPipeV", "dp_shard": 2}, 8, "the nearest is 8"),
         ({"pp": 8, "schedule": "Interleaved1F1B"}, 8, "fills 1 to 10"),
