@@ -11,30 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtron.config import Degree
 from dtron.data import Batch
 from dtron.loss import count_labels
 from dtron.models.dropout import token_keys
 from dtron.optim import update
 from dtron.parallelisms.apply import Applied
-from dtron.parallelisms.execution import Accumulation, Execution, MicroBatch
-from dtron.parallelisms.fsdp import Policy
+from dtron.parallelisms.execution import Execution, MicroBatch
 from dtron.parallelisms.gradients import clip_scale, global_norm
-from dtron.parallelisms.mesh import LOSS_AXES, Mesh
-from dtron.parallelisms.pipeline import Layout, Pipeline
+from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-# Ranks whose shares make up the loss: those with other tokens, and those of the other stages.
-SHARE_AXES: tuple[Degree, ...] = ("pp", *LOSS_AXES)
-
-
-def build_execution(
-    applied: Applied, layout: Layout | None, mesh: Mesh, policy: Policy
-) -> Execution:
-    """What runs micro-batches: through a pipeline, or one after the other."""
-    if layout is not None:
-        return Pipeline(applied.parts, layout, mesh, policy, applied.deferred)
-    return Accumulation(applied.parts[0], policy, torch.device(mesh.device_type))
 
 
 @dataclass(frozen=True)

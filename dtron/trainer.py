@@ -21,9 +21,9 @@ from dtron.loss import VocabularyShard, cross_entropy_sum
 from dtron.metrics import MetricsWriter, Throughput
 from dtron.models import MODELS, build_model
 from dtron.optim import build_optimizer, learning_rate
-from dtron.parallelisms.apply import Applied, Passes, apply_passes
+from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.fsdp import Policy
-from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, Mesh
+from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.preflight import model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow
 from dtron.rundir import RunDir
@@ -38,12 +38,10 @@ from dtron.runtime import (
 )
 from dtron.sample import sample_text
 from dtron.step import (
-    SHARE_AXES,
     Loss,
     StepResult,
     TrainStep,
     as_micro_batch,
-    build_execution,
     evaluate,
 )
 

@@ -13,6 +13,7 @@ that its hooks are not compiled. Passes act in place and keep every parameter's 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ from dtron.errors import ConfigError
 from dtron.parallelisms.async_tp import FusedOps
 from dtron.parallelisms.compile import compile_blocks
 from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
-from dtron.parallelisms.fsdp import DTYPES, free_gathered, shard
+from dtron.parallelisms.execution import Accumulation, Execution
+from dtron.parallelisms.fsdp import DTYPES, Policy, free_gathered, shard
 from dtron.parallelisms.gradients import reduce_replicas
 from dtron.parallelisms.initialize import (
     Initializer,
@@ -31,7 +33,7 @@ from dtron.parallelisms.initialize import (
     materialize,
 )
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
-from dtron.parallelisms.pipeline import Layout
+from dtron.parallelisms.pipeline import Layout, Pipeline
 from dtron.parallelisms.placement import (
     Unit,
     present,
@@ -125,6 +127,15 @@ class Applied:
         self.shared.sum_gradients(mesh.group("pp"))
 
 
+def build_execution(
+    applied: Applied, layout: Layout | None, mesh: Mesh, policy: Policy
+) -> Execution:
+    """What runs micro-batches: through a pipeline, or one after the other."""
+    if layout is not None:
+        return Pipeline(applied.parts, layout, mesh, policy, applied.deferred)
+    return Accumulation(applied.parts[0], policy, torch.device(mesh.device_type))
+
+
 def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     """All passes in their order; see `plugin.parallelize`. Returns what they made."""
     _check_axes(mesh, passes)
@@ -135,16 +146,15 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     tp, pp = mesh.size("tp"), mesh.rank("pp")
     padded = pad_vocabulary(model, passes.vocabulary, tp)
     made = plan(model, passes.placements or {}, tp) if tp > 1 else Plan({}, ())
-    refuse_shared_parameters(model, select_units(model, passes.units))
+    units = select_units(model, passes.units)
+    refuse_shared_parameters(model, units)
     pieces, ranks, parts = uncut(model), (0,), {0: model}
     if passes.layout is not None:
         pieces, ranks = cut(model, passes.layout.stages), passes.layout.ranks
         parts = {s: take_stage(model, pieces, s) for s, rank in enumerate(ranks) if rank == pp}
+    whole = _Whole([list(unit) for unit in units], _blocks(model, passes), made, padded, pieces)
     fused = FusedOps() if passes.parallel.async_tp else None
-    done = [
-        _apply_to_part(stage, part, model, mesh, passes, made, padded, pieces, fused)
-        for stage, part in parts.items()
-    ]
+    done = [_apply_to_part(s, part, whole, mesh, passes, fused) for s, part in parts.items()]
     return Applied(
         parts,
         units=sum(part.units for part in done),
@@ -171,56 +181,80 @@ class _Done:
     deferred: WeightGradients | None
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """What is known of the whole model before it is cut."""
+
+    units: list[list[str]]
+    """FQNs of the modules of each unit."""
+    blocks: list[str]
+    """FQNs of the blocks to recompute and compile, in order."""
+    made: Plan
+    padded: Mapping[str, int]
+    pieces: Cut
+
+
 def _apply_to_part(
     stage: int,
     part: nn.Module,
-    model: nn.Module,
+    whole: _Whole,
     mesh: Mesh,
     passes: Passes,
-    made: Plan,
-    padded: Mapping[str, int],
-    pieces: Cut,
     fused: FusedOps | None,
 ) -> _Done:
-    """The passes over one stage. Patterns name modules of the whole model; it may lack some."""
+    """The passes over one stage. Names are those of the whole model; it may lack some."""
     held = present(dict(part.named_modules()))
     split = passes.layout.deferred(stage, part) if passes.layout else []
-    wants_blocks = passes.recompute.mode != "none" or passes.compile.enable
-    pattern = _block_pattern(passes.units, passes.blocks) if wants_blocks else ""
-    blocks = {n: held[n] for n in select(model, pattern) if n in held} if wants_blocks else {}
-    if made.rows:
+    if whole.made.rows:
         eager = fused is not None and not passes.compile.enable
-        apply_tensor_parallel(part, mesh.flat("tp"), made, passes.replicas, eager)
-    places = {name: i for i, name in enumerate(select(model, pattern))} if wants_blocks else {}
-    numbered = [(places[name], block) for name, block in blocks.items()]
+        apply_tensor_parallel(part, mesh.flat("tp"), whole.made, passes.replicas, eager)
     deferred = defer(split) if split else None
-    in_blocks = passes.layout is not None and passes.layout.splits_backward
-    options = COMPILE_OPTIONS if in_blocks else {}
-    if fused is not None and passes.compile.enable:
-        options = {**options, **fused.enable(mesh.group("tp"))}
-    # Recomputed whole, a block is compiled inside: torch 2.13 cannot save the mesh of a DTensor for
-    # a compiled block that holds its own recomputation. What is kept by operator is inside.
-    full = passes.recompute.mode == "full"
-    compiled = compile_blocks(blocks, passes.compile, options, forward_only=True) if full else []
-    recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng)
-    compiled = compiled if full else compile_blocks(blocks, passes.compile, options)
+    blocks = [(i, name, held[name]) for i, name in enumerate(whole.blocks) if name in held]
+    recomputed, compiled = _wrap_blocks(blocks, mesh, passes, fused)
     if compiled:
-        settle_outputs(part, compiled, made)
-    groups = [
-        [held[name] for name in group if name in held]
-        for group in select_units(model, passes.units)
-    ]
-    groups = [group for group in groups if group]
-    names = pieces.names
-    by_columns = [p for fqn, p in part.named_parameters() if names[fqn] in padded]
+        settle_outputs(part, compiled, whole.made)
+    units = [[held[name] for name in unit if name in held] for unit in whole.units]
+    units = [unit for unit in units if unit]
+    names = whole.pieces.names
+    by_columns = [p for fqn, p in part.named_parameters() if names[fqn] in whole.padded]
     _check_columns(by_columns, mesh)
-    whole = passes.layout is None
-    shard(part, mesh, groups, passes.parallel, DTYPES[passes.dtype], by_columns, keep_last=whole)
+    shard(
+        part,
+        mesh,
+        units,
+        passes.parallel,
+        DTYPES[passes.dtype],
+        by_columns,
+        keep_last=passes.layout is None,
+    )
     if passes.init is not None:
         seed, fill = passes.init
         materialize(part, torch.device(mesh.device_type))
-        initialize(part, seed, fill, names, padded)
-    return _Done(len(groups), recomputed, compiled, deferred)
+        initialize(part, seed, fill, names, whole.padded)
+    return _Done(len(units), recomputed, compiled, deferred)
+
+
+def _wrap_blocks(
+    blocks: Sequence[tuple[int, str, nn.Module]],
+    mesh: Mesh,
+    passes: Passes,
+    fused: FusedOps | None,
+) -> tuple[int, list[str]]:
+    """Recompute and compile (index in the model, FQN, block); how many recompute, which compile."""
+    options: Mapping[str, Any] = {}
+    if passes.layout is not None and passes.layout.splits_backward:
+        options = COMPILE_OPTIONS
+    if fused is not None and passes.compile.enable:
+        options = {**options, **fused.enable(mesh.group("tp"))}
+    named = {name: block for _, name, block in blocks}
+    numbered = [(i, block) for i, _, block in blocks]
+    if passes.recompute.mode == "full":
+        # A block that is recomputed whole is compiled inside: torch 2.13 cannot save the mesh of a
+        # DTensor for a compiled block that holds its own recomputation.
+        compiled = compile_blocks(named, passes.compile, options, forward_only=True)
+        return apply_recompute(numbered, passes.recompute, passes.keep_rng), compiled
+    recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng)
+    return recomputed, compile_blocks(named, passes.compile, options)
 
 
 def _check_axes(mesh: Mesh, passes: Passes) -> None:
@@ -246,6 +280,13 @@ def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
                 f"{parameter.shape[1]}; use a parallel.dp_shard that does, or a "
                 "model.override.vocab_size that parallel.tp divides"
             )
+
+
+def _blocks(model: nn.Module, passes: Passes) -> list[str]:
+    """FQNs of the blocks to recompute and compile; none where neither is asked for."""
+    if passes.recompute.mode == "none" and not passes.compile.enable:
+        return []
+    return list(select(model, _block_pattern(passes.units, passes.blocks)))
 
 
 def _block_pattern(units: Unit | Sequence[Unit], blocks: str | None) -> str:

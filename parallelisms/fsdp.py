@@ -133,7 +133,8 @@ def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:
     """Set what the coming backward does: reduce or accumulate, free or keep the parameters.
 
     Under replication, gradients are reduce-scattered as the policy says but all-reduced over
-    dp_replicate only in the last micro-batch.
+    dp_replicate only in the last micro-batch. (Pipeline stages whose backward is split reduce
+    otherwise: `deferred.reduce_gradients`.)
     """
     model.set_requires_gradient_sync(last or policy.reduce_each_micro_batch)
     model.set_requires_all_reduce(last)

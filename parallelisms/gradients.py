@@ -23,6 +23,18 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
 
 
+def flatten(gradients: Sequence[Tensor]) -> Tensor:
+    """Gradients of one dtype as one 1-D tensor, for one collective."""
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def unflatten_(gradients: Sequence[Tensor], flat: Tensor) -> None:
+    """Write back what `flatten` gave, after the collective."""
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    views = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+    torch._foreach_copy_(list(gradients), views)
+
+
 @torch.no_grad()
 def reduce_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Sum gradients over a group, in place, all by one all-reduce a dtype.
@@ -38,12 +50,9 @@ def reduce_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> N
         (gradient,) = local_gradients([parameter])
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for gradients in by_dtype.values():
-        flat = torch.cat([g.flatten() for g in gradients])
+        flat = flatten(gradients)
         dist.all_reduce(flat, group=group)
-        parts = flat.split([g.numel() for g in gradients])
-        torch._foreach_copy_(
-            gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
-        )
+        unflatten_(gradients, flat)
 
 
 def global_norm(

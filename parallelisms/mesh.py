@@ -7,6 +7,7 @@ degree 1.
     batch axes  dp_replicate, dp_shard       ranks that read different sequences
     fsdp axes   dp_shard, cp                 ranks that share parameters and optimizer state
     loss axes   dp_replicate, dp_shard, cp   ranks that hold different tokens
+    share axes  pp and the loss axes         ranks whose shares make up the loss
 
 Experts see the same ranks by other axes, `Mesh.experts`: pp, dp_replicate, edp_shard, ep, etp.
 """
@@ -24,6 +25,7 @@ from dtron.errors import ConfigError
 BATCH_AXES: tuple[Degree, ...] = ("dp_replicate", "dp_shard")
 FSDP_AXES: tuple[Degree, ...] = ("dp_shard", "cp")
 LOSS_AXES: tuple[Degree, ...] = ("dp_replicate", "dp_shard", "cp")
+SHARE_AXES: tuple[Degree, ...] = ("pp", *LOSS_AXES)
 _JOIN = "+"  # between the axes of a flattened mesh, in its name
 
 

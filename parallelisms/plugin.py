@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtron.config import Compile, Degree, Parallel, Recompute
+from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
-from dtron.parallelisms.apply import Applied, Passes, apply_passes
-from dtron.parallelisms.execution import Accumulation, Execution, MicroBatch
+from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
+from dtron.parallelisms.execution import Execution, MicroBatch
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.gradients import clip_scale, global_norm, scale_or_zero_
 from dtron.parallelisms.initialize import Initializer
-from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, Mesh
-from dtron.parallelisms.pipeline import Layout, Pipeline
+from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES, Mesh
+from dtron.parallelisms.pipeline import Layout
 from dtron.parallelisms.placement import Unit
 from dtron.parallelisms.schedules import Schedule, order_of, schedule_of, stage_ranks
 from dtron.parallelisms.stages import cut
@@ -32,9 +32,6 @@ from dtron.parallelisms.tensor import Placements
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Loss = Callable[[Any, Tensor], Tensor]
 """(output of the model, targets of the micro-batch) -> a scalar."""
-
-# Ranks whose shares make up the loss: those with other data, and those of the other stages.
-_SHARE_AXES: tuple[Degree, ...] = ("pp", *LOSS_AXES)
 
 
 def parallelize(
@@ -183,12 +180,8 @@ def pipeline(
         keep_rng=True,
     )
     applied = apply_passes(model, mesh, passes)
-    policy = Policy.of(parallel, mesh)
-    if layout is None:
-        whole = Accumulation(applied.parts[0], policy, torch.device(mesh.device_type))
-        return PipelinedModel(applied, whole, mesh, None)
-    staged = Pipeline(applied.parts, layout, mesh, policy, applied.deferred)
-    return PipelinedModel(applied, staged, mesh, schedule)
+    execution = build_execution(applied, layout, mesh, Policy.of(parallel, mesh))
+    return PipelinedModel(applied, execution, mesh, schedule if layout else None)
 
 
 def _layout(stages: Sequence[tuple[str, ...]], name: str, row: Schedule, pp: int) -> Layout | None:
@@ -341,8 +334,7 @@ class PipelinedModel:
     def _refuse_complete_gradients(self) -> None:
         applied = self._applied
         summed = [p for name, p in self.named_parameters() if name in applied.partial]
-        summed += [*applied.shared.copies, *(p for pair in applied.shared.pairs for p in pair)]
-        summed += [p for held in applied.shared.remote.values() for p in held]
+        summed += applied.shared.parameters()
         if any(p.grad is not None for p in summed):
             raise ConfigError(
                 "step completes gradients, which are still there from the step before; call "
@@ -353,7 +345,7 @@ class PipelinedModel:
         return micro_batches * self.mesh.size(*BATCH_AXES)
 
     def _sum(self, share: Tensor) -> Tensor:
-        dist.all_reduce(share, group=self.mesh.group(*_SHARE_AXES))
+        dist.all_reduce(share, group=self.mesh.group(*SHARE_AXES))
         return share
 
     def _split(

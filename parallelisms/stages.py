@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtron.errors import PlacementError
-from dtron.parallelisms.gradients import local_gradients
+from dtron.parallelisms.gradients import flatten, local_gradients, unflatten_
 from dtron.parallelisms.placement import PassThrough, select
 
 
@@ -40,31 +40,28 @@ def cut(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
         stages: patterns of modules for each stage, in the order of the model's forward.
 
     Raises:
-        PlacementError: a pattern matches nothing, or a module is in two stages or a parameter in
-            none.
+        PlacementError: a pattern matches nothing, a module is in two stages or a parameter in none,
+            or the layers of a container are in stages out of their order.
     """
     modules = tuple(
         tuple(name for pattern in patterns for name in select(model, pattern))
         for patterns in stages
     )
     stage_of: dict[str, int] = {}
-    for stage, names in enumerate(modules):
-        for name in names:
+    for stage, held in enumerate(modules):
+        for name in held:
             if name in stage_of:
                 raise PlacementError(
                     f"module {name} is in stage {stage_of[name]} and in stage {stage}"
                 )
             stage_of[name] = stage
     _check_order(model, stage_of)
-    first: dict[int, str] = {}
+    names = _names(model)
     holders: dict[str, set[int]] = {}
-    names_of: dict[str, str] = {}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        name = first.setdefault(id(parameter), fqn)
-        names_of[fqn] = name
+    for fqn, name in names.items():
         holders.setdefault(name, set()).add(_stage_of(fqn, stage_of))
     shared = {name: tuple(sorted(found)) for name, found in holders.items() if len(found) > 1}
-    return Cut(modules, names_of, shared)
+    return Cut(modules, names, shared)
 
 
 def _check_order(model: nn.Module, stage_of: Mapping[str, int]) -> None:
@@ -84,9 +81,14 @@ def _check_order(model: nn.Module, stage_of: Mapping[str, int]) -> None:
 
 def uncut(model: nn.Module) -> Cut:
     """The whole model as one stage."""
+    return Cut(((),), _names(model), {})
+
+
+def _names(model: nn.Module) -> dict[str, str]:
+    """Every FQN of a parameter -> the first of its FQNs."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
-    return Cut(((),), {fqn: first.setdefault(id(p), fqn) for fqn, p in named}, {})
+    return {fqn: first.setdefault(id(parameter), fqn) for fqn, parameter in named}
 
 
 def _stage_of(fqn: str, stage_of: Mapping[str, int]) -> int:
@@ -159,6 +161,11 @@ class SharedWeights:
                 found.remote.setdefault(other, []).extend(held.values())
         return found
 
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them that are on this rank, with their copies."""
+        pairs = [parameter for pair in self.pairs for parameter in pair]
+        return pairs + [parameter for held in self.remote.values() for parameter in held]
+
     @torch.no_grad()
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
         """Give both holders the sum of their gradients; one exchange a pair of ranks."""
@@ -168,7 +175,7 @@ class SharedWeights:
             mine.copy_(other)
         for rank, parameters in sorted(self.remote.items()):
             gradients = local_gradients(parameters)
-            flat = torch.cat([g.flatten() for g in gradients])
+            flat = flatten(gradients)
             other, peer = torch.empty_like(flat), dist.get_global_rank(group, rank)
             exchange = [
                 dist.P2POp(dist.isend, flat, peer, group),
@@ -176,6 +183,4 @@ class SharedWeights:
             ]
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
-            parts = (flat + other).split([g.numel() for g in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            unflatten_(gradients, flat + other)

@@ -32,6 +32,10 @@ def config(world: int = 4, **parallel: object) -> RunConfig:
         ({"pp": 2, "schedule": "missing.csv"}, 2, "missing.csv"),
         ({"tp": 2, "async_tp": True, "sequence_parallel": False}, 2, "set it to true"),
         ({"tp": 2, "pp": 2, "async_tp": True, "schedule": "ZBVZeroBubble"}, 4, "Interleaved1F1B"),
+        ({"tp": 2, "pp": 2, "async_tp": True, "defer_head": 1}, 4, "use one of the two"),
+        ({"pp": 2, "defer_head": 1, "schedule": "ZBVZeroBubble"}, 2, "has no effect"),
+        ({"pp": 2, "reduce_dtype": "bfloat16", "schedule": "ZBVZeroBubble"}, 2, 'use "float32"'),
+        ({"pp": 2, "pp_layout": [["blocks.0"]]}, 2, "has 1 stages"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(parallel: dict, world: int, message: str) -> None:

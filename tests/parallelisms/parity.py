@@ -29,13 +29,13 @@ from dtron.models import MODELS, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
 from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
-from dtron.parallelisms.apply import Applied, Passes, apply_passes
+from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.initialize import Initializer, initialize
-from dtron.parallelisms.mesh import BATCH_AXES
+from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline import Layout
 from dtron.preflight import check_layout
-from dtron.step import SHARE_AXES, Loss, TrainStep, build_execution
+from dtron.step import Loss, TrainStep
 from tests.harness import run_ranks
 
 LR, MAX_NORM, SEED = 0.5, 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
@@ -392,3 +392,4 @@ def _run_each(cases: Sequence[Case], directory: Path) -> None:
         result = pickle.dumps(parallel_run(case))
         (directory / f"{rank}.tmp").write_bytes(result)
         (directory / f"{rank}.tmp").rename(directory / f"{number}.{rank}")
+        dist.barrier()  # a rank that fails ends the others: not before they have told this case

@@ -8,8 +8,9 @@ from dtron.loss import VocabularyShard, cross_entropy_sum
 from dtron.models import MODELS
 from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
+from dtron.parallelisms.apply import build_execution
 from dtron.parallelisms.fsdp import Policy
-from dtron.step import TrainStep, as_micro_batch, build_execution
+from dtron.step import TrainStep, as_micro_batch
 from tests.harness import run_ranks
 from tests.parallelisms.parity import Case, build_loss, build_parallel, make_batch, micro_batches
 

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtron.errors import ConfigError, PlacementError
-from dtron.parallelisms import Mesh, PipelinedModel, pipeline
+from dtron.parallelisms import Mesh, PipelinedModel, Replicate, colwise, pipeline, replicate
+from dtron.parallelisms.initialize import materialize
 from tests.harness import run_ranks
 
 
@@ -99,3 +100,60 @@ def disordered() -> str:
     with pytest.raises(PlacementError) as error:
         pipeline(Tied(), Mesh(), stages=stages, units="blocks.*", dtype="float32")
     return str(error.value).split(", in")[0]
+
+
+def differently_tied() -> str:
+    placements = {
+        "embed": colwise(output=Replicate()),
+        "blocks.*": replicate(),
+        "head": replicate(),
+    }
+    with pytest.raises(PlacementError) as error:
+        pipeline(
+            Tied(),
+            Mesh(pp=2, tp=2),
+            stages=[["embed", "blocks.[01]"], ["blocks.[23]", "head"]],
+            placements=placements,
+            units="blocks.*",
+            dtype="float32",
+        )
+    return str(error.value)
+
+
+def test_a_weight_tied_over_stages_is_split_alike() -> None:
+    for message in run_ranks(4, differently_tied):
+        assert "their rows split it differently" in message
+
+
+class Buffered(nn.Module):
+    """Keeps a table that it computes when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0))
+        self.linear = nn.Linear(4, 4)
+
+
+def test_buffers_survive_new_storage() -> None:
+    model = Buffered()
+    materialize(model, torch.device("cpu"))
+    assert torch.equal(model.table, torch.arange(4.0))  # type: ignore[arg-type]
+
+
+def frozen() -> list[bool]:
+    """The first stage and the tied weight get no gradients; the others train."""
+    torch.manual_seed(0)
+    net = Tied()
+    net.embed.weight.requires_grad_(False)
+    net.blocks[0].requires_grad_(False)
+    stages = [["embed", "blocks.0"], ["blocks.[1-3]", "head"]]
+    model = pipeline(net, Mesh(pp=2), stages=stages, units="blocks.*", dtype="float32")
+    tokens = torch.arange(16).view(4, 4) % 11
+    model.step(tokens, tokens, loss, micro_batches=4)
+    return [p.grad is not None for p in model.parameters()]
+
+
+def test_frozen_stages_and_tied_weights() -> None:
+    first, second = run_ranks(2, frozen)
+    assert not any(first)
+    assert second.count(True) == 6  # three blocks with biases; not the head
