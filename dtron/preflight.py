@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dtron.checkpoint import Facts, check_model, find, read_facts
-from dtron.config import RunConfig
+from dtron.config import RunConfig, fields
 from dtron.data import (
     Tokenizer,
     TrainingSource,
@@ -77,7 +77,7 @@ def preflight(config: RunConfig, place: Place) -> Checked:
     checkpoint = find(config.checkpoint.resume, rundir.checkpoints)
     facts = read_facts(checkpoint) if checkpoint else None
     if checkpoint and facts:
-        check_model(checkpoint, facts.model, model_facts(config, model))
+        check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
         _check_settings(checkpoint, config, facts)
     if place.local_rank == 0:
         _check_writable(rundir.path)
@@ -144,6 +144,12 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
 def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:
     """Name and resolved fields of the model, as a checkpoint keeps them."""
     return {"name": config.model.name, **model.model_dump(mode="json")}
+
+
+def _defaults() -> dict[str, Any]:
+    """What a checkpoint means by fields of the model that are younger than it."""
+    fields = DecoderConfig.model_fields.items()
+    return {name: field.default for name, field in fields if not field.is_required()}
 
 
 def _attention(config: RunConfig, model: DecoderConfig, device: torch.device) -> Backend:
@@ -229,8 +235,9 @@ def resume_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_settings(checkpoint: Path, config: RunConfig, facts: Facts) -> None:
+    defaults = {key: default for key, default, _ in fields(RunConfig)}
     for key, value in resume_settings(config).items():
-        saved = facts.settings.get(key)
+        saved = facts.settings.get(key, defaults[key])  # not there: a key that came later
         if saved == value:
             continue
         if key == "optim.name":

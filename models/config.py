@@ -58,15 +58,28 @@ class DecoderConfig(BaseModel):
     """Positions of `positions = "learned"`; rope has no limit."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotation frequencies."""
+    rope_scaling: Literal["llama3", "yarn"] = "llama3"
+    """How the context is extended: as in Llama 3.1 (arXiv:2407.21783) or by YaRN
+    (arXiv:2309.00071). A row of dtron.models.rope.SCALINGS."""
     rope_scaling_factor: float = Field(default=1.0, ge=1)
-    """Llama 3.1's context extension (arXiv:2407.21783): low frequencies are divided by this;
-    1: off."""
-    rope_low_freq_factor: float = Field(default=1.0, gt=0)
-    """Wavelengths above rope_original_context / this are scaled in full."""
-    rope_high_freq_factor: float = Field(default=4.0, gt=0)
-    """Wavelengths below rope_original_context / this are not scaled."""
+    """Low frequencies are divided by this; 1: no scaling."""
     rope_original_context: int = Field(default=8192, ge=1)
     """Tokens of context before extension."""
+    rope_low_freq_factor: float = Field(default=1.0, gt=0)
+    """llama3: wavelengths above rope_original_context / this are scaled in full."""
+    rope_high_freq_factor: float = Field(default=4.0, gt=0)
+    """llama3: wavelengths below rope_original_context / this are not scaled."""
+    rope_beta_fast: float = Field(default=32.0, gt=0)
+    """yarn: frequencies that turn at least this often in rope_original_context are not scaled."""
+    rope_beta_slow: float = Field(default=1.0, gt=0)
+    """yarn: frequencies that turn at most this often in rope_original_context are scaled in
+    full."""
+    rope_mscale: float = Field(default=1.0, ge=0)
+    """yarn: cosines and sines, and so queries and keys, are multiplied by
+    (0.1 rope_mscale ln s + 1) / (0.1 rope_mscale_all_dim ln s + 1), s = rope_scaling_factor."""
+    rope_mscale_all_dim: float = Field(default=0.0, ge=0)
+    """yarn: see rope_mscale. For models with parts of heads that are not rotated, which multiply
+    all their scores instead (DeepSeek-V3)."""
     tied: bool = False
     """The head uses the embedding's weight."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -106,12 +119,48 @@ class DecoderConfig(BaseModel):
                 f"head_dim = {self.head_size} is odd, but rope rotates pairs; "
                 f"use {self.head_size + 1}"
             )
-        if self.rope_scaling_factor > 1 and self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            raise ValueError(
-                f"rope_high_freq_factor = {self.rope_high_freq_factor} is not above "
-                f"rope_low_freq_factor = {self.rope_low_freq_factor}; Llama 3.1 has 4 and 1"
-            )
+        self._check_rope_scaling()
         return self
+
+    def _check_rope_scaling(self) -> None:
+        scales = self.rope_scaling_factor > 1
+        if self.rope_scaling == "yarn" and (self.positions != "rope" or not scales):
+            need = "a rope_scaling_factor above 1" if self.positions == "rope" else "rope positions"
+            raise ValueError(f'rope_scaling = "yarn" has no effect without {need}; use "llama3"')
+        for key, scaling in _ROPE_KEYS.items():
+            default = type(self).model_fields[key].default
+            if scaling != self.rope_scaling and getattr(self, key) != default:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} has no effect with "
+                    f'rope_scaling = "{self.rope_scaling}"; use {default}'
+                )
+        low, high, source = _ROPE_RANGES[self.rope_scaling]
+        if scales and getattr(self, high) <= getattr(self, low):
+            raise ValueError(
+                f"{high} = {getattr(self, high)} is not above {low} = {getattr(self, low)}; "
+                f"{source}"
+            )
+        if self.rope_scaling == "yarn" and self.rope_theta <= 1:
+            raise ValueError(
+                f"rope_theta = {self.rope_theta} has no logarithm above 0, which "
+                'rope_scaling = "yarn" divides by; use more than 1, such as 10000.0'
+            )
+
+
+_ROPE_RANGES = {
+    "llama3": ("rope_low_freq_factor", "rope_high_freq_factor", "Llama 3.1 has 4 and 1"),
+    "yarn": ("rope_beta_slow", "rope_beta_fast", "YaRN has 32 and 1"),
+}
+"""Fields between which frequencies are scaled in part, by scaling, and what its source has."""
+_ROPE_KEYS = {
+    "rope_low_freq_factor": "llama3",
+    "rope_high_freq_factor": "llama3",
+    "rope_beta_fast": "yarn",
+    "rope_beta_slow": "yarn",
+    "rope_mscale": "yarn",
+    "rope_mscale_all_dim": "yarn",
+}
+"""The scaling that reads a field."""
 
 
 def overridden(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtron.checkpoint import check_model
 from dtron.config import RunConfig
-from dtron.errors import ConfigError
-from dtron.preflight import check_layout, preflight
+from dtron.errors import CheckpointError, ConfigError
+from dtron.preflight import _defaults, check_layout, model_facts, preflight
 from dtron.runtime import Place
 
 BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}
@@ -85,3 +86,13 @@ def test_the_head_weighs_as_it_multiplies() -> None:
         9,
         6,
     ]
+
+
+def test_a_checkpoint_that_is_older_than_a_field_of_the_model() -> None:
+    """It was made with what is the default now."""
+    run = config(tp=1)
+    wanted = model_facts(run, check_layout(run, 4)[0])
+    saved = {key: value for key, value in wanted.items() if key != "rope_scaling"}
+    check_model(Path("step-1"), {**_defaults(), **saved}, wanted)
+    with pytest.raises(CheckpointError, match="rope_scaling: 'yarn' there, 'llama3' here"):
+        check_model(Path("step-1"), {**saved, "rope_scaling": "yarn"}, wanted)

@@ -1,10 +1,13 @@
 """Overrides and the errors they can cause."""
 
+from typing import get_args
+
 import pytest
 
 from dtron.errors import ConfigError
 from dtron.models import BACKENDS, MODELS, DecoderConfig, build_model, model_config
 from dtron.models.layers import ACTIVATIONS, NORMS
+from dtron.models.rope import SCALINGS
 
 
 def test_override_replaces_fields():
@@ -55,6 +58,48 @@ def test_derived_values():
             {"rope_low_freq_factor": 4.0},
             "model.override.rope_high_freq_factor = 4.0 is not above",
         ),
+        (
+            "llama",
+            "debug",
+            {"rope_scaling": "ntk"},
+            "model.override.rope_scaling = 'ntk': Input should be 'llama3' or 'yarn'",
+        ),
+        (
+            "llama",
+            "debug",
+            {"rope_scaling": "yarn"},
+            'rope_scaling = "yarn" has no effect without a rope_scaling_factor above 1',
+        ),
+        (
+            "gpt",
+            "debug",
+            {"rope_scaling": "yarn", "rope_scaling_factor": 4.0},
+            'rope_scaling = "yarn" has no effect without rope positions; use "llama3"',
+        ),
+        (
+            "llama",
+            "8b",
+            {"rope_mscale_all_dim": 1.0},
+            'rope_mscale_all_dim = 1.0 has no effect with rope_scaling = "llama3"; use 0.0',
+        ),
+        (
+            "llama",
+            "8b",
+            {"rope_scaling": "yarn", "rope_low_freq_factor": 2.0},
+            'rope_low_freq_factor = 2.0 has no effect with rope_scaling = "yarn"; use 1.0',
+        ),
+        (
+            "llama",
+            "8b",
+            {"rope_scaling": "yarn", "rope_beta_slow": 32.0},
+            "rope_beta_fast = 32.0 is not above rope_beta_slow = 32.0; YaRN has 32 and 1",
+        ),
+        (
+            "llama",
+            "8b",
+            {"rope_scaling": "yarn", "rope_theta": 1.0},
+            "rope_theta = 1.0 has no logarithm above 0",
+        ),
     ],
 )
 def test_errors_name_key_rule_and_legal_values(name, size, override, message):
@@ -69,9 +114,8 @@ def test_learned_positions_allow_odd_heads():
 
 def test_every_field_is_documented_and_literals_match_the_tables():
     assert all(field.description for field in DecoderConfig.model_fields.values())
-    for field, table in (("activation", ACTIVATIONS), ("norm", NORMS)):
-        for row in table:
-            model_config("llama", "debug", {field: row})
+    for field, table in (("activation", ACTIVATIONS), ("norm", NORMS), ("rope_scaling", SCALINGS)):
+        assert get_args(DecoderConfig.model_fields[field].annotation) == tuple(table)
 
 
 def test_backend_that_cannot_drop_attention_weights_is_refused():

@@ -123,6 +123,7 @@ SPECIAL = [
         override={"rope_scaling_factor": 4.0},
         documents=True,
     ),
+    Case("llama", 2, override={"rope_scaling": "yarn", "rope_scaling_factor": 4.0}),
     Case("llama", 2, recompute=Recompute(mode="selective", every=2)),
     Case("llama", 4, Parallel(tp=4), override={"n_kv_heads": 4}),
     # tied weights on the first and last stage, on two ranks and on one
