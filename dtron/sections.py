@@ -208,9 +208,9 @@ class Schedule(Section):
 class Recompute(Section):
     """Activation recomputation: memory for time."""
 
-    mode: Literal["none", "full", "selective"] = "none"
-    """`full`: keep a block's input only. `selective`: keep results of matrix products and
-    attention, recompute the rest."""
+    mode: Literal["none", "full", "attention", "selective"] = "none"
+    """`full`: keep a block's input only. `attention`: and the outputs of attention, which for long
+    sequences cost most to compute again. `selective`: and the results of matrix products."""
     every: int = Field(default=1, ge=1)
     """Recompute every n-th block; 1: all of them."""
 

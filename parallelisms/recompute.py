@@ -1,9 +1,14 @@
 """Activation recomputation: keep less in forward, compute it again in backward.
 
-`full` keeps a block's input only (about a third more compute); `selective` keeps the results of
-matrix products and attention, which cost most to redo, and recomputes norms, rotary embedding,
-activations and sums, which cost memory traffic alone. The dropout of dtron's own models draws from
-counters, so that a second forward sees the same mask without saved RNG state.
+    mode         kept of a block                         computed again
+    full         its input                               all of it, about a third more compute
+    attention    and the outputs of attention            all else, matrix products too
+    selective    and the results of matrix products      norms, rotary embedding, activations, sums
+
+`attention` is for long sequences: attention's compute grows with the square of the length, its
+output only with the length. What `selective` recomputes costs memory traffic alone. The dropout of
+dtron's own models draws from counters, so that a second forward sees the same mask without saved
+RNG state.
 
 Source: Korthikanti et al., arXiv:2205.05198; torch.utils.checkpoint.
 """
@@ -21,24 +26,33 @@ from torch.utils.checkpoint import (
 
 from dtron.config import Recompute
 
-# Operators whose results `selective` keeps; those that this torch lacks are left out.
-SAVED_OPS = (
-    "aten.mm.default",
-    "aten.addmm.default",
-    "aten.bmm.default",
-    "aten._scaled_mm.default",
-    "aten._grouped_mm.default",
+ATTENTION = (
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "higher_order.flex_attention",
     "dtron.flash4_forward.default",
-    "symm_mem.fused_all_gather_matmul.default",
-    "symm_mem.fused_matmul_reduce_scatter.default",
+    "dtron.context_attention.default",
+    "dtron.varlen_attention.default",
     "flash_attn._flash_attn_forward.default",
     "flash_attn_3._flash_attn_forward.default",
 )
+"""Attention as one operator, whose output and log-sum-exp its backward needs."""
+
+PRODUCTS = (
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten._scaled_mm.default",
+    "aten._grouped_mm.default",
+    "symm_mem.fused_all_gather_matmul.default",
+    "symm_mem.fused_matmul_reduce_scatter.default",
+)
+
+SAVED_OPS = {"attention": ATTENTION, "selective": (*ATTENTION, *PRODUCTS)}
+"""Operators whose results a mode keeps; those that this torch lacks are left out. Where attention
+is written out (the `math` backend) its products are what `selective` keeps, `attention` nothing."""
 
 
 def recompute(
@@ -74,13 +88,13 @@ def _checkpointed(forward, mode: str, keep_rng: bool, *args, **kwargs):
         *args,
         use_reentrant=False,
         preserve_rng_state=keep_rng,
-        context_fn=_selective_contexts,
+        context_fn=functools.partial(_selective_contexts, mode),
         **kwargs,
     )
 
 
-def _selective_contexts():
-    saved = _saved_ops()
+def _selective_contexts(mode: str):
+    saved = _saved_ops(mode)
 
     def keep_expensive(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -88,9 +102,9 @@ def _selective_contexts():
     return create_selective_checkpoint_contexts(keep_expensive)
 
 
-def _saved_ops() -> set:
+def _saved_ops(mode: str) -> set:
     ops = set()
-    for path in SAVED_OPS:
+    for path in SAVED_OPS[mode]:
         namespace, name, *overload = path.split(".")
         op = getattr(getattr(torch.ops, namespace), name, None)
         if op is not None:

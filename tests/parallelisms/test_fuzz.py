@@ -44,7 +44,12 @@ def draw_case(random: random.Random) -> Case:
         world=data_ranks * degrees["pp"] * degrees["tp"],
         parallel=Parallel(**degrees, **_draw_parallel(random, degrees)),
         recompute=random.choice(
-            [Recompute(), Recompute(mode="full"), Recompute(mode="selective", every=2)]
+            [
+                Recompute(),
+                Recompute(mode="full"),
+                Recompute(mode="attention"),
+                Recompute(mode="selective", every=2),
+            ]
         ),
         compile=Compile(enable=True, backend="aot_eager") if random.random() < 0.15 else Compile(),
         override=_draw_model(random, seq_len),

@@ -41,6 +41,7 @@ AXES: dict[str, list[dict[str, Any]]] = {
     "recompute": [
         {},
         {"recompute": Recompute(mode="full")},
+        {"recompute": Recompute(mode="attention")},
         {"recompute": Recompute(mode="selective")},
     ],
     "compile": [{}, {"compile": EAGER}],
@@ -125,6 +126,9 @@ SPECIAL = [
     ),
     Case("llama", 2, override={"rope_scaling": "yarn", "rope_scaling_factor": 4.0}),
     Case("llama", 2, recompute=Recompute(mode="selective", every=2)),
+    Case("llama", 2, Parallel(tp=2), recompute=Recompute(mode="attention"), compile=EAGER),
+    Case("qwen3", 2, recompute=Recompute(mode="attention", every=2), documents=True),
+    Case("gpt", 2, Parallel(pp=2, schedule="ZBVZeroBubble"), Recompute(mode="attention")),
     Case("llama", 4, Parallel(tp=4), override={"n_kv_heads": 4}),
     # tied weights on the first and last stage, on two ranks and on one
     *[Case("gpt", 2, Parallel(pp=2, schedule=name)) for name in (LOOP, V)],

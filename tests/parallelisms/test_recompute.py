@@ -1,0 +1,91 @@
+"""What each mode of recomputation computes again, counted by operator."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtron.config import Compile, Recompute
+from dtron.models import BACKENDS
+from dtron.models.decoder import Decoder
+from dtron.parallelisms.compile import compile_blocks
+from dtron.parallelisms.recompute import ATTENTION, PRODUCTS, SAVED_OPS, recompute
+from tests.models.build import initialized, small_config, tokens
+
+LAYERS = 3
+PRODUCT, ATTEND = "mm", "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators that run; one whose result recomputation has kept does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(mode: str) -> Decoder:
+    model = initialized("llama", small_config("llama", n_layers=LAYERS), BACKENDS["sdpa"])
+    options = Recompute.model_validate({"mode": mode})
+    recompute(((int(name), block) for name, block in model.blocks.items()), options)
+    return model
+
+
+def counts(mode: str) -> Counter[str]:
+    """Operators of one step, eagerly."""
+    model = model_of(mode)
+    with Counting() as counting:
+        model(tokens()).sum().backward()
+    return counting.counts
+
+
+def compiled_counts(mode: str) -> Counter[str]:
+    """The same with compiled blocks, inside which a dispatch mode sees nothing."""
+    torch._dynamo.reset()
+    model = model_of(mode)
+    compile_blocks(dict(model.blocks.items()), Compile(enable=True, backend="aot_eager"))
+    model(tokens()).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        model(tokens()).sum().backward()
+    return Counter(event.name.removeprefix("aten::") for event in profiled.events() or ())
+
+
+@pytest.mark.parametrize("count", [counts, compiled_counts])
+def test_what_runs_again(count: Any) -> None:
+    found = {mode: count(mode) for mode in ("none", "full", "attention", "selective")}
+    attended = {mode: found[mode][ATTEND] for mode in found}
+    assert attended == {
+        "none": LAYERS,
+        "full": 2 * LAYERS,
+        "attention": LAYERS,
+        "selective": LAYERS,
+    }
+    again = {mode: found[mode][PRODUCT] - found["none"][PRODUCT] for mode in found}
+    assert again["selective"] == 0
+    assert again["full"] == again["attention"]
+    # Of seven a block, the last is needed by no gradient.
+    assert again["full"] in (6 * LAYERS, 7 * LAYERS)
+
+
+def test_modes_keep_nested_sets() -> None:
+    assert set(SAVED_OPS["attention"]) < set(SAVED_OPS["selective"])
+    assert not set(ATTENTION) & set(PRODUCTS)
+    assert {*SAVED_OPS, "none", "full"} == set(
+        Recompute.model_json_schema()["properties"]["mode"]["enum"]
+    )
+
+
+@pytest.mark.parametrize("mode", ["full", "attention", "selective"])
+def test_gradients_are_bitwise_equal(mode: str) -> None:
+    one, other = model_of("none"), model_of(mode)
+    for model in (one, other):
+        model(tokens()).sum().backward()
+    for wanted, found in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(wanted.grad, found.grad)  # type: ignore[arg-type]
