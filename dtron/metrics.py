@@ -139,6 +139,7 @@ _SHOWN = (
     ("grad_norm", "grad norm {:.3f}"),
     ("lr", "lr {:.2e}"),
     ("tokens_per_second", "{:,.0f} tok/s"),
+    ("padding", "padding {:.1%}"),
     ("mfu", "mfu {:.1%}"),
     ("memory_gib", "{:.1f} GiB"),
 )

@@ -160,6 +160,11 @@ class Data(Section):
     """Token that ends a document; empty: the tokenizer's usual one."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of documents held out for validation, chosen by a hash of their position."""
+    packing: Literal["cut", "best_fit", "pad"] = "cut"
+    """How documents become sequences. `cut`: laid end to end and cut every train.seq_len tokens; no
+    padding, and most documents are split. `best_fit`: whole documents share a sequence where they
+    fit best, and what is left is padding. `pad`: one document a sequence, padded. With the last two
+    only documents longer than a sequence are split, and no label crosses to another document."""
     mask_documents: bool = False
     """Keep attention inside each document and restart positions there."""
     cache_dir: str = "~/.cache/dtron"

@@ -4,6 +4,7 @@ import functools
 import gc
 import logging
 import platform
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -205,12 +206,14 @@ class Trainer:
         )
         flops = FlopsModel.of(self.checked.model)
         self.throughput = Throughput(flops, self.place.world_size)
+        self.padding = self.padded_of = 0
         self.profile = ProfileWindow(config.metrics, self.rundir.trace)
         self._announce()
 
     def _run_facts(self) -> dict[str, Any]:
         """What run.json says; every rank calls it."""
         config, applied, layout = self.config, self.applied, self.checked.layout
+        waste = self.checked.train.waste()
         held: list[int] = [0] * self.place.world_size
         local = sum(p.to_local().nbytes for p in self.train_step.parameters)  # type: ignore[attr-defined]
         dist.all_gather_object(held, local, group=self.host_group)
@@ -229,6 +232,7 @@ class Trainer:
             "dtype": config.train.dtype,
             "parameters": n_parameters(self.checked.model),
             "attention": self.checked.attention.name,
+            "packing": {"mode": config.data.packing, **(asdict(waste) if waste else {})},
             "recomputed_blocks": applied.recomputed_blocks,
             "compiled": list(applied.compiled),
             "fsdp_units": applied.units,
@@ -259,6 +263,8 @@ class Trainer:
         )
         compiled = f"{len(applied.compiled)} blocks and the loss" if applied.compiled else "nothing"
         log.info("compiled: %s; recomputed: %d blocks", compiled, applied.recomputed_blocks)
+        waste = self.checked.train.waste() or "a stream, whose waste is not known in advance"
+        log.info("packing %s: %s", self.config.data.packing, waste)
 
     # -- running ----------------------------------------------------------------------------
 
@@ -289,6 +295,8 @@ class Trainer:
         self.profile.before(number)
         batches = self.loader.step()
         attended = _attended(batches)
+        self.padding += sum(batch.padding for batch in batches)
+        self.padded_of += sum(batch.tokens.numel() for batch in batches)
         batches = [batch.to(self.place.device) for batch in batches]
         lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
         if config.debug.collectives and self.step == self.facts["start_step"]:
@@ -329,6 +337,8 @@ class Trainer:
         row = {"step": self.step, **figures, "tokens": self.tokens, **self.throughput.read()}
         if skipped := int(self.train_step.skipped):
             row["skipped"] = skipped
+        if self.config.data.packing != "cut":
+            row["padding"] = self._padding_share()
         if validates and (validation_loss := self._validate()) is not None:
             row["validation_loss"] = validation_loss
         self.writer.row(row)
@@ -339,6 +349,15 @@ class Trainer:
                 f"(train.max_skipped = {self.config.train.max_skipped}); lower optim.lr or resume "
                 "from an earlier checkpoint"
             )
+
+    def _padding_share(self) -> float:
+        """Share of padding among all ranks' tokens since the last row."""
+        counts = torch.tensor(
+            [self.padding, self.padded_of], dtype=torch.float64, device=self.place.device
+        )
+        dist.all_reduce(counts, group=self.mesh.group(*BATCH_AXES))
+        self.padding = self.padded_of = 0
+        return (counts[0] / counts[1]).item()
 
     def _validate(self) -> float | None:
         """Loss on the held-out split; None where there is none."""

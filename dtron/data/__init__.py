@@ -2,7 +2,7 @@
 
 from dtron.data.cache import TokenCache
 from dtron.data.loader import Batch, Loader, validation_batches
-from dtron.data.packing import Packed, TrainingSource, ValidationSource
+from dtron.data.packing import Packed, TrainingSource, ValidationSource, Waste
 from dtron.data.sources import is_ready, open_data, prepare, wait_for
 from dtron.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -14,6 +14,7 @@ __all__ = [
     "Tokenizer",
     "TrainingSource",
     "ValidationSource",
+    "Waste",
     "is_ready",
     "load_tokenizer",
     "open_data",

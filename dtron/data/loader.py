@@ -37,6 +37,8 @@ class Batch:
     """int64 (B, T), from 0 in each document; only with data.mask_documents"""
     documents: Tensor | None
     """int32 (B, T), number of the document within its row; only with data.mask_documents"""
+    padding: int = 0
+    """Tokens of all rows that belong to no document."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on a device; to CUDA through pinned memory, without waiting for it."""
@@ -47,6 +49,7 @@ class Batch:
             sequence=_move(self.sequence, device),
             positions=None if self.positions is None else _move(self.positions, device),
             documents=None if self.documents is None else _move(self.documents, device),
+            padding=self.padding,
         )
 
 
@@ -155,6 +158,7 @@ def _stack(read: Callable[[int], Packed], rows: range) -> Batch:
         sequence=torch.tensor(list(rows), dtype=torch.int64),
         positions=_stacked(packed, "positions") if masked else None,
         documents=_stacked(packed, "documents") if masked else None,
+        padding=sum(row.padding for row in packed),
     )
 
 

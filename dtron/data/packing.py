@@ -1,6 +1,7 @@
 """Documents cut into sequences of equal length, and the order of all sequences of a run.
 
-The documents of an epoch are laid end to end, each closed by EOS, and cut at every T tokens:
+This is `data.packing = "cut"`; `dtron/data/pieces.py` keeps documents whole. The documents of an
+epoch are laid end to end, each closed by EOS, and cut at every T tokens:
 
     documents   a a a a E b b E c c c c c c E d d d E ...     E = EOS
     sequence 0  a a a a E b                                   T = 6
@@ -18,7 +19,7 @@ it. A document that began in an earlier sequence starts again at position 0.
 Legend: T tokens a sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -42,6 +43,26 @@ class Packed:
     """int64 (T,), from 0 in each document; only with masks"""
     documents: np.ndarray | None
     """int32 (T,), number of the document within the sequence; only with masks"""
+    padding: int = 0
+    """tokens at the end that belong to no document"""
+
+
+@dataclass(frozen=True)
+class Waste:
+    """What packing costs."""
+
+    sequences: int
+    """in an epoch"""
+    padding: float
+    """share of an epoch's tokens that belong to no document"""
+    split_documents: float
+    """share of documents that lie in more than one sequence"""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sequences:,} sequences an epoch, {self.padding:.2%} of their tokens padding, "
+            f"{self.split_documents:.1%} of documents split"
+        )
 
 
 class TrainingSource(Protocol):
@@ -57,6 +78,10 @@ class TrainingSource(Protocol):
 
     def seek(self, k: int, state: State) -> None:
         """Go on at sequence k, which may lie before what was read."""
+        ...
+
+    def waste(self) -> Waste | None:
+        """What packing costs; None where that is not known in advance."""
         ...
 
 
@@ -86,6 +111,11 @@ class Tape:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    def split_documents(self, seq_len: int) -> float:
+        """Share of documents that a cut at every `seq_len` tokens splits."""
+        first, last = self._starts[:-1] // seq_len, (self._starts[1:] - 1) // seq_len
+        return float(np.mean(first != last))
 
     def window(self, start: int, length: int) -> tuple[np.ndarray, list[int]]:
         """Tokens [start, start + length) of the tape.
@@ -154,6 +184,10 @@ class ShuffledDocuments:
     def seek(self, k: int, state: State) -> None:
         """Nothing to do: any sequence can be read at any time."""
 
+    def waste(self) -> Waste:
+        """Nothing is padded; which documents are split is another matter in each epoch."""
+        return Waste(self.sequences_per_epoch, 0.0, self._tape.split_documents(self._seq_len))
+
     def _lay(self, epoch: int) -> Tape:
         return Tape(self._tokens, self._offsets, shuffle(self._documents, self._seed, epoch))
 
@@ -196,7 +230,7 @@ class OrderedDocuments:
         window = np.pad(window, (0, padding), constant_values=self._eos_id)
         packed = pack(window, [*lengths, padding], mask_documents=self._mask)
         packed.labels[self._seq_len - padding :] = IGNORE
-        return packed
+        return replace(packed, padding=padding - 1)
 
 
 def pack(window: np.ndarray, lengths: list[int], *, mask_documents: bool) -> Packed:
@@ -210,11 +244,17 @@ def pack(window: np.ndarray, lengths: list[int], *, mask_documents: bool) -> Pac
     tokens, labels = window[:-1], window[1:].copy()
     if not mask_documents:
         return Packed(tokens, labels, None, None)
-    documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    starts = np.cumsum(lengths) - lengths
-    positions = np.arange(len(window)) - np.repeat(starts, lengths)
+    positions, documents = number_documents(lengths)
     labels[documents[1:] != documents[:-1]] = IGNORE
     return Packed(tokens, labels, positions[:-1], documents[:-1])
+
+
+def number_documents(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Positions int64 (n,), from 0 in each document, and documents int32 (n,), from their lengths,
+    which sum to n."""
+    documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(len(documents)) - np.repeat(starts, lengths), documents
 
 
 def refuse_too_short(n_tokens: int, n_documents: int, seq_len: int) -> None:

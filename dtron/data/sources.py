@@ -7,6 +7,7 @@ then all of them call `open_data`.
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ from dtron.data.packing import (
     TrainingSource,
     ValidationSource,
 )
-from dtron.data.stream import StreamedDocuments, held_out_texts
+from dtron.data.pieces import FixedPieces, Plan, ShuffledPieces
+from dtron.data.stream import StreamedDocuments, StreamedPieces, held_out_texts, join
 from dtron.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from dtron.errors import DataError
 
@@ -85,60 +87,83 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
     corpus, tokenizer, path = _locate(data)
     cache = open_or_build(corpus, tokenizer, path)
     train, held_out = split(cache.n_documents, data.validation_fraction)
-    training = ShuffledDocuments(
-        cache.tokens,
-        cache.offsets,
-        train,
-        seq_len=seq_len,
-        seed=seed,
-        mask_documents=data.mask_documents,
-    )
-    eos_id = tokenizer.eos_id
-    return training, _validation(data, cache.tokens, cache.offsets, held_out, seq_len, eos_id)
+    opened = _Opened(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
+    return opened.training(train, seed), opened.validation(held_out)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """Tokens in memory or mapped, to be packed as `data.packing` says."""
+
+    data: Data
+    tokens: np.ndarray
+    offsets: np.ndarray
+    seq_len: int
+    eos_id: int
+
+    def training(self, documents: np.ndarray, seed: int) -> TrainingSource:
+        if self.data.packing != "cut":
+            return ShuffledPieces(self._plan(documents), seed)
+        return ShuffledDocuments(
+            self.tokens,
+            self.offsets,
+            documents,
+            seq_len=self.seq_len,
+            seed=seed,
+            mask_documents=self.data.mask_documents,
+        )
+
+    def validation(self, documents: np.ndarray) -> ValidationSource | None:
+        if not len(documents):
+            _warn_of_no_validation(self.data)
+            return None
+        if self.data.packing != "cut":
+            return FixedPieces(self._plan(documents))
+        return OrderedDocuments(
+            self.tokens,
+            self.offsets,
+            documents,
+            seq_len=self.seq_len,
+            mask_documents=self.data.mask_documents,
+            eos_id=self.eos_id,
+        )
+
+    def _plan(self, documents: np.ndarray) -> Plan:
+        return Plan(
+            self.tokens,
+            self.offsets,
+            documents,
+            seq_len=self.seq_len,
+            packing=self.data.packing,
+            mask_documents=self.data.mask_documents,
+            eos_id=self.eos_id,
+        )
 
 
 def _open_stream(data: Data, seq_len: int) -> Sources:
     stream, tokenizer = HfStream(data), load_tokenizer(data)
     texts = held_out_texts(stream, data.validation_fraction)
-    training = StreamedDocuments(
-        stream,
-        tokenizer,
-        seq_len=seq_len,
-        mask_documents=data.mask_documents,
-        n_held_out=len(texts),
-    )
     encoded = [ids for ids in encode_documents(tokenizer, texts) if ids]
-    offsets = np.cumsum([0, *map(len, encoded)])
-    tokens = np.array([token for ids in encoded for token in ids], np.int64)
-    everything = np.arange(len(encoded))
-    eos_id = tokenizer.eos_id
-    return training, _validation(data, tokens, offsets, everything, seq_len, eos_id)
+    tokens, offsets = join(encoded)
+    opened = _Opened(data, tokens, offsets, seq_len, tokenizer.eos_id)
+    validation = opened.validation(np.arange(len(encoded)))
+    settings = {
+        "seq_len": seq_len,
+        "mask_documents": data.mask_documents,
+        "n_held_out": len(texts),
+    }
+    if data.packing == "cut":
+        return StreamedDocuments(stream, tokenizer, **settings), validation
+    return StreamedPieces(stream, tokenizer, packing=data.packing, **settings), validation
 
 
-def _validation(
-    data: Data,
-    tokens: np.ndarray,
-    offsets: np.ndarray,
-    held_out: np.ndarray,
-    seq_len: int,
-    eos_id: int,
-) -> OrderedDocuments | None:
-    if len(held_out):
-        return OrderedDocuments(
-            tokens,
-            offsets,
-            held_out,
-            seq_len=seq_len,
-            mask_documents=data.mask_documents,
-            eos_id=eos_id,
-        )
+def _warn_of_no_validation(data: Data) -> None:
     if data.validation_fraction:
         logger.warning(
             "data.validation_fraction = %g, but there are too few documents to hold one out: no "
             "validation will run",
             data.validation_fraction,
         )
-    return None
 
 
 def _locate(data: Data) -> tuple[Corpus, Tokenizer, Path]:

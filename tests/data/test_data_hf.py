@@ -82,8 +82,9 @@ def test_tokenized_once_like_files(json_file: Path, tmp_path: Path, texts: list[
     assert first_tokens(hf) == first_tokens(files)
 
 
-def test_stream_resumes_exactly(saved: Path) -> None:
-    data = section(saved, hf_streaming=True, validation_fraction=0.05)
+@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+def test_stream_resumes_exactly(saved: Path, packing: str) -> None:
+    data = section(saved, hf_streaming=True, validation_fraction=0.05, packing=packing)
     assert prepare(data) is None
     wait_for(data, 0)
 
@@ -120,6 +121,20 @@ def test_stream_resumes_across_files(library: Any, tmp_path: Path) -> None:
         resumed = open_data(data, seq_len=64, seed=0)[0]
         resumed.seek(k, state)
         assert resumed.sequence(k + 2).tokens.tolist() == sequences[k + 2]
+
+
+def test_whole_documents_of_a_stream(saved: Path, texts: list[str]) -> None:
+    data = section(saved, hf_streaming=True, validation_fraction=0.1, packing="pad")
+    training, validation = open_data(data, seq_len=80, seed=0)
+    assert training.waste() is None
+    assert validation is not None
+    found = [
+        bytes(source.sequence(k).tokens[: -source.sequence(k).padding - 1].tolist()).decode()
+        for source, n in ((validation, 4), (training, len(texts) - 4))
+        for k in range(n)
+    ]
+    assert sorted(found[:4]) == texts[:4]
+    assert sorted(found) == sorted(texts)
 
 
 def test_stream_holds_out_its_first_documents(saved: Path, texts: list[str]) -> None:

@@ -12,12 +12,14 @@ from dtron.errors import ConfigError, DataError
 
 MakeData = Callable[..., Data]
 GLOBAL_BATCH = 8
+PACKINGS = ["cut", "best_fit", "pad"]
 LAYOUTS = [(1, 8), (1, 1), (2, 4), (2, 1), (4, 2), (4, 1), (8, 1)]  # dp_size, micro_batch
 
 
-@pytest.fixture
-def source(make_data: MakeData, texts: list[str]) -> TrainingSource:
-    return open_data(make_data(texts, mask_documents=True), seq_len=24, seed=3)[0]
+@pytest.fixture(params=PACKINGS)
+def source(make_data: MakeData, texts: list[str], request: pytest.FixtureRequest) -> TrainingSource:
+    data = make_data(texts, mask_documents=True, packing=request.param)
+    return open_data(data, seq_len=24, seed=3)[0]
 
 
 def loaders(source: TrainingSource, dp_size: int, micro_batch: int) -> list[Loader]:
@@ -94,6 +96,13 @@ def test_resume_under_another_layout(
         assert_equal_steps(global_step(after), global_step(before))
 
 
+def test_a_batch_counts_its_padding(make_data: MakeData) -> None:
+    data = make_data(["a" * 5] * 8, packing="pad", validation_fraction=0.0)
+    source = open_data(data, seq_len=8, seed=0)[0]
+    batches = loaders(source, 1, 4)[0].step()
+    assert [batch.to("cpu").padding for batch in batches] == [8, 8]  # 2 a row
+
+
 def test_first_sequence(source: TrainingSource) -> None:
     loader = Loader(source, global_batch=4, micro_batch=2, dp_rank=1, dp_size=2, first_sequence=100)
     assert loader.step()[0].sequence.tolist() == [102, 103]
@@ -126,10 +135,16 @@ def test_a_state_of_something_else(source: TrainingSource) -> None:
 
 @pytest.mark.parametrize("sequences", [0, 1, 5, 10_000])
 @pytest.mark.parametrize(("dp_size", "micro_batch"), LAYOUTS)
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_validation_is_the_same_in_every_layout(
-    make_data: MakeData, texts: list[str], sequences: int, dp_size: int, micro_batch: int
+    make_data: MakeData,
+    texts: list[str],
+    packing: str,
+    sequences: int,
+    dp_size: int,
+    micro_batch: int,
 ) -> None:
-    data = make_data(texts, validation_fraction=0.5)
+    data = make_data(texts, validation_fraction=0.5, packing=packing)
     source = open_data(data, seq_len=24, seed=0)[1]
     assert source is not None
     n = min(sequences, len(source))

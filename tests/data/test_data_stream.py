@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from dtron.data import Batch, Loader
+from dtron.data import Batch, Loader, TrainingSource
 from dtron.data.packing import Packed
-from dtron.data.stream import START, StreamedDocuments, held_out_texts
+from dtron.data.stream import START, StreamedDocuments, StreamedPieces, held_out_texts
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.errors import DataError
 
@@ -45,6 +45,23 @@ def streamed(
     )
 
 
+def whole(texts: list[str], *, packing: str = "best_fit", n_held_out: int = 0) -> StreamedPieces:
+    return StreamedPieces(
+        ListStream(texts),
+        ByteTokenizer(),
+        seq_len=32,
+        packing=packing,
+        mask_documents=False,
+        n_held_out=n_held_out,
+    )
+
+
+def source_of(texts: list[str], packing: str, n_held_out: int) -> TrainingSource:
+    if packing == "cut":
+        return streamed(texts, n_held_out=n_held_out)
+    return whole(texts, packing=packing, n_held_out=n_held_out)
+
+
 def flat(texts: list[str]) -> list[int]:
     return [token for text in texts if text for token in (*text.encode(), EOS)]
 
@@ -56,6 +73,7 @@ def assert_equal(a: Packed, b: Packed) -> None:
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtron.data.stream.BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr("dtron.data.stream.WINDOW_DOCUMENTS", 9)
 
 
 @pytest.mark.parametrize("n_held_out", [0, 3])
@@ -80,14 +98,47 @@ def test_masks(texts: list[str]) -> None:
         assert packed.documents.tolist() == (np.cumsum(ends) - ends).tolist()
 
 
+@pytest.mark.parametrize("packing", ["best_fit", "pad"])
 @pytest.mark.parametrize("n_held_out", [0, 3])
-def test_resume_anywhere(texts: list[str], n_held_out: int) -> None:
-    reference = streamed(texts, n_held_out=n_held_out)
+def test_a_pass_holds_every_document_once_in_whole_sequences(
+    texts: list[str], packing: str, n_held_out: int
+) -> None:
+    texts[5:7] = ["", ""]
+    source = whole(texts, packing=packing, n_held_out=n_held_out)
+    expected = sorted(flat(texts[n_held_out:]))
+    k = 0
+    for _ in range(3):
+        tokens: list[int] = []
+        while len(tokens) < len(expected):
+            packed = source.sequence(k)
+            filled = len(packed.tokens) - packed.padding
+            tokens += packed.tokens[:filled].tolist()
+            assert (packed.labels[filled:] == -100).all()
+            ends = packed.tokens == EOS
+            assert packed.labels[ends].tolist() == [-100] * ends.sum()
+            assert (packed.labels[:-1] == packed.tokens[1:])[~ends[:-1]].all()
+            k += 1
+        assert sorted(tokens) == expected
+    assert source.waste() is None
+
+
+def test_windows_waste_less_than_padding(texts: list[str]) -> None:
+    shares = [
+        np.mean([whole(texts, packing=packing).sequence(k).padding for k in range(8)])
+        for packing in ("best_fit", "pad")
+    ]
+    assert shares[0] < 0.7 * shares[1]
+
+
+@pytest.mark.parametrize("packing", ["cut", "best_fit", "pad"])
+@pytest.mark.parametrize("n_held_out", [0, 3])
+def test_resume_anywhere(texts: list[str], packing: str, n_held_out: int) -> None:
+    reference = source_of(texts, packing, n_held_out)
     sequences = [reference.sequence(k) for k in range(200)]
     for k in range(0, 190, 3):
-        first = streamed(texts, n_held_out=n_held_out)
+        first = source_of(texts, packing, n_held_out)
         state = json.loads(json.dumps(first.state(k)))
-        second = streamed(texts, n_held_out=n_held_out)
+        second = source_of(texts, packing, n_held_out)
         second.seek(k, state)
         assert second.state(k) == state
         for j in range(k, k + 10, 2):
@@ -105,8 +156,18 @@ def test_resume_reads_no_more_than_a_batch(texts: list[str]) -> None:
     assert stream.n_read <= int(state["stream"]) + 14
 
 
-def test_going_back_without_a_stream_state(texts: list[str]) -> None:
-    source = streamed(texts)
+def test_resume_under_another_packing_stays_near(texts: list[str]) -> None:
+    before, after = streamed(texts), whole(texts)
+    after.seek(60, before.state(60))
+    assert after.sequence(60).tokens.shape == (32,)
+    after.sequence(90)
+    before.seek(90, after.state(90))
+    assert before.sequence(90).tokens.shape == (16,)
+
+
+@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+def test_going_back_without_a_stream_state(texts: list[str], packing: str) -> None:
+    source = source_of(texts, packing, 0)
     early = source.sequence(2)
     source.sequence(90)
     source.seek(2, {"sequence": 2})
@@ -118,14 +179,15 @@ def global_step(loaders: list[Loader]) -> torch.Tensor:
     return torch.cat([batch.tokens for micro in zip(*steps, strict=True) for batch in micro])
 
 
+@pytest.mark.parametrize("packing", ["cut", "best_fit", "pad"])
 @pytest.mark.parametrize(("dp_size", "micro_batch"), [(1, 1), (2, 2), (4, 1), (2, 1)])
 def test_every_layout_reads_the_same_and_resumes(
-    texts: list[str], dp_size: int, micro_batch: int
+    texts: list[str], packing: str, dp_size: int, micro_batch: int
 ) -> None:
     def loaders(dp_size: int, micro_batch: int) -> list[Loader]:
         return [
             Loader(
-                streamed(texts, n_held_out=2),
+                source_of(texts, packing, 2),
                 global_batch=4,
                 micro_batch=micro_batch,
                 dp_rank=rank,
@@ -150,6 +212,12 @@ def test_every_layout_reads_the_same_and_resumes(
 def test_a_stream_of_too_little_text(texts: list[str]) -> None:
     with pytest.raises(DataError, match=r"train\.seq_len = 16 needs 17"):
         streamed(texts).sequence(0)
+
+
+def test_a_stream_without_documents() -> None:
+    with pytest.raises(DataError, match="a list: the training split has no documents"):
+        whole(["", "abc", " "], n_held_out=2).sequence(0)
+    assert whole(["abc"]).sequence(3).tokens.tolist() == [*b"abc", *[EOS] * 29]
 
 
 def test_resume_near_the_end_of_a_short_stream() -> None:

@@ -1,0 +1,81 @@
+"""Whole runs under each `data.packing`."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtron.data import open_data
+from dtron.preflight import preflight
+from dtron.runtime import Place
+from tests.harness import run_ranks
+from tests.test_trainer import fit, losses, rows, tiny
+
+PLACE = Place(rank=0, local_rank=0, world_size=1)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, texts: list[str]) -> dict[str, Any]:
+    """Settings of a run on the small documents, with masks."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
+    return {"data__paths": [str(path)], "data__mask_documents": True}
+
+
+@pytest.mark.parametrize("packing", ["cut", "best_fit", "pad"])
+def test_ranks_do_not_change_a_run(tmp_path: Path, corpus: dict, packing: str) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    settings = {**corpus, "data__packing": packing, "metrics__log_interval": 2}
+    run_ranks(1, fit, tiny(one, **settings))
+    run_ranks(2, fit, tiny(two, **settings))
+    for row, other in zip(rows(one), rows(two), strict=True):
+        for key in {"loss", "grad_norm", "validation_loss"} & row.keys():
+            assert row[key] == pytest.approx(other[key], rel=1e-5), (row["step"], key)
+        assert row.get("padding") == other.get("padding")
+    assert losses(one)[-1] < losses(one)[0]
+
+    config = tiny(one, **settings)
+    source, _ = open_data(config.data, seq_len=32, seed=config.train.seed)
+    facts, waste = json.loads((one / "run.json").read_text()), source.waste()
+    assert waste is not None
+    assert facts["packing"] == {"mode": packing, **vars(waste)}
+    padding = [source.sequence(k).padding for k in range(48)]
+    share = [sum(padding[start : start + 16]) / (16 * 32) for start in (0, 16, 32)]
+    logged = [row.get("padding") for row in rows(one)]
+    assert logged == ([None] * 3 if packing == "cut" else share)
+
+
+def test_a_run_of_whole_documents_resumes_under_another_layout(
+    tmp_path: Path, corpus: dict
+) -> None:
+    settings = {**corpus, "data__packing": "best_fit"}
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    run_ranks(1, fit, tiny(whole, **settings))
+    run_ranks(2, fit, tiny(split, checkpoint__interval=3, **settings))
+    resume = {"checkpoint__resume": str(split / "checkpoints/step-3"), "train__micro_batch": 4}
+    run_ranks(1, fit, tiny(split, **settings, **resume))
+    assert losses(split) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_another_packing_warns_on_resuming(
+    tmp_path: Path, corpus: dict, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "dtron")
+    run_dir = tmp_path / "run"
+    run_ranks(1, fit, tiny(run_dir, train__steps=2, **corpus))
+    resume = {**corpus, "checkpoint__resume": "latest"}
+    preflight(tiny(run_dir, **resume), PLACE)
+    assert not caplog.records
+    preflight(tiny(run_dir, data__packing="best_fit", **resume), PLACE)
+    assert "data.packing = 'best_fit', but" in caplog.text
+    assert "was made with 'cut'" in caplog.text
+
+    caplog.clear()
+    (saved,) = run_dir.glob("checkpoints/step-*/dtron.json")
+    facts = json.loads(saved.read_text())
+    del facts["settings"]["data.packing"]  # saved before the key was there
+    saved.write_text(json.dumps(facts))
+    preflight(tiny(run_dir, **resume), PLACE)
+    assert not caplog.records
