@@ -18,6 +18,7 @@ from dtron.sections import (
     DEGREES,
     Checkpoint,
     Compile,
+    CpMethod,
     Data,
     Debug,
     Degree,
@@ -38,6 +39,7 @@ __all__ = [
     "DEGREES",
     "Checkpoint",
     "Compile",
+    "CpMethod",
     "Data",
     "Debug",
     "Degree",
@@ -165,7 +167,7 @@ class RunConfig(Section):
             )
 
     def _refuse_unbuilt_axes(self) -> None:
-        for axis in ("cp", "ep", "etp"):
+        for axis in ("ep", "etp"):
             if (value := getattr(self.parallel, axis)) != 1:
                 raise ConfigError(f"parallel.{axis} = {value}: this axis is not built yet; use 1")
 
@@ -184,6 +186,7 @@ class RunConfig(Section):
         hf, validates = self.data.source == "hf", self.train.eval_sequences > 0
         adamw = tuple(f"optim.{key}" for key in ("beta1", "beta2", "eps", "weight_decay"))
         tp = self.parallel.tp > 1
+        hierarchical = self.parallel.cp > 1 and "hierarchical" in self.parallel.cp_methods()
         pipeline = tuple(
             f"parallel.{key}" for key in ("schedule", "stages_per_rank", "pp_layout", "defer_head")
         )
@@ -192,6 +195,8 @@ class RunConfig(Section):
             (adamw, self.optim.name == "adamw", 'optim.name = "adamw"'),
             (("parallel.sequence_parallel", "parallel.async_tp"), tp, "parallel.tp > 1"),
             (pipeline, self.parallel.pp > 1, "parallel.pp > 1"),
+            (("parallel.cp_method",), self.parallel.cp > 1, "parallel.cp > 1"),
+            (("parallel.cp_inner",), hierarchical, 'parallel.cp_method = "hierarchical"'),
             (("schedule.decay",), self.schedule.name == "wsd", 'schedule.name = "wsd"'),
             (("schedule.min_ratio",), falls, "a schedule that falls: linear, cosine or wsd"),
             (("recompute.every",), self.recompute.mode != "none", "a recompute.mode"),
@@ -206,11 +211,23 @@ class RunConfig(Section):
 
     def _refuse_contradictions(self) -> None:
         parallel = self.parallel
+        tokens = self.train.micro_batch * self.train.seq_len
         rules = [
             (
                 parallel.zero == 1 and parallel.reduce == "micro_batch",
                 'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, '
                 "which is zero = 2; use one of the two",
+            ),
+            (
+                self.train.loss_chunks > tokens,
+                f"train.loss_chunks = {self.train.loss_chunks} is more than the {tokens} tokens of "
+                f"a micro-batch (train.micro_batch x train.seq_len); use at most {tokens}",
+            ),
+            (
+                parallel.defer_head > 0 and self.train.loss_chunks > 1,
+                f"parallel.defer_head = {parallel.defer_head} with train.loss_chunks = "
+                f"{self.train.loss_chunks}: the head's weight gradients are computed with the loss "
+                "and cannot be put off; set one of the two to its default",
             ),
             (
                 parallel.async_tp and self.compile.enable and self.compile.backend != "inductor",

@@ -69,6 +69,7 @@ def n_parameters(config: DecoderConfig) -> int:
     embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
     if config.positions == "learned":
         embeddings += config.max_seq_len * config.dim
+    attention += config.n_heads if config.sinks else 0
     return config.n_layers * (attention + ffn + norms) + vectors * config.dim + embeddings
 
 

@@ -1,4 +1,5 @@
-"""Next-token cross-entropy, summed; over a vocabulary that is whole or split over tp.
+"""Next-token cross-entropy, summed; over a vocabulary that is whole or split over tp, from logits
+or from the hidden states before the head.
 
 The sum over local tokens is divided by the global number of labelled tokens before backward, so
 that every layout gives the same number; a mean of means would not where labels are spread unevenly.
@@ -7,17 +8,29 @@ A split vocabulary is never gathered. With z the local logits, the ranks share t
 per-token numbers: the maximum m, then s = sum(exp(z - m)) and the label's z - m, which one rank
 holds. The loss is log(s) - (z_label - m), its gradient exp(z - m) / s - [label].
 
-Source: Megatron-LM, arXiv:1909.08053, section 3.
+`ChunkedLoss` multiplies by the head as well, some of the N tokens at a time. As soon as a chunk's
+softmax is known, so is the gradient of its logits: it is turned into the gradients of the hidden
+states and of the weight at once, and the next chunk takes its place:
+
+    all logits at once    N V       elements, several times: softmax, gradient
+    in n chunks           N V / n   so often, and the weight's gradient V D from forward to backward
+
+Sources: Megatron-LM, arXiv:1909.08053, section 3; Liger Kernel, arXiv:2410.10989, section 3.2; Cut
+Your Losses, arXiv:2411.09009.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from dtron.config import Compile
 
 IGNORE = -100
 
@@ -59,43 +72,210 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels != IGNORE).sum()
 
 
+def given_sum(total: Tensor, _labels: Tensor) -> Tensor:
+    """The loss where the model's head computes it: what the model gives."""
+    return total
+
+
+class ChunkedLoss:
+    """Head and summed cross-entropy in one: logits exist for a chunk of the tokens at a time.
+
+    Gradients are computed with the loss, where there are any; the backward multiplies them by the
+    gradient of the loss. From forward to backward the weight's gradient is held in the weight's
+    dtype; while it is summed over the chunks, in float32 at least, as bfloat16 would round at each
+    addition.
+
+    Args:
+        chunks: how many; the last one is smaller, or chunks are fewer, where they do not divide the
+            tokens.
+        vocabulary: the split, if there is one; each chunk has its two rounds of all-reduce.
+        compile: whether and how to compile what happens to a chunk's logits.
+    """
+
+    def __init__(
+        self,
+        chunks: int,
+        vocabulary: VocabularyShard | None = None,
+        compile: Compile = Compile(),
+    ) -> None:
+        self.chunks = chunks
+        self.per_chunk: _PerChunk = functools.partial(_loss_of_chunk, vocabulary=vocabulary)
+        if compile.enable:
+            self.per_chunk = torch.compile(
+                self.per_chunk, backend=compile.backend, fullgraph=True, dynamic=False
+            )
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Summed negative log-likelihood in nats of the labelled tokens.
+
+        Args:
+            hidden: (B, T, D), whole on each tp rank; its gradient there is the part that the rank's
+                columns give.
+            weight: the head's (V, D), or the rank's rows (V / tp, D), in hidden's dtype.
+            labels: int64 (B, T); -100 where no loss is due.
+        Returns:
+            A scalar, float32 (float64 for float64); the same on all tp ranks. It can be
+            differentiated once.
+        """
+        hidden, labels = hidden.flatten(0, 1), labels.flatten()
+        size = -(-len(labels) // self.chunks)
+        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+            total: Tensor = _HeadLoss.apply(hidden, weight, labels, size, self.per_chunk)  # type: ignore[assignment]
+            return total
+        total = hidden.new_zeros((), dtype=_at_least_float32(hidden.dtype))
+        for x, y in zip(hidden.split(size), labels.split(size), strict=True):
+            total += self.per_chunk(F.linear(x, weight), y, False)[0]
+        return total
+
+
+class _PerChunk(Protocol):
+    def __call__(self, logits: Tensor, labels: Tensor, gradient: bool, /) -> tuple[Tensor, Tensor]:
+        """See `_loss_of_chunk`."""
+        ...
+
+
+def _loss_of_chunk(
+    logits: Tensor, labels: Tensor, gradient: bool, vocabulary: VocabularyShard | None
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of (n, V / tp) logits, and its gradient by them if asked for, else the logits."""
+    losses, top, total = _token_losses(logits, labels, vocabulary)
+    if not gradient:
+        return losses.sum(), logits
+    due = (labels != IGNORE).to(losses.dtype)
+    return losses.sum(), _logits_gradient(logits, labels, top, total, due, vocabulary)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, per_chunk: _PerChunk
+    ) -> Tensor:
+        by_hidden, by_weight = ctx.needs_input_grad[:2]
+        total = hidden.new_zeros((), dtype=_at_least_float32(hidden.dtype))
+        grad_hidden = torch.empty_like(hidden) if by_hidden else None
+        grad_weight = None
+        if by_weight:
+            grad_weight = torch.zeros_like(weight, dtype=_at_least_float32(weight.dtype))
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            x, y = hidden[part], labels[part]
+            into = None if grad_hidden is None else grad_hidden[part]
+            total += _add_chunk(x, weight, y, per_chunk, into, grad_weight)
+        ctx.gradients = (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+        )
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("a chunked loss is differentiated a second time; compute it again")
+        # Scaled where they are, and let go: a copy would be as large as the weight.
+        (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
+        for gradient in (grad_hidden, grad_weight):
+            if gradient is not None:
+                gradient.mul_(grad)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _add_chunk(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    per_chunk: _PerChunk,
+    grad_x: Tensor | None,
+    grad_weight: Tensor | None,
+) -> Tensor:
+    """Loss of one chunk; a function of its own, so that its logits are gone before the next one's.
+
+    Args:
+        x: (n, D).
+        weight: (V / tp, D).
+        grad_x: (n, D) to write to.
+        grad_weight: (V / tp, D) to add to.
+    """
+    loss, grad = per_chunk(F.linear(x, weight), labels, True)
+    if grad_x is not None:
+        torch.mm(grad, weight, out=grad_x)
+    if grad_weight is not None and grad_weight.dtype == grad.dtype:
+        grad_weight.addmm_(grad.t(), x)
+    elif grad_weight is not None:
+        grad_weight += grad.t() @ x
+    return loss
+
+
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> Tensor:
-        z = _masked(logits, vocabulary)
-        top = funcol.all_reduce(z.amax(dim=1), "max", vocabulary.group)
-        z = z - top.unsqueeze(1)
-        picked = torch.where(_is_label(z, labels, vocabulary), z, 0.0).sum(dim=1)
-        sums = torch.stack([z.exp().sum(dim=1), picked])
-        total, picked = funcol.all_reduce(sums, "sum", vocabulary.group).unbind()
+        losses, top, total = _token_losses(logits, labels, vocabulary)
         ctx.save_for_backward(logits, labels, top, total)
         ctx.vocabulary = vocabulary
-        return torch.where(labels == IGNORE, 0.0, total.log() - picked).sum()
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         logits, labels, top, total = ctx.saved_tensors
-        z = _masked(logits, ctx.vocabulary)
-        softmax = (z - top.unsqueeze(1)).exp() / total.unsqueeze(1)
-        gradient = softmax - _is_label(z, labels, ctx.vocabulary).to(z.dtype)
-        due = torch.where(labels == IGNORE, 0.0, grad).unsqueeze(1)
-        return (gradient * due).to(logits.dtype), None, None
+        due = torch.where(labels == IGNORE, 0.0, grad)
+        return _logits_gradient(logits, labels, top, total, due, ctx.vocabulary), None, None
+
+
+def _token_losses(
+    logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, maximum of the logits, sum of exp(logit - maximum)) of each token, over the whole
+    vocabulary: (n,) each, in float32 at least."""
+    z = _masked(logits, vocabulary)
+    top = _over_ranks(z.amax(dim=1), "max", vocabulary)
+    z = z - top.unsqueeze(1)
+    picked = torch.where(_is_label(z, labels, vocabulary), z, 0.0).sum(dim=1)
+    sums = torch.stack([z.exp().sum(dim=1), picked])
+    total, picked = _over_ranks(sums, "sum", vocabulary).unbind()
+    return torch.where(labels == IGNORE, 0.0, total.log() - picked), top, total
+
+
+def _logits_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    top: Tensor,
+    total: Tensor,
+    due: Tensor,
+    vocabulary: VocabularyShard | None,
+) -> Tensor:
+    """Gradient of sum(due * loss) by the logits, in their shape and dtype; see `_token_losses`."""
+    # In place from the difference on, which is a tensor of its own: eager, each copy would count.
+    gradient = (_masked(logits, vocabulary) - top.unsqueeze(1)).exp_().div_(total.unsqueeze(1))
+    gradient.sub_(_is_label(gradient, labels, vocabulary).to(gradient.dtype))
+    return gradient.mul_(due.unsqueeze(1)).to(logits.dtype)
+
+
+def _over_ranks(x: Tensor, operation: str, vocabulary: VocabularyShard | None) -> Tensor:
+    return x if vocabulary is None else funcol.all_reduce(x, operation, vocabulary.group)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return logits.to(_at_least_float32(logits.dtype))
 
 
-def _columns(z: Tensor, vocabulary: VocabularyShard) -> Tensor:
+def _columns(z: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
     """Token of each local column: int64 (V / tp,)."""
-    return vocabulary.rank * z.shape[1] + torch.arange(z.shape[1], device=z.device)
+    first = 0 if vocabulary is None else vocabulary.rank * z.shape[1]
+    return first + torch.arange(z.shape[1], device=z.device)
 
 
-def _masked(logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
+def _masked(logits: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
     """Logits in float32 at least, -inf in padded columns."""
-    return _wide(logits).masked_fill(_columns(logits, vocabulary) >= vocabulary.size, -torch.inf)
+    z = _wide(logits)
+    if vocabulary is None:
+        return z
+    return z.masked_fill(_columns(z, vocabulary) >= vocabulary.size, -torch.inf)
 
 
-def _is_label(z: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> Tensor:
-    """Where a column is the token's label: bool (B * T, V / tp)."""
+def _is_label(z: Tensor, labels: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
+    """Where a column is the token's label: bool (n, V / tp)."""
     return _columns(z, vocabulary) == labels.unsqueeze(1)

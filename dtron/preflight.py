@@ -5,6 +5,7 @@ for it, so that an error is found and told once.
 """
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from dtron.flops import FlopsModel, flops_per_token
 from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
+from dtron.parallelisms.context import shape_of
 from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.layout import StageNames, build_layout
 from dtron.parallelisms.pipeline import Layout
@@ -109,6 +111,7 @@ def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Lay
     _check_sequence(config, model)
     _check_tensor_parallel(config, model)
     _check_padding(config, model, world_size)
+    _check_context(config, model)
     layout = _layout(config, model, world_size)
     if layout is not None and layout.splits_backward and config.parallel.async_tp:
         raise ConfigError(
@@ -161,6 +164,10 @@ def _attention(config: RunConfig, model: DecoderConfig, device: torch.device) ->
         documents=config.data.mask_documents,
         dropout=model.attention_dropout > 0,
         deterministic=config.debug.deterministic,
+        context=config.parallel.cp_methods() if config.parallel.cp > 1 else (),
+        window=model.window,
+        softcap=model.softcap,
+        sinks=model.sinks,
     )
 
 
@@ -170,6 +177,49 @@ def _check_sequence(config: RunConfig, model: DecoderConfig) -> None:
             f"train.seq_len = {config.train.seq_len} is longer than the learned positions of "
             f"model.override.max_seq_len = {model.max_seq_len}; shorten it or raise the latter"
         )
+
+
+def _check_context(config: RunConfig, model: DecoderConfig) -> None:
+    """Refuse a cp that does not divide the sequence or, after an all-to-all, the heads."""
+    parallel, tp = config.parallel, config.parallel.tp
+    if parallel.cp == 1:
+        return
+    whole = 2 * parallel.cp
+    whole = math.lcm(whole, parallel.cp * tp) if parallel.sequence_parallel else whole
+    if config.train.seq_len % whole:
+        below = config.train.seq_len // whole * whole
+        raise ConfigError(
+            f"parallel.cp = {parallel.cp} cuts train.seq_len = {config.train.seq_len} into 2 x cp "
+            f"pieces; use a multiple of {whole} such as {below or whole}"
+        )
+    if model.attention_dropout:
+        raise ConfigError(
+            f"model.override.attention_dropout = {model.attention_dropout} with parallel.cp = "
+            f"{parallel.cp}: attention weights are never whole on a rank; use 0.0"
+        )
+    methods = parallel.cp_methods()
+    rings = [m for m in methods if shape_of(m, parallel.cp, parallel.cp_inner).rings]
+    if model.window and rings:
+        raise ConfigError(
+            f"parallel.cp_method = {rings[0]!r} with model.override.window = {model.window}: the "
+            "blocks that go round do not tell how far they lie apart; use "
+            '"all_gather" or "ulysses"'
+        )
+    if len(methods) not in (1, model.n_layers):
+        raise ConfigError(
+            f"parallel.cp_method has {len(methods)} entries for the {model.n_layers} layers of the "
+            "model; give one for each, or one for all"
+        )
+    for method in set(methods):
+        inner = shape_of(method, parallel.cp, parallel.cp_inner).inner
+        heads, shared = model.n_heads // tp, model.n_kv_heads // tp
+        legal = [n for n in range(1, heads + 1) if heads % math.lcm(n, shared) == 0]
+        if inner not in legal:
+            raise ConfigError(
+                f"parallel.cp_method = {method!r} splits heads over {inner} ranks, but each has "
+                f"{heads} query and {shared} key/value heads; use {', '.join(map(str, legal))} "
+                f'ranks, or "ring"'
+            )
 
 
 def _check_tensor_parallel(config: RunConfig, model: DecoderConfig) -> None:

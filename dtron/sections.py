@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Degree = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 DEGREES: tuple[Degree, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+CpMethod = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 ExpertDegree = Literal["pp", "dp_replicate", "edp_shard", "ep", "etp"]
 
 
@@ -55,7 +56,7 @@ class Parallel(Section):
     dp_shard: int = Field(default=-1, ge=-1)
     """Data-parallel ranks that share parameters, gradients and optimizer state; -1: the rest."""
     cp: int = Field(default=1, ge=1)
-    """Context parallelism: ranks that share each sequence. Not built yet."""
+    """Context parallelism: ranks that share each sequence."""
     tp: int = Field(default=1, ge=1)
     """Tensor parallelism: ranks that share each layer's heads and neurons."""
     pp: int = Field(default=1, ge=1)
@@ -98,10 +99,21 @@ class Parallel(Section):
     defer_head: int = Field(default=0, ge=0)
     """With pp > 1 and a schedule of whole backwards: of how many micro-batches the head's weight
     gradients are put off until the pipeline drains. Each holds its logits' gradient meanwhile."""
+    cp_method: CpMethod | list[CpMethod] = "ring"
+    """With cp > 1, how attention gets at the tokens of other ranks: ring, all_gather, ulysses
+    (all-to-all over heads) or hierarchical (all-to-all inside, ring outside); a list has one for
+    each layer."""
+    cp_inner: int = Field(default=0, ge=0)
+    """Ranks of the all-to-all of `cp_method = "hierarchical"`; 0: the largest proper divisor of
+    cp."""
     high_priority: list[Degree] = Field(default_factory=list)
     """Mesh axes whose NCCL collectives run on streams of high priority, on GPUs."""
     timeout_seconds: int = Field(default=600, ge=1)
     """How long a collective may wait for its peers before the run is aborted."""
+
+    def cp_methods(self) -> tuple[CpMethod, ...]:
+        """`cp_method` as a tuple: one for all layers, or one for each."""
+        return (self.cp_method,) if isinstance(self.cp_method, str) else tuple(self.cp_method)
 
     def reduces_once(self, sharded: bool) -> bool:
         """Whether gradients are reduced once a step: `reduce` resolved, with ranks that share
@@ -122,6 +134,9 @@ class Train(Section):
     """Sequences a step, over all ranks and micro-batches."""
     micro_batch: int = Field(default=1, ge=1)
     """Sequences a rank computes at once."""
+    loss_chunks: int = Field(default=1, ge=1)
+    """Head and loss are computed in this many chunks of a micro-batch's tokens, of whose logits and
+    their gradient one chunk exists at a time; 1: all logits at once."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of computation. Parameters and optimizer state are float32 in both cases."""
     seed: int = Field(default=0, ge=0, lt=2**63)

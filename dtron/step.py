@@ -5,7 +5,7 @@ decision taken there, and counters that the trainer reads at logging steps tell 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from dtron.loss import count_labels
 from dtron.models.dropout import token_keys
 from dtron.optim import update
 from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.context import Context, Split
 from dtron.parallelisms.execution import Execution, MicroBatch
 from dtron.parallelisms.gradients import clip_scale, global_norm
 from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
@@ -37,7 +38,8 @@ class TrainStep:
     """Trains a parallelised model, a global batch a call.
 
     Args:
-        loss: (logits (B, T, V), labels (B, T)) -> the summed loss.
+        loss: (logits (B, T, V), labels (B, T)) -> the summed loss; where the model's head computes
+            it (`Applied.loss_in_head`), what the model gives comes in place of the logits.
         dropout_seed: seed of the dropout masks; None if the model has no dropout.
     """
 
@@ -83,12 +85,14 @@ class TrainStep:
         """
         n_valid = self._count(batches)
 
-        def share(logits: Tensor, i: int) -> Tensor:
-            return self.loss(logits, batches[i].labels) / n_valid
+        def share(output: Tensor, i: int) -> Tensor:
+            return self.loss(output, batches[i].labels) / n_valid
 
-        total = self.execution.train(
-            [as_micro_batch(batch, self._dropout_keys(batch, step)) for batch in batches], share
-        )
+        labelled = self.applied.loss_in_head
+        micro_batches = [
+            as_micro_batch(batch, self._dropout_keys(batch, step), labelled) for batch in batches
+        ]
+        total = self.execution.train(micro_batches, share)
         self.applied.complete_gradients(self.mesh)
         return total
 
@@ -101,17 +105,46 @@ class TrainStep:
     def _dropout_keys(self, batch: Batch, step: int) -> Tensor | None:
         if self.dropout_seed is None:
             return None
-        index = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        index = batch.index
+        if index is None:
+            index = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         return token_keys(self.dropout_seed, step, batch.sequence, index.expand_as(batch.tokens))
 
 
-def as_micro_batch(batch: Batch, dropout_keys: Tensor | None = None) -> MicroBatch:
-    """Tokens (B, T), and what every stage of the model needs beside them."""
+def share_of(batch: Batch, mesh: Mesh, context: Context | None) -> Batch:
+    """This cp rank's tokens of a batch on the host; the batch itself where cp is 1.
+
+    Args:
+        context: how attention gets at the others'.
+    """
+    cp, rank = mesh.size("cp"), mesh.rank("cp")
+    if cp == 1:
+        return batch
+    assert context is not None, "cp > 1 needs a context"
+    assert batch.documents is None or isinstance(batch.documents, Tensor)
+    n_rows, length = batch.tokens.shape
+    split = Split(batch.documents, (n_rows, length), cp)
+    index = split.index(rank)
+    return replace(
+        batch,
+        tokens=batch.tokens.gather(1, index),
+        labels=batch.labels.gather(1, index),
+        positions=index if batch.positions is None else batch.positions.gather(1, index),
+        documents=split.tables(context.layouts(cp), rank),
+        index=index,
+    )
+
+
+def as_micro_batch(
+    batch: Batch, dropout_keys: Tensor | None = None, labelled: bool = False
+) -> MicroBatch:
+    """Tokens (B, T), and what every stage of the model needs beside them; with `labelled` the
+    labels too, for a head that computes the loss."""
     positions = batch.positions
     if positions is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).unsqueeze(0)
     others = {"positions": positions, "documents": batch.documents, "dropout_keys": dropout_keys}
-    return batch.tokens, others
+    return batch.tokens, {**others, "labels": batch.labels} if labelled else others
 
 
 @torch.no_grad()
@@ -121,12 +154,13 @@ def evaluate(
     """Mean loss of batches that are as many on every rank: a scalar, the same on every rank."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
 
-    def add(logits: Tensor, i: int) -> None:
+    def add(output: Tensor, i: int) -> None:
         labels = batches[i].labels
-        total = loss(logits, labels)
+        total = loss(output, labels)
         sums.add_(torch.stack([total.double(), count_labels(labels).double()]))
 
     with applied.evaluating():
-        execution.evaluate([as_micro_batch(batch) for batch in batches], add)
+        labelled = applied.loss_in_head
+        execution.evaluate([as_micro_batch(batch, labelled=labelled) for batch in batches], add)
     dist.all_reduce(sums, group=mesh.group(*SHARE_AXES))
     return sums[0] / sums[1].clamp(min=1)

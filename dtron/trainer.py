@@ -18,11 +18,12 @@ from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
 from dtron.errors import TrainingError
 from dtron.flops import FlopsModel, n_parameters
-from dtron.loss import VocabularyShard, cross_entropy_sum
+from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.metrics import MetricsWriter, Throughput
 from dtron.models import MODELS, build_model
 from dtron.optim import build_optimizer, learning_rate
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
+from dtron.parallelisms.context import Context
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.preflight import model_facts, preflight, resume_settings
@@ -44,6 +45,7 @@ from dtron.step import (
     TrainStep,
     as_micro_batch,
     evaluate,
+    share_of,
 )
 
 log = logging.getLogger("dtron")
@@ -98,6 +100,10 @@ class Trainer:
             high_priority=config.parallel.high_priority,
         )
         self.policy = Policy.of(config.parallel, self.mesh)
+        model, kernel = self.checked.model, self.checked.attention.kernel
+        self.context = Context.of(
+            config.parallel, "blocks.*.attn.core", kernel, model.window, model.softcap
+        )
         self.applied = self._build_model()
         parameters = [p for _, p in self.applied.named_parameters()]
         self.optimizer = build_optimizer(parameters, config.optim)
@@ -148,16 +154,28 @@ class Trainer:
             vocabulary=spec.vocabulary,
             layout=checked.layout,
             replicas="step",
+            context=self.context,
+            loss=self._build_head_loss(),
         )
         return apply_passes(model, self.mesh, passes)
 
+    def _vocabulary(self) -> VocabularyShard | None:
+        if self.mesh.size("tp") == 1:
+            return None
+        size, rank = self.checked.model.vocab_size, self.mesh.rank("tp")
+        return VocabularyShard(size, rank, self.mesh.group("tp"))
+
+    def _build_head_loss(self) -> tuple[str, ChunkedLoss] | None:
+        chunks, compile = self.config.train.loss_chunks, self.config.compile
+        if chunks == 1:
+            return None
+        *_, head = MODELS[self.config.model.name].head
+        return head, ChunkedLoss(chunks, self._vocabulary(), compile)
+
     def _build_loss(self) -> Loss:
-        loss = cross_entropy_sum
-        if self.mesh.size("tp") > 1:
-            vocabulary = VocabularyShard(
-                self.checked.model.vocab_size, self.mesh.rank("tp"), self.mesh.group("tp")
-            )
-            loss = functools.partial(cross_entropy_sum, vocabulary=vocabulary)
+        if self.applied.loss_in_head:
+            return given_sum
+        loss = functools.partial(cross_entropy_sum, vocabulary=self._vocabulary())
         if self.config.compile.enable:
             loss = torch.compile(loss, backend=self.config.compile.backend, dynamic=False)
         return loss
@@ -294,10 +312,10 @@ class Trainer:
         number = self.step + 1
         self.profile.before(number)
         batches = self.loader.step()
-        attended = _attended(batches)
+        attended = _attended(batches, self.checked.model.window)
         self.padding += sum(batch.padding for batch in batches)
         self.padded_of += sum(batch.tokens.numel() for batch in batches)
-        batches = [batch.to(self.place.device) for batch in batches]
+        batches = [self._on_device(batch) for batch in batches]
         lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
         if config.debug.collectives and self.step == self.facts["start_step"]:
             result = self._counted(batches, lr)
@@ -320,6 +338,9 @@ class Trainer:
             self._log(result, lr, validates)
         if number % config.train.gc_interval == 0:
             gc.collect(1)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return share_of(batch, self.mesh, self.context).to(self.place.device)
 
     def _counted(self, batches: list[Batch], lr: float) -> StepResult:
         with CollectiveCounter(self.mesh.group_names()) as counter:
@@ -371,7 +392,7 @@ class Trainer:
             dp_rank=self.mesh.rank(*BATCH_AXES),
             dp_size=self.mesh.size(*BATCH_AXES),
         )
-        on_device = [batch.to(self.place.device) for batch in batches]
+        on_device = [self._on_device(batch) for batch in batches]
         loss = evaluate(self.execution, self.applied, self.mesh, on_device, self.loss)
         self.throughput.restart()
         return loss.item()
@@ -418,22 +439,30 @@ class Trainer:
         tp = self.mesh.size("tp")
         padded = -(-self.checked.model.vocab_size // tp)
         local = torch.zeros(padded, device=tokens.device)
-        batch = Batch(tokens, tokens, tokens[:, 0], None, None)
+        tokens = tokens.cpu()
+        batch = self._on_device(Batch(tokens, tokens, tokens[:, 0], None, None))
+        here = slice(index, index + 1) if batch.index is None else batch.index[0] == index
 
         def keep(logits: torch.Tensor, _i: int) -> None:
-            local.copy_(logits[0, index])
+            local.copy_(logits[0, here].sum(0))
 
         self.execution.evaluate([as_micro_batch(batch)], keep)
-        dist.all_reduce(local, group=self.mesh.group("pp"))  # zero but on the last stage
+        # zero but on the last stage, where the token is
+        dist.all_reduce(local, group=self.mesh.group("pp"))
+        dist.all_reduce(local, group=self.mesh.group("cp"))
         columns = [torch.empty_like(local) for _ in range(tp)]
         dist.all_gather(columns, local, group=self.mesh.group("tp"))
         return torch.cat(columns)
 
 
-def _attended(batches: list[Batch]) -> float:
-    """Mean over tokens of the length that attention runs over: sum(L^2) / sum(L)."""
-    first = batches[0]
-    if first.positions is None:
-        return float(first.tokens.shape[1])
-    # a document of length L adds sum over p < L of (2p + 1) = L^2
-    return sum((2 * b.positions.double() + 1).mean().item() for b in batches) / len(batches)  # type: ignore[union-attr]
+def _attended(batches: list[Batch], window: int) -> float:
+    """Mean over tokens of the length that attention runs over: sum(L^2) / sum(L), less what a
+    window leaves out."""
+    # A document of length L adds the sum over p < L of (2p + 1) = L^2; p + 1 keys are seen.
+    places = [_places(batch) for batch in batches]
+    seen = [(p + 1).clamp(max=window) if window else p + 1 for p in places]
+    return sum((2 * keys.double() - 1).mean().item() for keys in seen) / len(batches)
+
+
+def _places(batch: Batch) -> torch.Tensor:
+    return torch.arange(batch.tokens.shape[1]) if batch.positions is None else batch.positions

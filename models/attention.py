@@ -13,8 +13,9 @@ arXiv:2412.05496; grouped queries arXiv:2305.13245.
 
 import functools
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,67 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dtron.errors import ConfigError, nearest
+from dtron.kernels.attention import KERNELS, document_segments
 from dtron.kernels.flash4 import flash4
 from dtron.models.config import DecoderConfig
 from dtron.models.dropout import AttentionDropout
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope
 
-Mask = Tensor | BlockMask | None  # None: causal, nothing else
+Tables = Mapping[str, tuple[Tensor, ...]]  # of context parallelism, by its method
+Mask = Tensor | BlockMask | Tables | None  # None: causal, nothing else
+
+
+class Core(nn.Module):
+    """Queries, keys and values to attention: what context parallelism replaces from outside."""
+
+    def __init__(self, backend: "Backend", config: DecoderConfig):
+        super().__init__()
+        self.backend, self.scale = backend, config.head_size**-0.5
+        self.window, self.softcap = config.window, config.softcap
+        self.by_kernel = varies(config)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: Tensor | None = None
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            q: (B, T, H, K).
+            k: (B, T, G, K).
+            v: (B, T, G, K).
+            mask: of the backend's `prepare`.
+            sink: (H,), a score without a value; None: none.
+        Returns:
+            (B, T, H, K).
+        """
+        if not self.by_kernel and not isinstance(mask, Mapping):
+            return self.backend.run(q, k, v, mask, self.scale)
+        segments = mask["segments"][0] if isinstance(mask, Mapping) else None
+        settings = (self.backend.kernel, self.scale, self.window, self.softcap)
+        return torch.ops.dtron.attention(q, k, v, sink, segments, *settings)[0]
+
+
+class Sinks(nn.Module):
+    """A learned score for each of the model's heads.
+
+    Attributes:
+        head_shard: which part of the heads a rank has, where heads are split evenly.
+    """
+
+    def __init__(self, n_heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+        self.head_shard = 0
+
+    def forward(self, q: Tensor) -> Tensor:
+        """Scores (H,) of the heads that q (B, T, H, K) has."""
+        return self.weight.unflatten(0, (-1, q.shape[2]))[self.head_shard]
+
+
+def varies(config: DecoderConfig) -> bool:
+    """Whether scores are more than scaled products, which not every backend can do."""
+    return bool(config.window or config.softcap or config.sinks)
 
 
 class Attention(nn.Module):
@@ -51,7 +106,8 @@ class Attention(nn.Module):
         self.k_norm = norm(config, size) if config.qk_norm else None
         self.head_size = size
         self.drop = AttentionDropout(config.attention_dropout)
-        self.backend = backend
+        self.core = Core(backend, config)
+        self.sinks = Sinks(config.n_heads) if config.sinks else None
 
     def forward(self, x: Tensor, rope: Tensor | None, mask: Mask, keys: Tensor | None) -> Tensor:
         """Attend.
@@ -67,12 +123,11 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
-        scale = self.head_size**-0.5
         if self.drop.p and self.training:
             assert keys is not None, "attention dropout needs dropout keys"
-            out = math_attention(q, k, v, mask, scale, self.drop, keys)
+            out = math_attention(q, k, v, mask, self.core.scale, self.drop, keys)
         else:
-            out = self.backend.run(q, k, v, mask, scale)
+            out = self.core(q, k, v, mask, None if self.sinks is None else self.sinks(q))
         return self.wo(out.flatten(-2))
 
 
@@ -98,7 +153,7 @@ def math_attention(
     Returns:
         (B, T, H, K) in q's dtype; all is computed in float32 at least.
     """
-    assert not isinstance(mask, BlockMask), "a block mask is for flex attention alone"
+    assert mask is None or isinstance(mask, Tensor), "this mask is for another backend"
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v = q.to(wide).unflatten(2, (k.shape[2], -1)), k.to(wide), v.to(wide)
     scores = torch.einsum("btghk,bsgk->bghts", q * scale, k).flatten(1, 2)
@@ -116,7 +171,7 @@ def _sdpa(
     kernel: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
 ) -> Tensor:
     """torch's scaled_dot_product_attention, by one of its kernels or by its own choice."""
-    assert not isinstance(mask, BlockMask), "a block mask is for flex attention alone"
+    assert mask is None or isinstance(mask, Tensor), "this mask is for another backend"
     shared = q.shape[2] != k.shape[2]
     if shared and kernel is None and q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # The one fused CUDA kernel for masks and for float32 has no grouped heads; without a copy
@@ -187,6 +242,18 @@ def _causal_only(documents: Tensor | None, positions: Tensor) -> None:
             "this model's attention backend cannot keep documents apart (data.mask_documents); "
             "use model.attention = auto, flex, sdpa or math"
         )
+
+
+def _prepared(documents: Tables | None, positions: Tensor) -> Tables | None:
+    """Under context parallelism documents come as its tables."""
+    return documents
+
+
+def _segments(documents: Tensor | Tables | None, positions: Tensor) -> Tables | None:
+    """Where documents begin, unless the caller has found that on the host."""
+    if isinstance(documents, Tensor):
+        return {"segments": (document_segments(documents),)}
+    return documents
 
 
 def _dense_mask(documents: Tensor | None, positions: Tensor) -> Tensor | None:
@@ -300,7 +367,7 @@ class Backend:
     """q (B, T, H, K), k and v (B, T, G, K), mask of `prepare`, scale -> (B, T, H, K)."""
     unavailable: Callable[[Need], str | None]
     """Why it cannot run there, or None if it can."""
-    prepare: Callable[[Tensor | None, Tensor], Mask] = _causal_only
+    prepare: Callable[[Any, Tensor], Mask] = _causal_only
     """Called once a forward: documents int32 (B, T) or None, and positions (B or 1, T), which
     tell T and the device -> mask that every block gets."""
     documents: bool = False
@@ -309,18 +376,44 @@ class Backend:
     """Whether it can drop attention weights."""
     automatic: bool = True
     """Whether `auto` takes it when there are no documents."""
+    packs: bool = True
+    """Whether `auto` takes it when there are documents."""
+    kernel: str = ""
+    """The row of `dtron.kernels.attention.KERNELS` that is its kernel, by which context parallelism
+    attends block by block; empty: it gives no log-sum-exp."""
 
 
 BACKENDS: dict[str, Backend] = {
     row.name: row
     for row in (
-        Backend("fa4", _flash4, _no_flash4),
-        Backend("cudnn", functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION), _no_cudnn),
+        Backend("fa4", _flash4, _no_flash4, _segments, True, packs=False, kernel="fa4"),
+        Backend(
+            "cudnn",
+            functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+            _no_cudnn,
+            kernel="cudnn",
+        ),
         Backend("flash_attn", _flash_attn, _no_flash_attn),
-        Backend("flash", functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION), _no_flash),
+        Backend(
+            "flash",
+            functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+            _no_flash,
+            _segments,
+            True,
+            packs=False,
+            kernel="flash",
+        ),
         Backend("flex", _flex, _no_flex, _block_mask, documents=True, automatic=False),
         Backend("sdpa", functools.partial(_sdpa, None), _always, _dense_mask, documents=True),
-        Backend("math", math_attention, _always, _dense_mask, documents=True, dropout=True),
+        Backend(
+            "math",
+            math_attention,
+            _always,
+            _dense_mask,
+            documents=True,
+            dropout=True,
+            kernel="math",
+        ),
     )
 }
 
@@ -334,6 +427,10 @@ def choose_backend(
     documents: bool,
     dropout: bool,
     deterministic: bool,
+    context: Sequence[str] = (),
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: bool = False,
 ) -> Backend:
     """The row of BACKENDS to build a model with.
 
@@ -346,27 +443,79 @@ def choose_backend(
         dropout: attention weights are dropped.
         deterministic: two runs have to give the same bits. The kernels themselves are told by
             `torch.use_deterministic_algorithms(True)`, which the caller sets.
+        context: methods of context parallelism by which it has to attend, if there are several cp
+            ranks.
+        window, softcap, sinks: as in DecoderConfig.
     Raises:
         ConfigError: no such row, or it cannot do what is asked; names the reason and the rows
             that can.
     """
     need = Need(device_type, dtype, head_dim, deterministic)
-    reasons = {row.name: _refusal(row, need, documents, dropout) for row in BACKENDS.values()}
+    ask = _Ask(documents, dropout, context, window, softcap, sinks)
+    reasons = {row.name: ask.refusal(row) or row.unavailable(need) for row in BACKENDS.values()}
     able = [row for row in BACKENDS.values() if reasons[row.name] is None]
-    if name == "auto":
-        return next(row for row in able if row.automatic or documents)
     names = ", ".join(["auto", *(row.name for row in able)])
+    if name == "auto":
+        by_choice = [
+            row for row in able if row.packs or not documents if row.automatic or documents
+        ]
+        name = (by_choice or able or [BACKENDS["math"]])[0].name
     if name not in BACKENDS:
         hint = nearest(name, BACKENDS)
         raise ConfigError(f"model.attention = {name} is not known{hint or f'; use {names}'}")
     if reasons[name] is not None:
         raise ConfigError(f"model.attention = {name} {reasons[name]}; available here: {names}")
-    return BACKENDS[name]
+    return ask.prepared(BACKENDS[name])
 
 
-def _refusal(row: Backend, need: Need, documents: bool, dropout: bool) -> str | None:
-    if documents and not row.documents:
-        return "cannot keep documents apart (data.mask_documents)"
-    if dropout and not row.dropout:
-        return "cannot drop attention weights (model.override.attention_dropout)"
-    return row.unavailable(need)
+@dataclass(frozen=True)
+class _Ask:
+    """What attention has to do beside attending causally."""
+
+    documents: bool
+    dropout: bool
+    context: Sequence[str]
+    window: int
+    softcap: float
+    sinks: bool
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether it takes a row of KERNELS, whose function the backend's own is not."""
+        return bool(self.context or self.window or self.softcap or self.sinks)
+
+    def prepared(self, row: Backend) -> Backend:
+        """The row, with documents described as they are needed."""
+        if self.context:
+            return replace(row, prepare=_prepared)
+        return replace(row, prepare=_segments) if self.by_kernel else row
+
+    def refusal(self, row: Backend) -> str | None:
+        """Why a row cannot do it, if it cannot."""
+        if self.by_kernel:
+            return self._no_kernel(row)
+        if self.documents and not row.documents:
+            return "cannot keep documents apart (data.mask_documents)"
+        if self.dropout and not row.dropout:
+            return "cannot drop attention weights (model.override.attention_dropout)"
+        return None
+
+    def _no_kernel(self, row: Backend) -> str | None:
+        keys = ("parallel.cp", "window", "softcap", "sinks")
+        asked = zip(keys, (self.context, self.window, self.softcap, self.sinks), strict=True)
+        reason = next(key for key, value in asked if value)
+        if not row.kernel:
+            return f"gives no log-sum-exp, which {reason} needs"
+        kernel = KERNELS[row.kernel]
+        gathers = "all_gather" in self.context
+        lacks = [
+            (self.documents and not kernel.segments, f"keep documents apart with {reason}"),
+            (self.dropout, f"drop attention weights with {reason}"),
+            (self.window and not kernel.window, f"do model.override.window = {self.window}"),
+            (self.softcap and not kernel.softcap, f"do model.override.softcap = {self.softcap}"),
+            (
+                gathers and not kernel.aligned_at_end,
+                'see more keys than queries, as parallel.cp_method = "all_gather" needs',
+            ),
+        ]
+        return next((f"cannot {what}" for broken, what in lacks if broken), None)

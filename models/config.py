@@ -51,6 +51,14 @@ class DecoderConfig(BaseModel):
     """Normalise every query and key head (arXiv:2302.05442)."""
     bias: bool = False
     """Biases in the linear layers of the blocks; the head never has one."""
+    window: int = Field(default=0, ge=0)
+    """Sliding window: a token attends to this many tokens, itself included (arXiv:2004.05150);
+    0: to all before it."""
+    softcap: float = Field(default=0.0, ge=0)
+    """c: attention scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118); 0: off."""
+    sinks: bool = False
+    """A learned score a head that takes part in the softmax without a value (gpt-oss,
+    arXiv:2508.10925; attention sinks, arXiv:2309.17453)."""
     positions: Literal["rope", "learned"] = "rope"
     """`rope`: queries and keys are rotated by their position (arXiv:2104.09864). `learned`: an
     embedding a position is added to the token's."""

@@ -92,6 +92,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         dropout_keys: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
@@ -100,8 +101,10 @@ class Decoder(nn.Module):
             positions: int64 (B, T) or (1, T); None: 0 ... T - 1, with tokens only.
             documents: int32 (B, T), equal within a document; None: one document a sequence.
             dropout_keys: int64 (B, T) of `dropout.token_keys`; read in training with dropout only.
+            labels: int64 (B, T), handed to a head into which a loss was put from outside.
         Returns:
-            Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without head.
+            Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without head;
+            with labels what that head gives.
         """
         if positions is None:
             assert not x.is_floating_point(), "a later stage needs positions"
@@ -112,7 +115,8 @@ class Decoder(nn.Module):
         rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
         for layer, block in self.blocks.items():
             x = block(x, rope, mask, self._layer_keys(dropout_keys, int(layer)))
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x) if labels is None else self.head(x, labels=labels)
 
     def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
         x = self.embed(tokens)

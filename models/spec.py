@@ -57,6 +57,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "blocks.*.attn": prepare_input(between),
         "blocks.*.attn.w[qkv]": colwise(),
         "blocks.*.attn.[qk]_norm": heads(),
+        "blocks.*.attn.sinks": heads(),
         "blocks.*.attn.drop": heads(dim=1),
         "blocks.*.attn.wo": rowwise(output=between),
         "blocks.*.attn_drop": keyed,
@@ -72,6 +73,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
     absent = {
         "position_embed": config.positions != "learned",
         "blocks.*.attn.[qk]_norm": not config.qk_norm,
+        "blocks.*.attn.sinks": not config.sinks,
         "blocks.*.ffn.gate": not ACTIVATIONS[config.activation].gated,
     }
     return {pattern: row for pattern, row in rows.items() if not absent.get(pattern)}
@@ -95,4 +97,4 @@ class ModelSpec:
     layer: str = "blocks.{}"
     """Name of a layer."""
     head: tuple[str, ...] = ("norm", "head")
-    """What the last pipeline stage has beside its layers."""
+    """What the last pipeline stage has beside its layers; the last one gives the logits."""

@@ -6,6 +6,7 @@ if __name__ == "parallelisms":
         "not a top-level one"
     )
 
+from dtron.parallelisms.context import Context, ContextAttention, Split
 from dtron.parallelisms.fsdp import Policy, begin_micro_batch
 from dtron.parallelisms.gradients import (
     clip_scale,
@@ -28,11 +29,14 @@ from dtron.parallelisms.placement import (
 from dtron.parallelisms.plugin import PipelinedModel, parallelize, pipeline
 
 __all__ = [
+    "Context",
+    "ContextAttention",
     "Mesh",
     "PipelinedModel",
     "Policy",
     "Replicate",
     "Shard",
+    "Split",
     "begin_micro_batch",
     "clip_scale",
     "colwise",

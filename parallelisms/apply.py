@@ -1,8 +1,8 @@
 """The one place that states the order in which a plain model becomes a parallel one.
 
     model on meta -> float8 -> padded vocabulary -> cut into stages -> for each stage:
-        tensor parallel -> deferred weight gradients -> recompute and compile -> fsdp
-        -> storage -> weights
+        tensor parallel -> context parallel -> deferred weight gradients -> loss in the head
+        -> recompute and compile -> fsdp -> storage -> weights
     -> optimizer
 
 Patterns are checked on the whole model, before a stage lacks a part of it. Selective recomputation
@@ -22,10 +22,12 @@ from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.async_tp import FusedOps
 from dtron.parallelisms.compile import compile_blocks
+from dtron.parallelisms.context import Context, apply_context
 from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
 from dtron.parallelisms.execution import Accumulation, Execution
 from dtron.parallelisms.fsdp import DTYPES, Policy, free_gathered, shard
 from dtron.parallelisms.gradients import reduce_replicas
+from dtron.parallelisms.head_loss import HeadLoss, attach_loss
 from dtron.parallelisms.initialize import (
     Initializer,
     broadcast_from_first_rank,
@@ -76,6 +78,11 @@ class Passes:
     backward, or by the caller's `reduce_replicas` once a step."""
     keep_rng: bool = False
     """Whether recomputation runs from the random state of the first forward."""
+    context: Context | None = None
+    """How attention gets at the tokens of other ranks, where cp > 1."""
+    loss: tuple[str, HeadLoss] | None = None
+    """FQN of the head, and what computes the summed loss in its call, where the model is called
+    with labels."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,8 @@ class Applied:
     """What async tensor parallelism has fused so far, where it is asked for."""
     deferred: Mapping[int, WeightGradients]
     """Queues of weight gradients of the stages whose backward is split."""
+    loss_in_head: bool
+    """Whether the model, called with labels, gives the summed loss."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of all stages; a tied weight comes twice if both stages are here."""
@@ -152,7 +161,14 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     if passes.layout is not None:
         pieces, ranks = cut(model, passes.layout.stages), passes.layout.ranks
         parts = {s: take_stage(model, pieces, s) for s, rank in enumerate(ranks) if rank == pp}
-    whole = _Whole([list(unit) for unit in units], _blocks(model, passes), made, padded, pieces)
+    whole = _Whole(
+        [list(unit) for unit in units],
+        _blocks(model, passes),
+        _cores(model, mesh, passes),
+        made,
+        padded,
+        pieces,
+    )
     fused = FusedOps() if passes.parallel.async_tp else None
     done = [_apply_to_part(s, part, whole, mesh, passes, fused) for s, part in parts.items()]
     return Applied(
@@ -168,6 +184,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         deferred={
             stage: part.deferred for stage, part in zip(parts, done, strict=True) if part.deferred
         },
+        loss_in_head=passes.loss is not None,
     )
 
 
@@ -189,6 +206,8 @@ class _Whole:
     """FQNs of the modules of each unit."""
     blocks: list[str]
     """FQNs of the blocks to recompute and compile, in order."""
+    cores: list[str]
+    """FQNs of the modules that attend, in order; none where cp is 1."""
     made: Plan
     padded: Mapping[str, int]
     pieces: Cut
@@ -207,8 +226,15 @@ def _apply_to_part(
     split = passes.layout.deferred(stage, part) if passes.layout else []
     if whole.made.rows:
         eager = fused is not None and not passes.compile.enable
-        apply_tensor_parallel(part, mesh.flat("tp"), whole.made, passes.replicas, eager)
+        overlapped = _without_loss(held, passes) if eager else ()
+        apply_tensor_parallel(part, mesh.flat("tp"), whole.made, passes.replicas, overlapped)
+    if passes.context is not None and whole.cores:
+        cores = [(i, held[name]) for i, name in enumerate(whole.cores) if name in held]
+        apply_context(cores, passes.context, mesh.size("cp"), mesh.context)
     deferred = defer(split) if split else None
+    if passes.loss is not None and passes.loss[0] in held:
+        head, loss = passes.loss
+        attach_loss(held[head], loss)
     blocks = [(i, name, held[name]) for i, name in enumerate(whole.blocks) if name in held]
     recomputed, compiled = _wrap_blocks(blocks, mesh, passes, fused)
     if compiled:
@@ -232,6 +258,12 @@ def _apply_to_part(
         materialize(part, torch.device(mesh.device_type))
         initialize(part, seed, fill, names, whole.padded)
     return _Done(len(units), recomputed, compiled, deferred)
+
+
+def _without_loss(held: Mapping[str, nn.Module], passes: Passes) -> set[str]:
+    """FQNs of modules without a head that computes the loss: it multiplies chunk by chunk, when the
+    sequence is gathered."""
+    return {name for name in held if passes.loss is None or name != passes.loss[0]}
 
 
 def _wrap_blocks(
@@ -258,8 +290,11 @@ def _wrap_blocks(
 
 
 def _check_axes(mesh: Mesh, passes: Passes) -> None:
-    if mesh.degrees["cp"] > 1:
-        raise ConfigError(f"cp = {mesh.degrees['cp']}: context parallelism is not built; use 1")
+    if mesh.degrees["cp"] > 1 and passes.context is None:
+        raise ConfigError(
+            f"cp = {mesh.degrees['cp']} needs `context`: which modules attend, such as "
+            'Context("blocks.*.attn.core")'
+        )
     for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp"):
         if (asked := getattr(passes.parallel, axis)) not in (-1, 1, mesh.degrees[axis]):
             raise ConfigError(f"parallel.{axis} = {asked} on a mesh of {mesh.degrees[axis]}")
@@ -287,6 +322,21 @@ def _blocks(model: nn.Module, passes: Passes) -> list[str]:
     if passes.recompute.mode == "none" and not passes.compile.enable:
         return []
     return list(select(model, _block_pattern(passes.units, passes.blocks)))
+
+
+def _cores(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:
+    """FQNs of the modules that attend to several ranks' tokens."""
+    if mesh.size("cp") == 1 or passes.context is None:
+        return []
+    cores = list(select(model, passes.context.cores))
+    if len(passes.context.methods) not in (1, len(cores)):
+        raise ConfigError(
+            f"{len(passes.context.methods)} methods of context parallelism for {len(cores)} "
+            "modules that attend; give one for each, or one for all"
+        )
+    for shape in passes.context.layouts(mesh.size("cp")).values():
+        mesh.context(shape.inner)  # made by all ranks together, whatever their stages have
+    return cores
 
 
 def _block_pattern(units: Unit | Sequence[Unit], blocks: str | None) -> str:

@@ -108,7 +108,7 @@ def _data_mesh(mesh: Mesh) -> DeviceMesh:
     """(dp_replicate, fsdp) where there are replicas, else (fsdp,)."""
     if mesh.size("dp_replicate") == 1:
         return mesh.flat(*FSDP_AXES)
-    return mesh.device_mesh["dp_replicate", "dp_shard"]
+    return mesh.replicated(*FSDP_AXES)
 
 
 def _sum_gradients(module: FSDPModule) -> None:

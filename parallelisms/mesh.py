@@ -86,6 +86,7 @@ class Mesh:
         self.expert_degrees = resolve_expert_degrees(self.degrees, ep, etp)
         self._experts: DeviceMesh | None = None
         self._flat: dict[tuple[Degree, ...], DeviceMesh] = {}
+        self._context: dict[int, DeviceMesh] = {}
 
     @property
     def experts(self) -> DeviceMesh:
@@ -97,6 +98,24 @@ class Mesh:
                 self.device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
             )
         return self._experts
+
+    def context(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The cp axis as blocks of `inner` neighbours: the process group of this rank's place in
+        every block, and that of its block. Made when first asked for, by all ranks together."""
+        if inner not in self._context:
+            cp, tp = self.degrees["cp"], self.degrees["tp"]
+            self._context[inner] = init_device_mesh(
+                self.device_type,
+                (dist.get_world_size() // (cp * tp), cp // inner, inner, tp),
+                mesh_dim_names=("others", "cp_outer", "cp_inner", "tp"),
+            )
+        mesh = self._context[inner]
+        return mesh["cp_outer"].get_group(), mesh["cp_inner"].get_group()
+
+    def replicated(self, *axes: Degree) -> DeviceMesh:
+        """The 2-D mesh of dp_replicate and these axes together."""
+        parts = [self.device_mesh["dp_replicate"], self.flat(*axes)]
+        return DeviceMesh._concatenate(parts)  # a name of a flattened mesh cannot be sliced by
 
     def size(self, *axes: Degree) -> int:
         """Number of ranks over these axes together."""
@@ -142,6 +161,8 @@ class Mesh:
         """Every 1-D mesh made so far, with its axis or its axes joined by "+"."""
         yield from ((axis, self.device_mesh[axis]) for axis in DEGREES)
         yield from ((_JOIN.join(axes), mesh) for axes, mesh in self._flat.items())
+        for mesh in self._context.values():
+            yield from ((axis, mesh[axis]) for axis in ("cp_outer", "cp_inner"))
 
 
 def _high_priority() -> Any:

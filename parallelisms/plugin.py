@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
+from dtron.parallelisms.context import Context
 from dtron.parallelisms.execution import Execution, MicroBatch
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.gradients import clip_scale, global_norm, scale_or_zero_
@@ -47,6 +48,7 @@ def parallelize(
     compile: Compile = Compile(),
     init: tuple[int, Initializer] | None = None,
     convert: Callable[[nn.Module], None] | None = None,
+    context: Context | None = None,
 ) -> AnyModule:
     """Parallelise any module over a mesh, in place, and return it.
 
@@ -71,6 +73,8 @@ def parallelize(
         init: (seed, initializer) draws the weights of a model built on the meta device; without it
             the module's own weights and buffers are kept: rank 0's, on all ranks.
         convert: a pass over the unsharded model that comes first (float8).
+        context: which modules attend, and how they get at the tokens of other ranks. Needed where
+            cp > 1: there a rank calls the model with its part of each sequence, as `Split` cuts it.
 
     Raises:
         PlacementError: a pattern matches nothing, a parameter is covered by no row or shared by
@@ -92,6 +96,7 @@ def parallelize(
         init,
         convert,
         keep_rng=True,
+        context=context,
     )
     apply_passes(model, mesh, passes)
     return model
@@ -100,6 +105,8 @@ def parallelize(
 # Keys of [parallel] that only the Trainer reads; here they are arguments, or not built.
 _TRAINERS_KEYS = (
     "sequence_parallel",
+    "cp_method",
+    "cp_inner",
     "async_tp",
     "schedule",
     "stages_per_rank",
@@ -134,6 +141,7 @@ def pipeline(
     compile: Compile = Compile(),
     init: tuple[int, Initializer] | None = None,
     convert: Callable[[nn.Module], None] | None = None,
+    context: Context | None = None,
 ) -> "PipelinedModel":
     """Cut any module into stages and parallelise each over the other axes of the mesh.
 
@@ -151,8 +159,8 @@ def pipeline(
             rank as the schedule takes. Modules that no stage names are in all. Where the mesh has
             pp = 1 the model stays whole.
         schedule: a row of `parallelisms.schedules.SCHEDULES`.
-        units, blocks, placements, parallel, dtype, recompute, compile, init, convert: as for
-            `parallelize`.
+        units, blocks, placements, parallel, dtype, recompute, compile, init, convert, context: as
+            for `parallelize`.
 
     Raises:
         PlacementError: as `parallelize`; a module in two stages, or a parameter in none.
@@ -178,6 +186,7 @@ def pipeline(
         layout=layout,
         replicas="step",
         keep_rng=True,
+        context=context,
     )
     applied = apply_passes(model, mesh, passes)
     execution = build_execution(applied, layout, mesh, Policy.of(parallel, mesh))

@@ -21,7 +21,7 @@ Sources: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198;
 torch.distributed.tensor.parallel.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -165,18 +166,23 @@ def _check_divides(name: str, module: nn.Module, row: Row, tp: int) -> None:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, made: Plan, replicas: Replicas, fused: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    made: Plan,
+    replicas: Replicas,
+    fused: Collection[str] = (),
 ) -> None:
     """Split the modules of a plan over a 1-D mesh, in place; those a stage lacks are skipped.
 
     Args:
-        fused: overlap products with their communication (`async_tp.py`).
+        fused: FQNs of the modules that overlap their products with communication
+            (`async_tp.py`).
     Raises:
         PlacementError: modules that share a parameter split it differently.
     """
     modules = present(dict(model.named_modules()))
     shared = _shared_parameters(model)
-    done = fuse(modules, made.rows, mesh) if fused else set()
+    done = fuse({name: modules[name] for name in fused}, made.rows, mesh)
     for name, rows in made.rows.items():
         for row in rows if name in modules else ():
             if (name, row) not in done:
@@ -225,7 +231,7 @@ def _style(row: Row | ParallelStyle, module: nn.Module, distribute: bool) -> Par
     if isinstance(row, ParallelStyle):
         return row
     if row.kind == "colwise":
-        return ColwiseParallel(input_layouts=row.inputs, output_layouts=row.output)
+        return _Colwise(input_layouts=row.inputs, output_layouts=row.output)
     if row.kind == "rowwise":
         lookup = isinstance(module, nn.Embedding)
         return RowwiseParallel(
@@ -243,6 +249,20 @@ def _style(row: Row | ParallelStyle, module: nn.Module, distribute: bool) -> Par
         assert isinstance(row.inputs, Shard)
         return SequenceParallel(sequence_dim=row.inputs.dim, use_local_output=True)
     return None
+
+
+class _Colwise(ColwiseParallel):
+    """ColwiseParallel of a module that may give a plain tensor too: a head that gives its loss."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any
+    ) -> Any:
+        if not isinstance(outputs, DTensor):
+            return outputs
+        return ColwiseParallel._prepare_output_fn(
+            output_layouts, use_local_output, mod, outputs, device_mesh
+        )
 
 
 class _PrepareArgument(PrepareModuleInput):

@@ -18,7 +18,7 @@ ALLOWED = {
     "dtron.errors": set(),
     "dtron.sections": set(),
     "dtron.config": {"dtron.sections", "dtron.errors"},
-    "dtron.kernels": {"dtron.errors"},
+    "dtron.kernels": {"dtron.errors", "dtron.kernels"},
     "dtron.models": {
         "dtron.models",
         "dtron.kernels",

@@ -102,7 +102,8 @@ def test_degrees_fill_up_to_the_world_size() -> None:
     ("override", "message"),
     [
         ("train.global_batch=6", "use 4 or 8"),
-        ("parallel.cp=2", "parallel.cp = 2"),
+        ("parallel.cp_method=ulysses", "no effect without parallel.cp > 1"),
+        ("parallel.cp_inner=2", "no effect without parallel.cp_method"),
         ("parallel.schedule=GPipe", "no effect without parallel.pp > 1"),
         ("parallel.stages_per_rank=2", "no effect without parallel.pp > 1"),
         ("parallel.pp_layout=[1, 1]", "no effect without parallel.pp > 1"),

@@ -76,6 +76,11 @@ LAYOUTS = [
     (2, {"parallel__tp": 2}),
     (4, {"parallel__tp": 2, "parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble"}),
     (2, {"parallel__pp": 2, "parallel__pp_layout": "Ett|L", "train__micro_batch": 4}),
+    (2, {"parallel__cp": 2, "train__sample_tokens": 2}),
+    (4, {"parallel__cp": 4, "parallel__cp_method": "hierarchical", "train__sample_tokens": 2}),
+    (4, {"parallel__cp": 2, "parallel__pp": 2, "parallel__cp_method": "ulysses"}),
+    (1, {"train__loss_chunks": 5, "train__sample_tokens": 2}),
+    (2, {"train__loss_chunks": 5, "train__sample_tokens": 2, "parallel__tp": 2}),
 ]
 
 

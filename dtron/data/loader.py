@@ -22,6 +22,8 @@ from torch import Tensor
 from dtron.data.packing import IGNORE, Packed, State, TrainingSource, ValidationSource
 from dtron.errors import ConfigError, DataError
 
+Tables = Mapping[str, tuple[Tensor, ...]]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -35,10 +37,13 @@ class Batch:
     """int64 (B,), index of each row among all sequences of the run"""
     positions: Tensor | None
     """int64 (B, T), from 0 in each document; only with data.mask_documents"""
-    documents: Tensor | None
-    """int32 (B, T), number of the document within its row; only with data.mask_documents"""
+    documents: Tensor | Tables | None
+    """int32 (B, T), number of the document within its row; only with data.mask_documents. Of a part
+    of the sequences: what context parallelism has made of it"""
     padding: int = 0
     """Tokens of all rows that belong to no document."""
+    index: Tensor | None = None
+    """int64 (B, T), where in its sequence each token is; None: all are there, in order"""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on a device; to CUDA through pinned memory, without waiting for it."""
@@ -48,8 +53,9 @@ class Batch:
             labels=_move(self.labels, device),
             sequence=_move(self.sequence, device),
             positions=None if self.positions is None else _move(self.positions, device),
-            documents=None if self.documents is None else _move(self.documents, device),
+            documents=_move_documents(self.documents, device),
             padding=self.padding,
+            index=None if self.index is None else _move(self.index, device),
         )
 
 
@@ -147,6 +153,14 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def _move_documents(
+    documents: Tensor | Tables | None, device: torch.device
+) -> Tensor | Tables | None:
+    if documents is None or isinstance(documents, Tensor):
+        return None if documents is None else _move(documents, device)
+    return {key: tuple(_move(x, device) for x in row) for key, row in documents.items()}
 
 
 def _stack(read: Callable[[int], Packed], rows: range) -> Batch:

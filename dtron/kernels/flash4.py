@@ -21,7 +21,14 @@ from torch import Tensor
 
 @torch.library.custom_op("dtron::flash4_forward", mutates_args=(), device_types="cuda")
 def flash4_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    segments: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v and the log of the softmax's denominator.
 
@@ -31,18 +38,48 @@ def flash4_forward(
         v: (B, S, G, K).
         scale: of the scores.
         causal: the last query sees all keys, the one before it all but the last key, and so on.
+        segments: int32 (2, n + 1) for B = 1, where the n segments of queries and of keys begin and
+            end (`kernels/attention.py`).
+        window: how many keys a query sees at most; 0: all.
+        softcap: c for scores of c tanh(s / c); 0: off.
     Returns:
         out (B, T, H, K) in q's dtype, and lse float32 (B, H, T), natural logarithm.
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out, lse = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)[:2]
-    return out, lse
+    options = _options(segments, window, softcap)
+    q, k, v = (_packed(x, segments) for x in (q, k, v))
+    out, lse = _flash_attn_fwd(
+        q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **options
+    )[:2]
+    return (out, lse) if segments is None else (out.unsqueeze(0), lse.unsqueeze(0))
+
+
+def _packed(x: Tensor, segments: Tensor | None) -> Tensor:
+    """(B, T, H, K), or (T, H, K) where segments say what belongs together."""
+    return (x if segments is None else x.squeeze(0)).contiguous()
+
+
+def _options(segments: Tensor | None, window: int, softcap: float) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if segments is not None:
+        options["cu_seqlens_q"], options["cu_seqlens_k"] = (row.contiguous() for row in segments)
+    if window:
+        options |= {"window_size_left": window - 1, "window_size_right": 0}
+    return options | ({"softcap": softcap} if softcap else {})
 
 
 @flash4_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    segments: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     batch, queries, heads, _ = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[-1])
     return out, q.new_empty((batch, heads, queries), dtype=torch.float32)
@@ -59,22 +96,29 @@ def flash4_backward(
     scale: float,
     causal: bool,
     deterministic: bool,
+    segments: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v.
 
     Args:
         grad: (B, T, H, K), gradient of out.
-        q, k, v, scale, causal: as in the forward.
+        q, k, v, scale, causal, segments, window, softcap: as in the forward.
         out: what the forward returned.
         lse: likewise; over all keys, if k and v are but a block of them.
         deterministic: sum in a fixed order, which is slower.
     """
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    grad, q, k, v, out = (x.contiguous() for x in (grad, q, k, v, out))
-    return _flash_attn_bwd(
-        q, k, v, out, grad, lse.contiguous(), scale, causal, deterministic=deterministic
+    options = _options(segments, window, softcap)
+    shapes = [x.shape for x in (q, k, v)]
+    grad, q, k, v, out, lse = (_packed(x, segments) for x in (grad, q, k, v, out, lse))
+    grads = _flash_attn_bwd(
+        q, k, v, out, grad, lse, scale, causal, deterministic=deterministic, **options
     )
+    dq, dk, dv = (x.view(shape) for x, shape in zip(grads, shapes, strict=False))
+    return dq, dk, dv
 
 
 @flash4_backward.register_fake
@@ -88,29 +132,42 @@ def _(
     scale: float,
     causal: bool,
     deterministic: bool,
+    segments: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, ctx.causal = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse)
-    ctx.mark_non_differentiable(lse)
+    q, k, v, ctx.scale, ctx.causal, segments, ctx.window, ctx.softcap = inputs
+    ctx.save_for_backward(q, k, v, *output, segments)
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return None, None, None, None, None
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    grads = flash4_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.causal, deterministic)
-    return *grads, None, None
+    grads: tuple[Tensor | None, ...] = (None, None, None)
+    if grad is not None:
+        *tensors, segments = ctx.saved_tensors
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        settings = (ctx.scale, ctx.causal, deterministic, segments, ctx.window, ctx.softcap)
+        grads = flash4_backward(grad, *tensors, *settings)
+    return *grads, None, None, None, None, None
 
 
 flash4_forward.register_autograd(_backward, setup_context=_save)
 
 
-def flash4(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def flash4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    segments: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """`flash4_forward` with gradients of q, k and v through its first output."""
-    return torch.ops.dtron.flash4_forward(q, k, v, scale, causal)
+    return torch.ops.dtron.flash4_forward(q, k, v, scale, causal, segments, window, softcap)

@@ -64,7 +64,7 @@ def test_shapes_and_dtypes(source: TrainingSource) -> None:
     assert len(batches) == 2
     for batch in batches:
         assert batch.positions is not None
-        assert batch.documents is not None
+        assert isinstance(batch.documents, Tensor)
         for tensor in (batch.tokens, batch.labels, batch.positions):
             assert (tensor.shape, tensor.dtype) == ((2, 24), torch.int64)
         assert (batch.documents.shape, batch.documents.dtype) == ((2, 24), torch.int32)
@@ -119,7 +119,7 @@ def test_to_cuda(source: TrainingSource) -> None:
     batch = loaders(source, 1, 8)[0].step()[0]
     moved = batch.to("cuda")
     torch.testing.assert_close(moved.tokens.cpu(), batch.tokens, rtol=0, atol=0)
-    assert moved.documents is not None
+    assert isinstance(moved.documents, Tensor)
     assert moved.documents.is_cuda
 
 

@@ -91,7 +91,7 @@ def test_masks():
     assert BACKENDS["sdpa"].prepare(None, documents) is None
     assert isinstance(BACKENDS["flex"].prepare(None, documents), BlockMask)
     with pytest.raises(ConfigError, match=r"cannot keep documents apart .*use model.attention"):
-        BACKENDS["flash"].prepare(documents, documents)
+        BACKENDS["cudnn"].prepare(documents, documents)
 
 
 def test_names_are_those_of_the_run_config():

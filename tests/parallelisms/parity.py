@@ -24,18 +24,19 @@ from torch import Tensor, nn
 from dtron.config import Compile, Data, Model, Optim, Parallel, Recompute, RunConfig, Train
 from dtron.data import Batch
 from dtron.errors import DtronError
-from dtron.loss import VocabularyShard, cross_entropy_sum
+from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.models import MODELS, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
 from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
+from dtron.parallelisms.context import Context
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline import Layout
 from dtron.preflight import check_layout
-from dtron.step import Loss, TrainStep
+from dtron.step import Loss, TrainStep, share_of
 from tests.harness import run_ranks
 
 LR, MAX_NORM, SEED = 0.5, 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
@@ -63,6 +64,7 @@ class Case:
     sequences: int = 8
     """Sequences a step, over all ranks and micro-batches."""
     micro_batch: int = 1
+    loss_chunks: int = 1
     seq_len: int = 16
     documents: bool = False
     steps: int = 3
@@ -75,7 +77,8 @@ class Case:
                 text = Path(value).name if isinstance(value, str) else value
                 shown.append(f"{key}={text}".replace(" ", ""))
         shown += [f"{key}={value}" for key, value in self.override.items()]
-        for key in ("dtype", "sequences", "micro_batch", "seq_len", "documents", "steps"):
+        keys = ("dtype", "sequences", "micro_batch", "loss_chunks", "seq_len", "documents", "steps")
+        for key in keys:
             if (value := getattr(self, key)) != Case.__dataclass_fields__[key].default:
                 shown.append(f"{key}={value}")
         return "-".join(shown)
@@ -89,6 +92,7 @@ class Case:
                 seq_len=self.seq_len,
                 global_batch=self.sequences,
                 micro_batch=self.micro_batch,
+                loss_chunks=self.loss_chunks,
                 dtype="float32",  # float64 is not for users
                 max_grad_norm=MAX_NORM,
                 seed=SEED,
@@ -126,6 +130,10 @@ def build(case: Case, config: DecoderConfig) -> nn.Module:
         documents=case.documents,
         dropout=config.attention_dropout > 0,
         deterministic=False,
+        context=case.parallel.cp_methods() if case.parallel.cp > 1 else (),
+        window=config.window,
+        softcap=config.softcap,
+        sinks=config.sinks,
     )
     model = build_model(case.model, config, attention)
     return model.double() if case.dtype == "float64" else model
@@ -172,7 +180,7 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
 
 def reference(case: Case) -> dict[str, Any]:
     """Plain PyTorch in one process: the whole batch at once, SGD, torch's own clipping."""
-    alone = replace(case, world=1, parallel=Parallel(), micro_batch=1)
+    alone = replace(case, world=1, parallel=Parallel(), micro_batch=1, loss_chunks=1)
     alone = replace(alone, recompute=Recompute(), compile=Compile())
     if str(alone) not in _REFERENCES:
         _REFERENCES[str(alone)] = _reference(alone)
@@ -263,16 +271,39 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         vocabulary=spec.vocabulary,
         layout=layout,
         replicas="step",
+        context=context_of(case),
+        loss=build_head_loss(case, config, mesh),
     )
     return apply_passes(model, mesh, passes)
 
 
+def build_head_loss(
+    case: Case, config: DecoderConfig, mesh: Mesh
+) -> tuple[str, ChunkedLoss] | None:
+    """The Trainer's loss in the head, where it is computed in chunks."""
+    if case.loss_chunks == 1:
+        return None
+    return "head", ChunkedLoss(case.loss_chunks, vocabulary(config, mesh), case.compile)
+
+
+def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:
+    """This rank's part of it, where it is split."""
+    if mesh.size("tp") == 1:
+        return None
+    return VocabularyShard(config.vocab_size, mesh.rank("tp"), mesh.group("tp"))
+
+
+def context_of(case: Case) -> Context | None:
+    """How attention gets at the tokens of other ranks."""
+    window, softcap = (case.override.get(key, 0) for key in ("window", "softcap"))
+    return Context.of(case.parallel, "blocks.*.attn.core", "math", window, softcap)
+
+
 def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:
     """The Trainer's loss."""
-    loss: Loss = cross_entropy_sum
-    if mesh.size("tp") > 1:
-        shard = VocabularyShard(config.vocab_size, mesh.rank("tp"), mesh.group("tp"))
-        loss = functools.partial(cross_entropy_sum, vocabulary=shard)
+    if case.loss_chunks > 1:
+        return given_sum
+    loss: Loss = functools.partial(cross_entropy_sum, vocabulary=vocabulary(config, mesh))
     if case.compile.enable:
         loss = torch.compile(loss, backend=case.compile.backend, dynamic=False)
     return loss
@@ -296,7 +327,8 @@ def micro_batches(case: Case, mesh: Mesh, step: int) -> list[Batch]:
     ranks, rank = mesh.size(*BATCH_AXES), mesh.rank(*BATCH_AXES)
     first, stride = rank * case.micro_batch, ranks * case.micro_batch
     starts = range(first, case.sequences, stride)
-    return [make_batch(case, range(s, s + case.micro_batch), step) for s in starts]
+    batches = [make_batch(case, range(s, s + case.micro_batch), step) for s in starts]
+    return [share_of(batch, mesh, context_of(case)) for batch in batches]
 
 
 def deviations(case: Case, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:

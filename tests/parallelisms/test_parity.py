@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dtron.config import Compile, Parallel, Recompute
+from dtron.config import Compile, CpMethod, Parallel, Recompute
 from dtron.models import MODELS
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import SCHEDULES, order_of, write_csv
@@ -29,6 +29,10 @@ AXES: dict[str, list[dict[str, Any]]] = {
         {},
         {"parallel": {"tp": 2}},
         {"parallel": {"tp": 2, "sequence_parallel": False}},
+    ],
+    "context": [
+        {},
+        *[{"parallel": {"cp": 2, "cp_method": name}} for name in ("ring", "all_gather", "ulysses")],
     ],
     "pipeline": [{}, *[{"parallel": {"pp": 2, "schedule": name}} for name in SCHEDULES]],
     "zero": [
@@ -63,8 +67,10 @@ def case_of(choice: Choice) -> Case:
         for key, value in values[index].items():
             keys[key] = {**keys[key], **value} if isinstance(value, dict) else value
     parallel = Parallel(**keys.pop("parallel"))
+    if parallel.cp > 1:  # refuses it
+        keys["override"].pop("attention_dropout", None)
     data_ranks = parallel.dp_replicate * parallel.dp_shard
-    world = data_ranks * parallel.tp * parallel.pp
+    world = data_ranks * parallel.tp * parallel.pp * parallel.cp
     sequences = 4 * data_ranks * keys["micro_batch"]
     return Case(world=world, parallel=parallel, sequences=sequences, **keys)
 
@@ -111,6 +117,9 @@ CHOICES = list(choose())
 
 # What the pairs above do not meet.
 V, LOOP = "ZBVZeroBubble", "Interleaved1F1B"
+FULL = Recompute(mode="full")
+EACH: list[CpMethod] = ["ring", "all_gather", "ulysses", "hierarchical", "ring"]
+VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
 TIED, DROPPED = {"tied": True}, {"dropout": 0.1}
 SPECIAL = [
     *[Case(model) for model in MODELS],
@@ -151,7 +160,34 @@ SPECIAL = [
         2,
         Parallel(pp=2, pp_layout=[["embed", "blocks.[0-3]"], ["blocks.4", "norm", "head"]], zero=2),
     ),
+    # head and loss in chunks of unequal length
+    Case("llama", 2, Parallel(dp_shard=2), loss_chunks=3),
+    Case("llama", 2, Parallel(tp=2), loss_chunks=5),
+    Case("gpt", 2, Parallel(tp=2, sequence_parallel=False), override=TIED, loss_chunks=3),
+    Case("qwen3", 2, Parallel(pp=2, schedule=V), override=TIED, micro_batch=2, loss_chunks=5),
+    Case("llama", 4, Parallel(pp=2, tp=2), compile=EAGER, loss_chunks=3),
+    Case("llama", 4, Parallel(dp_replicate=2, zero=1, tp=1), dtype="float64", loss_chunks=7),
+    Case("llama", 2, Parallel(tp=2, async_tp=True), loss_chunks=3),
+    # context parallelism on two levels, and by another method in each layer
+    Case("llama", 4, Parallel(cp=4, cp_method="hierarchical"), documents=True, micro_batch=2),
+    Case("gpt", 4, Parallel(cp=4, cp_method="hierarchical", cp_inner=2), dtype="float64"),
+    Case("qwen3", 4, Parallel(cp=4, cp_method=EACH), documents=True, recompute=FULL),
+    Case("llama", 4, Parallel(cp=2, tp=2), documents=True, loss_chunks=3, compile=EAGER),
+    Case("llama", 4, Parallel(cp=2, pp=2, schedule=V), documents=True, micro_batch=2),
+    # scores that are more than products: windows, soft caps, sinks
+    *[
+        Case("llama", 2, parallel, override=VARIED, documents=True)
+        for parallel in (
+            Parallel(dp_shard=2),
+            Parallel(tp=2),
+            Parallel(cp=2, cp_method="all_gather"),
+            Parallel(cp=2, cp_method="ulysses"),
+        )
+    ],
+    Case("qwen3", 4, Parallel(cp=4), override={"sinks": True, "softcap": 1.0}, documents=True),
+    Case("llama", 4, Parallel(tp=2, pp=2, schedule=V), override=VARIED, compile=EAGER),
     # every axis at once
+    Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[
         Case(model, 8, Parallel(pp=2, tp=2, dp_shard=2, schedule=V), override=TIED, sequences=8)
         for model in MODELS

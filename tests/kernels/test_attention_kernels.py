@@ -1,0 +1,120 @@
+"""Kernels with a log-sum-exp: the reference against autograd, the others against the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtron.kernels.attention import KERNELS, Score
+
+gpu = pytest.mark.gpu
+SCORES = {
+    "causal": Score(0.3, True),
+    "full": Score(0.3, False),
+    "window": Score(0.3, True, window=5),
+    "softcap": Score(0.3, True, softcap=1.5),
+    "both": Score(0.3, True, window=9, softcap=1.5),
+}
+# Queries and keys of a segment: more keys than queries, equal, no queries, no keys, padding.
+PAIRS = [(4, 9), (7, 7), (0, 3), (2, 0), (11, 13), (0, 0)]
+
+
+def inputs(
+    n_queries: int, n_keys: int, heads: int, size: int, dtype: torch.dtype, batch: int = 1
+) -> list[Tensor]:
+    """q, k, v and a gradient of the output; key/value heads are half as many."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(n_queries, heads), (n_keys, heads // 2), (n_keys, heads // 2), (n_queries, heads)]
+    return [
+        torch.randn(batch, n, h, size, generator=generator, dtype=torch.float64).to(dtype)
+        for n, h in shapes
+    ]
+
+
+def segments() -> Tensor:
+    bounds = torch.tensor([[0, 0], *PAIRS]).cumsum(0)
+    return bounds.t().contiguous().int()
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, score: Score, parts: list[tuple[int, int]]) -> Tensor:
+    """One segment after the other, by softmax."""
+    outs, first_query, first_key = [], 0, 0
+    for n_queries, n_keys in parts:
+        own = q[:, first_query : first_query + n_queries]
+        keys, values = (
+            x[:, first_key : first_key + n_keys].repeat_interleave(2, 2) for x in (k, v)
+        )
+        first_query, first_key = first_query + n_queries, first_key + n_keys
+        scores = torch.einsum("bthk,bshk->bhts", own, keys) * score.scale
+        if score.softcap:
+            scores = score.softcap * (scores / score.softcap).tanh()
+        before = torch.arange(n_keys) - (torch.arange(n_queries)[:, None] + n_keys - n_queries)
+        hidden = before > 0 if score.causal else torch.zeros_like(before, dtype=torch.bool)
+        if score.window:
+            hidden = hidden | (before <= -score.window)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("bhts,bshk->bthk", weights, values))
+    return torch.cat(outs, dim=1)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("name", SCORES)
+def test_math_equals_autograd(name: str, packed: bool) -> None:
+    parts = PAIRS if packed else [(6, 10)]
+    n_queries, n_keys = (sum(part[i] for part in parts) for i in (0, 1))
+    *tensors, grad = inputs(n_queries, n_keys, 4, 8, torch.float64, batch=1 if packed else 2)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    q, k, v = leaves
+    wanted = plain(q, k, v, SCORES[name], parts)
+    wanted.backward(grad)
+    bounds = segments() if packed else None
+    out, lse = KERNELS["math"].forward(*tensors, bounds, SCORES[name])
+    assert torch.allclose(out, wanted, atol=1e-12)
+    found = KERNELS["math"].backward(grad, *tensors, out, lse, bounds, SCORES[name])
+    for gradient, leaf in zip(found, leaves, strict=True):
+        assert torch.allclose(gradient, leaf.grad, atol=1e-12)  # type: ignore[arg-type]
+
+
+def test_queries_without_keys_give_zeros() -> None:
+    bounds = torch.tensor([[0, 3, 5], [0, 0, 4]], dtype=torch.int32)
+    *tensors, grad = inputs(5, 4, 4, 8, torch.float32)
+    score = Score(0.3, False)
+    out, lse = KERNELS["math"].forward(*tensors, bounds, score)
+    assert (out[:, :3] == 0).all()
+    assert (lse[..., :3] == -torch.inf).all()
+    assert lse[..., 3:].isfinite().all()
+    found = KERNELS["math"].backward(grad, *tensors, out, lse, bounds, score)
+    assert all(gradient.isfinite().all() for gradient in found)
+    assert (found[0][:, :3] == 0).all()
+
+
+@gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "math"])
+def test_kernels_equal_math(name: str, score: str, packed: bool) -> None:
+    """bfloat16 against float32 of the same numbers."""
+    kernel, chosen = KERNELS[name], SCORES[score]
+    lacks = [
+        packed and not kernel.segments,
+        chosen.window and not kernel.window,
+        chosen.softcap and not kernel.softcap,
+    ]
+    if any(lacks):
+        return
+    if name == "fa4":
+        pytest.importorskip("flash_attn.cute")
+    n_queries, n_keys = (sum(p[i] for p in PAIRS) for i in (0, 1)) if packed else (192, 192)
+    tensors = [x.cuda() for x in inputs(n_queries, n_keys, 8, 64, torch.bfloat16)]
+    *tensors, grad = tensors
+    bounds = segments().cuda() if packed else None
+    wide = [x.float() for x in tensors]
+    wanted, wanted_lse = KERNELS["math"].forward(*wide, bounds, chosen)
+    out, lse = kernel.forward(*tensors, bounds, chosen)
+    finite = wanted_lse.isfinite()
+    assert (lse.isfinite() == finite).all()
+    assert torch.allclose(lse[finite], wanted_lse[finite], atol=2e-2)
+    assert (out.float() - wanted).norm() < 1e-2 * wanted.norm()
+    expected = KERNELS["math"].backward(grad.float(), *wide, wanted, wanted_lse, bounds, chosen)
+    found = kernel.backward(grad, *tensors, out, lse, bounds, chosen)
+    for gradient, want in zip(found, expected, strict=True):
+        assert (gradient.float() - want).norm() < 2e-2 * want.norm()
