@@ -211,7 +211,7 @@ class RunConfig(Section):
 
     def _refuse_contradictions(self) -> None:
         parallel = self.parallel
-        tokens = self.train.micro_batch * self.train.seq_len
+        tokens = self.train.micro_batch * self.train.seq_len // parallel.cp
         rules = [
             (
                 parallel.zero == 1 and parallel.reduce == "micro_batch",
@@ -221,13 +221,14 @@ class RunConfig(Section):
             (
                 self.train.loss_chunks > tokens,
                 f"train.loss_chunks = {self.train.loss_chunks} is more than the {tokens} tokens of "
-                f"a micro-batch (train.micro_batch x train.seq_len); use at most {tokens}",
+                "a micro-batch (train.micro_batch x train.seq_len / parallel.cp); use at most "
+                f"{tokens}",
             ),
             (
                 parallel.defer_head > 0 and self.train.loss_chunks > 1,
                 f"parallel.defer_head = {parallel.defer_head} with train.loss_chunks = "
                 f"{self.train.loss_chunks}: the head's weight gradients are computed with the loss "
-                "and cannot be put off; set one of the two to its default",
+                "and cannot be put off; use parallel.defer_head = 0 or train.loss_chunks = 1",
             ),
             (
                 parallel.async_tp and self.compile.enable and self.compile.backend != "inductor",

@@ -45,6 +45,20 @@ def test_layouts_that_do_not_fit_are_refused(parallel: dict, world: int, message
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("chunks", "parallel", "message"),
+    [
+        (129, {}, "train.loss_chunks = 129 is more than the 128 tokens of a micro-batch"),
+        (2, {"pp": 2, "defer_head": 1}, "use parallel.defer_head = 0 or train.loss_chunks = 1"),
+    ],
+)
+def test_chunks_of_the_loss_that_cannot_be(chunks: int, parallel: dict, message: str) -> None:
+    train = {**BASE["train"], "micro_batch": 2, "loss_chunks": chunks}
+    with pytest.raises(ConfigError) as error:
+        check_layout(RunConfig.of({**BASE, "train": train, "parallel": parallel}), 2)
+    assert message in str(error.value)
+
+
 def test_a_schedule_of_ones_own_for_another_number_of_micro_batches(tmp_path: Path) -> None:
     mine = tmp_path / "mine.csv"
     mine.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")

@@ -1,5 +1,7 @@
 """How many collectives tensor parallelism takes, and how many bytes."""
 
+from dataclasses import replace
+
 import pytest
 
 from dtron.collectives import CollectiveCounter
@@ -37,17 +39,17 @@ def count_layers(case: Case) -> dict[str, Counts]:
     return {name: made.table().get("tp", {}) for name, made in found.items()}
 
 
-def count_accumulation(case: Case) -> Counts:
+def count_accumulation(case: Case, axis: str = "tp") -> Counts:
     """On one rank: collectives of a step until its gradients are complete."""
     config, layout = case.resolved()
-    mesh = Mesh(tp=2)
+    mesh = Mesh(**case.config().degrees(case.world))
     applied = build_parallel(case, config, layout, mesh)
     optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
     execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
     step = TrainStep(execution, applied, mesh, optimizer, build_loss(case, config, mesh), 1.0, None)
     with counter(mesh) as made:
         step.accumulate(micro_batches(case, mesh, 0), 0)
-    return made.table().get("tp", {})
+    return made.table().get(axis, {})
 
 
 def counter(mesh: Mesh) -> CollectiveCounter:
@@ -103,3 +105,17 @@ def test_gradients_of_replicated_parameters_are_reduced_once(
     for name, one in counts[0].items():
         extra = once if name == "all_reduce" else 0
         assert [each[name] - extra for each in counts] == [n * (one - extra) for n in (1, 2, 4)]
+
+
+def test_chunks_of_the_loss_share_one_gather_and_one_reduction() -> None:
+    """Two rounds of all-reduce a chunk; hidden states and weights travel as they do at once."""
+    for parallel, axis in ((Parallel(tp=2), "tp"), (Parallel(dp_shard=2), "dp_shard")):
+        case = Case("llama", 2, parallel, sequences=2)
+        at_once = run_ranks(2, count_accumulation, case, axis)[0]
+        chunked = run_ranks(2, count_accumulation, replace(case, loss_chunks=4), axis)[0]
+        micro_batches = 2 if axis == "tp" else 1
+        more = {"all_reduce": 2 * 3 * micro_batches} if axis == "tp" else {}
+        assert chunked.keys() == at_once.keys()
+        for name, figures in chunked.items():
+            assert figures["count"] == at_once[name]["count"] + more.get(name, 0), name
+            assert figures["bytes"] == at_once[name]["bytes"], name

@@ -168,6 +168,7 @@ SPECIAL = [
     Case("llama", 4, Parallel(pp=2, tp=2), compile=EAGER, loss_chunks=3),
     Case("llama", 4, Parallel(dp_replicate=2, zero=1, tp=1), dtype="float64", loss_chunks=7),
     Case("llama", 2, Parallel(tp=2, async_tp=True), loss_chunks=3),
+    Case("llama", 2, Parallel(cp=2), loss_chunks=3),
     # context parallelism on two levels, and by another method in each layer
     Case("llama", 4, Parallel(cp=4, cp_method="hierarchical"), documents=True, micro_batch=2),
     Case("gpt", 4, Parallel(cp=4, cp_method="hierarchical", cp_inner=2), dtype="float64"),
