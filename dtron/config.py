@@ -152,6 +152,7 @@ class RunConfig(Section):
         self.degrees(world_size)
         self.micro_batches(world_size)
         self._refuse_bfloat16_accumulation(world_size)
+        self._refuse_idle_axes(world_size)
         self._refuse_contradictions()
         self._refuse_settings_without_effect()
 
@@ -165,6 +166,16 @@ class RunConfig(Section):
                 f'parallel.reduce_dtype = "bfloat16" would sum {micro_batches} micro-batches in '
                 'bfloat16 in this layout; use "float32", or one micro-batch'
             )
+
+    def _refuse_idle_axes(self, world_size: int) -> None:
+        degrees = self.degrees(world_size)
+        for axis in self.parallel.high_priority:
+            if degrees[axis] == 1:
+                wide = [name for name, n in degrees.items() if n > 1]
+                raise ConfigError(
+                    f"parallel.high_priority names {axis}, which has one rank and no collectives; "
+                    f"use {' or '.join(wide) or '[]'}"
+                )
 
     def _refuse_unbuilt_axes(self) -> None:
         for axis in ("ep", "etp"):
@@ -273,10 +284,22 @@ def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degr
         fix = f"start {fixed} ranks"
         if world_size % others == 0:
             fix += f", or set parallel.dp_shard = {world_size // others} or -1"
+        elif legal := _nearest_degree(degrees, world_size, others):
+            fix += f", or set {legal}"
         raise ConfigError(
             f"parallel degrees ({shown}) do not multiply to the world size {world_size}; {fix}"
         )
     return resolved
+
+
+def _nearest_degree(degrees: Mapping[Degree, int], world_size: int, others: int) -> str:
+    """One lower degree with which all but dp_shard divide the world size; empty if none does."""
+    for axis in ("tp", "cp", "pp", "dp_replicate"):
+        rest = others // degrees[axis]
+        for n in range(degrees[axis] - 1, 0, -1):
+            if world_size % (rest * n) == 0:
+                return f"parallel.{axis} = {n} and parallel.dp_shard = -1"
+    return ""
 
 
 def resolve_expert_degrees(

@@ -34,7 +34,7 @@ ATTENTION = (
     "higher_order.flex_attention",
     "dtron.flash4_forward.default",
     "dtron.context_attention.default",
-    "dtron.varlen_attention.default",
+    "dtron.attention.default",
     "flash_attn._flash_attn_forward.default",
     "flash_attn_3._flash_attn_forward.default",
 )

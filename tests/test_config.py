@@ -102,6 +102,11 @@ def test_degrees_fill_up_to_the_world_size() -> None:
     ("override", "message"),
     [
         ("train.global_batch=6", "use 4 or 8"),
+        ("parallel.tp=3", "set parallel.tp = 2 and parallel.dp_shard = -1"),
+        (
+            'parallel.high_priority=["tp"]',
+            "which has one rank and no collectives; use dp_shard",
+        ),
         ("parallel.cp_method=ulysses", "no effect without parallel.cp > 1"),
         ("parallel.cp_inner=2", "no effect without parallel.cp_method"),
         ("parallel.schedule=GPipe", "no effect without parallel.pp > 1"),

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtron.config import CpMethod
+from dtron.config import CpMethod, Parallel, Recompute
 from dtron.kernels.attention import Score
-from dtron.parallelisms.context import ContextAttention, Split, Tables, shape_of
+from dtron.parallelisms.context import ContextAttention, Split, Tables, _Blocks, shape_of
 from tests.harness import run_ranks
+from tests.parallelisms.parity import Case, parallel_run
 
 METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses", "hierarchical")
 BATCH, TOKENS, HEADS, SIZE = 2, 48, 8, 4
@@ -134,6 +135,26 @@ def compare(
 def test_methods_equal_one_process(method: CpMethod, cp: int, packing: bool) -> None:
     if (method, cp) != ("hierarchical", 2):  # refused
         compare(method, cp, packing=packing)
+
+
+def kernel_calls(case: Case) -> int:
+    """How often a rank attends to blocks in one step."""
+    attend, calls = _Blocks.attend, []
+
+    def counted(self: _Blocks, *args: Any) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return attend(self, *args)
+
+    _Blocks.attend = counted  # type: ignore[method-assign]
+    parallel_run(case)
+    return len(calls)
+
+
+@pytest.mark.parametrize(("mode", "times"), [("attention", 1), ("selective", 1), ("full", 2)])
+def test_recomputation_keeps_what_came_round(mode: Any, times: int) -> None:
+    case = Case("llama", 2, Parallel(cp=2), Recompute(mode=mode), sequences=1, steps=1)
+    n_layers = case.resolved()[0].n_layers
+    assert run_ranks(2, kernel_calls, case) == [times * n_layers] * 2
 
 
 VARIANTS: list[tuple[CpMethod, int, dict[str, Any]]] = [
