@@ -4,7 +4,7 @@ import functools
 import gc
 import logging
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -340,7 +340,9 @@ class Trainer:
             gc.collect(1)
 
     def _on_device(self, batch: Batch) -> Batch:
-        return share_of(batch, self.mesh, self.context).to(self.place.device)
+        part = share_of(batch, self.mesh, self.context)
+        described = self.checked.attention.described(part.documents)
+        return replace(part, documents=described).to(self.place.device)
 
     def _counted(self, batches: list[Batch], lr: float) -> StepResult:
         with CollectiveCounter(self.mesh.group_names()) as counter:

@@ -240,20 +240,27 @@ def _causal_only(documents: Tensor | None, positions: Tensor) -> None:
     if documents is not None:
         raise ConfigError(
             "this model's attention backend cannot keep documents apart (data.mask_documents); "
-            "use model.attention = auto, flex, sdpa or math"
+            "use model.attention = auto, fa4, flash, flex, sdpa or math"
         )
 
 
 def _prepared(documents: Tables | None, positions: Tensor) -> Tables | None:
     """Under context parallelism documents come as its tables."""
-    return documents
+    return _of_any_number(documents)
 
 
 def _segments(documents: Tensor | Tables | None, positions: Tensor) -> Tables | None:
     """Where documents begin, unless the caller has found that on the host."""
     if isinstance(documents, Tensor):
-        return {"segments": (document_segments(documents),)}
-    return documents
+        documents = {"segments": (document_segments(documents),)}
+    return _of_any_number(documents)
+
+
+def _of_any_number(tables: Tables | None) -> Tables | None:
+    """Tables whose segments, the last of each row, compiled code takes in any number."""
+    for *_, segments in (tables or {}).values():
+        torch._dynamo.mark_dynamic(segments, segments.dim() - 1)
+    return tables
 
 
 def _dense_mask(documents: Tensor | None, positions: Tensor) -> Tensor | None:
@@ -382,6 +389,13 @@ class Backend:
     """The row of `dtron.kernels.attention.KERNELS` that is its kernel, by which context parallelism
     attends block by block; empty: it gives no log-sum-exp."""
 
+    def described(self, documents: Tensor | Tables | None) -> Tensor | Tables | None:
+        """Documents on the host as `prepare` wants them, so that it need not wait for the device.
+        What is a table already stays as it is."""
+        if self.prepare is _segments and isinstance(documents, Tensor):
+            return {"segments": (document_segments(documents),)}
+        return documents
+
 
 BACKENDS: dict[str, Backend] = {
     row.name: row
@@ -456,9 +470,7 @@ def choose_backend(
     able = [row for row in BACKENDS.values() if reasons[row.name] is None]
     names = ", ".join(["auto", *(row.name for row in able)])
     if name == "auto":
-        by_choice = [
-            row for row in able if row.packs or not documents if row.automatic or documents
-        ]
+        by_choice = [row for row in able if ask.by_kernel or ask.automatic(row)]
         name = (by_choice or able or [BACKENDS["math"]])[0].name
     if name not in BACKENDS:
         hint = nearest(name, BACKENDS)
@@ -483,6 +495,10 @@ class _Ask:
     def by_kernel(self) -> bool:
         """Whether it takes a row of KERNELS, whose function the backend's own is not."""
         return bool(self.context or self.window or self.softcap or self.sinks)
+
+    def automatic(self, row: Backend) -> bool:
+        """Whether `auto` takes a row by its own function."""
+        return row.packs if self.documents else row.automatic
 
     def prepared(self, row: Backend) -> Backend:
         """The row, with documents described as they are needed."""

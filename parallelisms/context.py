@@ -63,7 +63,6 @@ from dtron.kernels.attention import (
     Kernel,
     Score,
     add_sink,
-    segments_for,
     sink_gradient,
 )
 from dtron.parallelisms.balance import Ints, held, lengths, pieces
@@ -181,7 +180,7 @@ def _tables(split: Split, numbers: Ints, shape: Shape, rank: int) -> tuple[Tenso
             (late[mine] if s > mine else blocks[mine], early[s] if s < mine else blocks[s])
             for s in steps
         ]
-        rest = [np.stack([np.argsort(block) for block in blocks])]
+        rest = [np.stack([np.argsort(block, kind="stable") for block in blocks])]
     bounds = _bounds([(numbers[q], numbers[k]) for q, k in pairs])
     return (*map(torch.from_numpy, (arrange, *rest)), bounds)
 
@@ -207,10 +206,9 @@ def _positions(tokens: Ints, n: int) -> Ints:
 
 
 def _bounds(pairs: Sequence[tuple[Ints, Ints]]) -> Tensor:
-    """Segments of pairs of (queries' documents, keys' documents), padded by empty ones."""
+    """Segments of pairs of (queries' documents, keys' documents)."""
     documents = 1 + max(int(numbers.max()) for pair in pairs for numbers in pair)
-    n = segments_for(documents)
-    counts = [[np.bincount(numbers, minlength=n) for numbers in pair] for pair in pairs]
+    counts = [[np.bincount(numbers, minlength=documents) for numbers in pair] for pair in pairs]
     sums = np.cumsum(np.pad(np.array(counts), ((0, 0), (0, 0), (1, 0))), axis=-1)
     return torch.from_numpy(sums.astype(np.int32))
 
@@ -230,6 +228,8 @@ class ContextAttention:
     """A row of KERNELS."""
     window: int = 0
     softcap: float = 0.0
+    scale: float = 0.0
+    """Of the scores; 0: 1 / sqrt(K)."""
 
     def __call__(
         self,
@@ -239,7 +239,7 @@ class ContextAttention:
         mask: Tables | None = None,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """softmax(q k^T / sqrt(K)) v over the whole sequence, within documents.
+        """softmax(q k^T scale) v over the whole sequence, within documents.
 
         Args:
             q: (B, t, H, K) of this rank's tokens, in `Split`'s order.
@@ -255,6 +255,8 @@ class ContextAttention:
         if n > 1:
             q, k, v = _to_heads(q, k, v, self.inner, n)
             sink = None if sink is None else sink.chunk(n)[self.inner.rank()]
+        if tables and not KERNELS[self.kernel].segments:
+            raise ConfigError(f"the {self.kernel} kernel cannot keep documents apart with cp > 1")
         out = torch.ops.dtron.context_attention(
             q,
             k,
@@ -265,7 +267,7 @@ class ContextAttention:
             n,
             self.shape.gathers,
             self.kernel,
-            q.shape[-1] ** -0.5,
+            self.scale or q.shape[-1] ** -0.5,
             self.window,
             self.softcap,
         )[0]
@@ -281,8 +283,8 @@ def _to_heads(
     if copies > 1:
         k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
     heads = [x.shape[2] // n for x in (q, k, v)]
-    parts = [x.unflatten(2, (n, -1)) for x in (q, k, v)]
-    sent = torch.cat(parts, dim=3).permute(2, 0, 1, 3, 4).contiguous()  # (n, B, t, heads / n, K)
+    parts = [x.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
+    sent = torch.cat(parts, dim=3)  # (n, B, t, heads / n, K)
     got = funcol.all_to_all_single_autograd(sent, None, None, group)
     tokens = got.permute(1, 0, 2, 3, 4).flatten(1, 2)
     q, k, v = tokens.split(heads, dim=2)
@@ -376,13 +378,15 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sink, tables, *ctx.settings = inputs
-    ctx.n_tables = len(tables)
     ctx.save_for_backward(q, k, v, sink, *output, *tables)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     q, k, v, sink, out, lse, *tables = ctx.saved_tensors
+    if grad is None:
+        return *[None] * 4, [None] * len(tables), *[None] * len(ctx.settings)
     grads = context_attention_backward(grad, q, k, v, out, lse, tables, *ctx.settings)
     due = None if sink is None else sink_gradient(grad, out, lse, sink)
     return *grads, due, [None] * len(tables), *[None] * len(ctx.settings)
@@ -452,12 +456,23 @@ class _Blocks:
         self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, score: Score
     ) -> tuple[Tensor, Tensor]:
         """out (., ., H, K) and lse (., ., H), in float32 at least."""
-        merged = _Merged(q)
-        for pair, keys in self._pairs(torch.stack([k, v])):
+
+        def forward(pair: _Pair, keys: Tensor) -> tuple[Tensor, Tensor]:
             found = [_take(x, pair.keys) for x in keys]
             queries = _take(q, pair.queries)
             out, lse = kernel.forward(queries, *found, pair.segments, _of(pair, score))
-            merged.add(pair.queries, out, lse.transpose(1, 2))
+            return out, lse.transpose(1, 2)
+
+        keys = torch.stack([k, v])
+        if self.gathers:
+            gathered = self._gather(keys)
+            parts = [forward(pair, gathered) for pair in self._gathered_pairs()]
+            outs, sums = zip(*parts, strict=True)
+            return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
+        merged = _Merged()
+        for block, at_hand in self._round(keys):
+            pair = self._ring_pair(block)
+            merged.add(pair.queries, *forward(pair, at_hand))
         return merged.out, merged.lse
 
     def differentiate(
@@ -530,15 +545,6 @@ class _Blocks:
 
     # -- a ring -----------------------------------------------------------------------------
 
-    def _pairs(self, keys: Tensor) -> Iterator[tuple[_Pair, Tensor]]:
-        """What to attend to, in order, each with its keys and values."""
-        if self.gathers:
-            gathered = self._gather(keys)
-            yield from ((pair, gathered) for pair in self._gathered_pairs())
-            return
-        for block, at_hand in self._round(keys):
-            yield self._ring_pair(block), at_hand
-
     def _round(self, keys: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Blocks as they come by, each while the next one is on its way."""
         for step in range(self.size):
@@ -592,20 +598,24 @@ class _Blocks:
 
 
 class _Merged:
-    """Attention over several blocks of keys, put together."""
+    """Attention over several blocks of keys, put together; the first one is seen by all queries."""
 
-    def __init__(self, q: Tensor) -> None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        self.out = torch.zeros_like(q, dtype=wide)
-        self.lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    out: Tensor
+    lse: Tensor
+
+    def __init__(self) -> None:
+        self.empty = True
 
     def add(self, where: Where, out: Tensor, lse: Tensor) -> None:
         """Merge out (., n, H, K) and lse (., n, H) of some queries with what they have."""
+        if self.empty:
+            self.empty = False
+            self.out, self.lse = (_put(x.to(lse.dtype), where) for x in (out, lse))
+            return
         before = _take(self.lse, where)
         total = torch.logaddexp(before, lse)
-        finite = total.nan_to_num(neginf=0.0)  # of queries that have seen no key yet
-        kept = _take(self.out, where) * (before - finite).exp().unsqueeze(-1)
-        self.out[:, where] = kept + out * (lse - finite).exp().unsqueeze(-1)
+        kept = _take(self.out, where) * (before - total).exp().unsqueeze(-1)
+        self.out[:, where] = kept + out * (lse - total).exp().unsqueeze(-1)
         self.lse[:, where] = total
 
 
@@ -614,7 +624,16 @@ def _of(pair: _Pair, score: Score) -> Score:
 
 
 def _take(x: Tensor, where: Where) -> Tensor:
-    return x if where == _ALL and isinstance(where, slice) else x[:, where]
+    return x if where is _ALL else x[:, where]
+
+
+def _put(x: Tensor, where: Where) -> Tensor:
+    """The inverse of `_take` for all tokens in another order; a copy."""
+    if where is _ALL:
+        return x.clone()
+    whole = torch.empty_like(x)
+    whole[:, where] = x
+    return whole
 
 
 def _add(target: Tensor, where: Where, part: Tensor) -> None:
@@ -641,6 +660,7 @@ class Context:
         kernel: a row of KERNELS.
         window: how many keys a query sees at most; 0: all. Not for a ring.
         softcap: c for scores of c tanh(s / c); 0: off.
+        scale: of the scores; 0: 1 / sqrt(K).
     """
 
     cores: str
@@ -649,6 +669,7 @@ class Context:
     kernel: str = "math"
     window: int = 0
     softcap: float = 0.0
+    scale: float = 0.0
 
     @classmethod
     def of(
@@ -676,6 +697,7 @@ def apply_context(
         groups: inner -> process groups between and inside the blocks.
     """
     layouts = context.layouts(cp)
+    _check_kernel(context, layouts)
     for i, core in cores:
         method = context.methods[i if len(context.methods) > 1 else 0]
         outer, inner = groups(layouts[method].inner)
@@ -687,4 +709,22 @@ def apply_context(
             context.kernel,
             context.window,
             context.softcap,
+            context.scale,
         )
+
+
+def _check_kernel(context: Context, layouts: Mapping[str, Shape]) -> None:
+    if context.kernel not in KERNELS:
+        raise ConfigError(f"kernel {context.kernel!r} is not known; use {', '.join(KERNELS)}")
+    kernel = KERNELS[context.kernel]
+    rings = [name for name, shape in layouts.items() if shape.rings]
+    gathers = any(shape.gathers for shape in layouts.values())
+    rules = [
+        (context.window and rings, f"a window with {' and '.join(rings)}; use all_gather, ulysses"),
+        (context.window and not kernel.window, f"a window with the {kernel.name} kernel"),
+        (context.softcap and not kernel.softcap, f"a soft cap with the {kernel.name} kernel"),
+        (gathers and not kernel.aligned_at_end, f"all_gather with the {kernel.name} kernel"),
+    ]
+    for broken, what in rules:
+        if broken:
+            raise ConfigError(f"context parallelism cannot do {what}")

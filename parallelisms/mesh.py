@@ -83,6 +83,8 @@ class Mesh:
             mesh_dim_names=DEGREES,
             backend_override=override or None,  # type: ignore[arg-type]
         )
+        inside = {f"cp_{part}": override["cp"] for part in ("outer", "inner") if "cp" in override}
+        self._override_of_context = inside or None
         self.expert_degrees = resolve_expert_degrees(self.degrees, ep, etp)
         self._experts: DeviceMesh | None = None
         self._flat: dict[tuple[Degree, ...], DeviceMesh] = {}
@@ -108,6 +110,7 @@ class Mesh:
                 self.device_type,
                 (dist.get_world_size() // (cp * tp), cp // inner, inner, tp),
                 mesh_dim_names=("others", "cp_outer", "cp_inner", "tp"),
+                backend_override=self._override_of_context,  # type: ignore[arg-type]
             )
         mesh = self._context[inner]
         return mesh["cp_outer"].get_group(), mesh["cp_inner"].get_group()

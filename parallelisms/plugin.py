@@ -23,7 +23,7 @@ from dtron.parallelisms.execution import Execution, MicroBatch
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.gradients import clip_scale, global_norm, scale_or_zero_
 from dtron.parallelisms.initialize import Initializer
-from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES, Mesh
+from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.pipeline import Layout
 from dtron.parallelisms.placement import Unit
 from dtron.parallelisms.schedules import Schedule, order_of, schedule_of, stage_ranks
@@ -57,7 +57,7 @@ def parallelize(
             "blocks.*.up": colwise(), "blocks.*.down": rowwise(), "norm": replicate()})
 
     Gradients are *summed* over data-parallel ranks: divide a loss that is a mean over a rank's own
-    rows by `mesh.size("dp_replicate", "dp_shard")`. They are complete after each backward.
+    tokens by `mesh.size("dp_replicate", "dp_shard", "cp")`. They are complete after each backward.
 
     Args:
         units: modules that are gathered together, as patterns (`blocks.*`) or tuples of patterns.
@@ -351,7 +351,7 @@ class PipelinedModel:
             )
 
     def _count(self, micro_batches: int) -> int:
-        return micro_batches * self.mesh.size(*BATCH_AXES)
+        return micro_batches * self.mesh.size(*LOSS_AXES)
 
     def _sum(self, share: Tensor) -> Tensor:
         dist.all_reduce(share, group=self.mesh.group(*SHARE_AXES))
@@ -371,6 +371,12 @@ class PipelinedModel:
             )
         if train and self._schedule is not None:
             self._check_schedule(self._schedule, n)
+        tables = [name for name, value in others.items() if isinstance(value, Mapping)]
+        if tables and n > 1:
+            raise ConfigError(
+                f"{tables[0]} is a mapping, which describes all rows and cannot be cut with them; "
+                "use micro_batches = 1"
+            )
 
         def parts(x: Any) -> Sequence[Any]:
             cuts = isinstance(x, Tensor) and x.dim() > 0 and len(x) == rows

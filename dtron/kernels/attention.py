@@ -332,18 +332,12 @@ def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tenso
 
 def document_segments(documents: Tensor) -> Tensor:
     """Segments of packed sequences laid end to end: integers (B, T), equal within a document, to
-    int32 (2, n + 1) with n a power of two; what is too much is empty. Waits for the device."""
+    int32 (2, n + 1). Waits for the device."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = begins.flatten().nonzero().flatten()
-    bounds = starts.new_full((segments_for(len(starts)) + 1,), documents.numel())
-    bounds[: len(starts)] = starts
+    bounds = torch.cat([starts, starts.new_tensor([documents.numel()])])
     return torch.stack([bounds, bounds]).int()
-
-
-def segments_for(documents: int) -> int:
-    """How many segments stand for so many documents: few sizes, since compiled code is for one."""
-    return max(8, 1 << (documents - 1).bit_length())
 
 
 @torch.library.custom_op("dtron::attention", mutates_args=())
@@ -374,7 +368,7 @@ def attention(
     out, lse = KERNELS[kernel].forward(*flat, segments, Score(scale, True, window, softcap))
     lse = lse.transpose(1, 2)
     out, lse = (out, lse) if sink is None else add_sink(out, lse, sink)
-    return out.to(q.dtype).reshape(q.shape), lse.reshape(q.shape[:3]).contiguous()
+    return out.to(q.dtype).reshape(q.shape).contiguous(), lse.reshape(q.shape[:3]).contiguous()
 
 
 @attention.register_fake
@@ -402,7 +396,7 @@ def attention_backward(
     flat[-1] = flat[-1].transpose(1, 2).contiguous()
     score = Score(scale, True, window, softcap)
     grads = KERNELS[kernel].backward(*flat, segments, score)
-    dq, dk, dv = (g.reshape(x.shape) for g, x in zip(grads, (q, k, v), strict=True))
+    dq, dk, dv = (g.reshape(x.shape).contiguous() for g, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 
 
@@ -419,10 +413,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     q, k, v, sink, segments, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, sink, segments, *output)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     q, k, v, sink, segments, out, lse = ctx.saved_tensors
+    if grad is None:
+        return *[None] * 5, *[None] * len(ctx.settings)
     grads = attention_backward(grad, q, k, v, out, lse, segments, *ctx.settings)
     due = None if sink is None else sink_gradient(grad, out, lse, sink)
     return *grads, due, None, *[None] * len(ctx.settings)
