@@ -59,6 +59,128 @@ def test_chunks_of_the_loss_that_cannot_be(chunks: int, parallel: dict, message:
     assert message in str(error.value)
 
 
+# Settings, and the whole message: docs/context.md tells some of them.
+CONTEXTS: dict[str, tuple[dict[str, object], str]] = {
+    "length": (
+        {"cp": 4, "seq_len": 60},
+        "parallel.cp = 4 cuts train.seq_len = 60 into 2 x cp pieces; use a multiple of 8 such as "
+        "56",
+    ),
+    "short": (
+        {"cp": 4, "seq_len": 6},
+        "parallel.cp = 4 cuts train.seq_len = 6 into 2 x cp pieces; use a multiple of 8 such as 8",
+    ),
+    "length over tp": (
+        {"cp": 2, "tp": 4, "seq_len": 68},
+        "parallel.cp = 2 cuts train.seq_len = 68 into 2 x cp pieces; use a multiple of 8 such as "
+        "64",
+    ),
+    "heads": (
+        {"cp": 16, "cp_method": "ulysses"},
+        "parallel.cp_method = 'ulysses' splits heads over 16 ranks, but each has 8 query and 4 "
+        'key/value heads; use 1, 2, 4, 8 ranks, or "ring"',
+    ),
+    "heads of a tp rank": (
+        {"cp": 8, "tp": 2, "cp_method": ["ring"] * 7 + ["ulysses"]},
+        "parallel.cp_method = 'ulysses' splits heads over 8 ranks, but each has 4 query and 2 "
+        'key/value heads; use 1, 2, 4 ranks, or "ring"',
+    ),
+    "heads inside": (
+        {"cp": 6, "cp_method": "hierarchical", "seq_len": 72},
+        "parallel.cp_method = 'hierarchical' splits heads over 3 ranks, but each has 8 query and 4 "
+        'key/value heads; use 1, 2, 4, 8 ranks, or "ring"',
+    ),
+    "prime": (
+        {"cp": 2, "cp_method": "hierarchical"},
+        'parallel.cp_method = "hierarchical" needs a parallel.cp that is a product of two numbers, '
+        'such as 4; 2 is not: use "ring" or "ulysses"',
+    ),
+    "inner": (
+        {"cp": 4, "cp_method": "hierarchical", "cp_inner": 3},
+        "parallel.cp_inner = 3 is no proper divisor of parallel.cp = 4; use 2",
+    ),
+    "all inside": (
+        {"cp": 8, "cp_method": "hierarchical", "cp_inner": 8},
+        "parallel.cp_inner = 8 is no proper divisor of parallel.cp = 8; use 2, 4",
+    ),
+    "window": (
+        {"cp": 4, "window": 16},
+        "parallel.cp_method = 'ring' with model.override.window = 16: the blocks that go round do "
+        'not tell how far they lie apart; use "all_gather" or "ulysses"',
+    ),
+    "window of one layer": (
+        {"cp": 4, "window": 16, "cp_method": ["all_gather"] * 7 + ["hierarchical"]},
+        "parallel.cp_method = 'hierarchical' with model.override.window = 16: the blocks that go "
+        'round do not tell how far they lie apart; use "all_gather" or "ulysses"',
+    ),
+    "layers": (
+        {"cp": 4, "cp_method": ["ring", "ulysses"]},
+        "parallel.cp_method has 2 entries for the 8 layers of the model; give one for each, or one "
+        "for all",
+    ),
+    "dropout": (
+        {"cp": 4, "attention_dropout": 0.1},
+        "model.override.attention_dropout = 0.1 with parallel.cp = 4: attention weights are never "
+        "whole on a rank; use 0.0",
+    ),
+    "no method": (
+        {"cp_method": "ulysses"},
+        "parallel.cp_method = 'ulysses' has no effect without parallel.cp > 1",
+    ),
+    "no inner": (
+        {"cp": 4, "cp_inner": 2},
+        'parallel.cp_inner = 2 has no effect without parallel.cp_method = "hierarchical"',
+    ),
+}
+TOLD = ("length", "heads", "prime", "inner", "window", "layers", "dropout")
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_contexts_that_do_not_fit_are_refused(name: str) -> None:
+    keys, message = CONTEXTS[name]
+    override = {key: keys[key] for key in ("window", "attention_dropout") if key in keys}
+    parallel = {key: value for key, value in keys.items() if key not in (*override, "seq_len")}
+    sections = {
+        "model": {**BASE["model"], "override": override},
+        "train": {"global_batch": 8, "seq_len": keys.get("seq_len", 64)},
+        "parallel": {"dp_shard": 1, **parallel},
+    }
+    run = RunConfig.of(sections)
+    with pytest.raises(ConfigError) as error:
+        check_layout(run, run.parallel.cp * run.parallel.tp)
+    assert str(error.value) == message
+    page = Path(__file__).parent.parent / "docs" / "context.md"
+    assert (message in page.read_text().splitlines()) == (name in TOLD)
+
+
+@pytest.mark.parametrize(
+    ("attention", "keys", "message"),
+    [
+        ("cudnn", {"cp_method": "all_gather"}, "cannot see more keys than queries"),
+        ("cudnn", {"mask_documents": True}, "cannot keep documents apart with parallel.cp"),
+        ("cudnn", {"cp_method": "ulysses", "window": 16}, "cannot do model.override.window = 16"),
+        ("flash", {"softcap": 2.0}, "cannot do model.override.softcap = 2.0"),
+        ("sdpa", {}, "gives no log-sum-exp, which parallel.cp needs"),
+        ("flex", {}, "gives no log-sum-exp, which parallel.cp needs"),
+        ("flash_attn", {}, "gives no log-sum-exp, which parallel.cp needs"),
+    ],
+)
+def test_attention_without_what_contexts_need(attention: str, keys: dict, message: str) -> None:
+    override = {key: keys[key] for key in ("window", "softcap") if key in keys}
+    data = {key: keys[key] for key in ("mask_documents",) if key in keys}
+    parallel = {key: keys[key] for key in ("cp_method",) if key in keys}
+    sections = {
+        "model": {**BASE["model"], "override": override, "attention": attention},
+        "train": BASE["train"],
+        "data": data,
+        "parallel": {"cp": 2, **parallel},
+    }
+    with pytest.raises(ConfigError) as error:
+        preflight(RunConfig.of(sections), Place(rank=0, local_rank=0, world_size=2))
+    assert f"model.attention = {attention} {message}" in str(error.value)
+    assert "available here: auto" in str(error.value)
+
+
 def test_a_schedule_of_ones_own_for_another_number_of_micro_batches(tmp_path: Path) -> None:
     mine = tmp_path / "mine.csv"
     mine.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
