@@ -392,7 +392,7 @@ def check(case: Case) -> None:
     assert not wrong, f"{case}: {'; '.join(wrong)}"
 
 
-def run_batch(cases: Sequence[Case], seconds: int = 300) -> list[Outcome]:
+def run_batch(cases: Sequence[Case], seconds: int = 600) -> list[Outcome]:
     """Cases of one world size, one after the other in the same processes.
 
     A case that fails or hangs is told by the results that are missing; the cases after it start
