@@ -444,7 +444,7 @@ class _Blocks:
     def restore(self, x: Tensor) -> Tensor:
         """The inverse of `arrange`."""
         if self.tables:
-            flat = torch.empty_like(x[0])
+            flat = x.new_empty(x.shape[1:])  # contiguous, whatever strides the kernel gave
             flat[self.tables[0]] = x[0]
             return flat.unflatten(0, (self.batch, -1))
         if self.inner == 1:

@@ -6,10 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from dtron.config import CpMethod, Parallel, Recompute
 from dtron.kernels.attention import Score
-from dtron.parallelisms.context import ContextAttention, Split, Tables, _Blocks, shape_of
+from dtron.parallelisms.context import (
+    ContextAttention,
+    Split,
+    Tables,
+    _Blocks,
+    context_attention,
+    context_attention_backward,
+    shape_of,
+)
 from tests.harness import run_ranks
 from tests.parallelisms.parity import Case, parallel_run
 
@@ -135,6 +144,32 @@ def compare(
 def test_methods_equal_one_process(method: CpMethod, cp: int, packing: bool) -> None:
     if (method, cp) != ("hierarchical", 2):  # refused
         compare(method, cp, packing=packing)
+
+
+def announced(method: CpMethod, kv_heads: int) -> None:
+    """Run both operators and compare sizes and strides with what compile is told."""
+    shape = shape_of(method, dist.get_world_size())
+    split = Split(packed(), (BATCH, TOKENS), dist.get_world_size())
+    tables = split.tables({method: shape}, dist.get_rank())
+    assert tables is not None
+    q, k, v, grad = (x[:, : TOKENS // 2] for x in inputs(kv_heads, torch.float64))
+    name = groups(1)[1].group_name
+    settings = (tables[method], name, 1, shape.gathers, "math", 1.0, 0, 0.0)
+    outputs = context_attention(q, k, v, None, *settings)
+    for operator, args in (
+        (context_attention, (q, k, v, None, *settings)),
+        (context_attention_backward, (grad, q, k, v, *outputs, *settings)),
+    ):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            told = operator(*args)
+        for real, fake in zip(operator(*args), told, strict=True):
+            assert (real.shape, real.stride()) == (fake.shape, fake.stride())
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_operators_lay_tensors_out_as_announced(method: CpMethod, kv_heads: int) -> None:
+    run_ranks(2, announced, method, kv_heads)
 
 
 def kernel_calls(case: Case) -> int:
