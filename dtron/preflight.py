@@ -139,9 +139,10 @@ def _refuse_bfloat16_sums(config: RunConfig, world_size: int) -> None:
 
 
 def _check_device(config: RunConfig, device: torch.device) -> None:
-    for key in ("async_tp", "high_priority"):
-        if (value := getattr(config.parallel, key)) and device.type != "cuda":
-            raise ConfigError(f"parallel.{key} = {value!r} needs GPUs; this machine has none")
+    for key in ("parallel.async_tp", "parallel.high_priority", "recompute.offload"):
+        section, name = key.split(".")
+        if (value := getattr(getattr(config, section), name)) and device.type != "cuda":
+            raise ConfigError(f"{key} = {value!r} needs GPUs; this machine has none")
 
 
 def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:

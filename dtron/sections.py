@@ -226,13 +226,16 @@ class Schedule(Section):
 
 
 class Recompute(Section):
-    """Activation recomputation: memory for time."""
+    """What blocks keep for their backward, and where: memory for time."""
 
     mode: Literal["none", "full", "attention", "selective"] = "none"
     """`full`: keep a block's input only. `attention`: and the outputs of attention, which for long
     sequences cost most to compute again. `selective`: and the results of matrix products."""
     every: int = Field(default=1, ge=1)
     """Recompute every n-th block; 1: all of them."""
+    offload: bool = False
+    """Keep what blocks need for their backward in pinned host memory instead, copied beside the
+    computation of the next block. On GPUs."""
 
 
 class Compile(Section):

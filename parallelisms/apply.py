@@ -2,12 +2,13 @@
 
     model on meta -> float8 -> padded vocabulary -> cut into stages -> for each stage:
         tensor parallel -> context parallel -> deferred weight gradients -> loss in the head
-        -> recompute and compile -> fsdp -> storage -> weights
+        -> recompute and compile -> offload -> fsdp -> storage -> weights
     -> optimizer
 
 Patterns are checked on the whole model, before a stage lacks a part of it. Selective recomputation
-is inside the compiled block, so that the compiler sees it, full one around it; FSDP is outside, so
-that its hooks are not compiled. Passes act in place and keep every parameter's FQN.
+is inside the compiled block, so that the compiler sees it, full one around it; offload is around
+both and sees what they keep. FSDP is outside, so that its hooks are not compiled. Passes act in
+place and keep every parameter's FQN.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from dtron.parallelisms.initialize import (
     materialize,
 )
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
+from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.parallelisms.pipeline import Layout, Pipeline
 from dtron.parallelisms.placement import (
     Unit,
@@ -83,6 +85,8 @@ class Passes:
     loss: tuple[str, HeadLoss] | None = None
     """FQN of the head, and what computes the summed loss in its call, where the model is called
     with labels."""
+    smallest_offload: int = SMALLEST
+    """Bytes below which what blocks keep stays on the device, where it is offloaded."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class Applied:
     """Queues of weight gradients of the stages whose backward is split."""
     loss_in_head: bool
     """Whether the model, called with labels, gives the summed loss."""
+    offload: Offload | None
+    """What offloads activations, where it is asked for."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of all stages; a tied weight comes twice if both stages are here."""
@@ -170,7 +176,12 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         pieces,
     )
     fused = FusedOps() if passes.parallel.async_tp else None
-    done = [_apply_to_part(s, part, whole, mesh, passes, fused) for s, part in parts.items()]
+    offload = None
+    if passes.recompute.offload:
+        offload = Offload(torch.device(mesh.device_type), passes.smallest_offload)
+    done = [
+        _apply_to_part(s, part, whole, mesh, passes, fused, offload) for s, part in parts.items()
+    ]
     return Applied(
         parts,
         units=sum(part.units for part in done),
@@ -185,6 +196,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
             stage: part.deferred for stage, part in zip(parts, done, strict=True) if part.deferred
         },
         loss_in_head=passes.loss is not None,
+        offload=offload,
     )
 
 
@@ -205,7 +217,7 @@ class _Whole:
     units: list[list[str]]
     """FQNs of the modules of each unit."""
     blocks: list[str]
-    """FQNs of the blocks to recompute and compile, in order."""
+    """FQNs of the blocks to recompute, compile and offload, in order."""
     cores: list[str]
     """FQNs of the modules that attend, in order; none where cp is 1."""
     made: Plan
@@ -220,6 +232,7 @@ def _apply_to_part(
     mesh: Mesh,
     passes: Passes,
     fused: FusedOps | None,
+    offload: Offload | None,
 ) -> _Done:
     """The passes over one stage. Names are those of the whole model; it may lack some."""
     held = present(dict(part.named_modules()))
@@ -236,7 +249,9 @@ def _apply_to_part(
         head, loss = passes.loss
         attach_loss(held[head], loss)
     blocks = [(i, name, held[name]) for i, name in enumerate(whole.blocks) if name in held]
-    recomputed, compiled = _wrap_blocks(blocks, mesh, passes, fused)
+    recomputed, compiled = _wrap_blocks(blocks, mesh, passes, fused, offload)
+    if offload is not None:
+        offload.attach(stage, [block for _, _, block in blocks])
     if compiled:
         settle_outputs(part, compiled, whole.made)
     units = [[held[name] for name in unit if name in held] for unit in whole.units]
@@ -271,6 +286,7 @@ def _wrap_blocks(
     mesh: Mesh,
     passes: Passes,
     fused: FusedOps | None,
+    offload: Offload | None,
 ) -> tuple[int, list[str]]:
     """Recompute and compile (index in the model, FQN, block); how many recompute, which compile."""
     options: Mapping[str, Any] = {}
@@ -285,8 +301,11 @@ def _wrap_blocks(
         # DTensor for a compiled block that holds its own recomputation.
         compiled = compile_blocks(named, passes.compile, options, forward_only=True)
         return apply_recompute(numbered, passes.recompute, passes.keep_rng), compiled
-    recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng)
-    return recomputed, compile_blocks(named, passes.compile, options)
+    # What a compiled graph keeps is offloaded as any block's; what is kept eagerly is in a cache.
+    watch = offload.watch if offload is not None and not passes.compile.enable else None
+    recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng, watch)
+    forward_only = offload is not None
+    return recomputed, compile_blocks(named, passes.compile, options, forward_only)
 
 
 def _check_axes(mesh: Mesh, passes: Passes) -> None:
@@ -318,8 +337,9 @@ def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
 
 
 def _blocks(model: nn.Module, passes: Passes) -> list[str]:
-    """FQNs of the blocks to recompute and compile; none where neither is asked for."""
-    if passes.recompute.mode == "none" and not passes.compile.enable:
+    """FQNs of the blocks to recompute, compile and offload; none where nothing is asked for."""
+    recompute = passes.recompute
+    if recompute.mode == "none" and not recompute.offload and not passes.compile.enable:
         return []
     return list(select(model, _block_pattern(passes.units, passes.blocks)))
 
@@ -345,4 +365,6 @@ def _block_pattern(units: Unit | Sequence[Unit], blocks: str | None) -> str:
     for unit in [units] if isinstance(units, str) else units:
         if isinstance(unit, str) and "*" in unit:
             return unit
-    raise ConfigError("recompute and compile act on blocks: name their pattern, as in blocks.*")
+    raise ConfigError(
+        "recompute, offload and compile act on blocks: name their pattern, as in blocks.*"
+    )

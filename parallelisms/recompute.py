@@ -14,7 +14,8 @@ Source: Korthikanti et al., arXiv:2205.05198; torch.utils.checkpoint.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +57,10 @@ is written out (the `math` backend) its products are what `selective` keeps, `at
 
 
 def recompute(
-    blocks: Iterable[tuple[int, nn.Module]], options: Recompute, keep_rng: bool = False
+    blocks: Iterable[tuple[int, nn.Module]],
+    options: Recompute,
+    keep_rng: bool = False,
+    watch: Callable[[Any], None] | None = None,
 ) -> int:
     """Make every `options.every`-th block recompute its activations, in place.
 
@@ -66,6 +70,8 @@ def recompute(
         blocks: (index in the whole model, block).
         keep_rng: run the second forward from the first one's random state, as blocks with
             `nn.Dropout` need.
+        watch: called in each forward of a block with the context that caches what a selective
+            mode keeps, as offload needs.
 
     Returns:
         How many blocks recompute.
@@ -73,33 +79,28 @@ def recompute(
     if options.mode == "none":
         return 0
     chosen = [block for i, block in blocks if i % options.every == 0]
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_rng}
+    if options.mode != "full":
+        settings["context_fn"] = functools.partial(_selective_contexts, options.mode, watch)
     for block in chosen:
-        block.forward = functools.partial(_checkpointed, block.forward, options.mode, keep_rng)
+        block.forward = functools.partial(_checkpointed, block.forward, settings)
     return len(chosen)
 
 
-def _checkpointed(forward, mode: str, keep_rng: bool, *args, **kwargs):
-    if mode == "full":
-        return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=keep_rng, **kwargs
-        )
-    return checkpoint(
-        forward,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=keep_rng,
-        context_fn=functools.partial(_selective_contexts, mode),
-        **kwargs,
-    )
+def _checkpointed(forward: Callable, settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, **settings, **kwargs)
 
 
-def _selective_contexts(mode: str):
+def _selective_contexts(mode: str, watch: Callable[[Any], None] | None) -> tuple[Any, Any]:
     saved = _saved_ops(mode)
 
     def keep_expensive(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(keep_expensive)
+    caching, cached = create_selective_checkpoint_contexts(keep_expensive)
+    if watch is not None:
+        watch(caching)
+    return caching, cached
 
 
 def _saved_ops(mode: str) -> set:

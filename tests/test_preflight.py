@@ -206,6 +206,13 @@ def test_what_needs_gpus(keys: dict) -> None:
         preflight(config(**keys), place)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_offload_needs_gpus() -> None:
+    run = RunConfig.of({**BASE, "recompute": {"offload": True}})
+    with pytest.raises(ConfigError, match=r"recompute.offload = True needs GPUs; this machine has"):
+        preflight(run, Place(rank=0, local_rank=0, world_size=1))
+
+
 def test_the_head_weighs_as_it_multiplies() -> None:
     large = RunConfig.of(
         {

@@ -251,6 +251,7 @@ def parallel_run(case: Case) -> dict[str, Any]:
         "norms": norms,
         "gradients": train_step.gradients,
         "parameters": parameters,
+        "offloaded": applied.offload.copied if applied.offload else 0,
     }
 
 
@@ -271,6 +272,7 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         vocabulary=spec.vocabulary,
         layout=layout,
         replicas="step",
+        smallest_offload=1,
         context=context_of(case),
         loss=build_head_loss(case, config, mesh),
     )
@@ -388,6 +390,7 @@ class Outcome:
 def check(case: Case) -> None:
     """Fail unless a layout equals one process."""
     ranks = run_ranks(case.world, parallel_run, case)
+    assert not case.recompute.offload or any(rank["offloaded"] for rank in ranks)
     wrong = Outcome(deviations(case, ranks)).wrong(case)
     assert not wrong, f"{case}: {'; '.join(wrong)}"
 

@@ -45,7 +45,7 @@ AXES: dict[str, list[dict[str, Any]]] = {
     "recompute": [
         {},
         {"recompute": Recompute(mode="full")},
-        {"recompute": Recompute(mode="attention")},
+        {"recompute": Recompute(mode="attention", offload=True)},
         {"recompute": Recompute(mode="selective")},
     ],
     "compile": [{}, {"compile": EAGER}],
@@ -117,6 +117,13 @@ CHOICES = list(choose())
 
 # What the pairs above do not meet.
 V, LOOP = "ZBVZeroBubble", "Interleaved1F1B"
+
+
+def offloaded(mode: str) -> Recompute:
+    """A mode whose activations wait in host memory."""
+    return Recompute.model_validate({"mode": mode, "offload": True})
+
+
 FULL = Recompute(mode="full")
 EACH: list[CpMethod] = ["ring", "all_gather", "ulysses", "hierarchical", "ring"]
 VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
@@ -187,6 +194,35 @@ SPECIAL = [
     ],
     Case("qwen3", 4, Parallel(cp=4), override={"sinks": True, "softcap": 1.0}, documents=True),
     Case("llama", 4, Parallel(tp=2, pp=2, schedule=V), override=VARIED, compile=EAGER),
+    # activations in host memory
+    *[
+        Case("llama", 2, Parallel(dp_shard=2), offloaded(mode), compile)
+        for mode, compile in (
+            ("none", Compile()),
+            ("none", EAGER),
+            ("full", EAGER),
+            ("attention", Compile()),
+            ("selective", Compile()),
+            ("selective", EAGER),
+        )
+    ],
+    *[
+        Case(
+            "llama",
+            4,
+            Parallel(pp=2, dp_shard=2, schedule=schedule),
+            offloaded(mode),
+            compile,
+        )
+        for schedule, mode, compile in (
+            ("1F1B", "none", EAGER),
+            ("1F1B", "selective", Compile()),
+            (V, "full", Compile()),
+            (V, "selective", EAGER),
+        )
+    ],
+    Case("gpt", 2, Parallel(pp=2, schedule="GPipe"), Recompute(offload=True), override=DROPPED),
+    Case("qwen3", 2, Parallel(tp=2), Recompute(mode="selective", offload=True)),
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Shard
 
 from dtron import loss, step
-from dtron.config import Parallel
+from dtron.config import Parallel, Recompute
 from dtron.data import Batch
 from dtron.parallelisms import apply, context, head_loss, tensor
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.deferred import WeightGradients
 from dtron.parallelisms.gradients import local_gradients
 from dtron.parallelisms.mesh import Mesh
+from dtron.parallelisms.offload import Offload
 from dtron.parallelisms.stages import SharedWeights
 from tests.harness import run_ranks
 from tests.parallelisms import parity
@@ -190,6 +191,20 @@ def padding_not_masked() -> None:
     loss._masked = lambda logits, _vocabulary: loss._wide(logits)
 
 
+def micro_batches_exchanged() -> None:
+    """What a block saved for two micro-batches in flight comes back for each other."""
+    store, stored = Offload._store, {}
+
+    def exchanged(self: Offload, call: Any) -> None:
+        store(self, call)
+        others = stored.get((call.stage, call.number), {}).values()
+        for mine, other in zip(list(call.storages.values()), list(others), strict=False):
+            mine.buffer, other.buffer = other.buffer, mine.buffer
+        stored[call.stage, call.number] = call.storages
+
+    Offload._store = exchanged  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -217,12 +232,17 @@ PADDED = Case("llama", 2, Parallel(tp=2), sequences=4, override={"tied": True})
 DROPPED = Case("gpt", 2, Parallel(tp=2), sequences=4, override={"dropout": 0.2})
 RING = Case("llama", 2, Parallel(cp=2), sequences=4)
 HEADS = Parallel(cp=2, cp_method="ulysses")
+OFFLOADED = [
+    Case("llama", 2, Parallel(pp=2, schedule=name), Recompute(offload=True), sequences=4)
+    for name in ("1F1B", "ZBVZeroBubble")
+]
 # What comes before the last keys and values; its queries, output and feed-forward come after.
 BEFORE_KEYS = r"gradient (embed\.weight|blocks\.(?!4\.(ffn|attn\.w[qo])).*)"
 NORMS = r"gradient (blocks\.\d+\.(attn|ffn)_norm|norm)\.weight"
 LINEARS = r"gradient (blocks\.\d+\.(attn\.w[qkvo]|ffn\.(up|down))|embed)\.weight"  # tied head
 EVERYTHING = r"gradient .*"
 BEFORE_HEAD = r"gradient (?!head).*"
+BEFORE_LAST = r"gradient (?!blocks\.4\.|norm|head).*"
 ALSO_LOSS = r"loss 0|gradient .*"
 
 BUGS = [
@@ -246,6 +266,7 @@ BUGS = [
     Bug(key_gradients_stay, RING, BEFORE_KEYS),
     Bug(late_pieces_as_they_come, replace(RING, parallel=HEADS), ALSO_LOSS),
     Bug(positions_of_the_part, RING, ALSO_LOSS),
+    *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
 ]
 

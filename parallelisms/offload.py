@@ -1,0 +1,437 @@
+"""Activation offload: what a block saves for its backward waits in host memory meanwhile.
+
+    forward    block 0 | block 1    | block 2    | head
+    to host            | saved by 0 | saved by 1 |
+    backward                                     | head | block 2    | block 1    | block 0
+    to device                                           | saved by 1 | saved by 0 |
+
+Copies run on two streams beside the computation. What a block saves is copied while the block after
+it computes, and freed when that one is done; it comes back while the block after it is in backward.
+So two blocks' worth is on the device, whatever the depth. A block whose backward follows at once
+stays. Each call of a block has storages and buffers of its own, so that micro-batches in flight are
+kept apart; the first block's backward fetches the last block of the stage's next micro-batch.
+
+`saved_tensors_hooks` around the block's forward see what autograd saves: under full recomputation
+the block's inputs, in a compiled block what its graph saves. What selective recomputation keeps
+eagerly is in a cache of its own, which `Offload.watch` is told of.
+
+Storages are copied, each once a call, whatever views of it are saved. What another holds anyway
+stays: parameters (FSDP's gathered ones too) and buffers of the block, inputs that are leaves of the
+graph (rotary tables, masks), and all that is smaller than a limit. On a CPU the same copies go to
+other CPU memory, at once.
+
+Memory is reused only when its copies are done. On the device `_Copies` holds it until the
+computation waits for them; on the host a buffer's next copy waits for its last one, and torch's
+allocator of pinned memory waits for copies from and into what is given up.
+
+Private names used, tested with torch 2.11 and 2.13: of torch.utils.checkpoint
+_CachingTorchDispatchMode.storage, whose entries have `val` and `get_val`; AsyncCollectiveTensor.
+
+Source: Ren et al., ZeRO-Offload, arXiv:2101.06840; Rajbhandari et al., ZeRO-Infinity,
+arXiv:2104.07857; torch.autograd.graph.saved_tensors_hooks.
+"""
+
+import functools
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+SMALLEST = 2**20
+"""Storages of fewer bytes stay on the device: a copy costs more than its memory is worth."""
+
+Event = torch.cuda.Event | None
+"""The end of some copies; None on a CPU, where they are done at once."""
+
+
+@dataclass
+class Buffer:
+    """Host memory, pinned where there is a GPU."""
+
+    data: Tensor
+    """uint8 (bytes,)"""
+    last: Event = None
+    """The copy from it or into it that was issued last."""
+
+
+class HostPool:
+    """Host buffers by size. They are kept and reused, since pinning memory is slow.
+
+    Attributes:
+        allocated: bytes of all buffers, used and free.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self.allocated = 0
+        self._pinned = pinned
+        self._free: dict[int, list[Buffer]] = defaultdict(list)
+
+    def take(self, size: int) -> Buffer:
+        """A buffer of this many bytes; its last copy may still run."""
+        if self._free[size]:
+            return self._free[size].pop()
+        data = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        self.allocated += size
+        return Buffer(data)
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back."""
+        self._free[buffer.data.numel()].append(buffer)
+
+
+class _Lane:
+    """Copies in one direction, in the order in which they are issued."""
+
+    def __init__(self, device: torch.device, to_host: bool) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.to_host = to_host
+
+    def copy(self, pairs: Sequence[tuple[Buffer, Tensor]]) -> Event:
+        """Copy between buffers and memory of the device, uint8 (bytes,): after what the current
+        stream has been given so far, and after the last copies of the buffers."""
+        if self.stream is None:
+            for buffer, memory in pairs:
+                self._copy(buffer, memory)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for buffer, memory in pairs:
+                if buffer.last is not None:
+                    buffer.last.wait()
+                self._copy(buffer, memory)
+        done = torch.cuda.Event()
+        done.record(self.stream)
+        for buffer, _ in pairs:
+            buffer.last = done
+        return done
+
+    def _copy(self, buffer: Buffer, memory: Tensor) -> None:
+        to, source = (buffer.data, memory) if self.to_host else (memory, buffer.data)
+        to.copy_(source, non_blocking=True)
+
+
+class _Copies:
+    """Issued copies, and the device's memory that they read or write.
+
+    Memory that nobody refers to is given to the next tensor of the stream for which it was
+    allocated, the computation's, whatever other streams do with it. Hence it is held here until
+    that stream waits for the copies, also where the graph is dropped or an error ends the step
+    before. (After record_stream it would be free only once the host has seen the copies' end, and
+    the host runs ahead of the device.)
+    """
+
+    def __init__(self, lane: _Lane, pairs: Sequence[tuple[Buffer, Tensor]]) -> None:
+        self._memory = [memory for _, memory in pairs]
+        self._computation = torch.cuda.current_stream() if self._memory[0].is_cuda else None
+        self._done: Event = None
+        self._done = lane.copy(pairs)
+
+    def wait(self) -> None:
+        """Let the computation's stream wait for the copies; the host does not."""
+        if self._done is not None:
+            self._done.wait(self._computation)
+            self._done = None
+        self._memory.clear()
+
+    def __del__(self) -> None:
+        self.wait()
+
+
+class _Storage:
+    """A storage that a call saves: on the device, on the host, or both. The graph holds it."""
+
+    def __init__(self, call: "_Call", tensor: Tensor) -> None:
+        self.call = call
+        self.memory: Tensor | None = _as_bytes(tensor)
+        """uint8 (bytes,) on the device; None while it is on the host alone."""
+        self.buffer: Buffer | None = None
+        """Its copy on the host."""
+        self._tensor: Tensor | None = tensor.detach()  # shares the version counter
+        self._version = tensor._version
+
+    def check(self) -> None:
+        """As autograd does for what it saves itself."""
+        if self._tensor is not None and self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor {tuple(self._tensor.shape)} that a block saved for its backward was "
+                "modified in place afterwards"
+            )
+
+    def free(self) -> None:
+        """Let go of the device's memory."""
+        self.check()
+        assert self.buffer is not None, "it is copied before it is freed"
+        self.memory = self._tensor = None
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a block, and the storages it saves for its backward."""
+
+    stage: int
+    number: int
+    """Of the block in its stage."""
+    others: set[int]
+    """Addresses of storages that stay, as another holds them."""
+    units: Sequence[nn.Module]
+    """FSDP's units inside of the block, whose parameters are gathered only while they compute."""
+    previous: "_Call | None" = None
+    """The block before, in the same forward."""
+    caches: list[Mapping[Any, Any]] = field(default_factory=list)
+    """What selective recomputation keeps."""
+    storages: "weakref.WeakValueDictionary[int, _Storage]" = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    """By address in the forward, those that the graph has not let go."""
+    copies: _Copies | None = None
+    """Those issued last."""
+    is_used: bool = False
+    """Whether its backward has begun."""
+
+    def wait(self) -> None:
+        """Let the computation wait for the copies."""
+        if self.copies is not None:
+            self.copies.wait()
+
+
+class Offload:
+    """Offloads what blocks save for their backward; one for all stages of a rank.
+
+        offload = Offload(torch.device("cuda"))
+        offload.attach(0, model.blocks)          # after recompute and compile, before FSDP
+
+    Args:
+        device: where the blocks are.
+        smallest: storages of fewer bytes stay.
+
+    Attributes:
+        pool: the host memory.
+        copied: bytes copied to the host so far.
+    """
+
+    def __init__(self, device: torch.device, smallest: int = SMALLEST) -> None:
+        self.device, self.smallest = device, smallest
+        self.pool = HostPool(pinned=device.type == "cuda")
+        self.copied = 0
+        self._to_host, self._to_device = _Lane(device, to_host=True), _Lane(device, to_host=False)
+        self._current: _Call | None = None
+        self._last: _Call | None = None
+        """The last one, unless its backward has begun."""
+        self._ends: dict[int, deque[_Call]] = defaultdict(deque)
+        """By stage, the last calls of forwards whose backward has not begun, in their order."""
+
+    def attach(self, stage: int, blocks: Iterable[nn.Module]) -> None:
+        """Offload what these blocks save, in place: only their `forward` is replaced.
+
+        Args:
+            blocks: in the order of their forward.
+        """
+        for number, block in enumerate(blocks):
+            block.forward = functools.partial(self._call, block, block.forward, stage, number)
+
+    def watch(self, caching: Any) -> None:
+        """For `recompute`: offload the cache of the block that is called now, too.
+
+        Args:
+            caching: the context of the first forward under selective recomputation.
+        """
+        if self._current is not None:  # none without gradients
+            self._current.caches.append(caching.storage)
+
+    # -- forward ----------------------------------------------------------------------------
+
+    def _call(
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        stage: int,
+        number: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        before = self._last
+        if before is not None:
+            self._store(before)
+        units = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
+        others = _held_by_others(block, args, kwargs)
+        call = self._current = _Call(stage, number, others, units)
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                out = forward(*args, **kwargs)
+            for entry in (entry for cache in call.caches for entry in _entries(cache)):
+                self._pack_entry(entry)
+        finally:
+            self._current = None
+        call.caches.clear()
+        if before is not None:
+            self._free(before)
+        if call.storages:
+            self._add(call)
+        return out
+
+    def _add(self, call: _Call) -> None:
+        """Note a call as the last one of its forward."""
+        ends, last = self._ends[call.stage], self._last
+        if last is not None and last.stage == call.stage and last.number < call.number:
+            call.previous = last
+        while ends and not ends[0].storages:  # its graph was dropped
+            ends.popleft()
+        if ends and ends[-1] is call.previous:
+            ends.pop()
+        ends.append(call)
+        self._last = call
+
+    def _pack(self, tensor: Any) -> Any:
+        """What to save instead of a tensor: itself, if it stays, or a call that gives it back."""
+        if isinstance(tensor, AsyncCollectiveTensor):
+            return self._pack(tensor.trigger_wait())
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: self._pack(getattr(tensor, name)) for name in names}
+            if not any(isinstance(part, functools.partial) for part in parts.values()):
+                return tensor
+            layout = context, tensor.size(), tensor.stride()
+            return functools.partial(self._rewrap, type(tensor), parts, *layout)
+        call = self._current
+        assert call is not None, "hooks are set while a block is called"
+        if not isinstance(tensor, Tensor) or self._stays(tensor, call):
+            return tensor
+        address = tensor.untyped_storage().data_ptr()
+        storage = call.storages.get(address)
+        if storage is None:
+            storage = call.storages[address] = _Storage(call, tensor)
+        layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return functools.partial(self._view, storage, tensor.dtype, *layout)
+
+    def _pack_entry(self, entry: Any) -> None:
+        """The same in a cache of selective recomputation, which reads an entry once."""
+        packed = self._pack(entry.val)
+        if packed is not entry.val:
+            entry.val, entry.get_val = None, lambda _may_be_modified: self._unpack(packed)
+
+    def _stays(self, tensor: Tensor, call: _Call) -> bool:
+        plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+        if not plain or tensor.device.type != self.device.type:
+            return True
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self.smallest or storage.data_ptr() in call.others:
+            return True
+        gathered = (parameter for unit in call.units for parameter in unit.parameters())
+        return storage.data_ptr() in _addresses(gathered)
+
+    def _store(self, call: _Call) -> None:
+        """Issue the copies to the host of what is not there."""
+        pairs = {
+            storage: (self.pool.take(memory.numel()), memory)
+            for storage in call.storages.values()
+            if storage.buffer is None and (memory := storage.memory) is not None
+        }
+        if not pairs:
+            return
+        call.copies = _Copies(self._to_host, list(pairs.values()))
+        for storage, (buffer, memory) in pairs.items():
+            storage.buffer = buffer
+            weakref.finalize(storage, self.pool.give, buffer)
+            self.copied += memory.numel()
+
+    def _free(self, call: _Call) -> None:
+        """Free the device's memory of what is on the host."""
+        call.wait()
+        for storage in list(call.storages.values()):
+            storage.free()
+
+    # -- backward ---------------------------------------------------------------------------
+
+    def _unpack(self, packed: Any) -> Any:
+        """The tensor that was saved."""
+        return packed() if isinstance(packed, functools.partial) else packed
+
+    def _rewrap(self, kind: Any, parts: Mapping[str, Any], *layout: Any) -> Tensor:
+        """A tensor made of others, as a DTensor is of its local part."""
+        unpacked = {name: self._unpack(part) for name, part in parts.items()}
+        return kind.__tensor_unflatten__(unpacked, *layout)
+
+    def _view(self, storage: _Storage, dtype: torch.dtype, *layout: Any) -> Tensor:
+        """A tensor in a saved storage."""
+        if not storage.call.is_used:
+            self._use(storage.call)
+        memory = storage.memory
+        assert memory is not None, "it has been loaded"
+        empty = torch.empty(0, dtype=dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), *layout)  # type: ignore[call-overload]
+
+    def _use(self, call: _Call) -> None:
+        """Make ready what a call saved, and issue the copies of what is next."""
+        for storage in list(call.storages.values()):
+            storage.check()
+        self._load(call)
+        call.wait()
+        call.is_used = True
+        if self._last is call:
+            self._last = None
+        ends = self._ends[call.stage]
+        if call in ends:
+            ends.remove(call)
+        following = call.previous or next(iter(ends), None)
+        call.previous = None
+        if following is not None:
+            self._load(following)
+
+    def _load(self, call: _Call) -> None:
+        """Issue the copies to the device of what is not there."""
+        pairs = {
+            storage: (buffer, torch.empty_like(buffer.data, device=self.device))
+            for storage in call.storages.values()
+            if storage.memory is None and (buffer := storage.buffer) is not None
+        }
+        if not pairs:
+            return
+        call.copies = _Copies(self._to_device, list(pairs.values()))
+        for storage, (_, memory) in pairs.items():
+            storage.memory = memory
+
+
+def _entries(cache: Mapping[Any, Any]) -> Iterator[Any]:
+    """The cached values: lists by operator in torch 2.11, numbered in 2.13."""
+    for values in cache.values():
+        numbered = values.values() if isinstance(values, Mapping) else values
+        yield from (leaf for leaf in tree_leaves(list(numbered)) if hasattr(leaf, "val"))
+
+
+def _held_by_others(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """Addresses of storages of the block's parameters and buffers, and of inputs that are leaves of
+    the graph: whoever made those holds them, as a pipeline does a stage's input."""
+    inputs = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    # Or a view of a leaf, which is how FSDP hands inputs on.
+    leaves = (x for x in inputs if (x if x._base is None else x._base).is_leaf)
+    return _addresses([*block.parameters(), *block.buffers(), *leaves])
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Those of the storages."""
+    return {plain.untyped_storage().data_ptr() for x in tensors for plain in _plain(x)}
+
+
+def _plain(x: Any) -> Iterator[Tensor]:
+    """What a tensor is made of: itself, or its parts, of which a DTensor's mesh is none."""
+    if is_traceable_wrapper_subclass(x):
+        for name in x.__tensor_flatten__()[0]:
+            yield from _plain(getattr(x, name))
+    elif isinstance(x, Tensor):
+        yield x
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage: uint8 (bytes,), sharing its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
