@@ -195,7 +195,9 @@ class RunConfig(Section):
     def _effects(self) -> list[tuple[tuple[str, ...], bool, str]]:
         """(keys, whether they act in this run, what they need)."""
         hf, validates = self.data.source == "hf", self.train.eval_sequences > 0
-        adamw = tuple(f"optim.{key}" for key in ("beta1", "beta2", "eps", "weight_decay"))
+        adamw = tuple(
+            f"optim.{key}" for key in ("beta1", "beta2", "eps", "weight_decay", "moments")
+        )
         tp = self.parallel.tp > 1
         hierarchical = self.parallel.cp > 1 and "hierarchical" in self.parallel.cp_methods()
         pipeline = tuple(

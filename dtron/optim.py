@@ -2,30 +2,87 @@
 
 The learning rate is a pure function of the step. Clipping and the skip of non-finite gradients are
 decided on the device: `update` takes one scale for all gradients and does nothing where it is not
-finite; fused AdamW applies both inside its one kernel.
+finite; AdamW applies both inside its one kernel.
 
 Sources: AdamW, arXiv:1711.05101; WSD, arXiv:2404.06395; inverse square root, arXiv:1706.03762.
 """
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtron.config import Optim, Schedule
+from dtron.kernels.adamw import Rates, adamw_
 from dtron.parallelisms.gradients import scale_or_zero_
 
 
+class NarrowAdamW(torch.optim.AdamW):
+    """AdamW whose moments are kept in bfloat16; otherwise as torch's, state names included.
+
+    Attributes:
+        scale: factor of all gradients; a step does nothing where it is not finite.
+    """
+
+    def __init__(self, groups: list[dict], **settings: Any) -> None:
+        super().__init__(groups, fused=True, **settings)
+        self.scale: Tensor | None = None
+        # Loading gives moments the dtype of their parameter.
+        self.register_load_state_dict_post_hook(_narrow)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            members = [p for p in group["params"] if p.grad is not None]
+            if not members:
+                continue
+            states = [self._state(p) for p in members]
+            beta1, beta2 = group["betas"]
+            scale = torch.ones((), device=members[0].device) if self.scale is None else self.scale
+            adamw_(
+                [_local(p) for p in members],
+                [_local(p.grad) for p in members],
+                [_local(state["exp_avg"]) for state in states],
+                [_local(state["exp_avg_sq"]) for state in states],
+                [state["step"] for state in states],
+                scale,
+                Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"]),
+            )
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            for name in _MOMENTS:
+                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        return state
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _narrow(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state.update({name: state[name].bfloat16() for name in _MOMENTS if name in state})
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _adamw(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        groups,
-        lr=options.lr,
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
-        fused=True,
-    )
+    settings = {
+        "lr": options.lr,
+        "betas": (options.beta1, options.beta2),
+        "eps": options.eps,
+    }
+    if options.moments == "bfloat16":
+        return NarrowAdamW(groups, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
 
 
 def _sgd(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
@@ -63,7 +120,9 @@ def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if isinstance(optimizer, torch.optim.AdamW):
+    if isinstance(optimizer, NarrowAdamW):
+        optimizer.scale = scale
+    elif isinstance(optimizer, torch.optim.AdamW):
         # The hook that torch.amp's gradient scaler uses: the kernel divides by grad_scale and
         # returns at once where found_inf is 1.
         finite = scale.isfinite()

@@ -1,5 +1,6 @@
 """Learning-rate schedules and the update that skips itself."""
 
+import copy
 import math
 
 import pytest
@@ -47,11 +48,14 @@ def model_with_gradients(value: float) -> nn.Linear:
     return model
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+ALL = [Optim(name="adamw"), Optim(name="adamw", moments="bfloat16"), Optim(name="sgd")]
+
+
+@pytest.mark.parametrize("options", ALL, ids=["adamw", "narrow adamw", "sgd"])
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_non_finite_norm_changes_nothing_and_training_goes_on(name, norm: float) -> None:
+def test_non_finite_norm_changes_nothing_and_training_goes_on(options: Optim, norm: float) -> None:
     model = model_with_gradients(1.0)
-    optimizer = build_optimizer(model.parameters(), Optim(name=name))
+    optimizer = build_optimizer(model.parameters(), options)
     update(optimizer, clip_scale(torch.tensor(5.0), 1.0), 0.1)
     before = [p.detach().clone() for p in model.parameters()]
     state = [s["exp_avg"].clone() for s in optimizer.state.values() if "exp_avg" in s]
@@ -111,3 +115,22 @@ def test_adamw_reads_its_settings() -> None:
         update(optimizer, torch.ones(()), 0.1)
         other.step()
     torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_narrow_moments_are_half_as_large_and_stay_so_when_loaded() -> None:
+    first, second = model_with_gradients(0.3), model_with_gradients(0.3)
+    options = Optim(moments="bfloat16")
+    trained, loaded = (build_optimizer(m.parameters(), options) for m in (first, second))
+    update(trained, torch.ones(()), 0.1)
+    loaded.load_state_dict(copy.deepcopy(trained.state_dict()))
+    for optimizer in (trained, loaded):
+        for state in optimizer.state.values():
+            assert {name: value.dtype for name, value in state.items()} == {
+                "step": torch.float32,
+                "exp_avg": torch.bfloat16,
+                "exp_avg_sq": torch.bfloat16,
+            }
+    second.load_state_dict(first.state_dict())
+    for optimizer in (trained, loaded):
+        update(optimizer, torch.ones(()), 0.1)
+    torch.testing.assert_close(list(second.parameters()), list(first.parameters()), rtol=0, atol=0)

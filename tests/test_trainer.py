@@ -125,6 +125,7 @@ def test_resumed_run_equals_uninterrupted_bitwise(tmp_path: Path, world: int, mo
     tied = {"model__name": model, "model__override.tied": model == "gpt"}
     if model == "gpt":
         tied |= {"model__override.n_kv_heads": 4, "model__override.dropout": 0.1}
+        tied |= {"optim__moments": "bfloat16"}
     whole, split = tmp_path / "whole", tmp_path / "split"
     run_ranks(world, fit, tiny(whole, **tied))
     run_ranks(world, fit, tiny(split, checkpoint__interval=3, checkpoint__last=False, **tied))
