@@ -1,14 +1,14 @@
-"""The command line of train.py."""
+"""The command lines of train.py and of `dtron COMMAND`."""
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dtron.config import RunConfig, choices, fields
-from dtron.errors import ConfigError, DtronError
+from dtron.errors import ConfigError, DtronError, nearest
 
 _GRACE_SECONDS = 10
 
@@ -23,6 +23,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DtronError as error:
         return _refuse(error)
     return 0
+
+
+def commands(arguments: Sequence[str] | None = None) -> int:
+    """Run `dtron COMMAND ...`; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if not words or words[0] in ("-h", "--help"):
+            print(_commands_help())
+            return 0 if words else 2
+        if words[0] not in COMMANDS:
+            raise ConfigError(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)}")
+        return COMMANDS[words[0]][0](words[1:])
+    except DtronError as error:
+        return _refuse(error)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from dtron.bench.command import main as bench  # after `dtron --help`, which needs no torch
+
+    return bench(arguments)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (main, "train a model, under torchrun; the same as train.py"),
+    "bench": (_bench, "measure the speed of a run, for every combination of settings"),
+}
+
+
+def _commands_help() -> str:
+    lines = [f"  {name:8}{told}" for name, (_, told) in COMMANDS.items()]
+    return "\n".join(["usage: dtron COMMAND ...; dtron COMMAND --help", "", *lines])
 
 
 def _refuse(error: DtronError) -> int:

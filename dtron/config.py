@@ -203,6 +203,7 @@ class RunConfig(Section):
         pipeline = tuple(
             f"parallel.{key}" for key in ("schedule", "stages_per_rank", "pp_layout", "defer_head")
         )
+        profile = ("metrics.profile_steps", "metrics.profile_shapes")
         falls = self.schedule.name in ("linear", "cosine", "wsd")
         return [
             (adamw, self.optim.name == "adamw", 'optim.name = "adamw"'),
@@ -219,7 +220,7 @@ class RunConfig(Section):
             (("data.paths",), not hf, 'data.source = "files"'),
             (("train.eval_interval",), validates, "train.eval_sequences"),
             (("train.sample_prompt",), self.train.sample_tokens > 0, "train.sample_tokens"),
-            (("metrics.profile_steps",), self.metrics.profile_start > 0, "metrics.profile_start"),
+            (profile, self.metrics.profile_start > 0, "metrics.profile_start"),
         ]
 
     def _refuse_contradictions(self) -> None:

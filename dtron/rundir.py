@@ -3,6 +3,7 @@
     config.toml      resolved; running it repeats the run (config-1.toml, ...: earlier starts)
     run.json         what really ran
     metrics.jsonl    one object a logged step
+    steps.json       the time of every step, if metrics.step_times
     tensorboard/  checkpoints/  trace/
 
 A run resumed from its own checkpoint continues these files. Any other start in a used directory
@@ -16,7 +17,7 @@ from typing import Any
 
 from dtron.checkpoint import step_of
 
-_KEPT = ("metrics.jsonl", "run.json", "tensorboard", "checkpoints", "trace")
+_KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace")
 
 
 class RunDir:
@@ -30,6 +31,7 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.trace = self.path / "trace"
         self.run_json = self.path / "run.json"
+        self.steps_json = self.path / "steps.json"
 
     def open(self, config_toml: str, resumed_step: int | None) -> None:
         """Make the directory ready for a run that starts after `resumed_step`, or afresh (None)."""
@@ -51,6 +53,10 @@ class RunDir:
     def write_run_json(self, facts: dict[str, Any]) -> None:
         """Replace run.json."""
         _write(self.run_json, json.dumps(facts, indent=1) + "\n")
+
+    def write_steps_json(self, times: dict[str, Any]) -> None:
+        """Replace steps.json."""
+        _write(self.steps_json, json.dumps(times) + "\n")
 
     def _drop_rows_after(self, step: int) -> None:
         if not self.metrics.exists():

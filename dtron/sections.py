@@ -280,6 +280,11 @@ class Metrics(Section):
     """First step of a torch.profiler window; 0: no profile."""
     profile_steps: int = Field(default=3, ge=1)
     """Length of that window; the trace goes to RUN/trace/."""
+    profile_shapes: bool = False
+    """Keep the shapes of operators' inputs in the trace, at some cost while it is taken."""
+    step_times: bool = False
+    """Write the time of every step to RUN/steps.json when the run ends. On GPUs an event is put
+    behind each step and read at the end: nothing is waited for."""
 
 
 class Debug(Section):

@@ -20,6 +20,7 @@ from dtron.parallelisms.context import Context, Split
 from dtron.parallelisms.execution import Execution, MicroBatch
 from dtron.parallelisms.gradients import clip_scale, global_norm
 from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
+from dtron.profile import phase
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -67,10 +68,12 @@ class TrainStep:
 
     def __call__(self, batches: Sequence[Batch], step: int, lr: float) -> StepResult:
         """Run update `step` (0-based) at learning rate `lr` on this rank's micro-batches."""
-        loss = self.accumulate(batches, step)
-        norm = global_norm(self.parameters, self.mesh, self.applied.shared.copies)
-        update(self.optimizer, clip_scale(norm, self.max_grad_norm), lr)
-        self.optimizer.zero_grad()
+        with phase("forward_backward"):
+            loss = self.accumulate(batches, step)
+        with phase("optimizer"):
+            norm = global_norm(self.parameters, self.mesh, self.applied.shared.copies)
+            update(self.optimizer, clip_scale(norm, self.max_grad_norm), lr)
+            self.optimizer.zero_grad()
         finite = norm.isfinite()
         self.skipped += ~finite
         self.skipped_in_a_row = torch.where(finite, 0, self.skipped_in_a_row + 1)
@@ -86,7 +89,8 @@ class TrainStep:
         n_valid = self._count(batches)
 
         def share(output: Tensor, i: int) -> Tensor:
-            return self.loss(output, batches[i].labels) / n_valid
+            with phase("loss"):
+                return self.loss(output, batches[i].labels) / n_valid
 
         labelled = self.applied.loss_in_head
         micro_batches = [

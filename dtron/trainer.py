@@ -27,7 +27,7 @@ from dtron.parallelisms.context import Context
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.preflight import model_facts, preflight, resume_settings
-from dtron.profile import ProfileWindow
+from dtron.profile import ProfileWindow, phase
 from dtron.rundir import RunDir
 from dtron.runtime import (
     Place,
@@ -47,6 +47,7 @@ from dtron.step import (
     evaluate,
     share_of,
 )
+from dtron.steptimes import StepTimes
 
 log = logging.getLogger("dtron")
 
@@ -226,6 +227,7 @@ class Trainer:
         self.throughput = Throughput(flops, self.place.world_size)
         self.padding = self.padded_of = 0
         self.profile = ProfileWindow(config.metrics, self.rundir.trace)
+        self.times = StepTimes(self.place.device) if config.metrics.step_times else None
         self._announce()
 
     def _run_facts(self) -> dict[str, Any]:
@@ -290,6 +292,8 @@ class Trainer:
         config = self.config
         saved = self.step
         self.throughput.restart()
+        if self.times is not None:
+            self.times.begin()
         with StopSignal(self.host_group) as stop:
             while self.step < config.train.steps:
                 stopped = stop.agreed()
@@ -303,14 +307,43 @@ class Trainer:
             finished = self.step == config.train.steps
             if saved != self.step and (config.checkpoint.last or not finished):
                 self._save()  # a second signal does not interrupt it
+        self._write_times()
         if finished:
             self._finish()
         log.info("run directory: %s", self.rundir.path)
+
+    def _write_times(self) -> None:
+        if self.times is None:
+            return
+        gathered = self.times.gather(self.host_group, self.facts["start_step"])
+        if self.place.rank == 0:
+            self.rundir.write_steps_json(gathered)
 
     def _one_step(self) -> None:
         config = self.config
         number = self.step + 1
         self.profile.before(number)
+        with phase("step"):
+            result, lr, attended = self._next_update()
+        self.step = number
+        if self.times is not None:
+            self.times.mark(attended)
+        step_tokens = config.train.global_batch * config.train.seq_len
+        self.tokens += step_tokens
+        self.throughput.add(step_tokens, attended)
+        final = number == config.train.steps
+        self.profile.after(number, final)
+        self.writer.step(number)
+        interval = config.train.eval_interval
+        validates = final or bool(interval and number % interval == 0)
+        if validates or number % config.metrics.log_interval == 0:
+            self._log(result, lr, validates)
+        if number % config.train.gc_interval == 0:
+            gc.collect(1)
+
+    def _next_update(self) -> tuple[StepResult, float, float]:
+        """Train on the next global batch; its result, learning rate and mean attended length."""
+        config = self.config
         batches = self.loader.step()
         attended = _attended(batches, self.checked.model.window)
         self.padding += sum(batch.padding for batch in batches)
@@ -325,19 +358,7 @@ class Trainer:
         if fused is not None and config.compile.enable and self.step == self.facts["start_step"]:
             fused.check()  # the first step has compiled the blocks
             log.info("async tensor parallelism: %s in the compiled blocks", fused)
-        self.step = number
-        step_tokens = config.train.global_batch * config.train.seq_len
-        self.tokens += step_tokens
-        self.throughput.add(step_tokens, attended)
-        final = number == config.train.steps
-        self.profile.after(number, final)
-        self.writer.step(number)
-        interval = config.train.eval_interval
-        validates = final or bool(interval and number % interval == 0)
-        if validates or number % config.metrics.log_interval == 0:
-            self._log(result, lr, validates)
-        if number % config.train.gc_interval == 0:
-            gc.collect(1)
+        return result, lr, attended
 
     def _on_device(self, batch: Batch) -> Batch:
         part = share_of(batch, self.mesh, self.context)

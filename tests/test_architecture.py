@@ -87,6 +87,12 @@ def test_imports_go_one_way(package: str) -> None:
     assert checked or package == "dtron.kernels"
 
 
+def test_training_does_not_know_of_the_bench() -> None:
+    for module, file in MODULES.items():
+        if not below(module, "dtron.bench") and module != "dtron.cli":
+            assert not any(below(name, "dtron.bench") for name in imports_of(file)), module
+
+
 def test_models_do_not_know_of_ranks() -> None:
     for module, file in MODULES.items():
         if below(module, "dtron.models"):

@@ -1,0 +1,8 @@
+"""python -m dtron COMMAND ..."""
+
+import sys
+
+from dtron.cli import commands
+
+if __name__ == "__main__":
+    sys.exit(commands())

@@ -1,0 +1,139 @@
+"""The command line of `dtron bench`: arguments -> runs -> table and JSON."""
+
+import argparse
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from rich.console import Console
+
+from dtron.bench import report
+from dtron.bench.run import Options, Outcome, run_point
+from dtron.bench.sweep import Point, points
+from dtron.errors import ConfigError
+
+_PROFILED = 3  # steps of the window; on GPUs the first only says where the second begins
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `dtron bench`; returns the exit status: 0 if a point gave figures.
+
+    Raises:
+        ConfigError: the arguments are wrong.
+    """
+    given = _parser().parse_args(arguments)
+    console = Console(width=None if Console().is_terminal else 200)
+    options = _options(given)
+    out = Path(given.out or time.strftime("runs/bench/%Y%m%d-%H%M%S"))
+    sweep = points(given.axes)
+    if not given.config.exists():
+        raise ConfigError(f"{given.config}: no such file; dtron bench takes a config's TOML file")
+    outcomes = run_all(given.config, sweep, options, given.repeat, out, console)
+    rows, written = [], []
+    for point in sweep:
+        own = [outcome for outcome in outcomes if outcome.label == point.label]
+        found = report.figures(own, options)
+        why = "; ".join(dict.fromkeys(outcome.reason for outcome in own if outcome.reason))
+        rows.append((point.label, found, why))
+        written.append(report.point_json(point, found, own))
+    report.print_report(console, rows, _title(given, options, outcomes))
+    command = shlex.join(["dtron", "bench", *arguments])
+    report.write_json(out / "bench.json", command, options, written)
+    console.print(f"written: {out / 'bench.json'}", markup=False, soft_wrap=True)
+    return 0 if any(found for _, found, _ in rows) else 1
+
+
+def run_all(
+    config: Path,
+    sweep: Sequence[Point],
+    options: Options,
+    repeats: int,
+    out: Path,
+    console: Console,
+) -> list[Outcome]:
+    """Run every point `repeats` times: all points, then all of them again, so that a machine that
+    drifts is seen as different repeats and not as different points. What was refused once is not
+    tried again."""
+    jobs = [(repeat, point) for repeat in range(repeats) for point in sweep]
+    outcomes: list[Outcome] = []
+    for order, (repeat, point) in enumerate(jobs):
+        if any(o.label == point.label and o.status == "refused" for o in outcomes):
+            continue
+        directory = out / f"{order:03}"
+        outcome = run_point(
+            config, point.overrides, point.environment, options, directory, point.label
+        )
+        outcome.order, outcome.repeat = order, repeat
+        outcomes.append(outcome)
+        told = outcome.reason or _brief(outcome, options)
+        console.print(
+            f"[{order + 1}/{len(jobs)}] {point.label}: {told}", markup=False, soft_wrap=True
+        )
+    return outcomes
+
+
+def _brief(outcome: Outcome, options: Options) -> str:
+    found = report.figures([outcome], options)
+    assert found is not None, "a run without a reason has figures"
+    return f"{found.step_seconds:.4g} s a step, {outcome.wall_seconds:.0f} s in all"
+
+
+def _title(given: argparse.Namespace, options: Options, outcomes: Sequence[Outcome]) -> str:
+    devices = [outcome.times["devices"][0] for outcome in outcomes if outcome.times]
+    return (
+        f"{given.config}: {options.ranks} x {devices[0] if devices else 'no run succeeded'}, "
+        f"{options.steps} steps after {options.warmup}, {given.repeat} times"
+    )
+
+
+def _options(given: argparse.Namespace) -> Options:
+    gpus = torch.cuda.device_count()
+    profiled = _PROFILED if gpus and not given.no_profile else 0
+    return Options(
+        ranks=given.nproc_per_node or max(1, gpus),
+        warmup=given.warmup,
+        steps=given.steps,
+        profile_steps=profiled,
+        timeout_seconds=given.timeout,
+        fresh_cache=given.fresh_cache,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see dtron bench --help")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="dtron bench",
+        description="Measure a run's speed, for every combination of settings. "
+        "`dtron bench kernels` measures kernels alone.",
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a run's TOML file")
+    parser.add_argument(
+        "axes",
+        nargs="*",
+        metavar="section.key=a,b,c",
+        help="values to try, one or several; a TOML list is one value; env.NAME=a,b sets a "
+        "variable of the environment",
+    )
+    add = parser.add_argument
+    add("--nproc-per-node", type=_count, metavar="N", help="ranks (default: all GPUs, or 1)")
+    add("--steps", type=_count, default=20, metavar="N", help="timed steps (default: 20)")
+    add("--warmup", type=_count, default=5, metavar="N", help="steps before (default: 5)")
+    add("--repeat", type=_count, default=1, metavar="N", help="run all points N times, in turn")
+    add("--timeout", type=float, default=1800.0, metavar="S", help="seconds a run may take")
+    add("--fresh-cache", action="store_true", help="start each run without compiled graphs")
+    add("--no-profile", action="store_true", help="measure no communication, on GPUs")
+    add("--out", metavar="DIR", help="where logs and bench.json go (default: runs/bench/TIME)")
+    return parser

@@ -1,0 +1,233 @@
+"""Figures of outcomes, as a table and as JSON.
+
+All figures of a run come from its timed steps. The time of a step is the mean over ranks of the
+time between the ends of two updates on the device; ranks wait for each other, so theirs differ by
+little.
+
+    step            median of the timed steps of all repeats
+    p10, p90        of the same steps
+    tok/s/GPU       global_batch x seq_len / step / ranks; padding counts
+    TFLOP/s         tok/s/GPU x FLOPs a token (dtron/flops.py) in both conventions
+    MFU             that over the device's data-sheet peak; none on unknown hardware
+    memory          peak that the allocator reserved in the timed steps, of the rank with most (on
+                    CPU: resident memory of the process)
+    hidden          time of communication that lay under computation, of all of it, in a profiled
+                    window after the timed steps (breakdown.py); none where that was not measured
+    cold start      from the launch to the end of the first step: imports, data, weights,
+                    compilation
+    first step      of that the first step: compilation, and a step
+    drift           largest over smallest median of a repeat, less 1; none without --repeat
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.cuda import nccl
+
+import dtron
+from dtron.bench.run import Options, Outcome
+from dtron.bench.sweep import Point
+from dtron.config import RunConfig
+from dtron.flops import Convention, FlopsModel, flops_per_token, peak_flops
+from dtron.models import model_config
+
+CONVENTIONS: tuple[Convention, ...] = ("full", "causal")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one point, over its repeats; None: not measured."""
+
+    step_seconds: float
+    p10_seconds: float
+    p90_seconds: float
+    tokens_per_second_per_device: float
+    tflops: dict[str, float]
+    """TFLOP/s a device by convention."""
+    mfu: dict[str, float | None]
+    memory_gib: float
+    hidden: float | None
+    cold_start_seconds: float
+    first_step_seconds: float
+    cache_hits: int
+    """Compiled graphs that were in a cache at the first repeat's cold start, on the first rank."""
+    drift: float | None
+    repeat_seconds: tuple[float, ...]
+    """Median of each repeat."""
+
+
+def step_seconds(outcome: Outcome) -> list[float]:
+    """Every step of a run, its warm-up and profiled steps too: means over ranks."""
+    return [statistics.fmean(ranks) for ranks in zip(*outcome.times["seconds"], strict=True)]
+
+
+def figures(
+    outcomes: Sequence[Outcome], options: Options, hidden: Sequence[float] = ()
+) -> Figures | None:
+    """Figures of one point's runs; None where all of them failed.
+
+    Args:
+        hidden: share of communication hidden, of each run that measured it.
+    """
+    good = [outcome for outcome in outcomes if outcome.status == "ok"]
+    if not good:
+        return None
+    config = RunConfig.of(good[0].config)
+    repeats = [step_seconds(outcome)[options.timed] for outcome in good]
+    medians = tuple(statistics.median(seconds) for seconds in repeats)
+    steps = sorted(second for seconds in repeats for second in seconds)
+    step = statistics.median(steps)
+    each = config.train.global_batch * config.train.seq_len / step / options.ranks
+    flops = _flops(config, good, options)
+    peak = peak_flops(good[0].times["devices"][0])
+    first = good[0]
+    return Figures(
+        step_seconds=step,
+        p10_seconds=percentile(steps, 0.1),
+        p90_seconds=percentile(steps, 0.9),
+        tokens_per_second_per_device=each,
+        tflops={name: each * value / 1e12 for name, value in flops.items()},
+        mfu={name: each * value / peak if peak else None for name, value in flops.items()},
+        memory_gib=max(
+            rank[options.timed.stop - 1] for run in good for rank in run.times["memory_gib"]
+        ),
+        hidden=statistics.fmean(hidden) if hidden else None,
+        cold_start_seconds=first.times["begun_at"] - first.launched_at + step_seconds(first)[0],
+        first_step_seconds=step_seconds(first)[0],
+        cache_hits=first.times["compile_cache"][0]["hits"],
+        drift=max(medians) / min(medians) - 1 if len(medians) > 1 else None,
+        repeat_seconds=medians,
+    )
+
+
+def _flops(config: RunConfig, runs: Sequence[Outcome], options: Options) -> dict[str, float]:
+    """FLOPs a token by convention, for the length that the timed steps attended over."""
+    model = model_config(config.model.name, config.model.size, config.model.override)
+    attended = statistics.fmean(x for run in runs for x in run.times["attended"][options.timed])
+    sizes = FlopsModel.of(model)
+    return {name: flops_per_token(sizes, attended, name) for name in CONVENTIONS}
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Of ascending values, interpolated between neighbours."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+# Heading of a column, and what it shows of a point's figures.
+_COLUMNS: tuple[tuple[str, Any], ...] = (
+    ("step s", lambda f: f"{f.step_seconds:.4g}"),
+    ("p10–p90", lambda f: f"{f.p10_seconds:.4g}–{f.p90_seconds:.4g}"),
+    ("tok/s/GPU", lambda f: f"{f.tokens_per_second_per_device:,.0f}"),
+    ("TFLOP/s full", lambda f: f"{f.tflops['full']:,.4g}"),
+    ("causal", lambda f: f"{f.tflops['causal']:,.4g}"),
+    ("MFU full", lambda f: share(f.mfu["full"])),
+    ("causal", lambda f: share(f.mfu["causal"])),
+    ("GiB", lambda f: f"{f.memory_gib:.1f}"),
+    ("hidden", lambda f: share(f.hidden)),
+    ("cold start s", lambda f: f"{f.cold_start_seconds:.1f}"),
+    ("first step s", lambda f: f"{f.first_step_seconds:.2f}"),
+    ("drift", lambda f: share(f.drift)),
+)
+
+
+def share(value: float | None) -> str:
+    """A ratio as a percentage; a dash for None."""
+    return "–" if value is None else f"{value:.1%}"
+
+
+def table(rows: Sequence[tuple[str, Figures | None, str]], title: str) -> Table:
+    """One row a point: (label, figures, why there are none)."""
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("point", overflow="fold")
+    for heading, _ in _COLUMNS:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for label, found, _ in rows:
+        cells = ["–"] * len(_COLUMNS) if found is None else [show(found) for _, show in _COLUMNS]
+        shown.add_row(label, *cells)
+    return shown
+
+
+def print_report(
+    console: Console, rows: Sequence[tuple[str, Figures | None, str]], title: str
+) -> None:
+    """The table, and under it each point that has no figures with its reason."""
+    console.print(table(rows, title))
+    for label, found, why in rows:
+        if why:
+            console.print(f"{label}: {why}", markup=False, soft_wrap=True)
+        elif found is not None and found.cache_hits:
+            console.print(
+                f"{label}: {found.cache_hits} compiled graphs came from a cache; --fresh-cache "
+                "shows the start without",
+                markup=False,
+                soft_wrap=True,
+            )
+
+
+def versions() -> dict[str, str]:
+    """Of what decides speed; those that are installed."""
+    found = {
+        "dtron": dtron.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda or "",
+        "platform": platform.platform(),
+        "cpus": str(os.cpu_count()),
+    }
+    if torch.version.cuda:
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["nccl"] = ".".join(map(str, nccl.version()))
+    for package in ("triton", "torchao", "flash-attn-4", "torchtitan"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {name: value for name, value in found.items() if value}
+
+
+def _commit() -> str:
+    """Commit of the checkout dtron is imported from, with + if it was changed; empty if there is
+    none."""
+    root = str(Path(dtron.__file__).parent)
+    try:
+        run = ["git", "-C", root, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def point_json(point: Point, found: Figures | None, runs: Sequence[Outcome]) -> dict[str, Any]:
+    """What bench.json holds of a point."""
+    return {
+        "point": dict(point.settings),
+        "figures": None if found is None else asdict(found),
+        "runs": [run.as_json() for run in runs],
+    }
+
+
+def write_json(path: Path, command: str, options: Options, points: Sequence[dict]) -> None:
+    """Write everything: `command` that was given, options, versions, and of each point its figures
+    and its runs with their resolved config, facts, every step's time and their own command."""
+    whole = {
+        "command": command,
+        "options": asdict(options),
+        "versions": versions(),
+        "points": list(points),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n")

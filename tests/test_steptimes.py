@@ -1,0 +1,44 @@
+"""The time of every step."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtron.steptimes import StepTimes
+from tests.harness import run_ranks
+from tests.test_trainer import fit, rows, tiny
+
+
+def test_a_run_writes_every_step_of_every_rank(tmp_path: Path) -> None:
+    run_ranks(2, fit, tiny(tmp_path / "run", metrics__step_times=True))
+    times = json.loads((tmp_path / "run/steps.json").read_text())
+    assert times["start_step"] == 0
+    assert [len(rank) for rank in times["seconds"]] == [6, 6]
+    assert [len(rank) for rank in times["memory_gib"]] == [6, 6]
+    assert times["devices"] == ["cpu", "cpu"]
+    assert times["attended"] == [32.0] * 6
+    assert all(second > 0 for rank in times["seconds"] for second in rank)
+    # The same steps as the log's clock saw them, which also counts what lies between two steps.
+    logged = sum(row["seconds"] for row in rows(tmp_path / "run")[1:5])
+    assert sum(times["seconds"][0][1:5]) == pytest.approx(logged, rel=0.3)
+
+
+def test_other_runs_write_none(tmp_path: Path) -> None:
+    run_ranks(1, fit, tiny(tmp_path / "run", train__steps=1))
+    assert not (tmp_path / "run/steps.json").exists()
+
+
+@pytest.mark.gpu
+def test_events_time_the_device_and_not_the_host() -> None:
+    times = StepTimes(torch.device("cuda", 0))
+    x = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    times.begin()
+    for products in (1, 20):
+        for _ in range(products):
+            torch.mm(x, x)
+        times.mark(1.0)
+    first, second = times.seconds()
+    assert second > 4 * first
