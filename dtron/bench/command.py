@@ -1,7 +1,9 @@
 """The command line of `dtron bench`: arguments -> runs -> table and JSON."""
 
 import argparse
+import json
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +13,8 @@ import torch
 from rich.console import Console
 
 from dtron.bench import report
-from dtron.bench.run import Options, Outcome, run_point
+from dtron.bench.breakdown import Breakdown, breakdown_table, ceiling, notes, read_breakdown
+from dtron.bench.run import Options, Outcome, reason, run_point, wait_for
 from dtron.bench.sweep import Point, points
 from dtron.errors import ConfigError
 
@@ -40,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         rows.append((point.label, found, why))
         written.append(report.point_json(point, found, own))
     report.print_report(console, rows, _title(given, options, outcomes))
+    if given.breakdown:
+        print_breakdowns(console, outcomes)
     command = shlex.join(["dtron", "bench", *arguments])
     report.write_json(out / "bench.json", command, options, written)
     console.print(f"written: {out / 'bench.json'}", markup=False, soft_wrap=True)
@@ -68,11 +73,55 @@ def run_all(
         )
         outcome.order, outcome.repeat = order, repeat
         outcomes.append(outcome)
+        if outcome.status == "ok" and options.profile_steps:
+            add_breakdown(outcome, options, with_ceiling=options.shapes and repeat == 0)
         told = outcome.reason or _brief(outcome, options)
         console.print(
             f"[{order + 1}/{len(jobs)}] {point.label}: {told}", markup=False, soft_wrap=True
         )
     return outcomes
+
+
+def add_breakdown(outcome: Outcome, options: Options, with_ceiling: bool) -> None:
+    """Read the traces of a run and, if asked, measure on the now empty device what its classes take
+    alone."""
+    run = Path(outcome.directory) / "run"
+    outcome.breakdown = read_breakdown(run / "trace").as_json()
+    if not with_ceiling:
+        return
+    log = Path(outcome.directory) / "ceiling.txt"
+    command = [sys.executable, "-m", "dtron.bench.ceiling"]
+    files = [str(run / "config.toml"), str(run / "run.json")]
+    status = wait_for([*command, *files], log, {}, options.timeout_seconds)
+    text = log.read_text(errors="replace")
+    if status == 0:
+        outcome.breakdown["ceiling"] = json.loads(text.splitlines()[-1])
+    else:
+        outcome.breakdown["no_ceiling"] = reason(text, status, options.timeout_seconds)
+
+
+def print_breakdowns(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """The step budget of each point's first run."""
+    for outcome in outcomes:
+        if outcome.repeat or not outcome.breakdown:
+            continue
+        found = Breakdown.of_json(outcome.breakdown)
+        measured = outcome.breakdown.get("ceiling", {})
+        floors = measured.get("floors", {})
+        ranks = f"{len(found.ranks)} ranks, {found.steps} profiled steps"
+        console.print(breakdown_table(found, floors, f"{outcome.label}: one step of {ranks}"))
+        for line in notes(found):
+            console.print(line, markup=False, soft_wrap=True)
+        if why := outcome.breakdown.get("no_ceiling"):
+            console.print(f"no ceiling: {why}", markup=False, soft_wrap=True)
+        elif floors:
+            limit = sum(ceiling(found.mean, floors).values())
+            console.print(
+                f"ceiling: {limit:.4g} ms, measured alone on {measured['device']}; "
+                f"the profiled step is at {limit / found.mean.step:.1%} of its speed",
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def _brief(outcome: Outcome, options: Options) -> str:
@@ -91,12 +140,15 @@ def _title(given: argparse.Namespace, options: Options, outcomes: Sequence[Outco
 
 def _options(given: argparse.Namespace) -> Options:
     gpus = torch.cuda.device_count()
-    profiled = _PROFILED if gpus and not given.no_profile else 0
+    if given.breakdown and given.no_profile:
+        raise ConfigError("--breakdown reads a profile; leave out --no-profile")
+    profiled = _PROFILED if given.breakdown or (gpus and not given.no_profile) else 0
     return Options(
         ranks=given.nproc_per_node or max(1, gpus),
         warmup=given.warmup,
         steps=given.steps,
         profile_steps=profiled,
+        shapes=given.breakdown,
         timeout_seconds=given.timeout,
         fresh_cache=given.fresh_cache,
     )
@@ -135,5 +187,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=1800.0, metavar="S", help="seconds a run may take")
     add("--fresh-cache", action="store_true", help="start each run without compiled graphs")
     add("--no-profile", action="store_true", help="measure no communication, on GPUs")
+    add("--breakdown", action="store_true", help="show where a step's time goes, and its ceiling")
     add("--out", metavar="DIR", help="where logs and bench.json go (default: runs/bench/TIME)")
     return parser

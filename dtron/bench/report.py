@@ -72,14 +72,8 @@ def step_seconds(outcome: Outcome) -> list[float]:
     return [statistics.fmean(ranks) for ranks in zip(*outcome.times["seconds"], strict=True)]
 
 
-def figures(
-    outcomes: Sequence[Outcome], options: Options, hidden: Sequence[float] = ()
-) -> Figures | None:
-    """Figures of one point's runs; None where all of them failed.
-
-    Args:
-        hidden: share of communication hidden, of each run that measured it.
-    """
+def figures(outcomes: Sequence[Outcome], options: Options) -> Figures | None:
+    """Figures of one point's runs; None where all of them failed."""
     good = [outcome for outcome in outcomes if outcome.status == "ok"]
     if not good:
         return None
@@ -102,13 +96,20 @@ def figures(
         memory_gib=max(
             rank[options.timed.stop - 1] for run in good for rank in run.times["memory_gib"]
         ),
-        hidden=statistics.fmean(hidden) if hidden else None,
+        hidden=_hidden(good),
         cold_start_seconds=first.times["begun_at"] - first.launched_at + step_seconds(first)[0],
         first_step_seconds=step_seconds(first)[0],
         cache_hits=first.times["compile_cache"][0]["hits"],
         drift=max(medians) / min(medians) - 1 if len(medians) > 1 else None,
         repeat_seconds=medians,
     )
+
+
+def _hidden(runs: Sequence[Outcome]) -> float | None:
+    """Share of communication hidden; None on CPUs, whose overlap is none of kernels."""
+    found = [run.breakdown["hidden"] for run in runs if run.breakdown.get("device") == "cuda"]
+    shares = [share for share in found if share is not None]
+    return statistics.fmean(shares) if shares else None
 
 
 def _flops(config: RunConfig, runs: Sequence[Outcome], options: Options) -> dict[str, float]:

@@ -104,6 +104,8 @@ class Outcome:
     """run.json of the run."""
     times: dict[str, Any] = field(default_factory=dict)
     """steps.json of the run: every step of every rank."""
+    breakdown: dict[str, Any] = field(default_factory=dict)
+    """Budgets of the profiled steps; with `ceiling`, if it was measured."""
     launched_at: float = 0.0
     """Seconds of the epoch."""
     wall_seconds: float = 0.0
@@ -193,22 +195,29 @@ def launch(
     log = directory / "log.txt"
     outcome.launched_at = time.time()
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}
-        )
-        try:
-            status = process.wait(options.timeout_seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            end(process)
+    status = wait_for(command, log, environment, options.timeout_seconds)
     outcome.wall_seconds = time.time() - outcome.launched_at
     text = log.read_text(errors="replace")
     if status != 0:
         outcome.reason = reason(text, status, options.timeout_seconds)
         outcome.status = "failed"
     return text
+
+
+def wait_for(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], timeout_seconds: float
+) -> int | None:
+    """Exit status of a command whose output goes to `log`; None if its time was over."""
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+        )
+        try:
+            return process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end(process)
 
 
 def end(process: subprocess.Popen) -> None:

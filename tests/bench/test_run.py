@@ -6,9 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dtron.bench.breakdown import EXPOSED
 from dtron.bench.run import (
     FORCED,
     Options,
@@ -125,12 +127,12 @@ def test_a_failed_run_keeps_its_log_and_says_why(tmp_path: Path) -> None:
 
 
 def test_bench_of_a_sweep(tmp_path: Path) -> None:
-    """The whole command: one point runs, one is refused by the trainer itself, and the sweep ends
-    with a table and a JSON file that repeats each run."""
+    """The whole command on two ranks: one point runs and is broken down, one is refused by the
+    trainer itself, and the sweep ends with tables and a JSON file that repeats each run."""
     overrides = ["model.override.n_layers=1", "train.seq_len=32", "train.global_batch=2"]
     command = [sys.executable, "-m", "dtron", "bench", str(QUICKSTART), *overrides]
-    command += ["data.tokenizer=byte,no/such.json", "--steps", "3", "--warmup", "1"]
-    command += ["--nproc-per-node", "1", "--out", str(tmp_path / "out")]
+    command += ["data.tokenizer=byte,no/such.json", "--steps", "3", "--warmup", "1", "--breakdown"]
+    command += ["--nproc-per-node", "2", "--out", str(tmp_path / "out")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -138,18 +140,33 @@ def test_bench_of_a_sweep(tmp_path: Path) -> None:
     good, bad = written["points"]
     assert good["point"]["data.tokenizer"] == "byte"
     (run,) = good["runs"]
-    assert len(run["times"]["seconds"]) == 1
-    assert len(run["times"]["seconds"][0]) == 4
-    assert good["figures"]["step_seconds"] == sorted(run["times"]["seconds"][0][1:])[1]
-    tokens = 2 * 32 / good["figures"]["step_seconds"]
+    assert [len(seconds) for seconds in run["times"]["seconds"]] == [7, 7]
+    means = [sum(ranks) / 2 for ranks in zip(*run["times"]["seconds"], strict=True)]
+    step = good["figures"]["step_seconds"]
+    assert step == pytest.approx(sorted(means[1:4])[1])
+    tokens = 2 * 32 / step / 2
     assert good["figures"]["tokens_per_second_per_device"] == pytest.approx(tokens)
     assert good["figures"]["mfu"] == {"full": None, "causal": None}
     assert good["figures"]["hidden"] is None
     assert run["config"]["train"]["seq_len"] == 32
-    assert run["command"].startswith("torchrun --standalone --nproc-per-node 1 -m dtron train")
-    assert written["versions"]["torch"]
-    assert bad["figures"] is None
-    assert bad["runs"][0]["status"] == "refused"
-    assert "no/such.json" in bad["runs"][0]["reason"]
+    assert run["command"].startswith("torchrun --standalone --nproc-per-node 2 -m dtron train")
     assert not list((tmp_path / "out/000/run").glob("checkpoints/*"))
+    assert written["versions"]["torch"]
+    assert (bad["figures"], bad["runs"][0]["status"]) == (None, "refused")
+    assert "no/such.json" in bad["runs"][0]["reason"]
     assert "no/such.json" in done.stdout
+    check_breakdown(run["breakdown"], run["times"]["seconds"])
+
+
+def check_breakdown(found: dict[str, Any], seconds: list[list[float]]) -> None:
+    assert (found["device"], found["steps"], len(found["ranks"])) == ("cpu", 3, 2)
+    for rank, times in zip(found["ranks"], seconds, strict=True):
+        assert sum(rank["parts"].values()) == pytest.approx(rank["step"])
+        assert min(rank["parts"].values()) >= 0
+        for part in ("GEMM", "attention", "loss", "optimizer", "elementwise", EXPOSED):
+            assert rank["parts"][part] > 0, part
+        # The marks of the trace and the trainer's clock see the same steps.
+        assert rank["step"] <= sum(times[4:]) / 3 * 1e3
+    floors = found["ceiling"]["floors"]
+    assert set(floors) == {"GEMM", "attention", "optimizer"}
+    assert all(floor > 0 for floor in floors.values())

@@ -1,0 +1,251 @@
+"""Where the time of a step goes, from profiler traces, and how far that is from a ceiling.
+
+Budget of one rank. In the window of a step (trace.py), with C the times at which some kernel
+computes and M those at which some kernel communicates:
+
+    class of computation    times of C at which a kernel of that class runs, and none of a class
+                            before it in `trace.COMPUTE`
+    exposed                 |M - C|: communication beside which nothing is computed
+    host gaps               window - |C or M|: the device does nothing (a late host, or a wait)
+
+These add up to the window. Inside them, and not to be added:
+
+    overlapped              |M and C|: communication that is hidden
+    slow-down               what computation lost by it: over kernels of which more than 5% is
+                            overlapped, duration - median duration of spans that do the same
+                            work (name, grid, block, shapes) with less than 5%. Kernels that
+                            never run alone have no such median and add nothing; `compared` is
+                            the share of the overlapped kernels' time that has one. On a CPU it is
+                            not told.
+
+The time of communication includes waiting for ranks that are late: NCCL's kernels spin. All
+numbers are means over the traced steps; then mean, smallest and largest of the ranks.
+
+Ceiling. A floor replaces a class's time where it can be measured alone on one device, right after
+the run, without anything beside it (ceiling.py):
+
+    GEMM            each product of the model's forward and backward at the rank's own shapes,
+                    once, without recomputation: its FLOPs at the rate measured for that shape
+    attention       the backend's forward and backward at the rank's own shape
+    optimizer       the bytes that AdamW reads and writes, 28 a float32 parameter of the rank, at
+                    the measured rate of a copy
+    communication, host gaps    0
+
+Elementwise, loss and copies keep their measured time. The sum is the step that these kernels would
+take without communication, recomputation, pipeline bubbles and gaps.
+"""
+
+import bisect
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from rich.table import Table
+
+from dtron.bench.intervals import Intervals, difference, intersection, length, union
+from dtron.bench.trace import COMMUNICATION, COMPUTE, Span, Trace, read_trace
+from dtron.errors import DataError
+
+_ALONE = 0.05
+EXPOSED, GAPS = "exposed communication", "host gaps"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Milliseconds of one step: `parts` add up to `step`."""
+
+    step: float
+    parts: dict[str, float]
+    """By class of COMPUTE, EXPOSED and GAPS."""
+    overlapped: float
+    slow_down: float | None
+    compared: float | None
+    """Share of the overlapped kernels' time whose slow-down is known."""
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the communication that is overlapped; None where there is none."""
+        whole = self.overlapped + self.parts[EXPOSED]
+        return self.overlapped / whole if whole else None
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Of all ranks."""
+
+    device: str
+    steps: int
+    """Traced steps that are counted, a rank."""
+    ranks: list[Budget]
+
+    @property
+    def mean(self) -> Budget:
+        """Means over ranks."""
+        return _mean(self.ranks)
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of all ranks' communication that is overlapped."""
+        return self.mean.hidden
+
+    def as_json(self) -> dict[str, Any]:
+        """All budgets, and their mean."""
+        return {**asdict(self), "mean": asdict(self.mean), "hidden": self.hidden}
+
+    @classmethod
+    def of_json(cls, written: Mapping[str, Any]) -> Self:
+        """What `as_json` gave."""
+        ranks = [Budget(**rank) for rank in written["ranks"]]
+        return cls(written["device"], written["steps"], ranks)
+
+
+def read_breakdown(directory: Path) -> Breakdown:
+    """Of a run's trace/ directory.
+
+    Raises:
+        DataError: there are no traces, or one holds no whole step.
+    """
+    files = sorted(directory.glob("rank-*.json"), key=lambda file: int(file.stem[5:]))
+    if not files:
+        raise DataError(f"{directory}: no traces (rank-N.json); set metrics.profile_start")
+    traces = [read_trace(file) for file in files]
+    steps = min(len(trace.windows) for trace in traces)
+    return Breakdown(traces[0].device, steps, [budget(trace) for trace in traces])
+
+
+def budget(trace: Trace) -> Budget:
+    """Mean over the steps of one rank's trace."""
+    slow_down = _slow_down(trace) if trace.device == "cuda" else None
+    steps = [_of_window(trace.spans, window) for window in trace.windows]
+    mean = _mean(steps)
+    if slow_down is None:
+        return mean
+    lost, compared = slow_down
+    return Budget(mean.step, mean.parts, mean.overlapped, lost / len(steps), compared)
+
+
+def _of_window(spans: Sequence[Span], window: tuple[float, float]) -> Budget:
+    whole: Intervals = [window]
+    by_class = {
+        kind: intersection(union((s.begin, s.end) for s in spans if s.kind == kind), whole)
+        for kind in (*COMPUTE, COMMUNICATION)
+    }
+    communication = by_class[COMMUNICATION]
+    parts: dict[str, float] = {}
+    compute: Intervals = []
+    for kind in COMPUTE:
+        parts[kind] = length(difference(by_class[kind], compute))
+        compute = union([*compute, *by_class[kind]])
+    parts[EXPOSED] = length(difference(communication, compute))
+    parts[GAPS] = window[1] - window[0] - length(union([*compute, *communication]))
+    overlapped = length(intersection(communication, compute))
+    return Budget(
+        (window[1] - window[0]) / 1e3,
+        {name: value / 1e3 for name, value in parts.items()},
+        overlapped / 1e3,
+        None,
+        None,
+    )
+
+
+def _slow_down(trace: Trace) -> tuple[float, float | None]:
+    """Milliseconds that overlapped kernels took longer in all windows, and how much of their time
+    could be compared (None: nothing was overlapped)."""
+    first, last = trace.windows[0][0], trace.windows[-1][1]
+    inside = [span for span in trace.spans if first <= span.begin and span.end <= last]
+    communication = union((s.begin, s.end) for s in inside if s.kind == COMMUNICATION)
+    alone: dict[tuple[Any, ...], list[float]] = {}
+    beside: list[Span] = []
+    for span in inside:
+        duration = span.end - span.begin
+        if span.kind == COMMUNICATION or duration <= 0:
+            continue
+        shared = length(intersection([(span.begin, span.end)], _near(communication, span)))
+        if shared > _ALONE * duration:
+            beside.append(span)
+        else:
+            alone.setdefault(span.work, []).append(duration)
+    medians = {work: statistics.median(durations) for work, durations in alone.items()}
+    known = [span for span in beside if span.work in medians]
+    lost = sum(span.end - span.begin - medians[span.work] for span in known)
+    time = sum(span.end - span.begin for span in beside)
+    return lost / 1e3, sum(s.end - s.begin for s in known) / time if time else None
+
+
+def _near(intervals: Intervals, span: Span) -> Intervals:
+    """The disjoint intervals that may overlap a span."""
+    first = max(bisect.bisect_right(intervals, (span.begin, float("inf"))) - 1, 0)
+    return intervals[first : bisect.bisect_left(intervals, (span.end,))]
+
+
+def _mean(budgets: Sequence[Budget]) -> Budget:
+    def mean(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.fmean(known) if known else None
+
+    return Budget(
+        statistics.fmean(b.step for b in budgets),
+        {name: statistics.fmean(b.parts[name] for b in budgets) for name in budgets[0].parts},
+        statistics.fmean(b.overlapped for b in budgets),
+        mean([b.slow_down for b in budgets]),
+        mean([b.compared for b in budgets]),
+    )
+
+
+def ceiling(found: Budget, floors: Mapping[str, float]) -> dict[str, float]:
+    """Milliseconds of each part where nothing holds it up.
+
+    Args:
+        floors: measured alone, by class (ceiling.py).
+    """
+    nothing = {EXPOSED: 0.0, GAPS: 0.0}
+    return {name: {**nothing, **floors}.get(name, value) for name, value in found.parts.items()}
+
+
+def breakdown_table(found: Breakdown, floors: Mapping[str, float], title: str) -> Table:
+    """Milliseconds a step by class: mean, least and most of the ranks, share, ceiling."""
+    mean, own = found.mean, found.ranks
+    limit = ceiling(mean, floors) if floors else {}
+    table = Table(title=title, title_justify="left")
+    for heading in ("class", "ms", "least", "most", "share", "ceiling ms", "above it"):
+        table.add_column(heading, justify="left" if heading == "class" else "right")
+
+    def row(name: str, values: Sequence[float], floor: float | None) -> None:
+        value = statistics.fmean(values)
+        measured = name in floors or name in (EXPOSED, GAPS) or name == "step"
+        known = floor is not None and measured
+        cells = [f"{value:.2f}", f"{min(values):.2f}", f"{max(values):.2f}"]
+        cells += [f"{value / mean.step:.1%}"]
+        cells += [f"{floor:.2f}" if floor is not None else "–"]
+        cells += [f"{value - floor:.2f}" if known and floor is not None else "–"]
+        table.add_row(name, *cells)
+
+    for name in mean.parts:
+        row(name, [b.parts[name] for b in own], limit.get(name))
+    table.add_section()
+    row("step", [b.step for b in own], sum(limit.values()) if limit else None)
+    table.add_section()
+    row("of it: overlapped communication", [b.overlapped for b in own], None)
+    lost = [b.slow_down for b in own if b.slow_down is not None]
+    if lost:
+        row("of it: slow-down of compute", lost, None)
+    return table
+
+
+def notes(found: Breakdown) -> list[str]:
+    """What has to be said beside the table."""
+    lines = []
+    if found.hidden is not None:
+        lines.append(f"{found.hidden:.1%} of the time of communication lies under computation")
+    if found.mean.compared is not None:
+        lines.append(
+            f"the slow-down is known for {found.mean.compared:.1%} of the overlapped kernels' time"
+        )
+    if found.device == "cpu":
+        lines.append(
+            "a CPU's trace: operators stand for kernels, gloo's threads share the cores, and gaps "
+            "are time outside of operators"
+        )
+    return lines

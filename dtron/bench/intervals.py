@@ -1,0 +1,53 @@
+"""Arithmetic of sets of times, as sorted lists of disjoint (begin, end)."""
+
+from collections.abc import Iterable
+
+Interval = tuple[float, float]
+Intervals = list[Interval]
+
+
+def union(intervals: Iterable[Interval]) -> Intervals:
+    """Any intervals as disjoint ones; empty ones are dropped."""
+    joined: Intervals = []
+    for begin, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def intersection(first: Intervals, second: Intervals) -> Intervals:
+    """Times in both."""
+    found, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def difference(first: Intervals, second: Intervals) -> Intervals:
+    """Times in the first and not in the second."""
+    found, j = [], 0
+    for begin, end in first:
+        while j < len(second) and second[j][1] <= begin:
+            j += 1
+        k, at = j, begin
+        while k < len(second) and second[k][0] < end:
+            if second[k][0] > at:
+                found.append((at, second[k][0]))
+            at = max(at, second[k][1])
+            k += 1
+        if at < end:
+            found.append((at, end))
+    return found
+
+
+def length(intervals: Intervals) -> float:
+    """Sum of lengths of disjoint intervals."""
+    return sum(end - begin for begin, end in intervals)

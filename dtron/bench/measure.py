@@ -1,0 +1,67 @@
+"""How long a function takes on one device, and what the device can do."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_WARM_UP = 3
+_AT_LEAST, _AT_MOST = 5, 100
+_BUDGET_SECONDS = 0.5
+
+
+def seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Median time of a call: 5 to 100 of them, about half a second, after 3 that do not count.
+
+    On GPUs between two events of the current stream, so that a call shorter than its launch
+    reads as the launch; caches stay warm from call to call.
+    """
+    for _ in range(_WARM_UP):
+        call()
+    first = _once(call, device)
+    runs = min(_AT_MOST, max(_AT_LEAST, int(_BUDGET_SECONDS / max(first, 1e-9))))
+    if device.type != "cuda":
+        return statistics.median(_once(call, device) for _ in range(runs))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * runs)]
+    for begin, end in zip(events[::2], events[1::2], strict=True):
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(device)
+    pairs = zip(events[::2], events[1::2], strict=True)
+    return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in pairs)
+
+
+def _once(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second, read and written, of a copy inside the device's memory: 1 GiB (64 MiB on a
+    CPU)."""
+    size = 2**30 if device.type == "cuda" else 2**26
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source), device)
+
+
+def gemm_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
+    """FLOP a second of a square product, 8192 wide (512 on a CPU) if `size` is not given."""
+    size = size or (8192 if device.type == "cuda" else 512)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: a @ b, device)
+
+
+def device_name(device: torch.device) -> str:
+    """As torch has it; on a CPU with the threads that compute."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"

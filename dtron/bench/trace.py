@@ -1,0 +1,226 @@
+"""A profiler's trace as spans of classes of work, and the windows of its steps.
+
+GPU traces. A span is a kernel or a copy on the device. Its class comes from its name (CLASSES);
+where the name does not tell, from the phase (`dtron.profile.phase`) in which the host launched it,
+found by the correlation of launch and kernel. A step's window goes from the end of the last kernel
+that the step before launched to the end of its own last one, so that the windows of steps join
+without gaps; the first step of a trace has no step before it and is left out.
+
+CPU traces. There are no kernels: a span is the time an operator spends in itself, without the
+operators it calls. It gets the class of an operator around it where that is attention, else its
+own. Communication is what gloo's threads mark; it shares the cores with computation, so that
+overlap on a CPU says little of a GPU. A step's window is the host's.
+
+Times are in microseconds. Names of kernels: cuBLAS (nvjet, gemm, xmma, splitK), CUTLASS, cuDNN and
+FlashAttention (flash, fmha, sdpa), NCCL, inductor's Triton kernels, which list what they fuse.
+"""
+
+import bisect
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtron.errors import DataError
+from dtron.profile import MARK
+
+COMMUNICATION = "communication"
+COMPUTE = ("GEMM", "attention", "loss", "optimizer", "copies", "elementwise")
+"""Classes of computation; where kernels run at once, the time belongs to the first."""
+
+# The first row whose pattern is in the name decides; what none names is elementwise.
+CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (name, re.compile(pattern, re.IGNORECASE))
+    for name, pattern in (
+        (COMMUNICATION, r"nccl|^gloo:|symm_mem|multimem|(one|two)_shot_all_reduce|PtoP|p2p"),
+        ("attention", r"flash|fmha|attention|sdpa"),
+        ("loss", r"log_?softmax|prepare_softmax|nll_loss|cross_entropy"),
+        ("optimizer", r"adam|sgd"),
+        ("copies", r"memcpy|memset|split_with_sizes_copy|chunk_cat|CatArray|fsdp::"),
+        ("copies", r"multi_tensor_apply.*copy|copy_device|direct_copy"),
+        ("copies", r"aten::(_foreach_)?(copy_|_to_copy|clone|cat)$"),
+        ("GEMM", r"gemm|nvjet|cutlass|cublas|wgmma|xmma|splitk|triton_tem_.*mm"),
+        ("GEMM", r"aten::(mm|bmm|addmm|baddbmm|_scaled_mm|_grouped_mm)(_out)?$"),
+    )
+)
+# A phase decides where the name gives one of these.
+_UNTOLD = ("elementwise", "copies")
+_PHASES = ("optimizer", "loss")
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCH = ("cuda_runtime", "cuda_driver")
+_DISPATCH = re.compile(r"^_?c10d")  # operators that hand a collective to another thread
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work of one class."""
+
+    begin: float
+    end: float
+    kind: str
+    """A member of COMPUTE, or COMMUNICATION."""
+    name: str
+    work: tuple[Any, ...]
+    """Equal for spans that do the same work: name, grid, block and shapes of the inputs."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One rank's."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    spans: list[Span]
+    windows: list[tuple[float, float]]
+    """Of steps, in their order, disjoint."""
+
+
+def classify(name: str, phase: str = "") -> str:
+    """Class of a kernel or operator, launched in a phase of the step."""
+    kind = next((kind for kind, pattern in CLASSES if pattern.search(name)), "elementwise")
+    return phase if kind in _UNTOLD and phase in _PHASES else kind
+
+
+def read_trace(path: Path) -> Trace:
+    """Read what `metrics.profile_start` wrote.
+
+    Raises:
+        DataError: the file is no trace, or holds too few steps.
+    """
+    try:
+        events = json.loads(path.read_text())["traceEvents"]
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path}: not a profiler's trace: {error!r}") from None
+    complete = [event for event in events if event.get("ph") == "X"]
+    found = any(event.get("cat") in _DEVICE for event in complete)
+    trace = _device_trace(complete) if found else _host_trace(complete)
+    if not trace.windows:
+        raise DataError(f"{path}: no whole step; profile at least {2 if found else 1} steps")
+    return trace
+
+
+class _Marks:
+    """Phases of the host, to be looked up by time."""
+
+    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+        marks = [
+            event
+            for event in events
+            if event.get("cat") == "user_annotation" and event["name"].startswith(MARK)
+        ]
+        spans = sorted((e["ts"], e["ts"] + e["dur"], e["name"].removeprefix(MARK)) for e in marks)
+        self.steps = [(begin, end) for begin, end, name in spans if name == "step"]
+        self._inner = [span for span in spans if span[2] in _PHASES]
+        self._begins = [begin for begin, _, _ in self._inner]
+        self._step_begins = [begin for begin, _ in self.steps]
+
+    def phase(self, time: float) -> str:
+        """The phase that decides classes at a time; empty if there is none. They do not nest."""
+        i = bisect.bisect_right(self._begins, time) - 1
+        return self._inner[i][2] if i >= 0 and time <= self._inner[i][1] else ""
+
+    def step(self, time: float) -> int | None:
+        """Which step a time of the host lies in."""
+        i = bisect.bisect_right(self._step_begins, time) - 1
+        return i if i >= 0 and time <= self.steps[i][1] else None
+
+
+# -- GPU -------------------------------------------------------------------------------------------
+
+
+def _device_trace(events: list[dict[str, Any]]) -> Trace:
+    marks = _Marks(events)
+    launches = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in _LAUNCH and "correlation" in event.get("args", {})
+    }
+    shapes = {
+        event["args"]["External id"]: json.dumps(event["args"]["Input Dims"])
+        for event in events
+        if event.get("cat") == "cpu_op" and "Input Dims" in event.get("args", {})
+    }
+    spans, ends = [], [0.0] * len(marks.steps)
+    for event in events:
+        if event.get("cat") not in _DEVICE:
+            continue
+        arguments = event.get("args", {})
+        launched = launches.get(arguments.get("correlation"), event["ts"])
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        name = event["name"]
+        work = (
+            name,
+            str(arguments.get("grid")),
+            str(arguments.get("block")),
+            shapes.get(arguments.get("External id")),
+            arguments.get("bytes"),
+        )
+        spans.append(Span(begin, end, classify(name, marks.phase(launched)), name, work))
+        if (step := marks.step(launched)) is not None:
+            ends[step] = max(ends[step], end)
+    windows = [(a, b) for a, b in itertools.pairwise(ends) if 0 < a < b]
+    return Trace("cuda", spans, windows)
+
+
+# -- CPU -------------------------------------------------------------------------------------------
+
+
+def _host_trace(events: list[dict[str, Any]]) -> Trace:
+    marks = _Marks(events)
+    collectives = [
+        event
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith("gloo:")
+    ]
+    spans = [
+        Span(e["ts"], e["ts"] + e["dur"], COMMUNICATION, e["name"], (e["name"],))
+        for e in collectives
+    ]
+    elsewhere = {event["tid"] for event in collectives}
+    threads: dict[Any, list[dict[str, Any]]] = {}
+    for event in events:
+        if event.get("cat") == "cpu_op" and not _DISPATCH.match(event["name"]):
+            threads.setdefault(event["tid"], []).append(event)
+    for thread, operators in threads.items():
+        # gloo's threads also sum: that is communication, and marked as such.
+        if thread not in elsewhere:
+            spans += _own_times(operators, marks)
+    return Trace("cpu", spans, marks.steps)
+
+
+def _own_times(operators: list[dict[str, Any]], marks: _Marks) -> list[Span]:
+    """What each operator of a thread spends in itself: nested ones are cut out of those around."""
+    spans: list[Span] = []
+    around: list[tuple[float, str, str]] = []  # (end, name, class) of the open operators
+    at = 0.0
+
+    def close(until: float) -> None:
+        nonlocal at
+        while around and around[-1][0] <= until:
+            end, name, kind = around.pop()
+            if end > at:
+                spans.append(Span(at, end, kind, name, (name,)))
+            at = max(at, end)
+
+    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
+        begin, end, name = event["ts"], event["ts"] + event["dur"], event["name"]
+        close(begin)
+        if around and begin > at:
+            spans.append(Span(at, begin, around[-1][2], around[-1][1], (around[-1][1],)))
+        at = max(at, begin)
+        kind = classify(name, marks.phase(begin))
+        outer = around[-1][2] if around else ""
+        around.append((end, name, _inner_class(kind, outer)))
+    close(float("inf"))
+    return spans
+
+
+def _inner_class(own: str, around: str) -> str:
+    """Class of an operator inside another: attention's products are attention, a product's copies
+    are its own."""
+    if around in ("attention", "loss", "optimizer"):
+        return around
+    return around if own == "elementwise" and around else own
