@@ -1,12 +1,18 @@
 """What the README and the docs tell a user exists."""
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from dtron.bench.command import bench_parser
+from dtron.bench.kernels import kernels_parser
+from dtron.bench.run import Options, bench_config
+from dtron.bench.sweep import points
 from dtron.config import RunConfig
+from dtron.preflight import check_layout
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
@@ -37,6 +43,23 @@ def test_commands_name_configs_and_keys_that_exist(page: Path) -> None:
             continue
         overrides = [word.strip("'`") for word in words[1:] if re.match(r"^[a-z]+\.\S+=", word)]
         RunConfig.load(ROOT / words[0].strip("`"), [o.replace("'", "") for o in overrides])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_bench_commands_are_accepted(page: Path) -> None:
+    text = page.read_text().replace("\\\n", " ")
+    for line in (line.strip() for line in text.splitlines()):
+        if not line.startswith("dtron bench "):
+            continue
+        words = shlex.split(line)[2:]
+        if words[0] == "kernels":
+            kernels_parser().parse_args(words[1:])
+            continue
+        given = bench_parser().parse_args(words)
+        options = Options(ranks=given.nproc_per_node or 1)
+        for point in points(given.axes):
+            config, _ = bench_config(ROOT / given.config, point.overrides, options, ROOT)
+            check_layout(config, options.ranks)
 
 
 def test_first_screen_has_the_two_commands() -> None:

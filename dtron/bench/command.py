@@ -6,15 +6,25 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from rich.console import Console
 
-from dtron.bench import report
+from dtron.bench import kernels, report
 from dtron.bench.breakdown import Breakdown, breakdown_table, ceiling, notes, read_breakdown
-from dtron.bench.run import Options, Outcome, reason, run_point, wait_for
+from dtron.bench.peers import (
+    LOG_STEPS,
+    PEERS,
+    Peer,
+    print_comparisons,
+    refusal,
+    require,
+    run_peer,
+)
+from dtron.bench.run import Options, Outcome, bench_config, reason, run_point, wait_for
 from dtron.bench.sweep import Point, points
 from dtron.errors import ConfigError
 
@@ -27,14 +37,17 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: the arguments are wrong.
     """
-    given = _parser().parse_args(arguments)
+    if arguments and arguments[0] == "kernels":
+        return kernels.main(arguments[1:])
+    given = bench_parser().parse_args(arguments)
     console = Console(width=None if Console().is_terminal else 200)
     options = _options(given)
     out = Path(given.out or time.strftime("runs/bench/%Y%m%d-%H%M%S"))
     sweep = points(given.axes)
     if not given.config.exists():
         raise ConfigError(f"{given.config}: no such file; dtron bench takes a config's TOML file")
-    outcomes = run_all(given.config, sweep, options, given.repeat, out, console)
+    against = _against(given)
+    outcomes = run_all(given.config, sweep, options, given.repeat, out, console, against)
     rows, written = [], []
     for point in sweep:
         own = [outcome for outcome in outcomes if outcome.label == point.label]
@@ -45,10 +58,30 @@ def main(arguments: Sequence[str]) -> int:
     report.print_report(console, rows, _title(given, options, outcomes))
     if given.breakdown:
         print_breakdowns(console, outcomes)
+    if against:
+        print_comparisons(console, outcomes)
     command = shlex.join(["dtron", "bench", *arguments])
     report.write_json(out / "bench.json", command, options, written)
     console.print(f"written: {out / 'bench.json'}", markup=False, soft_wrap=True)
     return 0 if any(found for _, found, _ in rows) else 1
+
+
+@dataclass(frozen=True)
+class Against:
+    """A peer, run behind each run of dtron."""
+
+    peer: Peer
+    extra: Sequence[str]
+    """Arguments added to its own."""
+
+    def refuse(self, config: Path, point: Point, options: Options) -> Outcome | None:
+        """The outcome of a point that the peer has no equal of; None for others."""
+        try:
+            resolved, _ = bench_config(config, point.overrides, options, Path())
+        except ConfigError:
+            return None  # running it tells why
+        why = refusal(self.peer, resolved, options)
+        return Outcome(point.label, "refused", f"against {self.peer.name}: {why}") if why else None
 
 
 def run_all(
@@ -58,6 +91,7 @@ def run_all(
     repeats: int,
     out: Path,
     console: Console,
+    against: Against | None = None,
 ) -> list[Outcome]:
     """Run every point `repeats` times: all points, then all of them again, so that a machine that
     drifts is seen as different repeats and not as different points. What was refused once is not
@@ -68,13 +102,17 @@ def run_all(
         if any(o.label == point.label and o.status == "refused" for o in outcomes):
             continue
         directory = out / f"{order:03}"
-        outcome = run_point(
+        outcome = against.refuse(config, point, options) if against else None
+        outcome = outcome or run_point(
             config, point.overrides, point.environment, options, directory, point.label
         )
         outcome.order, outcome.repeat = order, repeat
         outcomes.append(outcome)
         if outcome.status == "ok" and options.profile_steps:
             add_breakdown(outcome, options, with_ceiling=options.shapes and repeat == 0)
+        if outcome.status == "ok" and against:
+            beside = out / f"{order:03}-{against.peer.name}"
+            outcome.against = run_peer(against.peer, outcome, against.extra, options, beside)
         told = outcome.reason or _brief(outcome, options)
         console.print(
             f"[{order + 1}/{len(jobs)}] {point.label}: {told}", markup=False, soft_wrap=True
@@ -154,6 +192,17 @@ def _options(given: argparse.Namespace) -> Options:
     )
 
 
+def _against(given: argparse.Namespace) -> Against | None:
+    if given.against is None:
+        if given.peer_args:
+            raise ConfigError("--peer-args needs --against")
+        return None
+    if given.steps < LOG_STEPS:
+        raise ConfigError(f"--steps {given.steps} with --against: use at least {LOG_STEPS}")
+    require(PEERS[given.against])
+    return Against(PEERS[given.against], shlex.split(given.peer_args))
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see dtron bench --help")
@@ -165,7 +214,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def bench_parser() -> argparse.ArgumentParser:
+    """Of the command's arguments."""
     parser = _Parser(
         prog="dtron bench",
         description="Measure a run's speed, for every combination of settings. "
@@ -188,5 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fresh-cache", action="store_true", help="start each run without compiled graphs")
     add("--no-profile", action="store_true", help="measure no communication, on GPUs")
     add("--breakdown", action="store_true", help="show where a step's time goes, and its ceiling")
+    add("--against", choices=list(PEERS), help="run a peer on the same work behind each run")
+    add("--peer-args", default="", metavar="ARGS", help="arguments added to the peer's, quoted")
     add("--out", metavar="DIR", help="where logs and bench.json go (default: runs/bench/TIME)")
     return parser

@@ -106,6 +106,8 @@ class Outcome:
     """steps.json of the run: every step of every rank."""
     breakdown: dict[str, Any] = field(default_factory=dict)
     """Budgets of the profiled steps; with `ceiling`, if it was measured."""
+    against: dict[str, Any] = field(default_factory=dict)
+    """A peer's run behind this one, and how they compare (peers.py)."""
     launched_at: float = 0.0
     """Seconds of the epoch."""
     wall_seconds: float = 0.0

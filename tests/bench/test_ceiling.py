@@ -19,7 +19,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("ranks", "parallel"), LAYOUTS)
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_products_are_the_models_flops(ranks: int, parallel: dict, chunks: int) -> None:
-    """Of a rank, on average: all of the model's, over the ranks. Norms are vectors, not products."""
+    """Of a rank, on average: the whole model over the ranks. Norms are vectors, not products."""
     values = {
         "model": {"name": "qwen3", "size": "1.7b"},
         "train": {"global_batch": 8, "seq_len": 4096, "loss_chunks": chunks},
