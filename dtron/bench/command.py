@@ -24,9 +24,9 @@ from dtron.bench.peers import (
     require,
     run_peer,
 )
-from dtron.bench.run import Options, Outcome, bench_config, reason, run_point, wait_for
+from dtron.bench.run import Options, Outcome, bench_config, one_line, reason, run_point, wait_for
 from dtron.bench.sweep import Point, points
-from dtron.errors import ConfigError
+from dtron.errors import ConfigError, DataError
 
 _PROFILED = 3  # steps of the window; on GPUs the first only says where the second begins
 
@@ -124,7 +124,11 @@ def add_breakdown(outcome: Outcome, options: Options, with_ceiling: bool) -> Non
     """Read the traces of a run and, if asked, measure on the now empty device what its classes take
     alone."""
     run = Path(outcome.directory) / "run"
-    outcome.breakdown = read_breakdown(run / "trace").as_json()
+    try:
+        outcome.breakdown = read_breakdown(run / "trace").as_json()
+    except DataError as error:  # the times of the run stand without it
+        outcome.breakdown = {"unread": one_line(str(error))}
+        return
     if not with_ceiling:
         return
     log = Path(outcome.directory) / "ceiling.txt"
@@ -133,7 +137,8 @@ def add_breakdown(outcome: Outcome, options: Options, with_ceiling: bool) -> Non
     status = wait_for([*command, *files], log, {}, options.timeout_seconds)
     text = log.read_text(errors="replace")
     if status == 0:
-        outcome.breakdown["ceiling"] = json.loads(text.splitlines()[-1])
+        (line,) = (line for line in text.splitlines() if line.startswith("{"))
+        outcome.breakdown["ceiling"] = json.loads(line)
     else:
         outcome.breakdown["no_ceiling"] = reason(text, status, options.timeout_seconds)
 
@@ -142,6 +147,9 @@ def print_breakdowns(console: Console, outcomes: Sequence[Outcome]) -> None:
     """The step budget of each point's first run."""
     for outcome in outcomes:
         if outcome.repeat or not outcome.breakdown:
+            continue
+        if why := outcome.breakdown.get("unread"):
+            console.print(f"{outcome.label}: no breakdown: {why}", markup=False, soft_wrap=True)
             continue
         found = Breakdown.of_json(outcome.breakdown)
         measured = outcome.breakdown.get("ceiling", {})

@@ -190,7 +190,7 @@ def versions() -> dict[str, str]:
         "platform": platform.platform(),
         "cpus": str(os.cpu_count()),
     }
-    if torch.version.cuda:
+    if torch.cuda.is_available():
         found["cudnn"] = str(torch.backends.cudnn.version())
         found["nccl"] = ".".join(map(str, nccl.version()))
     for package in ("triton", "torchao", "flash-attn-4", "torchtitan"):
