@@ -204,6 +204,7 @@ class RunConfig(Section):
             f"parallel.{key}" for key in ("schedule", "stages_per_rank", "pp_layout", "defer_head")
         )
         profile = ("metrics.profile_steps", "metrics.profile_shapes")
+        float8 = tuple(f"float8.{key}" for key in Float8.model_fields if key != "recipe")
         falls = self.schedule.name in ("linear", "cosine", "wsd")
         return [
             (adamw, self.optim.name == "adamw", 'optim.name = "adamw"'),
@@ -214,6 +215,7 @@ class RunConfig(Section):
             (("schedule.decay",), self.schedule.name == "wsd", 'schedule.name = "wsd"'),
             (("schedule.min_ratio",), falls, "a schedule that falls: linear, cosine or wsd"),
             (("recompute.every",), self.recompute.mode != "none", "a recompute.mode"),
+            (float8, self.float8.recipe != "", "a float8.recipe"),
             (("compile.backend",), self.compile.enable, "compile.enable = true"),
             (("data.hf_path", "data.hf_name", "data.hf_split"), hf, 'data.source = "hf"'),
             (("data.hf_streaming",), hf, 'data.source = "hf"'),

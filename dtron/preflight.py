@@ -32,6 +32,7 @@ from dtron.parallelisms.context import shape_of
 from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.layout import StageNames, build_layout
 from dtron.parallelisms.pipeline import Layout
+from dtron.precision import Float8Plan, plan_float8
 from dtron.rundir import RunDir
 from dtron.runtime import Place, check_writable
 
@@ -48,6 +49,7 @@ class Checked:
     model: DecoderConfig
     attention: Backend
     layout: Layout | None
+    float8: Float8Plan | None
     tokenizer: Tokenizer
     train: TrainingSource
     validation: ValidationSource | None
@@ -92,6 +94,7 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         model,
         attention,
         layout,
+        plan_float8(config, model, place.world_size, layout),
         tokenizer,
         train,
         validation,
@@ -126,6 +129,7 @@ def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Lay
         )
     if layout is not None and (layout.splits_backward or layout.head):
         _refuse_bfloat16_sums(config, world_size)
+    plan_float8(config, model, world_size, layout)
     return model, layout
 
 

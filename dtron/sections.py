@@ -251,7 +251,33 @@ class Compile(Section):
 
 
 class Float8(Section):
-    """float8 training; no keys yet."""
+    """float8 training: linear layers multiply in 8 bits; weights, optimizer state and checkpoints
+    stay what they are."""
+
+    recipe: Literal["", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] = ""
+    """A row of dtron.float8.RECIPES; empty: no float8. `tensorwise`: one scale a tensor. `rowwise`:
+    one a row, powers of two. `rowwise_with_gw_hp`: the same, weight gradients in `train.dtype`.
+    `blockwise`: 1 x 128 activations and 128 x 128 weights, as DeepSeek-V3. `mxfp8`: 1 x 32, powers
+    of two. Where the hardware does not multiply them, they are emulated, slowly, and the log says
+    so."""
+    filter: list[str] = Field(default_factory=list)
+    """Patterns of the linear layers to convert, such as `blocks.*.ffn.*`; empty: all those of the
+    blocks whose dims are multiples of 16."""
+    skip: list[str] = Field(default_factory=list)
+    """Patterns of linear layers that stay in `train.dtype`, such as `blocks.*.attn.w[kv]`."""
+    skip_first: int = Field(default=0, ge=0)
+    """How many of the first blocks stay in `train.dtype`."""
+    skip_last: int = Field(default=0, ge=0)
+    """How many of the last blocks stay in `train.dtype`."""
+    output: bool = False
+    """Convert the head too."""
+    all_gather: bool = False
+    """Gather weights over data-parallel ranks in float8: half the bytes of bfloat16. With
+    `tensorwise`; scales of all weights are computed in one reduction after each update. Needs the
+    extra `float8`."""
+    gather_inputs: bool = False
+    """With sequence parallelism, gather the input of each attention and feed-forward in float8:
+    half the bytes of bfloat16. With `tensorwise`."""
 
 
 class Checkpoint(Section):

@@ -42,6 +42,7 @@ class TrainStep:
         loss: (logits (B, T, V), labels (B, T)) -> the summed loss; where the model's head computes
             it (`Applied.loss_in_head`), what the model gives comes in place of the logits.
         dropout_seed: seed of the dropout masks; None if the model has no dropout.
+        after_update: what depends on the new weights, such as their float8 scales.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class TrainStep:
         loss: Loss,
         max_grad_norm: float,
         dropout_seed: int | None,
+        after_update: Callable[[], None] | None = None,
     ) -> None:
         self.execution, self.applied, self.mesh, self.optimizer = (
             execution,
@@ -61,6 +63,7 @@ class TrainStep:
             optimizer,
         )
         self.loss, self.max_grad_norm, self.dropout_seed = loss, max_grad_norm, dropout_seed
+        self.after_update = after_update
         self.parameters = [p for _, p in applied.named_parameters() if p.requires_grad]
         self.skipped = torch.zeros((), dtype=torch.int64, device=mesh.device_type)
         self.skipped_in_a_row = torch.zeros_like(self.skipped)
@@ -73,6 +76,8 @@ class TrainStep:
         with phase("optimizer"):
             norm = global_norm(self.parameters, self.mesh, self.applied.shared.copies)
             update(self.optimizer, clip_scale(norm, self.max_grad_norm), lr)
+            if self.after_update is not None:
+                self.after_update()
             self.optimizer.zero_grad()
         finite = norm.isfinite()
         self.skipped += ~finite

@@ -4,12 +4,14 @@ import functools
 import gc
 import logging
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
 
 import dtron
 from dtron.checkpoint import Checkpointer, Facts, check_agreement
@@ -24,8 +26,9 @@ from dtron.models import MODELS, build_model
 from dtron.optim import build_optimizer, learning_rate
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context import Context
-from dtron.parallelisms.fsdp import Policy
+from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
+from dtron.parallelisms.placement import Row
 from dtron.preflight import model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
 from dtron.rundir import RunDir
@@ -120,6 +123,7 @@ class Trainer:
             self.loss,
             config.train.max_grad_norm,
             config.train.seed if has_dropout else None,
+            self._after_update(),
         )
         self.checkpointer = Checkpointer(
             self.rundir.checkpoints,
@@ -132,6 +136,8 @@ class Trainer:
             self.mesh.group(*axes)  # made now, to get the time-out and a name too
         set_timeouts(self.mesh.groups(), config.parallel.timeout_seconds)
         self._resume()
+        if self.train_step.after_update is not None:
+            self.train_step.after_update()  # of the weights that were loaded
         self._open_run()
 
     def _build_model(self) -> Applied:
@@ -146,12 +152,15 @@ class Trainer:
         passes = Passes(
             units=spec.units(checked.model),
             blocks="blocks.*",
-            placements=spec.placements(checked.model, config.parallel.sequence_parallel),
+            placements=self._placements(
+                spec.placements(checked.model, config.parallel.sequence_parallel)
+            ),
             parallel=config.parallel,
             dtype=config.train.dtype,
             recompute=config.recompute,
             compile=config.compile,
             init=(config.train.seed, fill),
+            convert=self._build_conversion(),
             vocabulary=spec.vocabulary,
             layout=checked.layout,
             replicas="step",
@@ -159,6 +168,18 @@ class Trainer:
             loss=self._build_head_loss(),
         )
         return apply_passes(model, self.mesh, passes)
+
+    def _build_conversion(self) -> Callable[[nn.Module], None] | None:
+        plan = self.checked.float8
+        return plan.converter(self.mesh, DTYPES[self.config.train.dtype]) if plan else None
+
+    def _placements(self, rows: dict[str, Row]) -> dict[Any, Any]:
+        plan = self.checked.float8
+        return plan.placements(rows, self.mesh) if plan else dict(rows)
+
+    def _after_update(self) -> Callable[[], None] | None:
+        plan = self.checked.float8
+        return plan.gather_weights(self.applied, self.mesh) if plan else None
 
     def _vocabulary(self) -> VocabularyShard | None:
         if self.mesh.size("tp") == 1:
@@ -255,10 +276,18 @@ class Trainer:
             "packing": {"mode": config.data.packing, **(asdict(waste) if waste else {})},
             "recomputed_blocks": applied.recomputed_blocks,
             "compiled": list(applied.compiled),
+            "float8": self._float8_facts(),
             "fsdp_units": applied.units,
             "parameter_bytes_per_rank": held,
             "start_step": self.step,
         }
+
+    def _float8_facts(self) -> dict[str, Any] | None:
+        plan = self.checked.float8
+        if plan is None:
+            return None
+        why = plan.why_emulated(self.place.device, DTYPES[self.config.train.dtype])
+        return {"recipe": plan.recipe.name, "emulated": why or False, "layers": list(plan.layers)}
 
     def _announce(self) -> None:
         applied = self.applied
@@ -283,6 +312,8 @@ class Trainer:
         )
         compiled = f"{len(applied.compiled)} blocks and the loss" if applied.compiled else "nothing"
         log.info("compiled: %s; recomputed: %d blocks", compiled, applied.recomputed_blocks)
+        if self.checked.float8 is not None:
+            self.checked.float8.announce(self.place.device, DTYPES[train.dtype])
         waste = self.checked.train.waste() or "a stream, whose waste is not known in advance"
         log.info("packing %s: %s", self.config.data.packing, waste)
 

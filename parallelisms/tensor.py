@@ -79,7 +79,7 @@ def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
     partial = []
     for name in sorted(rows, key=lambda fqn: fqn.count(".")):
         for row in rows[name]:
-            kind = row.kind if isinstance(row, Row) else "style"
+            kind = _kind(row)
             if isinstance(row, Row) and kind in _SPLIT:
                 _check_divides(name, modules[name], row, tp)
             if kind.startswith("prepare"):
@@ -93,6 +93,12 @@ def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
     _refuse_uncovered(model, covered)
     _refuse_shared_otherwise(model, rows)
     return Plan(rows, tuple(partial), frozenset(covered))
+
+
+def _kind(row: Row | ParallelStyle) -> str:
+    if isinstance(row, Row):
+        return row.kind
+    return "prepare" if isinstance(row, PrepareModuleInput | PrepareModuleOutput) else "style"
 
 
 def _expand(

@@ -77,4 +77,4 @@ def test_architecture_is_one_page() -> None:
 
 def test_every_extra_that_errors_name_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"test", "dev", "flash", "hf"} <= project["optional-dependencies"].keys()
+    assert {"test", "dev", "flash", "float8", "hf"} <= project["optional-dependencies"].keys()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dtron.config import Compile, CpMethod, Parallel, Recompute
+from dtron.config import Compile, CpMethod, Float8, Parallel, Recompute
 from dtron.models import MODELS
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import SCHEDULES, order_of, write_csv
@@ -232,6 +232,36 @@ SPECIAL = [
 ]
 
 
+def float8(recipe: str, world: int, parallel: Parallel, model: str = "llama", **more: Any) -> Case:
+    """A case whose layers, and their parts under tp, have dims that are multiples of 16."""
+    override = {"dim": 32, "head_dim": 16, "ffn_dim": 64, "n_layers": 2, **more.pop("override", {})}
+    kept = {"dtype": "float64", "seq_len": 32, "sequences": 4, "steps": 2, **more}
+    settings = Float8(recipe=recipe, **kept.pop("float8", {}))  # type: ignore[arg-type]
+    return Case(model, world, parallel, override=override, float8=settings, **kept)
+
+
+GATHERS = {"all_gather": True, "gather_inputs": True}
+HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
+FLOAT8 = [
+    # one scale a tensor: equal in every layout
+    float8("tensorwise", 4, Parallel(dp_replicate=2), recompute=FULL, micro_batch=2, sequences=8),
+    float8("tensorwise", 2, Parallel(tp=2), "gpt", seq_len=16, recompute=FULL),
+    float8("tensorwise", 2, Parallel(tp=2, sequence_parallel=False), **HEAD8),
+    float8("tensorwise", 2, Parallel(cp=2), documents=True, compile=EAGER),
+    float8("tensorwise", 4, Parallel(cp=2, tp=2), recompute=Recompute(mode="selective")),
+    float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
+    # weights and inputs that travel in float8
+    float8("tensorwise", 4, Parallel(dp_replicate=2), float8={"all_gather": True}),
+    float8("tensorwise", 4, Parallel(tp=2), compile=EAGER, float8=GATHERS),
+    float8("tensorwise", 4, Parallel(cp=2, tp=2, zero=2), recompute=FULL, float8=GATHERS),
+    # scales of rows and blocks: equal where no tensor is split, else as accurate
+    float8("rowwise_with_gw_hp", 2, Parallel(zero=1)),
+    float8("mxfp8", 4, Parallel(pp=2), recompute=FULL),
+    float8("rowwise", 2, Parallel(tp=2), dtype="float32"),
+    float8("blockwise", 4, Parallel(tp=2, cp=2), dtype="float32"),
+]
+
+
 def test_any_two_settings_meet() -> None:
     met = set().union(*map(pairs, CHOICES))
     assert met == all_pairs()
@@ -245,6 +275,11 @@ def test_settings_together_equal_one_process(case: Case) -> None:
 
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
 def test_special_case_equals_one_process(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", FLOAT8, ids=str)
+def test_float8_equals_one_process(case: Case) -> None:
     check(case)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Partial, Shard
 from dtron import loss, step
 from dtron.config import Parallel, Recompute
 from dtron.data import Batch
+from dtron.float8 import casting
 from dtron.parallelisms import apply, context, head_loss, tensor
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.deferred import WeightGradients
@@ -27,7 +28,7 @@ from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.offload import Offload
 from dtron.parallelisms.stages import SharedWeights
 from tests.harness import run_ranks
-from tests.parallelisms import parity
+from tests.parallelisms import parity, test_parity
 from tests.parallelisms.parity import Case, Outcome, deviations, parallel_run
 
 
@@ -205,6 +206,11 @@ def micro_batches_exchanged() -> None:
     Offload._store = exchanged  # type: ignore[method-assign]
 
 
+def scales_of_ones_own() -> None:
+    """Ranks that hold parts of a tensor each scale by their own part."""
+    casting.shared = lambda amax, _groups: amax
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -231,6 +237,7 @@ CHUNKED = Case("llama", 2, Parallel(tp=2), sequences=4, loss_chunks=3)
 PADDED = Case("llama", 2, Parallel(tp=2), sequences=4, override={"tied": True})
 DROPPED = Case("gpt", 2, Parallel(tp=2), sequences=4, override={"dropout": 0.2})
 RING = Case("llama", 2, Parallel(cp=2), sequences=4)
+SCALED = [test_parity.float8("tensorwise", 2, p) for p in (Parallel(tp=2), Parallel(cp=2))]
 HEADS = Parallel(cp=2, cp_method="ulysses")
 OFFLOADED = [
     Case("llama", 2, Parallel(pp=2, schedule=name), Recompute(offload=True), sequences=4)
@@ -267,6 +274,7 @@ BUGS = [
     Bug(late_pieces_as_they_come, replace(RING, parallel=HEADS), ALSO_LOSS),
     Bug(positions_of_the_part, RING, ALSO_LOSS),
     *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
+    *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in SCALED],
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
 ]
 
@@ -293,3 +301,11 @@ def test_planted_bug_turns_parity_red(bug: Bug) -> None:
     found = spoiled(bug)
     assert any(what != "loss 0" for what in found), "no gradient deviates"
     assert not [what for what in found if not re.fullmatch(bug.spoils, what)]
+
+
+def test_planted_bug_costs_decibels() -> None:
+    """Where float8 does not round as one process does."""
+    case = test_parity.float8("rowwise", 2, Parallel(tp=2), dtype="float32")
+    plant = functools.partial(activations_not_reduce_scattered, in_backward=True)
+    found = deviations(case, run_ranks(case.world, run_with, plant, case))
+    assert Outcome(found).wrong(case)

@@ -1,0 +1,270 @@
+"""float8 in a run: which layers, what is refused, and what the passes and the loop are given.
+
+`dtron.float8` knows layers and recipes, not runs; here the keys of [float8] meet the model and the
+layout. The choice of layers depends on the model alone, so that every layout trains the same one.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dtron.config import Degree, Float8, RunConfig
+from dtron.errors import ConfigError
+from dtron.float8.convert import MULTIPLE, Choice, convert, layer_names
+from dtron.float8.gather import GatherInput, WeightGather, require_torchao
+from dtron.float8.linear import Float8Linear, ScaleGroups
+from dtron.float8.products import why_emulated
+from dtron.float8.recipes import RECIPES, Recipe
+from dtron.models import MODELS, build_model, choose_backend
+from dtron.models.attention import Backend
+from dtron.models.config import DecoderConfig
+from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.mesh import Mesh
+from dtron.parallelisms.pipeline import Layout
+from dtron.parallelisms.placement import Row, matches
+
+log = logging.getLogger("dtron")
+
+
+@dataclass(frozen=True)
+class Float8Plan:
+    """The float8 layers of a run."""
+
+    recipe: Recipe
+    settings: Float8
+    layers: tuple[str, ...]
+    """FQNs, in the model's order."""
+    gathering: tuple[str, ...] = ()
+    """FQNs of modules that gather their input in float8."""
+
+    def converter(self, mesh: Mesh, dtype: torch.dtype) -> Callable[[nn.Module], None]:
+        """The pass that comes first: `Passes.convert`."""
+        emulate = bool(self.why_emulated(torch.device(mesh.device_type), dtype))
+        groups = scale_groups(mesh)
+
+        def apply(model: nn.Module) -> None:
+            convert(model, self.layers, self.recipe, emulate, groups)
+
+        return apply
+
+    def placements(self, rows: Mapping[str, Row], mesh: Mesh) -> dict[Any, Row | ParallelStyle]:
+        """Rows with the inputs of `gathering` gathered in float8."""
+        chosen = dict.fromkeys(self.gathering)
+        style = GatherInput(self.recipe.output.left, scale_groups(mesh).both) if chosen else None
+        found: dict[Any, Row | ParallelStyle] = {}
+        for pattern, row in rows.items():
+            mine = [name for name in chosen if matches(pattern, name)]
+            if mine and style is not None and row.kind == "prepare_input":
+                found[tuple(mine)] = style
+            else:
+                found[pattern] = row
+        return found
+
+    def gather_weights(self, applied: Applied, mesh: Mesh) -> Callable[[], None] | None:
+        """Gather weights in float8, if the settings say so.
+
+        Returns:
+            What computes their scales, due now and after each update; None where it is not needed.
+        """
+        if not self.settings.all_gather:
+            return None
+        layers = [m for part in applied.parts.values() for m in part.modules()]
+        group = mesh.group("dp_shard", "cp", "tp")
+        gather = WeightGather([m for m in layers if isinstance(m, Float8Linear)], group)
+        gather.refresh()
+        return gather.refresh
+
+    def announce(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Tell the log how many layers there are, and whether they are emulated."""
+        settings = self.settings
+        told = [key for key in ("output", "all_gather", "gather_inputs") if getattr(settings, key)]
+        log.info("float8: %s, %d linear layers", self.recipe.name, len(self.layers))
+        if told:
+            log.info("float8: %s", ", ".join(told))
+        if why := self.why_emulated(device, dtype):
+            log.warning("float8 is emulated: %s; it rounds alike and is slower than none", why)
+
+    def why_emulated(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Why products are emulated; empty where they are not."""
+        return why_emulated(self.recipe, device, dtype)
+
+
+def scale_groups(mesh: Mesh) -> ScaleGroups:
+    """The process groups whose ranks hold parts of one tensor."""
+
+    def names(*axes: str) -> tuple[str, ...]:
+        wide = tuple(axis for axis in axes if mesh.size(axis) > 1)  # type: ignore[arg-type]
+        return (mesh.group(*wide).group_name,) if wide else ()  # type: ignore[arg-type]
+
+    return ScaleGroups(tp=names("tp"), cp=names("cp"), both=names("cp", "tp"))
+
+
+def plan_float8(
+    config: RunConfig, model: DecoderConfig, world_size: int, layout: Layout | None
+) -> Float8Plan | None:
+    """Choose the float8 layers of a run; None where there is no recipe.
+
+    Raises:
+        ConfigError: a pattern matches nothing, dims do not fit, or a setting cannot act.
+    """
+    settings = config.float8
+    if not settings.recipe:
+        return None
+    recipe = RECIPES[settings.recipe]
+    _refuse_what_cannot_act(config, recipe, world_size, layout)
+    if settings.all_gather and settings.output and model.tied:
+        raise ConfigError(
+            "float8.all_gather with float8.output and tied weights: the embedding looks rows up in "
+            "the same weight, in train.dtype; use one of the two"
+        )
+    spec = MODELS[config.model.name]
+    with torch.device("meta"):
+        whole = build_model(config.model.name, model, _any_attention(model))
+    choice = Choice(
+        "blocks.*",
+        tuple(settings.filter),
+        tuple(settings.skip),
+        settings.skip_first,
+        settings.skip_last,
+        spec.head[-1] if settings.output else "",
+    )
+    plan = Float8Plan(recipe, settings, layer_names(whole, choice))
+    if settings.all_gather:
+        require_torchao()
+    degrees = config.degrees(world_size)
+    rows = spec.placements(model, config.parallel.sequence_parallel)
+    for name in plan.layers:
+        _check_parts(name, whole.get_submodule(name), rows, degrees, settings)
+    if settings.gather_inputs:
+        return replace(plan, gathering=_gathering(whole, rows, plan.layers))
+    return plan
+
+
+def _gathering(
+    model: nn.Module, rows: Mapping[str, Row], layers: Collection[str]
+) -> tuple[str, ...]:
+    """Modules whose gathered input goes into float8 layers only.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    kinds = {
+        name: {row.kind for pattern, row in rows.items() if matches(pattern, name)}
+        for name, _ in model.named_modules()
+    }
+    found = []
+    for name in kinds:
+        split = [n for n in kinds if n.startswith(f"{name}.") and "colwise" in kinds[n]]
+        if "prepare_input" in kinds[name] and split and set(split) <= set(layers):
+            found.append(name)
+    if not found:
+        raise ConfigError(
+            "float8.gather_inputs has no effect: no attention or feed-forward has all the layers "
+            "that read its input in float8; widen float8.filter"
+        )
+    return tuple(found)
+
+
+def _any_attention(model: DecoderConfig) -> Backend:
+    """A backend that can do what the model asks: only names and shapes are looked at."""
+    return choose_backend(
+        "math",
+        device_type="cpu",
+        dtype=torch.float32,
+        head_dim=model.head_size,
+        documents=False,
+        dropout=model.attention_dropout > 0,
+        deterministic=False,
+        window=model.window,
+        softcap=model.softcap,
+        sinks=model.sinks,
+    )
+
+
+def _refuse_what_cannot_act(
+    config: RunConfig, recipe: Recipe, world_size: int, layout: Layout | None
+) -> None:
+    parallel, settings, name = config.parallel, config.float8, recipe.name
+    degrees = config.degrees(world_size)
+    tokens = config.train.micro_batch * config.train.seq_len // degrees["cp"]
+    rules = [
+        (
+            tokens % MULTIPLE > 0,
+            f"float8.recipe = {name!r} needs a multiple of {MULTIPLE} tokens a micro-batch, not "
+            f"{tokens} (train.micro_batch x train.seq_len / parallel.cp)",
+        ),
+        (
+            parallel.async_tp,
+            f"float8.recipe = {name!r} with parallel.async_tp: the fused products are those of "
+            "train.dtype; set parallel.async_tp = false",
+        ),
+        (
+            layout is not None and layout.splits_backward,
+            f"parallel.schedule = {parallel.schedule!r} puts off weight gradients, which float8 "
+            'layers compute at once; use one with whole backwards, such as "Interleaved1F1B"',
+        ),
+        (
+            settings.output and parallel.defer_head > 0,
+            f"parallel.defer_head = {parallel.defer_head} with float8.output: the weight gradients "
+            "of a float8 head are computed at once; use one of the two",
+        ),
+        (
+            settings.output and config.train.loss_chunks > 1,
+            f"float8.output with train.loss_chunks = {config.train.loss_chunks}: the loss "
+            "multiplies by the head itself, in train.dtype; use one of the two",
+        ),
+        (
+            settings.all_gather and not recipe.shares_scales,
+            f"float8.all_gather with float8.recipe = {name!r}: a rank's part of a weight does not "
+            'have the scales of the whole; use "tensorwise"',
+        ),
+        (
+            settings.all_gather and degrees["dp_shard"] * degrees["cp"] == 1,
+            "float8.all_gather has no effect without parallel.dp_shard or parallel.cp > 1: no rank "
+            "gathers weights",
+        ),
+        (
+            settings.gather_inputs and not recipe.shares_scales,
+            f"float8.gather_inputs with float8.recipe = {name!r}: the gathered input has other "
+            'scales than its parts; use "tensorwise"',
+        ),
+        (
+            settings.gather_inputs and not (parallel.tp > 1 and parallel.sequence_parallel),
+            "float8.gather_inputs has no effect without parallel.tp > 1 and "
+            "parallel.sequence_parallel: no input is gathered",
+        ),
+    ]
+    for broken, message in rules:
+        if broken:
+            raise ConfigError(message)
+
+
+def _check_parts(
+    name: str,
+    linear: nn.Module,
+    rows: Mapping[str, Row],
+    degrees: Mapping[Degree, int],
+    settings: Float8,
+) -> None:
+    """What a rank holds of a layer has dims that fit too."""
+    assert isinstance(linear, nn.Linear)
+    tp, ranks = degrees["tp"], degrees["dp_shard"] * degrees["cp"]
+    kinds = {row.kind for pattern, row in rows.items() if matches(pattern, name)}
+    dim = linear.in_features if "rowwise" in kinds else linear.out_features
+    if dim % (tp * MULTIPLE):
+        raise ConfigError(
+            f"parallel.tp = {tp} leaves a rank {dim / tp:g} of the {dim} "
+            f"{'columns' if 'rowwise' in kinds else 'rows'} of {name}, and float8 needs multiples "
+            f"of {MULTIPLE}; lower it, or name the layer in float8.skip"
+        )
+    held = linear.out_features // (1 if "rowwise" in kinds else tp)
+    if settings.all_gather and held % ranks:
+        raise ConfigError(
+            f"float8.all_gather: the {ranks} ranks of parallel.dp_shard and parallel.cp do not "
+            f"divide the {held} rows of {name}; name the layer in float8.skip"
+        )

@@ -1,0 +1,211 @@
+"""A linear layer whose products are float8 by a recipe; its weight stays what it was.
+
+    output       x8 w8^T       grad_input   g8 w8       grad_weight   g8^T x8
+
+Under tp it works on local tensors, as `parallelisms/tensor.py` splits them. Whoever holds a part of
+an operand that has one scale shares it (`whole` tiles of tensorwise): then every layout of ranks
+computes what one process computes.
+
+    weight is split       input            weight      grad
+    not                   cp               -           cp
+    by rows (colwise)     cp               tp          cp and tp
+    by columns (rowwise)  cp and tp        tp          cp
+
+Data-parallel ranks share nothing: a scale belongs to a micro-batch, and its rank holds all of it.
+
+Kept for the backward: the float8 input where the recipe's cast serves both products, else the input
+as it came; the weight, which FSDP gathers again, never a cast copy of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from dtron.errors import PlacementError
+from dtron.float8.casting import Scaled, quantize
+from dtron.float8.products import product
+from dtron.float8.recipes import Cast, Recipe
+
+Probe = Callable[[str, Tensor, Cast], None]
+"""(operand: input, weight or grad; (M, S), the cast of its first product) -> None."""
+
+
+@dataclass(frozen=True)
+class ScaleGroups:
+    """Names of process groups whose ranks hold parts of one tensor; empty where they are none."""
+
+    tp: tuple[str, ...] = ()
+    cp: tuple[str, ...] = ()
+    both: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _How:
+    """How one call computes: who shares the scale of each operand."""
+
+    recipe: Recipe
+    emulate: bool
+    input: tuple[str, ...]
+    weight: tuple[str, ...]
+    grad: tuple[str, ...]
+
+
+class Float8Linear(nn.Linear):
+    """nn.Linear by a float8 recipe.
+
+    Args:
+        emulate: multiply in float32 what the float8 numbers stand for.
+        groups: who shares scales.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        recipe: Recipe,
+        emulate: bool,
+        groups: ScaleGroups = ScaleGroups(),
+    ) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.recipe, self.emulate, self.groups = recipe, emulate, groups
+        self.probe: Probe | None = None
+        self.input_gradient: Placement = Partial()
+        """Placement of the input's gradient where the weight is split by rows: a part of a sum; or
+        Replicate() where what gathered the input sums it up itself."""
+
+    @classmethod
+    def of(
+        cls, linear: nn.Linear, recipe: Recipe, emulate: bool, groups: ScaleGroups
+    ) -> "Float8Linear":
+        """The same layer in float8, with the linear's own parameters."""
+        with torch.device("meta"):
+            made = cls(linear.in_features, linear.out_features, False, recipe, emulate, groups)
+        made.weight, made.bias = linear.weight, linear.bias
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) -> (..., O), in the input's dtype."""
+        if isinstance(self.weight, DTensor):
+            return self._split(input, self.weight)
+        how = self._how(self.groups.cp, (), self.groups.cp)
+        out = self._multiply(input, self.weight, how)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        """The recipe beside the sizes."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}, emulate={self.emulate}"
+
+    def _split(self, x: Tensor, weight: DTensor) -> Tensor:
+        """A weight split over tp, by its rows or columns, on local tensors."""
+        layout = (*getattr(x, "placements", ()), *weight.placements)
+        mesh, last, groups = weight.device_mesh, Shard(x.dim() - 1), self.groups
+        bias: Any = self.bias
+        if isinstance(x, DTensor) and layout == (Replicate(), Shard(0)):
+            how = self._how(groups.cp, groups.tp, groups.both)
+            local = x.to_local(grad_placements=[self.input_gradient])
+            out = self._multiply(local, weight.to_local(), how)
+            out = out if bias is None else out + bias.to_local()
+            return DTensor.from_local(out, mesh, [last], run_check=False)
+        if isinstance(x, DTensor) and layout == (last, Shard(1)):
+            how = self._how(groups.both, groups.tp, groups.cp)
+            out = self._multiply(x.to_local(), weight.to_local(), how)
+            out = DTensor.from_local(out, mesh, [Partial()], run_check=False)
+            # Added to parts of a sum, a whole bias goes to one of them: it counts once.
+            return out if bias is None else out + bias
+        raise PlacementError(
+            f"a float8 layer whose input and weight are split as {layout}; use colwise() or "
+            "rowwise(), or leave the layer out of float8.filter"
+        )
+
+    def _how(self, input: tuple[str, ...], weight: tuple[str, ...], grad: tuple[str, ...]) -> _How:
+        return _How(self.recipe, self.emulate, input, weight, grad)
+
+    def _multiply(self, x: Tensor, weight: Tensor, how: _How) -> Tensor:
+        """(..., K) times the local weight (O, K), as it is or gathered in float8."""
+        rows = x.reshape(-1, x.shape[-1])
+        # A weight that was gathered in float8 has data and scale; see gather.py.
+        data, scale = getattr(weight, "_data", None), getattr(weight, "_scale", None)
+        if self.probe is not None:
+            self._show(rows, weight if data is None else None)
+        out = _Linear.apply(rows, weight, data, scale, how)
+        assert isinstance(out, Tensor)
+        if self.probe is not None and out.requires_grad:
+            out.register_hook(self._show_grad)
+        return out.view(*x.shape[:-1], -1)
+
+    def _show(self, x: Tensor, weight: Tensor | None) -> None:
+        assert self.probe is not None
+        self.probe("input", x.detach(), self.recipe.output.left)
+        if weight is not None:
+            self.probe("weight", weight.detach(), self.recipe.output.right)
+
+    def _show_grad(self, grad: Tensor) -> None:
+        if self.probe is not None and self.recipe.grad_input is not None:
+            self.probe("grad", grad.detach(), self.recipe.grad_input.left)
+
+
+# Without it dynamo of torch 2.11 gives gradients of zero, without a word, for a function whose
+# result is made of casts alone. 2.13 does not need it.
+@torch._dynamo.allow_in_graph
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, data: Tensor | None, scale: Tensor | None, how: _How
+    ) -> Tensor:
+        """(N, K), (O, K) -> (N, O); `data` and `scale` are a weight that is float8 already."""
+        recipe = how.recipe
+        of_x, of_weight = recipe.output.left, recipe.output.right
+        x8 = quantize(x, of_x, how.input)
+        if data is None or scale is None:
+            weight8 = quantize(weight, of_weight, how.weight)
+        else:
+            weight8 = Scaled(data, scale.view(1, 1), of_weight)
+        keeps = recipe.grad_weight is not None and recipe.grad_weight.right == of_x and of_x.turns
+        kept = (x8.data, x8.scale) if keeps else (x, None)
+        ctx.save_for_backward(*kept, weight if data is None else data, weight8.scale)
+        ctx.how, ctx.dtype, ctx.gathered = how, x.dtype, data is not None
+        return product(x8, weight8, x.dtype, how.emulate, recipe.output.fast_accumulation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        recipe: Recipe = ctx.how.recipe
+        grad_x = grad_weight = grad8 = None
+        if ctx.needs_input_grad[0] and recipe.grad_input is not None:
+            grad8 = quantize(grad, recipe.grad_input.left, ctx.how.grad)
+            weight8 = _weight_again(ctx, weight, weight_scale)
+            fast = recipe.grad_input.fast_accumulation
+            grad_x = product(grad8, weight8, ctx.dtype, ctx.how.emulate, fast)
+        if ctx.needs_input_grad[1] and recipe.grad_weight is None:
+            grad_weight = grad.t() @ x
+        elif ctx.needs_input_grad[1] and recipe.grad_weight is not None:
+            of_grad, of_x = recipe.grad_weight.left, recipe.grad_weight.right
+            if grad8 is not None and grad8.cast == of_grad and of_grad.turns:
+                turned = grad8.turned()
+            else:
+                turned = quantize(grad.t(), of_grad, ctx.how.grad)
+            if x_scale is None:
+                x8 = quantize(x.t(), of_x, ctx.how.input)
+            else:
+                x8 = Scaled(x, x_scale, of_x).turned()
+            fast = recipe.grad_weight.fast_accumulation
+            grad_weight = product(turned, x8, ctx.dtype, ctx.how.emulate, fast)
+        return grad_x, grad_weight, None, None, None
+
+
+def _weight_again(ctx: Any, weight: Tensor, scale: Tensor) -> Scaled:
+    """The transposed weight for grad_input, by the scale of the forward where its tiles turn."""
+    recipe: Recipe = ctx.how.recipe
+    assert recipe.grad_input is not None
+    of_weight = recipe.grad_input.right
+    if ctx.gathered:
+        return Scaled(weight, scale, of_weight).turned()
+    if of_weight == recipe.output.right and of_weight.turns:
+        return quantize(weight.t(), of_weight, scale=scale.t())
+    return quantize(weight.t(), of_weight, ctx.how.weight)

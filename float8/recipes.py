@@ -1,0 +1,130 @@
+"""float8 recipes, a row each: which elements of an operand share a scale, and in which dtype.
+
+A linear layer is three products, each a sum over the last dim of two matrices (N tokens, K input
+features, O output features):
+
+    product       left              right            sums over
+    output        input    (N, K)   weight   (O, K)  input features
+    grad_input    grad     (N, O)   weight^T (K, O)  output features
+    grad_weight   grad^T   (O, N)   input^T  (K, N)  tokens
+
+A tile (r, c) of an operand shares one scale: r of its rows times c elements along the sum, 0 being
+all. Outside of the sum a scale can be taken out of the product; inside of it the product is a sum
+of products, one for each c elements.
+
+    recipe            input and grad     weight
+    tensorwise        whole              whole             E5M2 gradients
+    rowwise           row                row               scales are powers of two
+    rowwise_with_gw_hp  row              row; grad_input: whole; grad_weight in high precision
+    blockwise         1 x 128            128 x 128; along tokens 1 x 128 for both
+    mxfp8             1 x 32             1 x 32            scales are powers of two (E8M0)
+
+Sources: float8 formats, arXiv:2209.05433; tensorwise and rowwise as torchao.float8 has them;
+blockwise, DeepSeek-V3, arXiv:2412.19437, section 3.3; MXFP8, OCP Microscaling specification 1.0 and
+arXiv:2506.08027, whose rounding of scales (up, so that nothing saturates) is used here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Kernel = Literal["scaled_mm", "none"]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How an operand becomes float8."""
+
+    dtype: torch.dtype
+    tile: tuple[int, int]
+    """(rows, elements along the sum) that share a scale; 0: all."""
+    power_of_two: bool = False
+    """Whether scales are rounded down to powers of two, which round nothing themselves."""
+
+    @property
+    def turns(self) -> bool:
+        """Whether the transposed operand is made of the same tiles, so that one cast serves two
+        products."""
+        return self.tile[0] == self.tile[1]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all elements share one scale, which ranks that hold parts of a tensor share."""
+        return self.tile == (0, 0)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Casts of both operands, and whether the kernel may sum in less than float32."""
+
+    left: Cast
+    right: Cast
+    fast_accumulation: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One row: the products of a linear layer; None: in the dtype of computation."""
+
+    name: str
+    output: Product
+    grad_input: Product | None
+    grad_weight: Product | None
+    kernel: Kernel
+    """What computes its products on a GPU that multiplies float8; `none`: they are emulated."""
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether each operand has one scale, so that every layout gives the same numbers."""
+        products = (self.output, self.grad_input, self.grad_weight)
+        return all(p.left.whole and p.right.whole for p in products if p is not None)
+
+
+_WHOLE, _WHOLE_GRAD = Cast(E4M3, (0, 0)), Cast(E5M2, (0, 0))
+_ROW = Cast(E4M3, (1, 0), power_of_two=True)
+_WHOLE_2 = Cast(E4M3, (0, 0), power_of_two=True)
+_LINE, _SQUARE = Cast(E4M3, (1, 128)), Cast(E4M3, (128, 128))
+_MX = Cast(E4M3, (1, 32), power_of_two=True)
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            "tensorwise",
+            output=Product(_WHOLE, _WHOLE, fast_accumulation=True),
+            grad_input=Product(_WHOLE_GRAD, _WHOLE),
+            grad_weight=Product(_WHOLE_GRAD, _WHOLE),
+            kernel="scaled_mm",
+        ),
+        Recipe(
+            "rowwise",
+            output=Product(_ROW, _ROW, fast_accumulation=True),
+            grad_input=Product(_ROW, _ROW),
+            grad_weight=Product(_ROW, _ROW),
+            kernel="scaled_mm",
+        ),
+        Recipe(
+            "rowwise_with_gw_hp",
+            output=Product(_ROW, _ROW, fast_accumulation=True),
+            grad_input=Product(_ROW, _WHOLE_2),
+            grad_weight=None,
+            kernel="scaled_mm",
+        ),
+        Recipe(
+            "blockwise",
+            output=Product(_LINE, _SQUARE),
+            grad_input=Product(_LINE, _SQUARE),
+            grad_weight=Product(_LINE, _LINE),
+            kernel="none",
+        ),
+        Recipe(
+            "mxfp8",
+            output=Product(_MX, _MX),
+            grad_input=Product(_MX, _MX),
+            grad_weight=Product(_MX, _MX),
+            kernel="none",
+        ),
+    )
+}

@@ -1,0 +1,105 @@
+"""What float8 communication sends, counted, and what is refused since it would send nothing."""
+
+import pytest
+
+from dtron.collectives import CollectiveCounter
+from dtron.config import Float8, Parallel
+from dtron.errors import ConfigError
+from dtron.optim import build_optimizer
+from dtron.parallelisms import Mesh
+from dtron.parallelisms.apply import build_execution
+from dtron.parallelisms.fsdp import Policy
+from dtron.step import TrainStep
+from tests.harness import run_ranks
+from tests.parallelisms.parity import Case, build_loss, build_parallel, micro_batches
+from tests.parallelisms.test_parity import float8
+
+FLOAT = 4
+# Elements of one block's linear layers, of 32 columns, 4 query and 2 key heads of 16, 64 neurons.
+ATTENTION, FEED_FORWARD = 2 * 32 * 64 + 2 * 32 * 32, 3 * 32 * 64
+
+
+def count_step(case: Case) -> dict[str, dict[str, dict[str, int]]]:
+    """On one rank: collectives by axis of the second step, and of the update before it."""
+    config, layout = case.resolved()
+    mesh = Mesh(**case.config().degrees(case.world))
+    applied, plan = build_parallel(case, config, layout, mesh), case.plan()
+    optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
+    execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
+    after = plan.gather_weights(applied, mesh) if plan else None
+    loss = build_loss(case, config, mesh)
+    step = TrainStep(execution, applied, mesh, optimizer, loss, 1.0, None, after)
+    step(micro_batches(case, mesh, 0), 0, 0.1)
+    with CollectiveCounter(mesh.group_names()) as counter:
+        step(micro_batches(case, mesh, 1), 1, 0.1)
+    return counter.table()
+
+
+def counted(parallel: Parallel, **settings: bool) -> dict[str, dict[str, dict[str, int]]]:
+    case = float8("tensorwise", 2, parallel, dtype="float32", sequences=2, float8=settings)
+    return run_ranks(2, count_step, case)[0]
+
+
+def test_weights_travel_as_one_byte_an_element() -> None:
+    """In forward and backward of the first block; the last one's is not freed between."""
+    plain, small = counted(Parallel(zero=3)), counted(Parallel(zero=3), all_gather=True)
+    of_plain, of_small = plain["dp_shard"]["all_gather"], small["dp_shard"]["all_gather"]
+    assert of_plain["count"] == of_small["count"]
+    gathered = 4 * (ATTENTION + FEED_FORWARD)  # two blocks, twice
+    assert of_plain["bytes"] - of_small["bytes"] == (FLOAT - 1) * gathered
+    # all scales by one reduction after the update
+    reduced = small["dp_shard"]["all_reduce"]
+    before = plain["dp_shard"].get("all_reduce", {"count": 0, "bytes": 0})
+    assert reduced["count"] == before["count"] + 1
+    assert reduced["bytes"] == before["bytes"] + 2 * 7 * FLOAT
+
+
+def test_inputs_travel_as_one_byte_an_element() -> None:
+    plain, small = counted(Parallel(tp=2)), counted(Parallel(tp=2), gather_inputs=True)
+    of_plain, of_small = plain["tp"]["all_gather"], small["tp"]["all_gather"]
+    assert of_plain["count"] == of_small["count"]
+    gathered = 2 * 2 * 2 * 32 * 32  # blocks, inputs of each, sequences; tokens x width
+    assert of_plain["bytes"] - of_small["bytes"] == (FLOAT - 1) * gathered
+    assert plain["tp"]["reduce_scatter"] == small["tp"]["reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parallel", "settings", "message"),
+    [
+        ("rowwise", {}, {"all_gather": True}, 'use "tensorwise"'),
+        ("blockwise", {"tp": 2}, {"gather_inputs": True}, 'use "tensorwise"'),
+        ("tensorwise", {"dp_replicate": 2}, {"all_gather": True}, "no rank gathers weights"),
+        ("tensorwise", {}, {"gather_inputs": True}, "no input is gathered"),
+        (
+            "tensorwise",
+            {"tp": 2, "sequence_parallel": False},
+            {"gather_inputs": True},
+            "no input is gathered",
+        ),
+        (
+            "tensorwise",
+            {"tp": 2},
+            {"gather_inputs": True, "filter": ["blocks.*.*.wo", "blocks.*.ffn.up"]},
+            "float8.gather_inputs has no effect",
+        ),
+        ("tensorwise", {"pp": 2, "schedule": "ZBVZeroBubble"}, {}, "puts off weight gradients"),
+        ("rowwise", {"tp": 2, "async_tp": True}, {}, "set parallel.async_tp = false"),
+        ("rowwise", {}, {"filter": ["blocks.*.ffn.dwn"]}, "matches no linear layer"),
+        ("", {}, {"output": True}, "float8.output = True has no effect without a float8.recipe"),
+    ],
+)
+def test_what_cannot_act_is_refused(
+    recipe: str, parallel: dict, settings: dict, message: str
+) -> None:
+    override = {"dim": 32, "head_dim": 16, "ffn_dim": 64, "n_layers": 2}
+    chosen = Float8(recipe=recipe, **settings)  # type: ignore[arg-type]
+    case = Case("llama", 2, Parallel(**parallel), override=override, float8=chosen)
+    assert message in case.refusal()
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    case = Case("llama", 4, Parallel(tp=4), override={"n_kv_heads": 4, "dim": 32, "head_dim": 8})
+    case = Case(**{**vars(case), "float8": Float8(recipe="rowwise")})
+    assert "parallel.tp = 4 leaves a rank 8 of the 32 rows of blocks.0.attn.wq" in case.refusal()
+    with pytest.raises(ConfigError, match="multiple of 16 tokens a micro-batch, not 24"):
+        float8("rowwise", 1, Parallel(), seq_len=24).resolved()
