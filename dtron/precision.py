@@ -20,6 +20,7 @@ from dtron.float8.gather import GatherInput, WeightGather, require_torchao
 from dtron.float8.linear import Float8Linear, ScaleGroups
 from dtron.float8.products import why_emulated
 from dtron.float8.recipes import RECIPES, Recipe
+from dtron.float8.statistics import Statistics
 from dtron.models import MODELS, build_model, choose_backend
 from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
@@ -78,6 +79,21 @@ class Float8Plan:
         gather = WeightGather([m for m in layers if isinstance(m, Float8Linear)], group)
         gather.refresh()
         return gather.refresh
+
+    def statistics(self, applied: Applied, device: torch.device) -> Statistics:
+        """What measures a step's casts."""
+        layers = {
+            fqn: module
+            for part in applied.parts.values()
+            for fqn, module in part.named_modules()
+            if isinstance(module, Float8Linear)
+        }
+        return Statistics(self.layers, layers, device)
+
+    def reports(self, step: int) -> bool:
+        """Whether the casts of a step, counted from 1, are measured."""
+        interval = self.settings.report_interval
+        return interval > 0 and step % interval == 0
 
     def announce(self, device: torch.device, dtype: torch.dtype) -> None:
         """Tell the log how many layers there are, and whether they are emulated."""
@@ -192,6 +208,7 @@ def _refuse_what_cannot_act(
     parallel, settings, name = config.parallel, config.float8, recipe.name
     degrees = config.degrees(world_size)
     tokens = config.train.micro_batch * config.train.seq_len // degrees["cp"]
+    interval, logged = settings.report_interval, config.metrics.log_interval
     rules = [
         (
             tokens % MULTIPLE > 0,
@@ -237,6 +254,11 @@ def _refuse_what_cannot_act(
             settings.gather_inputs and not (parallel.tp > 1 and parallel.sequence_parallel),
             "float8.gather_inputs has no effect without parallel.tp > 1 and "
             "parallel.sequence_parallel: no input is gathered",
+        ),
+        (
+            interval % logged > 0,
+            f"float8.report_interval = {interval} is not a multiple of metrics.log_interval = "
+            f"{logged}; use one",
         ),
     ]
     for broken, message in rules:

@@ -278,6 +278,10 @@ class Float8(Section):
     gather_inputs: bool = False
     """With sequence parallelism, gather the input of each attention and feed-forward in float8:
     half the bytes of bfloat16. With `tensorwise`."""
+    report_interval: int = Field(default=0, ge=0)
+    """Logged steps at which metrics say how accurate the casts of each layer are: its
+    signal-to-noise ratio in dB, and which share of it becomes zero or saturates. These steps run
+    without compilation. A multiple of metrics.log_interval; 0: never."""
 
 
 class Checkpoint(Section):

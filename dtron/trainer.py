@@ -19,6 +19,7 @@ from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
 from dtron.errors import TrainingError
+from dtron.float8.statistics import Statistics
 from dtron.flops import FlopsModel, n_parameters
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.metrics import MetricsWriter, Throughput
@@ -352,7 +353,8 @@ class Trainer:
 
     def _one_step(self) -> None:
         config = self.config
-        number = self.step + 1
+        number, float8 = self.step + 1, self.checked.float8
+        self.accuracy: dict[str, float] = {}
         self.profile.before(number)
         with phase("step"):
             result, lr, attended = self._next_update()
@@ -383,6 +385,8 @@ class Trainer:
         lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
         if config.debug.collectives and self.step == self.facts["start_step"]:
             result = self._counted(batches, lr)
+        elif float8 is not None and float8.reports(number):
+            result = self._measured(float8.statistics(self.applied, self.place.device), batches, lr)
         else:
             result = self.train_step(batches, self.step, lr)
         fused = self.applied.fused
@@ -404,6 +408,12 @@ class Trainer:
             self.rundir.write_run_json(self.facts)
         return result
 
+    def _measured(self, statistics: Statistics, batches: list[Batch], lr: float) -> StepResult:
+        with statistics.measuring():
+            result = self.train_step(batches, self.step, lr)
+        self.accuracy = statistics.read()
+        return result
+
     def _log(self, result: StepResult, lr: float, validates: bool) -> None:
         """Write the row of this step: here the device is waited for."""
         loss = result.loss.clone()
@@ -412,6 +422,7 @@ class Trainer:
         row = {"step": self.step, **figures, "tokens": self.tokens, **self.throughput.read()}
         if skipped := int(self.train_step.skipped):
             row["skipped"] = skipped
+        row |= self.accuracy
         if self.config.data.packing != "cut":
             row["padding"] = self._padding_share()
         if validates and (validation_loss := self._validate()) is not None:

@@ -17,6 +17,7 @@ Kept for the backward: the float8 input where the recipe's cast serves both prod
 as it came; the weight, which FSDP gathers again, never a cast copy of it.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,9 @@ from dtron.float8.casting import Scaled, quantize
 from dtron.float8.products import product
 from dtron.float8.recipes import Cast, Recipe
 
-Probe = Callable[[str, Tensor, Cast], None]
-"""(operand: input, weight or grad; (M, S), the cast of its first product) -> None."""
+Probe = Callable[[str, Tensor, Cast, tuple[str, ...]], None]
+"""(operand: input, weight or grad; (M, S), the cast of its first product, who shares its scale) ->
+None."""
 
 
 @dataclass(frozen=True)
@@ -132,22 +134,22 @@ class Float8Linear(nn.Linear):
         # A weight that was gathered in float8 has data and scale; see gather.py.
         data, scale = getattr(weight, "_data", None), getattr(weight, "_scale", None)
         if self.probe is not None:
-            self._show(rows, weight if data is None else None)
+            self._show(rows, weight if data is None else None, how)
         out = _Linear.apply(rows, weight, data, scale, how)
         assert isinstance(out, Tensor)
         if self.probe is not None and out.requires_grad:
-            out.register_hook(self._show_grad)
+            out.register_hook(functools.partial(self._show_grad, how))
         return out.view(*x.shape[:-1], -1)
 
-    def _show(self, x: Tensor, weight: Tensor | None) -> None:
+    def _show(self, x: Tensor, weight: Tensor | None, how: _How) -> None:
         assert self.probe is not None
-        self.probe("input", x.detach(), self.recipe.output.left)
+        self.probe("input", x.detach(), how.recipe.output.left, how.input)
         if weight is not None:
-            self.probe("weight", weight.detach(), self.recipe.output.right)
+            self.probe("weight", weight.detach(), how.recipe.output.right, how.weight)
 
-    def _show_grad(self, grad: Tensor) -> None:
-        if self.probe is not None and self.recipe.grad_input is not None:
-            self.probe("grad", grad.detach(), self.recipe.grad_input.left)
+    def _show_grad(self, how: _How, grad: Tensor) -> None:
+        if self.probe is not None and how.recipe.grad_input is not None:
+            self.probe("grad", grad.detach(), how.recipe.grad_input.left, how.grad)
 
 
 # Without it dynamo of torch 2.11 gives gradients of zero, without a word, for a function whose

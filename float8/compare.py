@@ -1,0 +1,172 @@
+"""Two runs' loss curves in one picture, and how far apart they end: bf16 beside float8.
+
+    python -m dtron.float8.compare runs/bf16 runs/float8 --out compare.svg
+
+reads the metrics.jsonl of both. The gap is that of the means over the last steps that both have
+logged, relative to the first run's.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from dtron.errors import ConfigError
+
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 380, 56, 40, 16, 40
+INKS = ("#1f77b4", "#d62728")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses of one run by step."""
+
+    name: str
+    losses: dict[int, float]
+    """Of the steps that were logged."""
+    validation: float | None
+    """The last held-out loss, if there is one."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two curves over the steps that both have."""
+
+    first: Curve
+    second: Curve
+    steps: tuple[int, ...]
+    last: int
+    """How many of the last steps are averaged."""
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Mean loss of both over the last steps."""
+        steps = self.steps[-self.last :]
+        one, two = (sum(c.losses[s] for s in steps) for c in (self.first, self.second))
+        return one / len(steps), two / len(steps)
+
+    @property
+    def gap(self) -> float:
+        """(second - first) / first of the means."""
+        one, two = self.means
+        return (two - one) / one
+
+    def summary(self) -> str:
+        """A few lines of text."""
+        n = len(self.steps[-self.last :])
+        lines = [
+            f"{curve.name}  loss {mean:.4f} over its last {n} logged steps"
+            + ("" if curve.validation is None else f", held-out {curve.validation:.4f}")
+            for curve, mean in zip((self.first, self.second), self.means, strict=True)
+        ]
+        return "\n".join([*lines, f"gap {self.gap:+.2%}"])
+
+
+def read_curve(run: Path) -> Curve:
+    """The losses of a run directory.
+
+    Raises:
+        ConfigError: it has no metrics.jsonl, or no loss in it.
+    """
+    path = run / "metrics.jsonl"
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; name a run directory") from None
+    losses = {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
+    if not losses:
+        raise ConfigError(f"{path} holds no loss; the run has logged nothing yet")
+    held_out = [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
+    return Curve(run.name, losses, held_out[-1] if held_out else None)
+
+
+def compare(first: Path, second: Path, last: int = 50) -> Comparison:
+    """Compare two run directories over the last steps that both have logged.
+
+    Raises:
+        ConfigError: one has no losses, or they share no step.
+    """
+    if last < 1:
+        raise ConfigError(f"--last {last}: at least one step is compared")
+    one, two = read_curve(first), read_curve(second)
+    steps = tuple(sorted(one.losses.keys() & two.losses.keys()))
+    if not steps:
+        raise ConfigError(f"{first} and {second} have logged no step in common")
+    return Comparison(one, two, steps, last)
+
+
+def draw(found: Comparison) -> str:
+    """Both curves as an SVG picture that stands alone, with its own white background."""
+    curves = (found.first, found.second)
+    values = [curve.losses[step] for curve in curves for step in found.steps]
+    low, high = min(values), max(values)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#222">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        *_axes(found.steps, low, high),
+    ]
+    for number, (curve, ink) in enumerate(zip(curves, INKS, strict=True)):
+        points = " ".join(
+            "{:.1f},{:.1f}".format(*_place(found.steps, low, high, step, curve.losses[step]))
+            for step in found.steps
+        )
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{ink}" stroke-width="1.5"/>')
+        x = LEFT + 180 * number
+        parts.append(f'<text x="{x}" y="18" fill="{ink}">{escape(curve.name)}</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="18" text-anchor="end">gap {found.gap:+.2%}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _place(
+    steps: Sequence[int], low: float, high: float, step: int, loss: float
+) -> tuple[float, float]:
+    """Where a point lies, in the picture's own units."""
+    along = (step - steps[0]) / max(1, steps[-1] - steps[0])
+    up = (loss - low) / (high - low or 1.0)
+    return (
+        LEFT + along * (WIDTH - LEFT - RIGHT),
+        HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM),
+    )
+
+
+def _axes(steps: Sequence[int], low: float, high: float) -> list[str]:
+    bottom = HEIGHT - BOTTOM
+    lines = [f'<path d="M{LEFT} {TOP}V{bottom}H{WIDTH - RIGHT}" fill="none" stroke="#888"/>']
+    for i in range(5):
+        loss = low + (high - low) * i / 4
+        y = _place(steps, low, high, steps[0], loss)[1]
+        lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{loss:.2f}</text>')
+    for step in sorted({steps[0], steps[-1]}):
+        x = _place(steps, low, high, step, low)[0]
+        lines.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{step}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    return [*lines, f'<text x="{middle}" y="{bottom + 18}" text-anchor="middle">step</text>']
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare runs from the command line; 0, or 2 after an error in the arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dtron.float8.compare", description="Overlay two runs' loss curves."
+    )
+    parser.add_argument("first", type=Path, help="run directory, such as that of bf16")
+    parser.add_argument("second", type=Path, help="run directory, such as that of float8")
+    parser.add_argument("--last", type=int, default=50, help="how many logged steps are averaged")
+    parser.add_argument("--out", type=Path, help="where to write the picture, an SVG file")
+    args = parser.parse_args(arguments)
+    try:
+        found = compare(args.first, args.second, args.last)
+        if args.out:
+            args.out.write_text(draw(found))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(found.summary())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

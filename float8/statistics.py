@@ -1,0 +1,116 @@
+"""How accurate the casts of each float8 layer are, measured on demand in a step of a real run.
+
+    sqnr        10 log10(sum x^2 / sum (x - x8 / scale)^2), in dB: signal to quantisation noise
+    underflow   share of the values other than zero that become zero
+    overflow    share of the values that are beyond the largest float8 number, and saturate
+
+of the input, the weight (unless it comes in float8) and the gradient of the output, as their first
+products cast them. Layers
+look for a probe in Python alone: a step without one computes and compiles as if there were none.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtron.float8.casting import Scaled, dequantize, quantize, wide
+from dtron.float8.linear import Float8Linear
+from dtron.float8.recipes import Cast
+
+OPERANDS = ("input", "weight", "grad")
+_SIGNAL, _NOISE, _VANISHED, _NONZERO, _SATURATED, _ALL = range(6)
+
+
+class Statistics:
+    """Sums over all casts of a step, by layer and operand.
+
+    Args:
+        names: FQNs of all float8 layers of the model, in one order on all ranks.
+        layers: those of this rank, by FQN.
+        device: where sums are kept; nothing waits for it before `read`.
+    """
+
+    def __init__(
+        self, names: tuple[str, ...], layers: Mapping[str, Float8Linear], device: torch.device
+    ) -> None:
+        self.names, self.layers = names, layers
+        shape = (len(names), len(OPERANDS), 6)
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Probes in all layers, for a step that runs without compiled graphs."""
+        for name, layer in self.layers.items():
+            layer.probe = _Probe(self.sums[self.names.index(name)])
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for layer in self.layers.values():
+                layer.probe = None
+
+    def read(self) -> dict[str, float]:
+        """Figures by name, over all ranks, which call it together; dB may be infinite.
+
+        What all ranks of tp hold alike counts as often, in all sums of a share.
+        """
+        dist.all_reduce(self.sums)
+        figures: dict[str, float] = {}
+        for name, operands in zip(self.names, self.sums.tolist(), strict=True):
+            for operand, sums in zip(OPERANDS, operands, strict=True):
+                if sums[_ALL]:
+                    figures |= {
+                        f"float8/{name}/{operand}_{key}": value
+                        for key, value in _figures(sums).items()
+                    }
+        return figures
+
+
+class _Probe:
+    """Adds to the sums of one layer, (3 operands, 6)."""
+
+    def __init__(self, sums: Tensor) -> None:
+        self.sums = sums
+
+    @torch.no_grad()
+    def __call__(self, operand: str, x: Tensor, cast: Cast, groups: tuple[str, ...]) -> None:
+        self.sums[OPERANDS.index(operand)] += measure(x, cast, groups)
+
+
+def measure(
+    x: Tensor, cast: Cast, groups: Sequence[str] = (), scale: Tensor | None = None
+) -> Tensor:
+    """Sums of one cast of (M, S), float64 (6,): signal, noise, values that vanish, values other
+    than zero, values that saturate, all values.
+
+    Args:
+        groups: who shares the scale, as in `quantize`.
+        scale: the one that it is cast by; by default that of its own values.
+    """
+    x = x.to(wide(x.dtype))
+    done = quantize(x, cast, groups, scale)
+    seen = dequantize(done, x.dtype)
+    ones = torch.ones_like(x).to(cast.dtype)
+    limit = dequantize(Scaled(ones, done.scale, cast), x.dtype) * torch.finfo(cast.dtype).max
+    nonzero = x != 0
+    counts = [
+        x.double().square().sum(),
+        (x - seen).double().square().sum(),
+        (nonzero & (seen == 0)).sum().double(),
+        nonzero.sum().double(),
+        (x.abs() > limit * (1 + 2**-20)).sum().double(),  # but for the rounding of the scale
+        torch.full((), float(x.numel()), dtype=torch.float64, device=x.device),
+    ]
+    return torch.stack(counts)
+
+
+def _figures(sums: list[float]) -> dict[str, float]:
+    ratio = sums[_SIGNAL] / sums[_NOISE] if sums[_NOISE] else float("inf")
+    return {
+        "sqnr": torch.tensor(ratio, dtype=torch.float64).log10().item() * 10,
+        "underflow": sums[_VANISHED] / max(1.0, sums[_NONZERO]),
+        "overflow": sums[_SATURATED] / sums[_ALL],
+    }
