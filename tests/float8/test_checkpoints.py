@@ -1,0 +1,38 @@
+"""Checkpoints of float8 runs hold plain weights: any run reads them."""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.harness import run_ranks
+from tests.test_trainer import fit, rows, tiny
+
+FLOAT8 = {
+    "float8__recipe": "tensorwise",
+    "float8__all_gather": True,
+    "model__override__ffn_dim": 64,
+    "model__override__head_dim": 16,
+    "checkpoint__interval": 2,
+    "checkpoint__keep": 0,
+    "train__steps": 4,
+}
+
+
+def test_resumed_runs_go_on_to_the_bit_with_float8_and_without(tmp_path: Path) -> None:
+    run_ranks(2, fit, tiny(tmp_path / "whole", **FLOAT8))
+    middle = str(tmp_path / "whole" / "checkpoints" / "step-2")
+    dcp_to_torch_save(middle, tmp_path / "whole.pt")
+    saved = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
+    assert {type(tensor) for tensor in saved.values()} == {torch.Tensor}
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+    run_ranks(2, fit, tiny(tmp_path / "again", **FLOAT8, checkpoint__resume=middle))
+    losses = [row["loss"] for row in rows(tmp_path / "whole")]
+    assert [row["loss"] for row in rows(tmp_path / "again")] == losses[2:]
+
+    plain = {key: value for key, value in FLOAT8.items() if not key.startswith("float8")}
+    run_ranks(2, fit, tiny(tmp_path / "plain", **plain, checkpoint__resume=middle))
+    others = [row["loss"] for row in rows(tmp_path / "plain")]
+    assert others != losses[2:]
+    assert all(abs(x - y) < 0.02 * y for x, y in zip(others, losses[2:], strict=True))
