@@ -353,7 +353,7 @@ class Trainer:
 
     def _one_step(self) -> None:
         config = self.config
-        number, float8 = self.step + 1, self.checked.float8
+        number = self.step + 1
         self.accuracy: dict[str, float] = {}
         self.profile.before(number)
         with phase("step"):
@@ -383,9 +383,10 @@ class Trainer:
         self.padded_of += sum(batch.tokens.numel() for batch in batches)
         batches = [self._on_device(batch) for batch in batches]
         lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
+        float8 = self.checked.float8
         if config.debug.collectives and self.step == self.facts["start_step"]:
             result = self._counted(batches, lr)
-        elif float8 is not None and float8.reports(number):
+        elif float8 is not None and float8.reports(self.step + 1):
             result = self._measured(float8.statistics(self.applied, self.place.device), batches, lr)
         else:
             result = self.train_step(batches, self.step, lr)
