@@ -698,19 +698,22 @@ def apply_context(
     """
     layouts = context.layouts(cp)
     _check_kernel(context, layouts)
-    for i, core in cores:
-        method = context.methods[i if len(context.methods) > 1 else 0]
-        outer, inner = groups(layouts[method].inner)
-        core.forward = ContextAttention(  # type: ignore[method-assign]
+    # One for all layers of a method: compile takes another object for another graph.
+    shared = {
+        method: ContextAttention(
             method,
-            layouts[method],
-            outer,
-            inner,
+            shape,
+            *groups(shape.inner),
             context.kernel,
             context.window,
             context.softcap,
             context.scale,
         )
+        for method, shape in layouts.items()
+    }
+    for i, core in cores:
+        method = context.methods[i if len(context.methods) > 1 else 0]
+        core.forward = shared[method]  # type: ignore[method-assign]
 
 
 def _check_kernel(context: Context, layouts: Mapping[str, Shape]) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from dtron.models.attention import BACKENDS, Need, choose_backend, math_attention
+from dtron.models.attention import BACKENDS, Core, Need, choose_backend, math_attention
 from tests.models.build import initialized, small_config, tokens, varied
 
 pytestmark = [
@@ -91,8 +91,11 @@ def test_causal(name, heads, head_dim, compiled):
 def test_documents(name, heads, head_dim, compiled):
     backend, inputs = available(name, head_dim), make(heads, head_dim)
     exact = exact_results(inputs, documents())
-    attend = torch.compile(backend.run, fullgraph=True) if compiled else backend.run
-    measured = errors(run(attend, inputs, backend.prepare(documents(), inputs[0])), exact)
+    core = Core(backend, small_config("llama", head_dim=head_dim))
+    if compiled:
+        core.compile(fullgraph=True)
+    mask = backend.prepare(documents(), inputs[0])
+    measured = errors(run(lambda q, k, v, mask, _scale: core(q, k, v, mask), inputs, mask), exact)
     assert max(measured) < BOUND, measured
 
 

@@ -1,0 +1,65 @@
+"""Blocks of a model share one compiled graph, however many there are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from dtron.config import Compile, Parallel, Recompute
+from tests.harness import run_ranks
+from tests.parallelisms.parity import Case, parallel_run
+from tests.parallelisms.test_parity import float8
+
+COMPILED = Compile(enable=True, backend="aot_eager")
+LAYOUTS = [
+    Case("llama", 1),
+    Case("gpt", 1, override={"dropout": 0.2}),
+    Case("llama", 2, documents=True),
+    Case("llama", 2, Parallel(tp=2)),
+    Case("llama", 2, Parallel(pp=2, schedule="ZBVZeroBubble")),
+    *[
+        Case("llama", 2, Parallel(cp=2, cp_method=name))
+        for name in ("ring", "all_gather", "ulysses")
+    ],
+    Case("llama", 4, Parallel(cp=4, cp_method="hierarchical")),
+    Case("llama", 2, Parallel(cp=2), documents=True),
+    float8("tensorwise", 2, Parallel()),
+    float8("tensorwise", 2, Parallel(), float8={"all_gather": True}),
+    float8("rowwise", 2, Parallel(tp=2), dtype="float32"),
+    float8("tensorwise", 2, Parallel(cp=2)),
+]
+MEMORY = [
+    Recompute(mode="full"),
+    Recompute(mode="attention"),
+    Recompute(mode="selective"),
+    Recompute(offload=True),
+    Recompute(mode="full", offload=True),
+    Recompute(mode="selective", offload=True),
+]
+CASES = [
+    *LAYOUTS,
+    *[Case("llama", 2, recompute=options) for options in MEMORY],
+    *[Case("llama", 2, Parallel(cp=2), recompute=options) for options in MEMORY[::2]],
+]
+
+
+def graphs(case: Case) -> int:
+    """How many graphs a rank compiles in two steps."""
+    torch._dynamo.reset()
+    counters.clear()
+    parallel_run(case)
+    return counters["stats"]["unique_graphs"]
+
+
+def compared(case: Case) -> tuple[int, int]:
+    """Of a model, and of one twice as deep."""
+    deeper = replace(case, override={**case.override, "n_layers": 8})
+    return graphs(replace(case, override={**case.override, "n_layers": 4})), graphs(deeper)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_depth_adds_no_graph(case: Case) -> None:
+    case = replace(case, compile=COMPILED, steps=2, sequences=4)
+    for few, many in run_ranks(case.world, compared, case):
+        assert few == many > 0
