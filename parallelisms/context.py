@@ -142,7 +142,7 @@ class Split:
         """Where in the sequence the tokens of a rank are: int64 (B, T / cp)."""
         return torch.from_numpy(held(self.piece, rank, 2 * self.cp))
 
-    def tables(self, layouts: Mapping[str, Shape], rank: int) -> Tables | None:
+    def tables(self, layouts: Mapping[CpMethod, Shape], rank: int) -> Tables | None:
         """What attention on a rank needs, by method; None where all is one document."""
         if self.documents is None:
             return None
@@ -680,7 +680,7 @@ class Context:
             return None
         return cls(cores, parallel.cp_methods(), parallel.cp_inner, kernel, window, softcap)
 
-    def layouts(self, cp: int) -> dict[str, Shape]:
+    def layouts(self, cp: int) -> dict[CpMethod, Shape]:
         """Layout of the cp axis by method, of those that are used."""
         return {method: shape_of(method, cp, self.inner) for method in self.methods}
 
@@ -716,7 +716,7 @@ def apply_context(
         core.forward = shared[method]  # type: ignore[method-assign]
 
 
-def _check_kernel(context: Context, layouts: Mapping[str, Shape]) -> None:
+def _check_kernel(context: Context, layouts: Mapping[CpMethod, Shape]) -> None:
     if context.kernel not in KERNELS:
         raise ConfigError(f"kernel {context.kernel!r} is not known; use {', '.join(KERNELS)}")
     kernel = KERNELS[context.kernel]
