@@ -106,9 +106,8 @@ class Trainer:
         )
         self.policy = Policy.of(config.parallel, self.mesh)
         model, kernel = self.checked.model, self.checked.attention.kernel
-        self.context = Context.of(
-            config.parallel, "blocks.*.attn.core", kernel, model.window, model.softcap
-        )
+        cores = MODELS[config.model.name].cores
+        self.context = Context.of(config.parallel, cores, kernel, model.window, model.softcap)
         self.applied = self._build_model()
         parameters = [p for _, p in self.applied.named_parameters()]
         self.optimizer = build_optimizer(parameters, config.optim)

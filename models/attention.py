@@ -24,14 +24,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dtron.errors import ConfigError, nearest
-from dtron.kernels.attention import KERNELS, document_segments
+from dtron.kernels.attention import KERNELS, Tables, document_segments
 from dtron.kernels.flash4 import flash4
 from dtron.models.config import DecoderConfig
 from dtron.models.dropout import AttentionDropout
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope
 
-Tables = Mapping[str, tuple[Tensor, ...]]  # of context parallelism, by its method
 Mask = Tensor | BlockMask | Tables | None  # None: causal, nothing else
 
 

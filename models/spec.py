@@ -98,3 +98,5 @@ class ModelSpec:
     """Name of a layer."""
     head: tuple[str, ...] = ("norm", "head")
     """What the last pipeline stage has beside its layers; the last one gives the logits."""
+    cores: str = "blocks.*.attn.core"
+    """Modules that attend, for context parallelism."""

@@ -62,14 +62,11 @@ from dtron.kernels.attention import (
     KERNELS,
     Kernel,
     Score,
+    Tables,
     add_sink,
     sink_gradient,
 )
 from dtron.parallelisms.balance import Ints, held, lengths, pieces
-
-Tables = Mapping[str, tuple[Tensor, ...]]
-"""By method, what its attention has to know of the documents of a micro-batch."""
-
 
 c10d = torch.ops._c10d_functional
 

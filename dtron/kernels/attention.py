@@ -20,7 +20,7 @@ end. A segment may lack queries, or keys: queries without keys give out = 0 and 
 Source: FlashAttention, arXiv:2205.14135; ring attention, arXiv:2310.01889.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,9 @@ class Score:
     """c: scores become c tanh(s / c); 0: off."""
 
 
+Tables = Mapping[str, tuple[Tensor, ...]]
+"""What attention has to know of the documents of a micro-batch: tables of each method of context
+parallelism, or one row "segments"."""
 Forward = Callable[..., tuple[Tensor, Tensor]]
 """(q, k, v, segments, score) -> (out (B, T, H, K) in q's dtype, lse (B, H, T))."""
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
