@@ -151,12 +151,12 @@ class RunConfig(Section):
         self._refuse_unbuilt_axes()
         self.degrees(world_size)
         self.micro_batches(world_size)
-        self._refuse_bfloat16_accumulation(world_size)
+        self._refuse_narrow_accumulation(world_size)
         self._refuse_idle_axes(world_size)
         self._refuse_contradictions()
         self._refuse_settings_without_effect()
 
-    def _refuse_bfloat16_accumulation(self, world_size: int) -> None:
+    def _refuse_narrow_accumulation(self, world_size: int) -> None:
         degrees = self.degrees(world_size)
         once = self.parallel.reduces_once(sharded=degrees["dp_shard"] * degrees["cp"] > 1)
         summed = once or degrees["dp_replicate"] > 1
@@ -165,6 +165,12 @@ class RunConfig(Section):
             raise ConfigError(
                 f'parallel.reduce_dtype = "bfloat16" would sum {micro_batches} micro-batches in '
                 'bfloat16 in this layout; use "float32", or one micro-batch'
+            )
+        if self.parallel.reduce_by == "all_to_all" and micro_batches > 1 and once:
+            raise ConfigError(
+                f'parallel.reduce_by = "all_to_all" would round sums of {micro_batches} '
+                'micro-batches to train.dtype; use "reduce_scatter", or parallel.reduce = '
+                '"micro_batch"'
             )
 
     def _refuse_idle_axes(self, world_size: int) -> None:

@@ -128,18 +128,23 @@ def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Lay
             "and put off; use one of the two"
         )
     if layout is not None and (layout.splits_backward or layout.head):
-        _refuse_bfloat16_sums(config, world_size)
+        _refuse_narrow_sums(config, world_size)
     plan_float8(config, model, world_size, layout)
     return model, layout
 
 
-def _refuse_bfloat16_sums(config: RunConfig, world_size: int) -> None:
+def _refuse_narrow_sums(config: RunConfig, world_size: int) -> None:
     """Split backwards of several micro-batches are added up before they are reduced."""
-    if config.parallel.reduce_dtype == "bfloat16" and config.micro_batches(world_size) > 1:
-        raise ConfigError(
-            'parallel.reduce_dtype = "bfloat16" would sum micro-batches in bfloat16 with '
-            f'parallel.schedule = {config.parallel.schedule!r}; use "float32"'
-        )
+    narrow = {
+        "reduce_dtype": ("bfloat16", "float32"),
+        "reduce_by": ("all_to_all", "reduce_scatter"),
+    }
+    for key, (value, other) in narrow.items():
+        if getattr(config.parallel, key) == value and config.micro_batches(world_size) > 1:
+            raise ConfigError(
+                f'parallel.{key} = "{value}" would round sums of micro-batches with '
+                f'parallel.schedule = {config.parallel.schedule!r}; use "{other}"'
+            )
 
 
 def _check_device(config: RunConfig, device: torch.device) -> None:

@@ -79,6 +79,10 @@ class Parallel(Section):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over data-parallel ranks. bfloat16 halves the bytes; it
     is refused where it would sum micro-batches too: several of them with `step` or replicas."""
+    reduce_by: Literal["reduce_scatter", "all_to_all"] = "reduce_scatter"
+    """How gradients are summed over ranks that share parameters. `all_to_all`: they travel in the
+    dtype of `train.dtype` and are summed in `reduce_dtype` where they arrive, the same sums from
+    half the bytes. Refused where several micro-batches are summed before."""
     prefetch: int = Field(default=1, ge=0)
     """How many units ahead parameters are gathered while the current one computes, in forward and
     in backward."""

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard
 
 from dtron.config import Parallel
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
+from dtron.parallelisms.reduction import AllToAllSum
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -101,6 +102,8 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module)
+            if parallel.reduce_by == "all_to_all":
+                module.set_custom_reduce_scatter(AllToAllSum(dtype))
     _prefetch([group[0] for group in groups], parallel.prefetch)
 
 

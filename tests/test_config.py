@@ -141,6 +141,16 @@ def test_micro_batches_are_never_summed_in_bfloat16(tmp_path: Path, overrides: t
     load(tmp_path, "", "parallel.reduce_dtype=bfloat16").validate_for(4)  # shards sum in float32
 
 
+@pytest.mark.parametrize("override", ["parallel.zero=1", "parallel.reduce=step"])
+def test_sums_of_micro_batches_never_travel_in_bfloat16(tmp_path: Path, override: str) -> None:
+    config = load(tmp_path, "", "parallel.reduce_by=all_to_all", override)
+    with pytest.raises(ConfigError, match="2 micro-batches to train.dtype"):
+        config.validate_for(4)
+    config.validate_for(8)  # one micro-batch
+    replicated = ("parallel.dp_replicate=2", "parallel.dp_shard=2")
+    load(tmp_path, "", "parallel.reduce_by=all_to_all", *replicated).validate_for(4)
+
+
 def test_every_field_has_a_docstring() -> None:
     assert [key for key, _, doc in fields(RunConfig) if not doc] == []
 

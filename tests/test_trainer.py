@@ -289,6 +289,20 @@ def test_collectives_of_a_step(
     assert replicate["count"] == all_reduces  # one a unit, in the last micro-batch only
 
 
+def test_gradients_that_travel_in_bfloat16_have_the_sums_of_float32(tmp_path: Path) -> None:
+    """To the bit with two ranks, whose sums have one order; in half of the bytes."""
+    found, counts = [], []
+    for name in ("reduce_scatter", "all_to_all"):
+        changes = {"parallel__reduce_by": name, "train__dtype": "bfloat16"}
+        run_ranks(2, fit, tiny(tmp_path / name, debug__collectives=True, **changes))
+        found.append([(row["loss"], row["grad_norm"]) for row in rows(tmp_path / name)])
+        facts = json.loads((tmp_path / name / "run.json").read_text())
+        counts.append(facts["collectives"]["dp_shard"][name])
+    assert found[0] == found[1]
+    summed, sent = counts
+    assert (sent["count"], 2 * sent["bytes"]) == (summed["count"], summed["bytes"])
+
+
 def test_collectives_of_tensor_and_pipeline_parallelism(tmp_path: Path) -> None:
     layout = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 1, "debug__collectives": True}
     run_dir = tmp_path / "run"

@@ -129,6 +129,7 @@ _TITAN_LACKS = (
     "parallel.pp_layout",
     "parallel.defer_head",
     "parallel.reduce_dtype",
+    "parallel.reduce_by",
     "parallel.high_priority",
     "parallel.sequence_parallel",
     "data.mask_documents",

@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -125,6 +125,7 @@ def offloaded(mode: str) -> Recompute:
 
 
 FULL = Recompute(mode="full")
+EXCHANGED: Literal["all_to_all"] = "all_to_all"
 EACH: list[CpMethod] = ["ring", "all_gather", "ulysses", "hierarchical", "ring"]
 VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
 TIED, DROPPED = {"tied": True}, {"dropout": 0.1}
@@ -223,6 +224,12 @@ SPECIAL = [
     ],
     Case("gpt", 2, Parallel(pp=2, schedule="GPipe"), Recompute(offload=True), override=DROPPED),
     Case("qwen3", 2, Parallel(tp=2), Recompute(mode="selective", offload=True)),
+    # gradients that are sent as they are and summed where they arrive
+    Case("llama", 4, Parallel(zero=2, reduce_by=EXCHANGED), sequences=8),
+    Case(
+        "gpt", 4, Parallel(dp_replicate=2, reduce="micro_batch", reduce_by=EXCHANGED), override=TIED
+    ),
+    Case("qwen3", 4, Parallel(pp=2, cp=2, reduce_by=EXCHANGED), dtype="float64"),
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[

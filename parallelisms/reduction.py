@@ -1,0 +1,59 @@
+"""Reduce-scatter as an all-to-all: gradients travel as they were computed and are summed in float32.
+
+    rank 0   g00 g01 g02 g03              g00 g10 g20 g30   -> sum of shard 0
+    rank 1   g10 g11 g12 g13     --->     g01 g11 g21 g31   -> sum of shard 1
+    ...                        bfloat16                        float32
+
+NCCL's reduce-scatter sums in the dtype that it sends, so that float32 sums of bfloat16 gradients take
+twice the bytes, and its kernels sum while they send. Here each rank sends a shard's gradients as they
+are and adds up what it gets: the same sums from half of the bytes.
+
+It needs gradients that are not sums of micro-batches yet, which in bfloat16 would lose digits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+
+class AllToAllSum(ReduceScatter):
+    """For `FSDPModule.set_custom_reduce_scatter`; one for each module.
+
+    Args:
+        dtype: of the gradients, which is sent.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._sends = False
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """FSDP asks in turn for what is sent and for the sum, both in the dtype of sums."""
+        self._sends = not self._sends
+        return torch.empty(size, dtype=self.dtype if self._sends else dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Sum over ranks.
+
+        Args:
+            output_tensor: (n,), this rank's shard of the sums.
+            input_tensor: (ranks * n,), gradients of every rank's shard.
+            op: of sums only, as `fsdp` sets it.
+        """
+        assert op == dist.ReduceOp.SUM and not async_op, "gradients are summed, in FSDP's stream"
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        parts = received.view(group.size(), -1)
+        torch.sum(parts, dim=0, dtype=output_tensor.dtype, out=output_tensor)
