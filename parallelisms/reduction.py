@@ -1,12 +1,12 @@
-"""Reduce-scatter as an all-to-all: gradients travel as they were computed and are summed in float32.
+"""Reduce-scatter as an all-to-all: gradients travel as they are and are summed in float32.
 
     rank 0   g00 g01 g02 g03              g00 g10 g20 g30   -> sum of shard 0
     rank 1   g10 g11 g12 g13     --->     g01 g11 g21 g31   -> sum of shard 1
     ...                        bfloat16                        float32
 
-NCCL's reduce-scatter sums in the dtype that it sends, so that float32 sums of bfloat16 gradients take
-twice the bytes, and its kernels sum while they send. Here each rank sends a shard's gradients as they
-are and adds up what it gets: the same sums from half of the bytes.
+A reduce-scatter sums in the dtype that it sends, so that float32 sums of bfloat16 gradients take
+twice the bytes. Here each rank sends every shard's gradients as they are and adds up what it gets:
+the same sums from half of the bytes.
 
 It needs gradients that are not sums of micro-batches yet, which in bfloat16 would lose digits.
 """
@@ -52,7 +52,8 @@ class AllToAllSum(ReduceScatter):
             input_tensor: (ranks * n,), gradients of every rank's shard.
             op: of sums only, as `fsdp` sets it.
         """
-        assert op == dist.ReduceOp.SUM and not async_op, "gradients are summed, in FSDP's stream"
+        assert op == dist.ReduceOp.SUM
+        assert not async_op, "FSDP's stream waits"
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         parts = received.view(group.size(), -1)
