@@ -12,7 +12,8 @@ own. Communication is what gloo's threads mark; it shares the cores with computa
 overlap on a CPU says little of a GPU. A step's window is the host's.
 
 Times are in microseconds. Names of kernels: cuBLAS (nvjet, gemm, xmma, splitK), CUTLASS, cuDNN and
-FlashAttention (flash, fmha, sdpa), NCCL, inductor's Triton kernels, which list what they fuse.
+FlashAttention (flash, fmha, sdpa; cuDNN's before and after its backward), NCCL, symmetric memory
+(barriers and signals, which spin), inductor's Triton kernels, which list what they fuse.
 """
 
 import bisect
@@ -36,7 +37,9 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
         (COMMUNICATION, r"nccl|^gloo:|symm_mem|multimem|(one|two)_shot_all_reduce|PtoP|p2p"),
+        (COMMUNICATION, r"symmetric_memory|barrier_kernel|(put|wait)_signal_kernel"),
         ("attention", r"flash|fmha|attention|sdpa"),
+        ("attention", r"cudnn::fusion::(compute_dot_do_o|convert_dq)"),
         ("loss", r"log_?softmax|prepare_softmax|nll_loss|cross_entropy"),
         ("optimizer", r"adam|sgd"),
         ("copies", r"memcpy|memset|split_with_sizes_copy|chunk_cat|CatArray|fsdp::"),
