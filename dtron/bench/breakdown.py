@@ -25,14 +25,15 @@ Ceiling. A floor replaces a class's time where it can be measured alone on one d
 the run, without anything beside it (ceiling.py):
 
     GEMM            each product of the model's forward and backward at the rank's own shapes,
-                    once, without recomputation: its FLOPs at the rate measured for that shape
+                    once, without recomputation: its FLOPs at the rate measured for that shape;
+                    none where layers multiply in float8
     attention       the backend's forward and backward at the rank's own shape
-    optimizer       the bytes that AdamW reads and writes, 28 a float32 parameter of the rank, at
-                    the measured rate of a copy
+    optimizer       the bytes that AdamW reads and writes, 28 a float32 parameter of the rank, 20
+                    with bfloat16 moments, at the measured rate of a copy
     communication, host gaps    0
 
-Elementwise, loss and copies keep their measured time. The sum is the step that these kernels would
-take without communication, recomputation, pipeline bubbles and gaps.
+Elementwise, loss and copies, and what has no floor, keep their measured time. The sum is the step
+that these kernels would take without communication, recomputation, pipeline bubbles and gaps.
 """
 
 import bisect

@@ -7,12 +7,13 @@ its own, so that the runs of a sweep find the device empty.
 
 Sizes are those of a rank: M = micro_batch x seq_len / cp tokens a product (in chunks, if the loss
 has them), widths over tp, layers and head over pp as a mean of the pipeline's ranks. Products are
-measured one by one, each shape once: y = x w^T, its gradients g w and g^T x.
+measured one by one, each shape once: y = x w^T, its gradients g w and g^T x. Those of a float8 run
+have no floor.
 """
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from dtron.models.attention import varies
 from dtron.models.layers import ACTIVATIONS
 from dtron.parallelisms.fsdp import DTYPES
 
-_ADAMW_BYTES = 28  # a parameter: gradient read; weight and two moments read and written; float32
+# A float32 parameter: gradient read; weight and two moments, of either dtype, read and written.
+_ADAMW_BYTES = {"float32": 28, "bfloat16": 20}
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,16 @@ def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> d
     """
     model = model_config(config.model.name, config.model.size, config.model.override)
     dtype = DTYPES[config.train.dtype]
-    rows, total = [], 0.0
-    for product in products(config, model, facts["world_size"]):
-        time = product_seconds(product, dtype, device)
-        total += time * product.count
-        rate = product.flops / product.count / time
-        rows.append({**product.__dict__, "flops_per_second": rate})
-    floors = {"GEMM": total * 1e3}
+    floors: dict[str, float] = {}
+    rows = []
+    if not config.float8.recipe:
+        total = 0.0
+        for product in products(config, model, facts["world_size"]):
+            time = product_seconds(product, dtype, device)
+            total += time * product.count
+            rate = product.flops / product.count / time
+            rows.append({**asdict(product), "flops_per_second": rate})
+        floors["GEMM"] = total * 1e3
     once = attention_seconds(config, model, facts["attention"], device)
     if once is not None:
         calls = model.n_layers * facts["micro_batches"] / config.parallel.pp
@@ -132,7 +137,7 @@ def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> d
     if config.optim.name == "adamw":
         held = facts["parameter_bytes_per_rank"]
         parameters = sum(held) / len(held) / 4
-        floors["optimizer"] = parameters * _ADAMW_BYTES / rate * 1e3
+        floors["optimizer"] = parameters * _ADAMW_BYTES[config.optim.moments] / rate * 1e3
     return {
         "device": device_name(device),
         "floors": floors,

@@ -1,7 +1,11 @@
 """What a rank's step multiplies, against the model's FLOPs."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from dtron.bench import ceiling
 from dtron.bench.ceiling import products
 from dtron.config import RunConfig
 from dtron.flops import FlopsModel
@@ -31,3 +35,24 @@ def test_products_are_the_models_flops(ranks: int, parallel: dict, chunks: int) 
     multiplied = FlopsModel.of(model).matmul_params - norms
     found = sum(product.flops for product in products(config, model, ranks))
     assert found == pytest.approx(6 * multiplied * 8 * 4096 / ranks)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, **sections: dict[str, Any]) -> dict[str, float]:
+    """Floors of a small run on a device that copies 1 GB a second."""
+    monkeypatch.setattr(ceiling, "copy_rate", lambda _: 1e9)
+    monkeypatch.setattr(ceiling, "seconds", lambda *_: 0.001)
+    config = RunConfig.of({"train": {"global_batch": 1, "seq_len": 16}, **sections})
+    facts = {"world_size": 1, "micro_batches": 1, "attention": "math"}
+    facts |= {"parameter_bytes_per_rank": [4 * 10**6]}
+    return ceiling.measure(config, facts, torch.device("cpu"))["floors"]
+
+
+def test_the_optimizers_floor_is_that_of_its_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured(monkeypatch)["optimizer"] == pytest.approx(28)
+    narrow = measured(monkeypatch, optim={"moments": "bfloat16"})
+    assert narrow["optimizer"] == pytest.approx(20)
+
+
+def test_float8_products_have_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "GEMM" in measured(monkeypatch)
+    assert "GEMM" not in measured(monkeypatch, float8={"recipe": "rowwise"})
