@@ -6,8 +6,8 @@ For each element, with gradient g = scale * gradient, step t (1 at the first upd
     p = p (1 - a decay) - a (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 computed in float32 and rounded to nearest when m and v are stored. Where `scale` is not finite,
-nothing changes. In bfloat16, v follows only changes of more than 1/512 of it, so b2 should be
-0.99 at most.
+nothing changes. In bfloat16, v follows only changes of more than 1/512 to 1/256 of it, so b2 should
+be 0.99 at most.
 
 Bytes an element: 28 with float32 moments, 20 with bfloat16. A Triton kernel on GPUs, the same
 formula in torch elsewhere.
@@ -96,7 +96,9 @@ def _triton(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, rates: 
         scalars,
         n,
         rates.beta1,
+        1 - rates.beta1,
         rates.beta2,
+        1 - rates.beta2,
         rates.eps,
         1 - rates.lr * rates.weight_decay,
         BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]

@@ -6,12 +6,27 @@ import triton.language as tl
 
 
 @triton.jit
-def adamw_kernel(p, g, m, v, scalars, n, beta1, beta2, eps, kept, BLOCK: tl.constexpr):  # noqa: N803
+def adamw_kernel(
+    p,
+    g,
+    m,
+    v,
+    scalars,
+    n,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    kept,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
     """One block of one tensor.
 
     Args:
         p, g, m, v: parameter, gradient and moments: contiguous, n elements.
         scalars: scale, lr / (1 - b1^t) and 1 / sqrt(1 - b2^t), float32.
+        rest1, rest2: 1 - b1 and 1 - b2, of which float32 would lose digits here.
         kept: 1 - lr * decay.
     """
     scale = tl.load(scalars)
@@ -23,8 +38,8 @@ def adamw_kernel(p, g, m, v, scalars, n, beta1, beta2, eps, kept, BLOCK: tl.cons
         gradient = tl.load(g + at, mask=inside).to(tl.float32) * scale
         first = tl.load(m + at, mask=inside).to(tl.float32)
         second = tl.load(v + at, mask=inside).to(tl.float32)
-        first = beta1 * first + (1 - beta1) * gradient
-        second = beta2 * second + (1 - beta2) * gradient * gradient
+        first = beta1 * first + rest1 * gradient
+        second = beta2 * second + rest2 * gradient * gradient
         parameter = tl.load(p + at, mask=inside) * kept
         parameter -= rate * first / (tl.sqrt(second) * root + eps)
         tl.store(p + at, parameter, mask=inside)
