@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtron.steptimes import StepTimes
+from dtron.steptimes import StepTimes, _compile_cache
 from tests.harness import run_ranks
 from tests.test_trainer import fit, rows, tiny
 
@@ -28,6 +28,21 @@ def test_a_run_writes_every_step_of_every_rank(tmp_path: Path) -> None:
 def test_other_runs_write_none(tmp_path: Path) -> None:
     run_ranks(1, fit, tiny(tmp_path / "run", train__steps=1))
     assert not (tmp_path / "run/steps.json").exists()
+
+
+def test_a_graph_from_the_cache_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second compilation finds forward and backward: two graphs."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        x = torch.ones(8, requires_grad=True)
+        torch.compile(lambda x: x.sin().sum())(x).backward()
+        found.append(_compile_cache())
+    assert found == [{"hits": 0, "misses": 2}, {"hits": 2, "misses": 0}]
 
 
 @pytest.mark.gpu
