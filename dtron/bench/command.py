@@ -5,10 +5,10 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -24,10 +24,20 @@ from dtron.bench.peers import (
     require,
     run_peer,
 )
-from dtron.bench.run import Options, Outcome, bench_config, one_line, reason, run_point, wait_for
+from dtron.bench.run import (
+    NEVER,
+    Options,
+    Outcome,
+    bench_config,
+    one_line,
+    reason,
+    run_point,
+    wait_for,
+)
 from dtron.bench.sweep import Point, points
 from dtron.errors import ConfigError, DataError
 
+_Row = tuple[str, report.Figures | None, str]  # label, figures, why there are none
 _PROFILED = 3  # steps of the window; on GPUs the first only says where the second begins
 
 
@@ -47,7 +57,27 @@ def main(arguments: Sequence[str]) -> int:
     if not given.config.exists():
         raise ConfigError(f"{given.config}: no such file; dtron bench takes a config's TOML file")
     against = _against(given)
-    outcomes = run_all(given.config, sweep, options, given.repeat, out, console, against)
+    command = shlex.join(["dtron", "bench", *arguments])
+    outcomes: list[Outcome] = []
+    rows: list[_Row] = []
+    for outcome in run_all(given.config, sweep, options, given.repeat, out, console, against):
+        outcomes.append(outcome)
+        # After each run: what breaks off a sweep leaves the runs before it.
+        rows, written = _report(sweep, outcomes, options)
+        report.write_json(out / "bench.json", command, options, written)
+    report.print_report(console, rows, _title(given, options, outcomes))
+    if given.breakdown:
+        print_breakdowns(console, outcomes)
+    if against:
+        print_comparisons(console, outcomes)
+    console.print(f"written: {out / 'bench.json'}", markup=False, soft_wrap=True)
+    return 0 if any(found for _, found, _ in rows) else 1
+
+
+def _report(
+    sweep: Sequence[Point], outcomes: Sequence[Outcome], options: Options
+) -> tuple[list[_Row], list[dict[str, Any]]]:
+    """Of every point a row of the table, and what bench.json holds."""
     rows, written = [], []
     for point in sweep:
         own = [outcome for outcome in outcomes if outcome.label == point.label]
@@ -55,15 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         why = "; ".join(dict.fromkeys(outcome.reason for outcome in own if outcome.reason))
         rows.append((point.label, found, why))
         written.append(report.point_json(point, found, own))
-    report.print_report(console, rows, _title(given, options, outcomes))
-    if given.breakdown:
-        print_breakdowns(console, outcomes)
-    if against:
-        print_comparisons(console, outcomes)
-    command = shlex.join(["dtron", "bench", *arguments])
-    report.write_json(out / "bench.json", command, options, written)
-    console.print(f"written: {out / 'bench.json'}", markup=False, soft_wrap=True)
-    return 0 if any(found for _, found, _ in rows) else 1
+    return rows, written
 
 
 @dataclass(frozen=True)
@@ -92,14 +114,14 @@ def run_all(
     out: Path,
     console: Console,
     against: Against | None = None,
-) -> list[Outcome]:
+) -> Iterator[Outcome]:
     """Run every point `repeats` times: all points, then all of them again, so that a machine that
     drifts is seen as different repeats and not as different points. What was refused once is not
     tried again."""
     jobs = [(repeat, point) for repeat in range(repeats) for point in sweep]
-    outcomes: list[Outcome] = []
+    refused: set[str] = set()
     for order, (repeat, point) in enumerate(jobs):
-        if any(o.label == point.label and o.status == "refused" for o in outcomes):
+        if point.label in refused:
             continue
         directory = out / f"{order:03}"
         outcome = against.refuse(config, point, options) if against else None
@@ -107,7 +129,8 @@ def run_all(
             config, point.overrides, point.environment, options, directory, point.label
         )
         outcome.order, outcome.repeat = order, repeat
-        outcomes.append(outcome)
+        if outcome.status == "refused":
+            refused.add(point.label)
         if outcome.status == "ok" and options.profile_steps:
             add_breakdown(outcome, options, with_ceiling=options.shapes and repeat == 0)
         if outcome.status == "ok" and against:
@@ -117,7 +140,7 @@ def run_all(
         console.print(
             f"[{order + 1}/{len(jobs)}] {point.label}: {told}", markup=False, soft_wrap=True
         )
-    return outcomes
+        yield outcome
 
 
 def add_breakdown(outcome: Outcome, options: Options, with_ceiling: bool) -> None:
@@ -134,7 +157,7 @@ def add_breakdown(outcome: Outcome, options: Options, with_ceiling: bool) -> Non
     log = Path(outcome.directory) / "ceiling.txt"
     command = [sys.executable, "-m", "dtron.bench.ceiling"]
     files = [str(run / "config.toml"), str(run / "run.json")]
-    status = wait_for([*command, *files], log, {}, options.timeout_seconds)
+    status = wait_for([*command, *files], log, outcome.environment, options.timeout_seconds)
     text = log.read_text(errors="replace")
     if status == 0:
         (line,) = (line for line in text.splitlines() if line.startswith("{"))
@@ -197,6 +220,7 @@ def _options(given: argparse.Namespace) -> Options:
         shapes=given.breakdown,
         timeout_seconds=given.timeout,
         fresh_cache=given.fresh_cache,
+        log_interval=LOG_STEPS if given.against else NEVER,
     )
 
 

@@ -12,7 +12,8 @@ both runs say of themselves and not from what was asked for:
     recompute       mode
 
 Speeds are compared over windows of as many steps as the peer logs at once: median of the windows
-on both sides. Its figures of FLOPs are not used; tokens a second are.
+on both sides. dtron logs as often, so that in each window both wait for the device once. Figures of
+FLOPs are not used; tokens a second are. Both get the variables of the point's environment.
 
 torchtitan: flags, log lines and models of release 0.2.2. Its log says "Mixed precision training is
 disabled" where it computes in float32 whatever was asked for, and the size that it logs lacks the
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dtron.bench.report import step_seconds
-from dtron.bench.run import Options, Outcome, launch, shell_command, torchrun
+from dtron.bench.run import Options, Outcome, launch, one_line, shell_command, torchrun
 from dtron.config import RunConfig, fields
 from dtron.data.sources import CORPORA
 from dtron.errors import ConfigError
@@ -134,7 +135,11 @@ _TITAN_LACKS = (
     "parallel.sequence_parallel",
     "data.mask_documents",
     "data.packing",
+    "train.loss_chunks",
     "optim.name",
+    "optim.moments",
+    "recompute.offload",
+    "float8.recipe",
     "compile.backend",
 )
 _TITAN_DEGREES = {
@@ -347,14 +352,20 @@ def run_peer(
     """
     config = RunConfig.of(own.config)
     arguments = [*peer.arguments(config, options.ranks, options, directory.absolute()), *extra]
-    outcome = Outcome(peer.name, "ok", directory=str(directory))
-    outcome.command = shell_command(["torchrun", *arguments], peer.environment)
+    environment = {**own.environment, **peer.environment}
+    outcome = Outcome(peer.name, "ok", directory=str(directory), environment=environment)
+    outcome.command = shell_command(["torchrun", *arguments], environment)
     peer.prepare(directory, documents(config))
-    log = launch(outcome, arguments, peer.environment, options, directory)
+    log = launch(outcome, arguments, environment, options, directory)
     if outcome.status != "ok":
         return {"run": outcome.as_json()}
-    outcome.config = json.loads((directory / peer.config_file).read_text())
-    run = peer.read(log, outcome.config, options.warmup)
+    try:
+        outcome.config = json.loads((directory / peer.config_file).read_text())
+        run = peer.read(log, outcome.config, options.warmup)
+    except (OSError, ValueError, KeyError) as error:  # as of a release that writes others
+        why = f"its files cannot be read: {type(error).__name__}: {error}"
+        outcome.status, outcome.reason = "failed", one_line(why)
+        return {"run": outcome.as_json()}
     found = compare(peer, own, run, step_seconds(own)[options.timed])
     return {"run": outcome.as_json(), "comparison": asdict(found)}
 

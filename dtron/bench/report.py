@@ -9,8 +9,8 @@ little.
     tok/s/GPU       global_batch x seq_len / step / ranks; padding counts
     TFLOP/s         tok/s/GPU x FLOPs a token (dtron/flops.py) in both conventions
     MFU             that over the device's data-sheet peak; none on unknown hardware
-    memory          peak that the allocator reserved in the timed steps, of the rank with most (on
-                    CPU: resident memory of the process)
+    memory          peak that the allocator had reserved by the end of the timed steps, of the rank
+                    with most (on CPU: resident memory of the process)
     hidden          time of communication that lay under computation, of all of it, in a profiled
                     window after the timed steps (breakdown.py); none where that was not measured
     cold start      from the launch to the end of the first step: imports, data, weights,
@@ -231,4 +231,6 @@ def write_json(path: Path, command: str, options: Options, points: Sequence[dict
         "points": list(points),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(whole, indent=1) + "\n")
+    partial.replace(path)

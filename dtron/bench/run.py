@@ -1,8 +1,8 @@
 """One point of a sweep: a fresh torchrun of `dtron train`, timed by its own step times.
 
 The run trains as any other: warm-up steps, timed steps, then, if asked, a few profiled ones, which
-are not timed. Nothing is saved, validated, sampled or logged in between. A point that is refused or
-fails gives a reason in one line.
+are not timed. Nothing is saved, validated or sampled in between, nor logged, unless a peer that
+logs is run beside it. A point that is refused or fails gives a reason in one line.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from dtron.config import RunConfig, fields
 from dtron.errors import ConfigError, DtronError
 
 Status = Literal["ok", "refused", "failed"]
-_NEVER = 10**9
+NEVER = 10**9
 
 # What a bench point always has: it trains, and does nothing else.
 FORCED: dict[str, Any] = {
@@ -33,7 +33,8 @@ FORCED: dict[str, Any] = {
     "checkpoint.interval": 0,
     "checkpoint.last": False,
     "checkpoint.resume": "",
-    "metrics.log_interval": _NEVER,
+    "float8.report_interval": 0,
+    "metrics.log_interval": NEVER,  # or as `Options` says
     "metrics.tensorboard": False,
     "metrics.step_times": True,
 }
@@ -41,8 +42,8 @@ FORCED: dict[str, Any] = {
 _OPTIONS = {
     "run.dir": "--out",
     "train.steps": "--steps and --warmup",
-    "metrics.profile_start": "--profile-steps",
-    "metrics.profile_steps": "--profile-steps",
+    "metrics.profile_start": "--breakdown or --no-profile",
+    "metrics.profile_steps": "--breakdown or --no-profile",
     "metrics.profile_shapes": "--breakdown",
 }
 # Without effect beside what is forced, so that a file's value would be refused.
@@ -78,6 +79,8 @@ class Options:
     """Longest time of a point, from launch to end."""
     fresh_cache: bool = False
     """Give each run of a point an empty cache of compiled graphs."""
+    log_interval: int = NEVER
+    """Steps between log rows, for each of which the host waits for the device."""
 
     @property
     def timed(self) -> slice:
@@ -94,6 +97,8 @@ class Outcome:
     reason: str = ""
     command: str = ""
     """Shell command that repeats it."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that the point sets, for all that runs on its behalf."""
     directory: str = ""
     order: int = 0
     """Position among all runs of the sweep."""
@@ -134,6 +139,7 @@ def bench_config(
     before = options.warmup + options.steps
     forced = {key: default for key, default, _ in fields(RunConfig) if key in _IDLE} | FORCED
     forced |= {"run.dir": str(run_dir), "train.steps": before + options.profile_steps}
+    forced["metrics.log_interval"] = options.log_interval
     if options.profile_steps:
         forced["metrics.profile_start"] = before + 1
         forced["metrics.profile_steps"] = options.profile_steps
@@ -152,7 +158,7 @@ def run_point(
 ) -> Outcome:
     """Run one point; never raises for what the point itself does wrong."""
     run_dir = directory / "run"
-    outcome = Outcome(label, "ok", directory=str(directory))
+    outcome = Outcome(label, "ok", directory=str(directory), environment=dict(environment))
     try:
         resolved, every = bench_config(config, overrides, options, run_dir)
         from dtron.preflight import check_layout

@@ -71,16 +71,19 @@ def points(axes: Sequence[str]) -> list[Point]:
     """The product of all axes, the last one varying fastest; one point where there are none.
 
     Raises:
-        ConfigError: an axis is not of the form section.key=a,b,c, or is given twice.
+        ConfigError: an axis is not of the form section.key=a,b,c, or it or a value of it is given
+            twice.
     """
     values: dict[str, list[str]] = {}
     for axis in axes:
         key, separator, text = axis.partition("=")
-        if not separator or "." not in key:
+        if not separator or not all(key.partition(".")):
             raise ConfigError(f"axis {axis!r} is not of the form section.key=a,b,c (no spaces)")
         if key in values:
             raise ConfigError(f"axis {key} is given twice; write {key}=a,b")
         values[key] = split_values(text)
+        if len(set(values[key])) < len(values[key]):
+            raise ConfigError(f"axis {axis!r} has a value twice; --repeat runs each again")
     varies = tuple(key for key, found in values.items() if len(found) > 1)
     return [
         Point(tuple(zip(values, combination, strict=True)), varies)

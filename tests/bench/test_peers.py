@@ -21,8 +21,8 @@ from dtron.bench.peers import (
     window_speeds,
     write_titan_data,
 )
-from dtron.bench.run import Options, Outcome
-from dtron.config import RunConfig
+from dtron.bench.run import FORCED, Options, Outcome
+from dtron.config import DEGREES, RunConfig, fields
 from dtron.errors import ConfigError
 
 OPTIONS = Options(ranks=4, warmup=5, steps=10)
@@ -191,12 +191,54 @@ def test_arguments_say_the_same_work(tmp_path: Path) -> None:
         ({"data": {"mask_documents": True}}, "mask_documents"),
         ({"parallel": {"reduce_dtype": "bfloat16"}}, "reduce_dtype"),
         ({"recompute": {"mode": "selective"}}, "selective"),
+        ({"recompute": {"offload": True}}, "offload"),
+        ({"optim": {"moments": "bfloat16"}}, "moments"),
+        ({"float8": {"recipe": "tensorwise"}}, "float8"),
         ({"model": {"name": "qwen3", "size": "8b"}, "parallel": {"pp": 2}}, "no pipeline"),
     ],
 )
 def test_work_without_an_equal_is_refused(tmp_path: Path, changes: dict, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         titan_arguments(config(**changes), 4, OPTIONS, tmp_path)
+
+
+# Keys with which both still do the same work: how dtron does it, and what takes no time.
+FREE = {
+    "run.dir",
+    "model.attention",
+    "parallel.ep",  # not built
+    "parallel.etp",
+    "parallel.zero",
+    "parallel.reduce",
+    "parallel.prefetch",
+    "parallel.stages_per_rank",
+    "parallel.cp_inner",  # of a cp_method that is refused
+    "parallel.timeout_seconds",
+    "train.seed",
+    "train.max_skipped",
+    "train.gc_interval",
+    "train.sample_prompt",  # nothing is sampled
+    "optim.beta1",
+    "optim.beta2",
+    "optim.eps",
+    "optim.weight_decay",
+    "checkpoint.keep",  # nothing is saved
+    "debug.collectives",  # of the first step
+    "debug.deterministic",  # dtron alone is slower
+}
+SAID = {"model.name", "model.size", "model.override", "recompute.mode", "recompute.every"}
+SAID |= {"train.seq_len", "train.global_batch", "train.micro_batch", "train.dtype"}
+SAID |= {"train.max_grad_norm", "optim.lr", "compile.enable"}
+SAID |= {f"parallel.{name}" for name in (*DEGREES, "schedule", "async_tp")}
+
+
+def test_every_key_is_said_refused_or_free() -> None:
+    """A new key has to be put somewhere before runs with it are compared."""
+    names = {key for key, _, _ in fields(RunConfig)}
+    names = {key for key in names if not key.startswith(("data.", "schedule.", "metrics."))}
+    float8 = {key for key in names if key.startswith("float8.")}  # need a recipe
+    known = SAID | FREE | FORCED.keys() | set(peers._TITAN_LACKS) | float8 | {"train.steps"}
+    assert names - known == set()
 
 
 def test_data_are_what_it_reads(tmp_path: Path) -> None:
@@ -223,15 +265,24 @@ def test_a_pair_is_run_and_compared(tmp_path: Path) -> None:
     (tmp_path / "sample.log").write_text(log())
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text(json.dumps(RESOLVED))
-    script.write_text(f"print(open({str(tmp_path / 'sample.log')!r}).read())\n")
+    script.write_text(
+        "import os\nassert os.environ['NCCL_MAX_CTAS'] == '8'\n"
+        f"print(open({str(tmp_path / 'sample.log')!r}).read())\n"
+    )
     titan = PEERS["torchtitan"]
     peer = peers.Peer(**{**titan.__dict__, "arguments": lambda *_: ["--standalone", str(script)]})
     own = outcome()
+    own.environment = {"NCCL_MAX_CTAS": "8"}
     own.times = {"seconds": [[9.0] * 5 + [1.6] * 10] * 4}
     found = run_peer(peer, own, [], OPTIONS, tmp_path / "out")
     assert found["run"]["status"] == "ok"
     assert found["comparison"]["ratio"] == pytest.approx(8 * 8192 / 4 / 1.6 / 10250)
     assert (tmp_path / "out/data/data.json").exists()
+    assert found["run"]["command"].startswith("NCCL_MAX_CTAS=8 ")
+    (tmp_path / "out/config.json").unlink()
+    found = run_peer(peer, own, [], OPTIONS, tmp_path / "out")
+    assert found.keys() == {"run"}
+    assert "config.json" in found["run"]["reason"]
     script.write_text("raise RuntimeError('no memory left')\n")
     found = run_peer(peer, own, [], OPTIONS, tmp_path / "out")
     assert found.keys() == {"run"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from dtron.bench.breakdown import EXPOSED
+from dtron.bench.command import bench_parser
 from dtron.bench.run import (
+    _OPTIONS,
     FORCED,
     Options,
     Outcome,
@@ -44,6 +47,26 @@ def test_a_point_only_trains(tmp_path: Path, profile_steps: int) -> None:
     assert config.parallel.zero == 2
     assert (config.checkpoint.last, config.train.sample_tokens) == (False, 0)
     assert RunConfig.load(file, every) == config  # the overrides repeat it
+
+
+def test_reports_of_float8_are_left_out(tmp_path: Path) -> None:
+    """They belong to log rows, of which a point has none."""
+    file = tmp_path / "own.toml"
+    file.write_text("[float8]\nrecipe = 'tensorwise'\nreport_interval = 10\n")
+    config, _ = bench_config(file, [], Options(ranks=1), tmp_path / "run")
+    assert (config.float8.recipe, config.float8.report_interval) == ("tensorwise", 0)
+
+
+def test_rows_of_the_log_are_as_far_apart_as_asked(tmp_path: Path) -> None:
+    options = Options(ranks=1, log_interval=5)
+    config, _ = bench_config(QUICKSTART, [], options, tmp_path)
+    assert config.metrics.log_interval == 5
+
+
+@pytest.mark.parametrize("key", _OPTIONS)
+def test_options_that_set_a_key_exist(key: str) -> None:
+    known = bench_parser().format_help()
+    assert all(option in known for option in re.findall(r"--[a-z-]+", _OPTIONS[key]))
 
 
 @pytest.mark.parametrize("key", ["run.dir", "train.steps", "metrics.profile_start", *FORCED])

@@ -49,7 +49,17 @@ def test_environment_is_an_axis_and_no_override() -> None:
     assert second.label == "env.NCCL_MAX_CTAS=8"
 
 
-@pytest.mark.parametrize("axes", [["parallel.tp"], ["tp=1"], ["parallel.tp=1", "parallel.tp=2"]])
+MALFORMED = [
+    ["parallel.tp"],
+    ["tp=1"],
+    ["env.=1"],
+    [".tp=1"],
+    ["parallel.tp=1", "parallel.tp=2"],
+    ["parallel.tp=1,2,1"],
+]
+
+
+@pytest.mark.parametrize("axes", MALFORMED)
 def test_malformed_axes_are_refused(axes: list[str]) -> None:
     with pytest.raises(ConfigError):
         points(axes)

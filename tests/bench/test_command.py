@@ -1,0 +1,46 @@
+"""The command around the runs of a sweep."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtron.bench import command
+from dtron.bench.command import main
+from dtron.bench.peers import LOG_STEPS
+from dtron.bench.run import NEVER, Outcome
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs/quickstart.toml")
+
+
+def test_a_sweep_that_breaks_off_leaves_the_runs_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused points are not tried again, and bench.json holds what ended."""
+    labels: list[str] = []
+
+    def run_point(*arguments: Any) -> Outcome:
+        label = arguments[-1]
+        labels.append(label)
+        if len(labels) == 3:
+            raise KeyboardInterrupt
+        status = "refused" if label == "parallel.zero=1" else "failed"
+        return Outcome(label, status, "because")
+
+    monkeypatch.setattr(command, "run_point", run_point)
+    with pytest.raises(KeyboardInterrupt):
+        main([QUICKSTART, "parallel.zero=1,2", "--repeat", "2", "--out", str(tmp_path)])
+    assert labels == ["parallel.zero=1", "parallel.zero=2", "parallel.zero=2"]
+    points = json.loads((tmp_path / "bench.json").read_text())["points"]
+    assert [[run["status"] for run in point["runs"]] for point in points] == [
+        ["refused"],
+        ["failed"],
+    ]
+
+
+@pytest.mark.parametrize(("more", "interval"), [([], NEVER), (["--against", "torchtitan"], 5)])
+def test_dtron_logs_as_often_as_a_peer(more: list[str], interval: int) -> None:
+    assert LOG_STEPS == 5
+    given = command.bench_parser().parse_args([QUICKSTART, *more])
+    assert command._options(given).log_interval == interval
