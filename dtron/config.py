@@ -236,6 +236,12 @@ class RunConfig(Section):
         tokens = self.train.micro_batch * self.train.seq_len // parallel.cp
         rules = [
             (
+                self.optim.moments == "bfloat16" and self.optim.beta2 > 0.99,
+                f'optim.moments = "bfloat16" with optim.beta2 = {self.optim.beta2}: a second '
+                "moment that changes by less than 1/512 a step is rounded back and never falls; "
+                "use optim.beta2 = 0.99 or less",
+            ),
+            (
                 parallel.zero == 1 and parallel.reduce == "micro_batch",
                 'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, '
                 "which is zero = 2; use one of the two",

@@ -214,7 +214,7 @@ class Optim(Section):
     """AdamW's epsilon."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which AdamW keeps its moments. bfloat16 saves 4 of their 8 bytes a parameter; beta2
-    should then be 0.99 at most, because bfloat16 does not see smaller changes."""
+    is then 0.99 at most, because bfloat16 does not see smaller changes."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
 

@@ -167,3 +167,10 @@ def test_quickstart_is_legal_on_every_small_world(world: int) -> None:
     config.validate_for(world)
     assert config.train.global_batch == 16 * config.train.micro_batch
     assert config.train.seq_len % 16 == 0
+
+
+def test_bfloat16_moments_take_a_short_memory(tmp_path: Path) -> None:
+    narrow = ("optim.moments=bfloat16", "optim.beta2=0.999")
+    with pytest.raises(ConfigError, match=r"use optim\.beta2 = 0\.99 or less"):
+        load(tmp_path, "", *narrow).validate_for(1)
+    load(tmp_path, "", *narrow, "optim.beta2=0.99").validate_for(1)

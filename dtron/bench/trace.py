@@ -38,6 +38,7 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     for name, pattern in (
         (COMMUNICATION, r"nccl|^gloo:|symm_mem|multimem|(one|two)_shot_all_reduce|PtoP|p2p"),
         (COMMUNICATION, r"symmetric_memory|barrier_kernel|(put|wait)_signal_kernel"),
+        (COMMUNICATION, r"memcpy (HtoD|DtoH)"),  # with the host, as offload's
         ("attention", r"flash|fmha|attention|sdpa"),
         ("attention", r"cudnn::fusion::(compute_dot_do_o|convert_dq)"),
         ("loss", r"log_?softmax|prepare_softmax|nll_loss|cross_entropy"),

@@ -56,6 +56,8 @@ def adamw_(
     """
     if not parameters:
         return
+    # Elements are matched by their place in memory.
+    assert all(x.is_contiguous() for x in (*parameters, *gradients))
     taken = scale.isfinite()
     torch._foreach_add_(list(steps), taken.float())
     tables = _corrections(steps, scale, rates)

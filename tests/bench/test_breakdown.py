@@ -44,7 +44,7 @@ NAMES = {
     "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int)": COMMUNICATION,
     "wait_signal_kernel(unsigned int**, int, int, int, int, unsigned long)": COMMUNICATION,
     "Memcpy PtoP (Device -> Device)": COMMUNICATION,
-    "Memcpy HtoD (Pinned -> Device)": "copies",
+    "Memcpy HtoD (Pinned -> Device)": "communication",
     "void at::native::chunk_cat_cuda_kernel<float, c10::BFloat16>": "copies",
     "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel": "copies",
     "triton_poi_fused_mul_silu_1": "elementwise",
