@@ -6,7 +6,7 @@ layout. The choice of layers depends on the model alone, so that every layout tr
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ class Float8Plan:
     settings: Float8
     layers: tuple[str, ...]
     """FQNs, in the model's order."""
-    gathering: tuple[str, ...] = ()
-    """FQNs of modules that gather their input in float8."""
+    gathering: Mapping[str, bool] = field(default_factory=dict)
+    """FQNs of modules that gather their input, and whether in float8; empty where none does."""
 
     def converter(self, mesh: Mesh, dtype: torch.dtype) -> Callable[[nn.Module], None]:
         """The pass that comes first: `Passes.convert`."""
@@ -55,13 +55,16 @@ class Float8Plan:
 
     def placements(self, rows: Mapping[str, Row], mesh: Mesh) -> dict[Any, Row | ParallelStyle]:
         """Rows with the inputs of `gathering` gathered in float8."""
-        chosen = dict.fromkeys(self.gathering)
-        style = GatherInput(self.recipe.output.left, scale_groups(mesh).both) if chosen else None
+        if not self.gathering:
+            return dict(rows)
+        style = GatherInput(self.recipe.output.left, scale_groups(mesh).both)
         found: dict[Any, Row | ParallelStyle] = {}
         for pattern, row in rows.items():
-            mine = [name for name in chosen if matches(pattern, name)]
-            if mine and style is not None and row.kind == "prepare_input":
-                found[tuple(mine)] = style
+            names = [name for name in self.gathering if matches(pattern, name)]
+            small = tuple(name for name in names if self.gathering[name])
+            others = tuple(name for name in names if not self.gathering[name])
+            if small and row.kind == "prepare_input":
+                found |= {small: style} | ({others: row} if others else {})
             else:
                 found[pattern] = row
         return found
@@ -163,27 +166,27 @@ def plan_float8(
 
 def _gathering(
     model: nn.Module, rows: Mapping[str, Row], layers: Collection[str]
-) -> tuple[str, ...]:
-    """Modules whose gathered input goes into float8 layers only.
+) -> dict[str, bool]:
+    """Modules that gather their input, and whether it goes into float8 layers only.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: none does.
     """
     kinds = {
         name: {row.kind for pattern, row in rows.items() if matches(pattern, name)}
         for name, _ in model.named_modules()
     }
-    found = []
+    found = {}
     for name in kinds:
-        split = [n for n in kinds if n.startswith(f"{name}.") and "colwise" in kinds[n]]
-        if "prepare_input" in kinds[name] and split and set(split) <= set(layers):
-            found.append(name)
-    if not found:
+        if "prepare_input" in kinds[name]:
+            split = [n for n in kinds if n.startswith(f"{name}.") and "colwise" in kinds[n]]
+            found[name] = bool(split) and set(split) <= set(layers)
+    if not any(found.values()):
         raise ConfigError(
             "float8.gather_inputs has no effect: no attention or feed-forward has all the layers "
             "that read its input in float8; widen float8.filter"
         )
-    return tuple(found)
+    return found
 
 
 def _any_attention(model: DecoderConfig) -> Backend:

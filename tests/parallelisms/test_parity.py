@@ -248,6 +248,7 @@ def float8(recipe: str, world: int, parallel: Parallel, model: str = "llama", **
 
 
 GATHERS = {"all_gather": True, "gather_inputs": True}
+BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
 FLOAT8 = [
     # one scale a tensor: equal in every layout
@@ -261,6 +262,7 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(dp_replicate=2), float8={"all_gather": True}),
     float8("tensorwise", 4, Parallel(tp=2), compile=EAGER, float8=GATHERS),
     float8("tensorwise", 4, Parallel(cp=2, tp=2, zero=2), recompute=FULL, float8=GATHERS),
+    float8("tensorwise", 2, Parallel(tp=2), float8={"gather_inputs": True, "skip": BLOCK_0_FFN}),
     # scales of rows and blocks: equal where no tensor is split, else as accurate
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1)),
     float8("mxfp8", 4, Parallel(pp=2), recompute=FULL),
