@@ -1,0 +1,91 @@
+"""Products by the GPU's kernel: what it demands of its operands, and what it gives."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtron.float8 import RECIPES, Float8Linear, ScaleGroups
+from dtron.float8.casting import quantize
+from dtron.float8.products import product, why_emulated
+from dtron.float8.recipes import E5M2
+from tests.float8.test_recipes import example, gradients
+
+KERNELS = [name for name, recipe in RECIPES.items() if recipe.kernel != "none"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Demands(TorchDispatchMode):
+    """Checks calls of torch._scaled_mm by what cuBLASLt demands, of which a CPU is less strict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_mm.default:
+            a, b, scale_a, scale_b, *rest = args
+            (m, s), (_, p) = a.shape, b.shape
+            assert (a.stride(), b.stride()) == ((s, 1), (1, s))  # row-major times column-major
+            assert s % 16 == p % 16 == 0
+            assert not a.dtype == b.dtype == E5M2
+            for scale in (scale_a, scale_b):
+                assert scale.dtype == torch.float32
+                assert scale.is_contiguous()
+            assert (scale_a.shape, scale_b.shape) in (((1, 1), (1, 1)), ((m, 1), (1, p)))
+            self.fast.append(len(rest) > 3 and rest[3])  # defaults are left out
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_give_what_emulation_gives(name: str, device: str) -> None:
+    """Rounded operands are the same, sums are not in the same order."""
+    recipe = RECIPES[name]
+    linear, x, grad = example(torch.bfloat16)
+    linear, x, grad = linear.to(device), x.to(device), grad.to(device)
+    wanted = gradients(Float8Linear.of(linear, recipe, True, ScaleGroups()), linear, x, grad)
+    layer = Float8Linear.of(linear, recipe, False, ScaleGroups())
+    with Demands() as demands:
+        found = gradients(layer, linear, x, grad)
+    products = (recipe.output, recipe.grad_input, recipe.grad_weight)
+    assert demands.fast == [p.fast_accumulation for p in products if p is not None]
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine - other).float().norm() <= 2**-7 * other.float().norm()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_any_number_of_tokens_has_an_output(name: str) -> None:
+    """As sampling needs; only the gradient of the weight sums over tokens."""
+    of = RECIPES[name].output
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 32).bfloat16(), torch.randn(48, 32).bfloat16()
+    operands = quantize(x, of.left), quantize(weight, of.right)
+    with Demands():
+        found = product(*operands, torch.bfloat16, emulate=False, fast_accumulation=True)
+    wanted = product(*operands, torch.bfloat16, emulate=True, fast_accumulation=True)
+    assert found.allclose(wanted, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "why"),
+    [
+        ("tensorwise", (9, 0), torch.bfloat16, ""),
+        ("tensorwise", (8, 0), torch.bfloat16, "a GPU has no float8 instructions"),
+        ("rowwise", (9, 0), torch.float32, "the kernels give bfloat16, not float32"),
+        ("blockwise", (9, 0), torch.bfloat16, "blockwise has no kernel for a GPU yet"),
+        ("mxfp8", (10, 0), torch.bfloat16, "mxfp8 has no kernel for a GPU yet"),
+    ],
+)
+def test_what_no_kernel_computes_is_emulated(
+    name: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    assert why_emulated(RECIPES[name], torch.device("cuda"), dtype) == why
