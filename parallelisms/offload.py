@@ -36,6 +36,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,8 +47,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from dtron.errors import ConfigError
+
 SMALLEST = 2**20
 """Storages of fewer bytes stay on the device: a copy costs more than its memory is worth."""
+CHUNK, ALIGNED = 2**32, 2**12
+"""Bytes that are pinned at once, unless a buffer is larger; multiples at which buffers begin."""
 
 Event = torch.cuda.Event | None
 """The end of some copies; None on a CPU, where they are done at once."""
@@ -66,26 +71,84 @@ class Buffer:
 class HostPool:
     """Host buffers by size. They are kept and reused, since pinning memory is slow.
 
+    Buffers are cut from chunks whose sizes are powers of two, to which torch would round up each of
+    them. A chunk is at most a quarter of all before it, and CHUNK, which bounds what is left over.
+
     Attributes:
         allocated: bytes of all buffers, used and free.
+        reserved: bytes of all chunks.
     """
 
     def __init__(self, pinned: bool) -> None:
-        self.allocated = 0
+        self.allocated = self.reserved = 0
         self._pinned = pinned
         self._free: dict[int, list[Buffer]] = defaultdict(list)
+        self._rests: list[Tensor] = []
+        """What is left of each chunk."""
 
     def take(self, size: int) -> Buffer:
-        """A buffer of this many bytes; its last copy may still run."""
+        """A buffer of this many bytes; its last copy may still run.
+
+        Raises:
+            ConfigError: the host has too little memory.
+        """
         if self._free[size]:
             return self._free[size].pop()
-        data = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        data = self._cut(size)
         self.allocated += size
         return Buffer(data)
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back."""
         self._free[buffer.data.numel()].append(buffer)
+
+    def _cut(self, size: int) -> Tensor:
+        """uint8 (size,), from the first chunk of which enough is left."""
+        end = -(-size // ALIGNED) * ALIGNED
+        found = next((i for i, rest in enumerate(self._rests) if len(rest) >= end), None)
+        if found is None:
+            found = len(self._rests)
+            self._rests.append(self._reserve(end))
+        rest = self._rests[found]
+        self._rests[found] = rest[end:]
+        return rest[:size]
+
+    def _reserve(self, least: int) -> Tensor:
+        """A new chunk."""
+        size = max(_power_of_two(least), min(CHUNK, _power_of_two(self.reserved // 8)))
+        _check_host_memory(size, self.reserved)
+        chunk = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        self.reserved += size
+        return chunk
+
+
+def _power_of_two(least: int) -> int:
+    """The smallest one that is not less."""
+    return 1 << max(0, least - 1).bit_length()
+
+
+def _check_host_memory(size: int, reserved: int) -> None:
+    """Refuse to take so much that less than a twentieth of the host's memory would be left: the
+    kernel would end a process, without saying why."""
+    total, available = _host_memory()
+    if available - size < total / 20:
+        have, more, left, whole = (n / 2**30 for n in (reserved, size, available, total))
+        raise ConfigError(
+            f"recompute.offload = true: a rank holds {have:.1f} GiB of host memory and needs "
+            f"{more:.1f} GiB more, but only {left:.1f} of the host's {whole:.1f} GiB are available "
+            'to all its ranks; use recompute.mode = "attention" or "full", or a smaller '
+            "train.micro_batch"
+        )
+
+
+def _host_memory() -> tuple[float, float]:
+    """Bytes of the host's memory: all, and available; without end where Linux does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kibibytes = {key: int(value.split()[0]) for key, value in (x.split(":") for x in lines)}
+        return kibibytes["MemTotal"] * 1024, kibibytes["MemAvailable"] * 1024
+    except (OSError, KeyError):
+        return 0.0, float("inf")
 
 
 class _Lane:

@@ -1,6 +1,7 @@
 """Offloaded activations: gradients, what is copied and what stays, order of copies, memory."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dtron.errors import ConfigError
 from dtron.parallelisms import Mesh, parallelize
 from dtron.parallelisms.offload import HostPool, Offload
 from tests.harness import run_ranks
@@ -245,6 +247,9 @@ def test_second_step_allocates_nothing() -> None:
     assert free == allocated
 
 
+POOL = "dtron.parallelisms.offload"
+
+
 def test_pool_gives_buffers_of_the_size_asked_for() -> None:
     pool = HostPool(pinned=False)
     first, second = pool.take(10), pool.take(20)
@@ -252,6 +257,31 @@ def test_pool_gives_buffers_of_the_size_asked_for() -> None:
     assert pool.take(20) is not second
     assert pool.take(10) is first
     assert (pool.allocated, second.data.numel()) == (50, 20)
+
+
+@pytest.mark.parametrize("size", [64 * 1024, 96 * 1024, 260 * 1024])
+def test_pool_cuts_buffers_from_few_chunks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each a power of two, which torch does not round up as it would the buffers."""
+    chunks: list[int] = []
+    monkeypatch.setattr(f"{POOL}.CHUNK", 2**23)
+    monkeypatch.setattr(f"{POOL}._check_host_memory", lambda more, _: chunks.append(more))
+    pool = HostPool(pinned=False)
+    buffers = [pool.take(size).data for _ in range(300)]
+    assert all(chunk & (chunk - 1) == 0 for chunk in chunks)
+    assert max(chunks) <= 2**23
+    assert len(chunks) <= len(buffers) / 9
+    assert sum(chunks) == pool.reserved < 1.2 * pool.allocated
+    places = sorted(buffer.data_ptr() for buffer in buffers)
+    assert all(x + size <= y for x, y in itertools.pairwise(places))
+
+
+def test_too_little_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the end of a process by the kernel."""
+    pool = HostPool(pinned=False)
+    pool.take(2**20)
+    monkeypatch.setattr(f"{POOL}._host_memory", lambda: (100 * 2**30, 5 * 2**30))
+    with pytest.raises(ConfigError, match=r"only 5\.0 of the host's 100\.0 GiB are available"):
+        pool.take(2**20)
 
 
 def test_rank_of_several_stages() -> None:
