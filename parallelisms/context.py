@@ -560,8 +560,8 @@ class _Blocks:
             due = torch.zeros_like(at_hand, dtype=dtype)
             backward(self._ring_pair(block), at_hand, due)
             _wait(works)
-            due = due if coming is None else due.add_(coming)
-            coming, works = (due, []) if self.size == 1 else self._pass_on(due)
+            sent = due if coming is None else due.add_(coming)  # held until it has been waited for
+            coming, works = (sent, []) if self.size == 1 else self._pass_on(sent)
         _wait(works)
         assert coming is not None
         return coming
