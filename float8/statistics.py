@@ -5,8 +5,8 @@
     overflow    share of the values that are beyond the largest float8 number, and saturate
 
 of the input, the weight (unless it comes in float8) and the gradient of the output, as their first
-products cast them. Layers
-look for a probe in Python alone: a step without one computes and compiles as if there were none.
+products cast them. Layers look for a probe in Python alone: a step without one computes and
+compiles as if there were none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,9 +1,11 @@
 """What float8 communication sends, counted, and what is refused since it would send nothing."""
 
+from typing import Any
+
 import pytest
 
 from dtron.collectives import CollectiveCounter
-from dtron.config import Float8, Parallel
+from dtron.config import Float8, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
@@ -61,6 +63,34 @@ def test_inputs_travel_as_one_byte_an_element() -> None:
     gathered = 2 * 2 * 2 * 32 * 32  # blocks, inputs of each, sequences; tokens x width
     assert of_plain["bytes"] - of_small["bytes"] == (FLOAT - 1) * gathered
     assert plain["tp"]["reduce_scatter"] == small["tp"]["reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mode", "each"),
+    [
+        (
+            Parallel(tp=2),
+            "none",
+            7 + 2 + 5,
+        ),  # weights; inputs of wo and down; the others' gradients
+        (Parallel(tp=2), "full", 2 * (7 + 2) + 5),
+        (Parallel(cp=2), "none", 7 + 7),  # inputs, gradients
+    ],
+    ids=str,
+)
+def test_shared_scales_are_counted(parallel: Parallel, mode: Any, each: int) -> None:
+    """All-reduces of one number, a layer and micro-batch; none by other recipes."""
+
+    def reductions(recipe: str) -> tuple[int, int]:
+        kept = {"dtype": "float32", "sequences": 2, "recompute": Recompute(mode=mode)}
+        table = run_ranks(2, count_step, float8(recipe, 2, parallel, **kept))[0]
+        found = [calls["all_reduce"] for calls in table.values() if "all_reduce" in calls]
+        return sum(calls["count"] for calls in found), sum(calls["bytes"] for calls in found)
+
+    (count, n_bytes), (others, other_bytes) = reductions("tensorwise"), reductions("rowwise")
+    blocks_and_micro_batches = 2 * 2
+    assert count - others == each * blocks_and_micro_batches
+    assert n_bytes - other_bytes == FLOAT * (count - others)
 
 
 @pytest.mark.parametrize(
