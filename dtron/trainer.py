@@ -389,11 +389,18 @@ class Trainer:
             result = self._measured(float8.statistics(self.applied, self.place.device), batches, lr)
         else:
             result = self.train_step(batches, self.step, lr)
-        fused = self.applied.fused
-        if fused is not None and config.compile.enable and self.step == self.facts["start_step"]:
-            fused.check()  # the first step has compiled the blocks
-            log.info("async tensor parallelism: %s in the compiled blocks", fused)
+        if self.step == self.facts["start_step"]:
+            self._after_first_step()
         return result, lr, attended
+
+    def _after_first_step(self) -> None:
+        """Tell of what the first step has compiled and reserved."""
+        fused, offload = self.applied.fused, self.applied.offload
+        if fused is not None and self.config.compile.enable:
+            fused.check()
+            log.info("async tensor parallelism: %s in the compiled blocks", fused)
+        if offload is not None:
+            log.info("offload: %.1f GiB of host memory a rank", offload.pool.reserved / 2**30)
 
     def _on_device(self, batch: Batch) -> Batch:
         part = share_of(batch, self.mesh, self.context)
