@@ -4,6 +4,7 @@ A DtronError is printed without a traceback; anything else that is raised is our
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def nearest_key(key: str, known: Iterable[str]) -> str:
+    """The same for a dotted key, by its last part: in its own section, then elsewhere."""
+    section, _, name = key.rpartition(".")
+    split = [k.rpartition(".") for k in known]
+    if hint := nearest(name, [last for own, _, last in split if own == section]):
+        return hint.replace("mean ", f"mean {section}.", 1)
+    elsewhere = [f"{own}.{last}" for own, _, last in split if last == name]
+    return f"; did you mean {elsewhere[0]}?" if elsewhere else ""
+
+
 def config_error(error: ValidationError, prefix: str, known: Iterable[str]) -> ConfigError:
     """The first failure of a pydantic model as one line in the user's own key names.
 
@@ -51,18 +62,24 @@ def config_error(error: ValidationError, prefix: str, known: Iterable[str]) -> C
         prefix: key of the model's section (`model.override`), or "" for the whole config.
         known: every legal key, fully dotted, for the nearest-key hint.
     """
-    first = error.errors()[0]
-    key = ".".join([*([prefix] if prefix else []), *(str(part) for part in first["loc"])])
+    errors = error.errors()
+    # Of a value that may be a list, the last failure is that of an entry.
+    first = errors[-1] if isinstance(errors[0]["input"], list) else errors[0]
+    # Types that pydantic has tried are no part of the user's key.
+    names = [str(part) for part in first["loc"] if part != "str" and "[" not in str(part)]
+    key = ".".join([*([prefix] if prefix else []), *names])
     if first["type"] == "extra_forbidden" and "." not in key:
         sections = {name.split(".")[0] for name in known}
         return ConfigError(f"unknown section [{key}]{nearest(key, sections)}")
     if first["type"] == "extra_forbidden":
-        return ConfigError(f"unknown key {key}{nearest(key, known)}")
+        return ConfigError(f"unknown key {key}{nearest_key(key, known)}")
     if first["type"] == "missing":
         return ConfigError(f"{key} is required and has no default")
     if first["type"] == "tuple_type":
         return ConfigError(f"{key} = {_short(first['input'])} is not a list; write '[\"...\"]'")
-    return ConfigError(f"{key} = {_short(first['input'])}: {first['msg']}")
+    choices = re.findall("'([^']+)'", str(first.get("ctx", {}).get("expected", "")))
+    hint = nearest(str(first["input"]), choices)
+    return ConfigError(f"{key} = {_short(first['input'])}: {first['msg']}{hint}")
 
 
 def _short(value: Any) -> str:

@@ -266,6 +266,7 @@ class Trainer:
             "world_size": self.place.world_size,
             "mesh": self.mesh.degrees,
             "micro_batches": config.micro_batches(self.place.world_size),
+            "context": self._context_facts(),
             "schedule": config.parallel.schedule if layout else None,
             "stages": [list(stage) for stage in layout.stages] if layout else None,
             "zero": config.parallel.zero,
@@ -282,6 +283,13 @@ class Trainer:
             "start_step": self.step,
         }
 
+    def _context_facts(self) -> dict[str, Any] | None:
+        if self.context is None:
+            return None
+        layouts = self.context.layouts(self.mesh.size("cp")).items()
+        inner = {name: shape.inner for name, shape in layouts if shape.inner > 1}
+        return {"methods": list(self.context.methods), "all_to_all_ranks": inner}
+
     def _float8_facts(self) -> dict[str, Any] | None:
         plan = self.checked.float8
         if plan is None:
@@ -293,6 +301,8 @@ class Trainer:
         applied = self.applied
         facts, train = self.facts, self.config.train
         wide = ", ".join(f"{axis} {n}" for axis, n in facts["mesh"].items() if n > 1)
+        if facts["context"]:
+            wide += f", attention by {' and '.join(dict.fromkeys(facts['context']['methods']))}"
         log.info(
             "%s %s: %s parameters, %s attention, %s",
             self.config.model.name,

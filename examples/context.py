@@ -1,8 +1,8 @@
 """A causal transformer of one's own whose sequences several ranks share; it knows of none of them.
 
-torchrun --nproc-per-node 4 examples/context.py --cp 4
-torchrun --nproc-per-node 4 examples/context.py --cp 4 --method ulysses
-torchrun --nproc-per-node 4 examples/context.py --cp 2     # dp_shard takes the other 2
+torchrun --standalone --nproc-per-node 4 examples/context.py --cp 4
+torchrun --standalone --nproc-per-node 4 examples/context.py --cp 4 --method ulysses
+torchrun --standalone --nproc-per-node 4 examples/context.py --cp 2  # dp_shard takes the rest
 """
 
 import argparse

@@ -243,7 +243,7 @@ def _apply_to_part(
         apply_tensor_parallel(part, mesh.flat("tp"), whole.made, passes.replicas, overlapped)
     if passes.context is not None and whole.cores:
         cores = [(i, held[name]) for i, name in enumerate(whole.cores) if name in held]
-        apply_context(cores, passes.context, mesh.size("cp"), mesh.context)
+        apply_context(cores, passes.context, mesh.size("cp"), mesh.context, mesh.device_type)
     deferred = defer(split) if split else None
     if passes.loss is not None and passes.loss[0] in held:
         head, loss = passes.loss

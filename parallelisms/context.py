@@ -247,7 +247,12 @@ class ContextAttention:
         Returns:
             (B, t, H, K) in q's dtype.
         """
-        tables = () if mask is None else mask[self.method]
+        tables = () if mask is None else self._own(mask)
+        if q.shape[1] != k.shape[1] or q.shape[2] % k.shape[2]:
+            raise ConfigError(
+                f"attention over cp ranks takes q (B, t, H, K) and k (B, t, G, K), not "
+                f"{tuple(q.shape)} and {tuple(k.shape)}"
+            )
         n = self.shape.inner
         if n > 1:
             q, k, v = _to_heads(q, k, v, self.inner, n)
@@ -269,6 +274,14 @@ class ContextAttention:
             self.softcap,
         )[0]
         return _to_tokens(out, self.inner, n) if n > 1 else out
+
+    def _own(self, mask: Tables) -> tuple[Tensor, ...]:
+        if not isinstance(mask, Mapping) or self.method not in mask:
+            raise ConfigError(
+                f"the mask of a module that attends over cp ranks by {self.method!r} is the whole "
+                "dict that Split.tables gave for its Context, on the model's device"
+            )
+        return mask[self.method]
 
 
 def _to_heads(
@@ -687,6 +700,7 @@ def apply_context(
     context: Context,
     cp: int,
     groups: Callable[[int], tuple[dist.ProcessGroup, dist.ProcessGroup]],
+    device_type: str,
 ) -> None:
     """Replace the forward of (index in the model, module), in place.
 
@@ -694,7 +708,7 @@ def apply_context(
         groups: inner -> process groups between and inside the blocks.
     """
     layouts = context.layouts(cp)
-    _check_kernel(context, layouts)
+    _check_kernel(context, layouts, device_type)
     # One for all layers of a method: compile takes another object for another graph.
     shared = {
         method: ContextAttention(
@@ -713,10 +727,12 @@ def apply_context(
         core.forward = shared[method]  # type: ignore[method-assign]
 
 
-def _check_kernel(context: Context, layouts: Mapping[CpMethod, Shape]) -> None:
+def _check_kernel(context: Context, layouts: Mapping[CpMethod, Shape], device_type: str) -> None:
     if context.kernel not in KERNELS:
         raise ConfigError(f"kernel {context.kernel!r} is not known; use {', '.join(KERNELS)}")
     kernel = KERNELS[context.kernel]
+    if device_type != "cuda" and kernel.name != "math":
+        raise ConfigError(f'kernel {kernel.name!r} needs GPUs; on a {device_type} use "math"')
     rings = [name for name, shape in layouts.items() if shape.rings]
     gathers = any(shape.gathers for shape in layouts.values())
     rules = [

@@ -65,6 +65,10 @@ def test_experts_see_the_same_ranks() -> None:
     ("override", "message"),
     [
         ("parallel.tpp=2", "unknown key parallel.tpp; did you mean parallel.tp?"),
+        ("train.zero=3", "unknown key train.zero; did you mean parallel.zero?"),
+        ("parallel.cp_method=ulyses", "parallel.cp_method = 'ulyses': Input should be 'ring'"),
+        ("parallel.cp_method=ulyses", "or 'hierarchical'; did you mean ulysses?"),
+        ('parallel.cp_method=["ring", "al"]', "parallel.cp_method.1 = 'al'"),
         ("paralel.tp=2", "unknown key paralel.tp; did you mean parallel.tp?"),
         ("train.steps=x", "train.steps = 'x'"),
         ("train.steps=0", "train.steps = 0"),

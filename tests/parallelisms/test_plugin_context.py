@@ -278,7 +278,22 @@ def refusals() -> dict[str, str]:
 
     with pytest.raises(ConfigError) as split:
         Split(None, (1, 30), 4)
+    model = parallelize(
+        Staged(), mesh, units="blocks.*", dtype="float32", context=Context("blocks.*.core")
+    )
+    core = next(m for name, m in model.named_modules() if name.endswith(".core"))
+
+    def called(keys: Tensor, mask: Any = None) -> str:
+        with pytest.raises(ConfigError) as error:
+            core(torch.zeros(1, 8, 4, 16), keys, keys, mask)
+        return str(error.value)
+
+    keys = torch.zeros(1, 8, 2, 16)
     return {
+        "heads": called(keys.transpose(1, 2)),
+        "row": called(keys, (torch.zeros(2, 2, 2),)),
+        "documents": called(keys, torch.zeros(1, 16)),
+        "kernel": told(Context("blocks.*.core", kernel="flash")),
         "none": told(None),
         "pattern": told(Context("blocks.*.cores")),
         "methods": told(Context("blocks.*.core", ("ring", "ulysses"))),
@@ -294,3 +309,7 @@ def test_what_is_refused() -> None:
     assert "2 methods of context parallelism for 4 modules that attend" in told["methods"]
     assert 'use "ring" or "ulysses"' in told["composite"]
     assert "use a multiple such as 24" in told["length"]
+    assert "takes q (B, t, H, K) and k (B, t, G, K), not (1, 8, 4, 16)" in told["heads"]
+    assert "by 'ring' is the whole dict that Split.tables gave" in told["row"]
+    assert told["documents"] == told["row"]
+    assert "kernel 'flash' needs GPUs; on a cpu use \"math\"" in told["kernel"]
