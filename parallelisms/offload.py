@@ -141,14 +141,23 @@ def _check_host_memory(size: int, reserved: int) -> None:
         )
 
 
-def _host_memory() -> tuple[float, float]:
-    """Bytes of the host's memory: all, and available; without end where Linux does not tell."""
+def _host_memory(root: Path = Path("/")) -> tuple[float, float]:
+    """Bytes of memory that this process may use: all, and available; of the host, or of a container
+    that is given less. Without end where Linux does not tell."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = (root / "proc/meminfo").read_text().splitlines()
         kibibytes = {key: int(value.split()[0]) for key, value in (x.split(":") for x in lines)}
-        return kibibytes["MemTotal"] * 1024, kibibytes["MemAvailable"] * 1024
+        total, available = kibibytes["MemTotal"] * 1024, kibibytes["MemAvailable"] * 1024
     except (OSError, KeyError):
         return 0.0, float("inf")
+    try:
+        most, used = (
+            int((root / "sys/fs/cgroup" / name).read_text())
+            for name in ("memory.max", "memory.current")
+        )
+    except (OSError, ValueError):  # no container, or "max"
+        return total, available
+    return min(total, most), min(available, most - used)
 
 
 class _Lane:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtron.errors import ConfigError
 from dtron.parallelisms import Mesh, parallelize
-from dtron.parallelisms.offload import HostPool, Offload
+from dtron.parallelisms.offload import HostPool, Offload, _host_memory
 from tests.harness import run_ranks
 from tests.models.build import small_config
 from tests.parallelisms.offloaded import (
@@ -339,3 +340,18 @@ def test_gathered_parameters_are_neither_copied_nor_held(
     for copied, freed in run_ranks(2, bytes_copied, mode, units):
         assert copied == alone
         assert freed
+
+
+def test_memory_of_a_container_counts(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert _host_memory(tmp_path) == (0, float("inf"))
+    write("proc/meminfo", "MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable: 40 kB\n")
+    assert _host_memory(tmp_path) == (102400, 40960)
+    write("sys/fs/cgroup/memory.max", "max\n")
+    write("sys/fs/cgroup/memory.current", "30000\n")
+    assert _host_memory(tmp_path) == (102400, 40960)
+    write("sys/fs/cgroup/memory.max", "50000\n")
+    assert _host_memory(tmp_path) == (50000, 20000)
