@@ -16,6 +16,12 @@ KERNELS = [name for name, recipe in RECIPES.items() if recipe.kernel != "none"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def skip_what_this_cpu_lacks(name: str) -> None:
+    """torch 2.11 has whole scales only, on CPUs."""
+    if torch.__version__ < "2.12" and not RECIPES[name].output.left.whole:
+        pytest.skip("torch 2.11 multiplies rows with scales of their own on GPUs only")
+
+
 class Demands(TorchDispatchMode):
     """Checks calls of torch._scaled_mm by what cuBLASLt demands, of which a CPU is less strict."""
 
@@ -42,6 +48,8 @@ class Demands(TorchDispatchMode):
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_give_what_emulation_gives(name: str, device: str) -> None:
     """Rounded operands are the same, sums are not in the same order."""
+    if device == "cpu":
+        skip_what_this_cpu_lacks(name)
     recipe = RECIPES[name]
     linear, x, grad = example(torch.bfloat16)
     linear, x, grad = linear.to(device), x.to(device), grad.to(device)
@@ -59,6 +67,7 @@ def test_kernels_give_what_emulation_gives(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_any_number_of_tokens_has_an_output(name: str) -> None:
     """As sampling needs; only the gradient of the weight sums over tokens."""
+    skip_what_this_cpu_lacks(name)
     of = RECIPES[name].output
     torch.manual_seed(0)
     x, weight = torch.randn(7, 32).bfloat16(), torch.randn(48, 32).bfloat16()
