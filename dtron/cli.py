@@ -5,10 +5,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from dtron.config import RunConfig, choices, fields
-from dtron.errors import ConfigError, DtronError, nearest
+from dtron.errors import ArgumentParser, ConfigError, DtronError, nearest
 
 _GRACE_SECONDS = 10
 
@@ -70,13 +69,8 @@ def _refuse(error: DtronError) -> int:
     return 1
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see train.py --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="train.py",
         description="Train a model: torchrun --nproc-per-node N train.py --config FILE",
         epilog=_field_help(),

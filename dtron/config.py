@@ -166,6 +166,11 @@ class RunConfig(Section):
                 f'parallel.reduce_dtype = "bfloat16" would sum {micro_batches} micro-batches in '
                 'bfloat16 in this layout; use "float32", or one micro-batch'
             )
+        if self.parallel.reduce_by == "all_to_all" and degrees["dp_shard"] * degrees["cp"] == 1:
+            raise ConfigError(
+                'parallel.reduce_by = "all_to_all" has no effect without parallel.dp_shard or '
+                "parallel.cp > 1: no ranks share parameters"
+            )
         if self.parallel.reduce_by == "all_to_all" and micro_batches > 1 and once:
             raise ConfigError(
                 f'parallel.reduce_by = "all_to_all" would round sums of {micro_batches} '

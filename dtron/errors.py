@@ -3,10 +3,11 @@
 A DtronError is printed without a traceback; anything else that is raised is our own bug.
 """
 
+import argparse
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -33,6 +34,14 @@ class CheckpointError(DtronError, ValueError):
 
 class TrainingError(DtronError, RuntimeError):
     """Training that cannot go on, as with too many non-finite gradients in a row."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Whose mistakes are ConfigErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what is told as any other mistake."""
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

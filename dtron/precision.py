@@ -80,7 +80,6 @@ class Float8Plan:
         layers = [m for part in applied.parts.values() for m in part.modules()]
         group = mesh.group("dp_shard", "cp", "tp")
         gather = WeightGather([m for m in layers if isinstance(m, Float8Linear)], group)
-        gather.refresh()
         return gather.refresh
 
     def statistics(self, applied: Applied, device: torch.device) -> Statistics:

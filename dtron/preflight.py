@@ -68,7 +68,7 @@ def preflight(config: RunConfig, place: Place) -> Checked:
     Raises:
         ConfigError, DataError, CheckpointError: the first thing that cannot work.
     """
-    model, layout = check_layout(config, place.world_size)
+    model, layout, float8 = resolve(config, place.world_size)
     _check_device(config, place.device)
     attention = _attention(config, model, place.device)
     tokenizer = load_tokenizer(config.data)
@@ -94,7 +94,7 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         model,
         attention,
         layout,
-        plan_float8(config, model, place.world_size, layout),
+        float8,
         tokenizer,
         train,
         validation,
@@ -109,6 +109,14 @@ def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Lay
     Raises:
         ConfigError: the settings contradict each other, or do not fit the model or the ranks.
     """
+    model, layout, _ = resolve(config, world_size)
+    return model, layout
+
+
+def resolve(
+    config: RunConfig, world_size: int
+) -> tuple[DecoderConfig, Layout | None, Float8Plan | None]:
+    """The same, and the float8 layers where there is a recipe."""
     config.validate_for(world_size)
     model = model_config(config.model.name, config.model.size, config.model.override)
     _check_sequence(config, model)
@@ -129,8 +137,7 @@ def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Lay
         )
     if layout is not None and (layout.splits_backward or layout.head):
         _refuse_narrow_sums(config, world_size)
-    plan_float8(config, model, world_size, layout)
-    return model, layout
+    return model, layout, plan_float8(config, model, world_size, layout)
 
 
 def _refuse_narrow_sums(config: RunConfig, world_size: int) -> None:

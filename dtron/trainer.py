@@ -137,7 +137,7 @@ class Trainer:
         set_timeouts(self.mesh.groups(), config.parallel.timeout_seconds)
         self._resume()
         if self.train_step.after_update is not None:
-            self.train_step.after_update()  # of the weights that were loaded
+            self.train_step.after_update()  # of the weights that were drawn or loaded
         self._open_run()
 
     def _build_model(self) -> Applied:

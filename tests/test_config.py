@@ -155,6 +155,13 @@ def test_sums_of_micro_batches_never_travel_in_bfloat16(tmp_path: Path, override
     load(tmp_path, "", "parallel.reduce_by=all_to_all", *replicated).validate_for(4)
 
 
+def test_gradients_that_no_ranks_share_do_not_travel(tmp_path: Path) -> None:
+    for override, world in (("parallel.zero=2", 1), ("parallel.dp_replicate=2", 2)):
+        config = load(tmp_path, "", "parallel.reduce_by=all_to_all", override)
+        with pytest.raises(ConfigError, match="no effect without"):
+            config.validate_for(world)
+
+
 def test_every_field_has_a_docstring() -> None:
     assert [key for key, _, doc in fields(RunConfig) if not doc] == []
 

@@ -36,7 +36,7 @@ def config(world: int = 4, **parallel: object) -> RunConfig:
         ({"tp": 2, "pp": 2, "async_tp": True, "defer_head": 1}, 4, "use one of the two"),
         ({"pp": 2, "defer_head": 1, "schedule": "ZBVZeroBubble"}, 2, "has no effect"),
         ({"pp": 2, "reduce_dtype": "bfloat16", "schedule": "ZBVZeroBubble"}, 2, 'use "float32"'),
-        ({"pp": 2, "reduce_by": "all_to_all", "schedule": "ZBVZeroBubble"}, 2, "reduce_scatter"),
+        ({"pp": 2, "reduce_by": "all_to_all", "schedule": "ZBVZeroBubble"}, 4, "reduce_scatter"),
         ({"pp": 2, "pp_layout": [["blocks.0"]]}, 2, "has 1 stages"),
     ],
 )

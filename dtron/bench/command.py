@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,7 +35,7 @@ from dtron.bench.run import (
     wait_for,
 )
 from dtron.bench.sweep import Point, points
-from dtron.errors import ConfigError, DataError
+from dtron.errors import ArgumentParser, ConfigError, DataError
 
 _Row = tuple[str, report.Figures | None, str]  # label, figures, why there are none
 _PROFILED = 3  # steps of the window; on GPUs the first only says where the second begins
@@ -235,11 +235,6 @@ def _against(given: argparse.Namespace) -> Against | None:
     return Against(PEERS[given.against], shlex.split(given.peer_args))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see dtron bench --help")
-
-
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
@@ -248,7 +243,7 @@ def _count(text: str) -> int:
 
 def bench_parser() -> argparse.ArgumentParser:
     """Of the command's arguments."""
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="dtron bench",
         description="Measure a run's speed, for every combination of settings. "
         "`dtron bench kernels` measures kernels alone.",

@@ -20,7 +20,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,7 +31,7 @@ from torch.optim.adamw import adamw
 from dtron.bench.measure import copy_rate, device_name, gemm_rate, seconds
 from dtron.bench.report import share, versions
 from dtron.bench.run import one_line
-from dtron.errors import ConfigError, nearest
+from dtron.errors import ArgumentParser, ConfigError, nearest
 from dtron.kernels.adamw import Rates, adamw_
 from dtron.kernels.attention import KERNELS, Score
 from dtron.models import BACKENDS
@@ -458,14 +458,9 @@ def _table(timings: Sequence[Timing], parts: Sequence[str], title: str) -> Table
     return table
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see dtron bench kernels --help")
-
-
 def kernels_parser() -> argparse.ArgumentParser:
     """Of the command's arguments."""
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="dtron bench kernels",
         description="Time kernels alone, beside their reference, that compiled, and the device's "
         "limit.",

@@ -41,8 +41,8 @@ from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline import Layout
-from dtron.precision import Float8Plan, plan_float8
-from dtron.preflight import check_layout
+from dtron.precision import Float8Plan
+from dtron.preflight import check_layout, resolve
 from dtron.step import Loss, TrainStep, share_of
 from tests.harness import run_ranks
 
@@ -121,8 +121,7 @@ class Case:
 
     def plan(self) -> Float8Plan | None:
         """The float8 layers."""
-        config, layout = self.resolved()
-        return plan_float8(self.config(), config, self.world, layout)
+        return resolve(self.config(), self.world)[-1]
 
     def resolved(self) -> tuple[DecoderConfig, Layout | None]:
         """The model and its pipeline, by the checks that a user meets.
@@ -272,6 +271,8 @@ def parallel_run(case: Case) -> dict[str, Any]:
     dropout = SEED if config.dropout or config.attention_dropout else None
     loss, float8 = build_loss(case, config, mesh), case.plan()
     after = float8.gather_weights(applied, mesh) if float8 else None
+    if after is not None:
+        after()
     train_step = RecordingStep(execution, applied, mesh, optimizer, loss, MAX_NORM, dropout, after)
     losses, norms = [], []
     for step in range(case.steps):
