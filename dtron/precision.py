@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtron.config import Degree, Float8, RunConfig
 from dtron.errors import ConfigError
-from dtron.float8.convert import MULTIPLE, Choice, convert, layer_names
+from dtron.float8.convert import MULTIPLE, Choice, convert, fuse, layer_names
 from dtron.float8.gather import GatherInput, WeightGather, require_torchao
 from dtron.float8.linear import Float8Linear, ScaleGroups
 from dtron.float8.products import why_emulated
@@ -27,7 +27,7 @@ from dtron.models.config import DecoderConfig
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.pipeline import Layout
-from dtron.parallelisms.placement import Row, matches
+from dtron.parallelisms.placement import Row, matches, select
 
 log = logging.getLogger("dtron")
 
@@ -40,6 +40,8 @@ class Float8Plan:
     settings: Float8
     layers: tuple[str, ...]
     """FQNs, in the model's order."""
+    fused: tuple[str, ...] = ()
+    """FQNs of gated feed-forward layers that are one function each."""
     gathering: Mapping[str, bool] = field(default_factory=dict)
     """FQNs of modules that gather their input, and whether in float8; empty where none does."""
 
@@ -50,6 +52,7 @@ class Float8Plan:
 
         def apply(model: nn.Module) -> None:
             convert(model, self.layers, self.recipe, emulate, groups)
+            fuse(model, self.fused)
 
         return apply
 
@@ -151,7 +154,10 @@ def plan_float8(
         settings.skip_last,
         spec.head[-1] if settings.output else "",
     )
-    plan = Float8Plan(recipe, settings, layer_names(whole, choice))
+    # tp splits the three layers one by one.
+    gated = model.activation == "swiglu" and config.parallel.tp == 1
+    fused = tuple(select(whole, spec.feed_forward)) if gated else ()
+    plan = Float8Plan(recipe, settings, layer_names(whole, choice), fused)
     if settings.all_gather:
         require_torchao()
     degrees = config.degrees(world_size)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dtron.float8.recipes import Cast
+from dtron.kernels.float8 import cast_both, cast_turned, turned
 
 _c10d = torch.ops._c10d_functional
 SMALLEST = 2.0**-100
@@ -31,10 +32,10 @@ class Scaled(NamedTuple):
     """(tiles along M, tiles along S), float32."""
     cast: Cast
 
-    def turned(self) -> "Scaled":
-        """The transposed operand, whose tiles are the same."""
+    def turned(self, after: Tensor) -> "Scaled":
+        """The transposed operand, whose tiles are the same; it waits for the gradient `after`."""
         assert self.cast.turns, f"a tile of {self.cast.tile} does not turn"
-        return Scaled(self.data.t(), self.scale.t(), self.cast)
+        return Scaled(turned(self.data, after), self.scale.t(), self.cast)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -54,13 +55,51 @@ def quantize(
         scale: the scale, where it is known already.
     """
     largest = torch.finfo(cast.dtype).max
+    if cast.whole:  # without views, for which inductor would write a copy for each product
+        scale = _scale_of_all(x, cast, groups) if scale is None else scale
+        values = x.to(wide(x.dtype)) * scale
+        return Scaled(values.clamp(-largest, largest).to(cast.dtype), scale, cast)
     tiles = _tiled(x, cast)
     if scale is None:
-        amax = tiles.abs().amax(dim=(1, 3))
-        scale = scale_of(shared(amax, groups) if cast.whole else amax, cast)
+        scale = scale_of(tiles.abs().amax(dim=(1, 3)), cast)
     values = tiles.to(wide(x.dtype)) * scale[:, None, :, None]
     data = values.clamp(-largest, largest).to(cast.dtype)
     return Scaled(_untiled(data, x.shape), scale, cast)
+
+
+def quantize_both(x: Tensor, cast: Cast, groups: Sequence[str] = ()) -> tuple[Scaled, Scaled]:
+    """An operand with one scale, as `quantize` casts it, and the same transposed."""
+    assert cast.whole, "tiles of parts do not turn"
+    scale = _scale_of_all(x, cast, groups)
+    straight, across = cast_both(x.contiguous(), scale, cast.dtype)
+    return Scaled(straight, scale, cast), Scaled(across, scale, cast)
+
+
+def quantize_weight(
+    weight: Tensor,
+    data: Tensor | None,
+    scale: Tensor | None,
+    cast: Cast,
+    groups: Sequence[str] = (),
+) -> Scaled:
+    """A weight as `quantize` casts it, or its data and scale, where it comes in float8."""
+    if data is None or scale is None:
+        return quantize(weight, cast, groups)
+    return Scaled(data, scale.view(1, 1), cast)
+
+
+def turn_weight(weight: Tensor, scale: Tensor, cast: Cast, after: Tensor) -> Scaled:
+    """The transposed weight, once the gradient `after` is there.
+
+    Args:
+        weight: (O, K), in float8 already or not.
+        scale: of the tiles of `cast`, which turn.
+    """
+    if weight.dtype == cast.dtype:
+        return Scaled(weight, scale, cast).turned(after)
+    if cast.whole:
+        return Scaled(cast_turned(weight, scale, cast.dtype, after), scale, cast)
+    return quantize(weight.t(), cast, scale=scale.t())
 
 
 def dequantize(operand: Scaled, dtype: torch.dtype) -> Tensor:
@@ -82,6 +121,10 @@ def shared(amax: Tensor, groups: Sequence[str]) -> Tensor:
     for group in groups:
         amax = _c10d.wait_tensor(_c10d.all_reduce(amax, "max", group))
     return amax
+
+
+def _scale_of_all(x: Tensor, cast: Cast, groups: Sequence[str]) -> Tensor:
+    return scale_of(shared(x.abs().amax().view(1, 1), groups), cast)
 
 
 def _tiled(x: Tensor, cast: Cast) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dtron.errors import ConfigError
+from dtron.float8.gated import Float8GatedUnit
 from dtron.float8.linear import Float8Linear, ScaleGroups
 from dtron.float8.recipes import Recipe
 from dtron.parallelisms.placement import matches, select
@@ -87,6 +88,19 @@ def convert(
         parent, _, child = name.rpartition(".")
         made = Float8Linear.of(linear, recipe, emulate, groups)
         setattr(model.get_submodule(parent), child, made)
+
+
+def fuse(model: nn.Module, names: Collection[str]) -> None:
+    """Make the named gated feed-forward layers, silu(gate) up, one function each, in place.
+
+    What is no such layer of float8 layers of a recipe with whole tensors stays as it is.
+    """
+    for name in names:
+        module = model.get_submodule(name)
+        if Float8GatedUnit.fits(module):
+            parent, _, child = name.rpartition(".")
+            fused = Float8GatedUnit(module.gate, module.up, module.down)  # type: ignore[arg-type]
+            setattr(model.get_submodule(parent), child, fused)
 
 
 def _matching(patterns: Sequence[str], linears: Collection[str], key: str) -> set[str]:

@@ -28,7 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from dtron.errors import PlacementError
-from dtron.float8.casting import Scaled, quantize
+from dtron.float8.casting import (
+    Scaled,
+    quantize,
+    quantize_both,
+    quantize_weight,
+    turn_weight,
+)
 from dtron.float8.products import product
 from dtron.float8.recipes import Cast, Recipe
 
@@ -131,8 +137,7 @@ class Float8Linear(nn.Linear):
     def _multiply(self, x: Tensor, weight: Tensor, how: _How) -> Tensor:
         """(..., K) times the local weight (O, K), as it is or gathered in float8."""
         rows = x.reshape(-1, x.shape[-1])
-        # A weight that was gathered in float8 has data and scale; see gather.py.
-        data, scale = getattr(weight, "_data", None), getattr(weight, "_scale", None)
+        data, scale = gathered(weight)
         if self.probe is not None:
             self._show(rows, weight if data is None else None, how)
         out = _Linear.apply(rows, weight, data, scale, how)
@@ -148,8 +153,13 @@ class Float8Linear(nn.Linear):
             self.probe("weight", weight.detach(), how.recipe.output.right, how.weight)
 
     def _show_grad(self, how: _How, grad: Tensor) -> None:
-        if self.probe is not None and how.recipe.grad_input is not None:
+        if self.probe is not None:
             self.probe("grad", grad.detach(), how.recipe.grad_input.left, how.grad)
+
+
+def gathered(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Data and scale of a weight that was gathered in float8 (gather.py); else None."""
+    return getattr(weight, "_data", None), getattr(weight, "_scale", None)
 
 
 # Without it dynamo of torch 2.11 gives gradients of zero, without a word, for a function whose
@@ -164,50 +174,39 @@ class _Linear(torch.autograd.Function):
         recipe = how.recipe
         of_x, of_weight = recipe.output.left, recipe.output.right
         x8 = quantize(x, of_x, how.input)
-        if data is None or scale is None:
-            weight8 = quantize(weight, of_weight, how.weight)
-        else:
-            weight8 = Scaled(data, scale.view(1, 1), of_weight)
+        weight8 = quantize_weight(weight, data, scale, of_weight, how.weight)
         keeps = recipe.grad_weight is not None and recipe.grad_weight.right == of_x and of_x.turns
         kept = (x8.data, x8.scale) if keeps else (x, None)
         ctx.save_for_backward(*kept, weight if data is None else data, weight8.scale)
-        ctx.how, ctx.dtype, ctx.gathered = how, x.dtype, data is not None
+        ctx.how, ctx.dtype = how, x.dtype
         return product(x8, weight8, x.dtype, how.emulate, recipe.output.fast_accumulation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, x_scale, weight, weight_scale = ctx.saved_tensors
-        recipe: Recipe = ctx.how.recipe
-        grad_x = grad_weight = grad8 = None
-        if ctx.needs_input_grad[0] and recipe.grad_input is not None:
-            grad8 = quantize(grad, recipe.grad_input.left, ctx.how.grad)
-            weight8 = _weight_again(ctx, weight, weight_scale)
-            fast = recipe.grad_input.fast_accumulation
-            grad_x = product(grad8, weight8, ctx.dtype, ctx.how.emulate, fast)
-        if ctx.needs_input_grad[1] and recipe.grad_weight is None:
+        recipe, how = ctx.how.recipe, ctx.how
+        to_input, to_weight = recipe.grad_input, recipe.grad_weight
+        grad_x = grad_weight = turned = None
+        if ctx.needs_input_grad[0]:
+            if to_weight is not None and to_weight.left == to_input.left and to_input.left.whole:
+                grad8, turned = quantize_both(grad, to_input.left, how.grad)
+            else:
+                grad8 = quantize(grad, to_input.left, how.grad)
+            if to_input.right == recipe.output.right and to_input.right.turns:
+                weight8 = turn_weight(weight, weight_scale, to_input.right, grad)
+            else:
+                weight8 = quantize(weight.t(), to_input.right, how.weight)
+            grad_x = product(grad8, weight8, ctx.dtype, how.emulate, to_input.fast_accumulation)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None, None
+        if to_weight is None:
             grad_weight = grad.t() @ x
-        elif ctx.needs_input_grad[1] and recipe.grad_weight is not None:
-            of_grad, of_x = recipe.grad_weight.left, recipe.grad_weight.right
-            if grad8 is not None and grad8.cast == of_grad and of_grad.turns:
-                turned = grad8.turned()
-            else:
-                turned = quantize(grad.t(), of_grad, ctx.how.grad)
+        else:
+            if turned is None:
+                turned = quantize(grad.t(), to_weight.left, how.grad)
             if x_scale is None:
-                x8 = quantize(x.t(), of_x, ctx.how.input)
+                x8 = quantize(x.t(), to_weight.right, how.input)
             else:
-                x8 = Scaled(x, x_scale, of_x).turned()
-            fast = recipe.grad_weight.fast_accumulation
-            grad_weight = product(turned, x8, ctx.dtype, ctx.how.emulate, fast)
+                x8 = Scaled(x, x_scale, to_weight.right).turned(grad)
+            grad_weight = product(turned, x8, ctx.dtype, how.emulate, to_weight.fast_accumulation)
         return grad_x, grad_weight, None, None, None
-
-
-def _weight_again(ctx: Any, weight: Tensor, scale: Tensor) -> Scaled:
-    """The transposed weight for grad_input, by the scale of the forward where its tiles turn."""
-    recipe: Recipe = ctx.how.recipe
-    assert recipe.grad_input is not None
-    of_weight = recipe.grad_input.right
-    if ctx.gathered:
-        return Scaled(weight, scale, of_weight).turned()
-    if of_weight == recipe.output.right and of_weight.turns:
-        return quantize(weight.t(), of_weight, scale=scale.t())
-    return quantize(weight.t(), of_weight, ctx.how.weight)

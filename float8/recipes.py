@@ -70,7 +70,7 @@ class Recipe:
 
     name: str
     output: Product
-    grad_input: Product | None
+    grad_input: Product
     grad_weight: Product | None
     kernel: Kernel
     """What computes its products on a GPU that multiplies float8; `none`: they are emulated."""

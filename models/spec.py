@@ -100,3 +100,5 @@ class ModelSpec:
     """What the last pipeline stage has beside its layers; the last one gives the logits."""
     cores: str = "blocks.*.attn.core"
     """Modules that attend, for context parallelism."""
+    feed_forward: str = "blocks.*.ffn"
+    """Modules of gate, up and down, for float8."""

@@ -1,9 +1,9 @@
 """Kernels alone: time, error and limit of every row of dtron/kernels, part by part: forward and
 backward, or an optimizer's update.
 
-A problem is what kernels compute, with a reference in plain PyTorch and the operations and bytes
-it takes at least; its rows are the kernels that compute it. A new kernel adds a row, a new kind of
-kernel a problem. Each row is compared with
+A problem (problems.py) is what kernels compute, with a reference in plain PyTorch and the
+operations and bytes it takes at least; its rows are the kernels that compute it. Each row is
+compared with
 
     the reference             as it stands, and under torch.compile
     the device's limit        the larger of operations / measured rate of a square product and
@@ -15,9 +15,8 @@ update in place, over what the first of all calls left.
 """
 
 import argparse
-import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,247 +24,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch.optim.adamw import adamw
 
 from dtron.bench.measure import copy_rate, device_name, gemm_rate, seconds
+from dtron.bench.problems import PROBLEMS, Figures, Problem, Row, Shape, Tensors
 from dtron.bench.report import share, versions
 from dtron.bench.run import one_line
 from dtron.errors import ArgumentParser, ConfigError, nearest
-from dtron.kernels.adamw import Rates, adamw_
-from dtron.kernels.attention import KERNELS, Score
-from dtron.models import BACKENDS
-from dtron.models.attention import Need
 from dtron.parallelisms.fsdp import DTYPES
-
-Tensors = Sequence[Tensor]
-Shape = tuple[int, ...]
-Figures = tuple[float, ...]
-"""One number a part of the problem."""
-
-
-def _as_drawn(drawn: Tensors) -> Tensors:
-    return drawn
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kernel."""
-
-    name: str
-    forward: Callable[[Tensors], Tensors]
-    """Inputs -> outputs."""
-    backward: Callable[[Tensors, Tensors], Tensors] | None
-    """(inputs, outputs) -> gradients; the first output's gradient is the last input. None where
-    the problem has one part."""
-    unavailable: Callable[[torch.device, torch.dtype, Shape], str | None]
-    """Why it cannot run there, or None."""
-    inputs: Callable[[Tensors], Tensors] = _as_drawn
-    """What is drawn -> what it takes: a copy of its own, if it writes to that."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What some kernels compute."""
-
-    modules: tuple[str, ...]
-    """Files of dtron/kernels whose kernels it times."""
-    dims: str
-    """What a shape's numbers are."""
-    shapes: Mapping[str, Shape]
-    """The usual shape by device type."""
-    draw: Callable[[Shape, torch.dtype, torch.device], Tensors]
-    """Inputs, and the gradient of the first output if there is a backward."""
-    flops: Callable[[Shape], Figures]
-    """Operations."""
-    n_bytes: Callable[[Tensors], Figures]
-    """Bytes read and written, of a row's inputs."""
-    reference: str
-    rows: tuple[Row, ...]
-    parts: tuple[str, ...] = ("forward", "backward")
-    """What is timed: the forward by its name, and the backward unless there is none."""
-    compared: int | None = 1
-    """How many outputs are compared; None: all."""
-    dtype: torch.dtype | None = None
-    """Of what is drawn; None: as --dtype says."""
-
-
-# -- attention -------------------------------------------------------------------------------------
-
-
-def _attention_row(name: str) -> Row:
-    kernel = KERNELS[name]
-    (backend,) = (row for row in BACKENDS.values() if row.kernel == name)
-
-    def score(q: Tensor) -> Score:
-        return Score(q.shape[-1] ** -0.5, causal=True)
-
-    def forward(inputs: Tensors) -> Tensors:
-        q, k, v, _ = inputs
-        return kernel.forward(q, k, v, None, score(q))
-
-    def backward(inputs: Tensors, outputs: Tensors) -> Tensors:
-        q, k, v, grad = inputs
-        return kernel.backward(grad, q, k, v, *outputs, None, score(q))
-
-    def unavailable(device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
-        return backend.unavailable(Need(device.type, dtype, shape[-1]))
-
-    return Row(name, forward, backward, unavailable)
-
-
-def _draw_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    batch, length, heads, groups, size = shape
-    generator = torch.Generator(device).manual_seed(0)
-    return [
-        torch.randn(batch, length, n, size, generator=generator, device=device).to(dtype)
-        for n in (heads, groups, groups, heads)
-    ]
-
-
-def _attention_flops(shape: Shape) -> tuple[float, float]:
-    """Two products over half of the square; five in the backward, which computes scores again."""
-    batch, length, heads, _, size = shape
-    product = 2 * batch * heads * size * length**2 / 2
-    return 2 * product, 5 * product
-
-
-def _attention_bytes(inputs: Tensors) -> tuple[float, float]:
-    """q, k, v -> out and its log-sum-exp; with both and out's gradient -> three gradients."""
-    q, k, _, _ = inputs
-    lse = q.numel() // q.shape[-1] * 4
-    forward = 2 * q.nbytes + 2 * k.nbytes + lse
-    return forward, forward + 2 * q.nbytes + 2 * k.nbytes
-
-
-# -- AdamW -----------------------------------------------------------------------------------------
-
-# Inputs are n parameters, n gradients, n first and n second moments, and n counts of updates.
-_RATES = Rates(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-_UPDATES = 9.0  # before the first that is timed
-
-
-def _columns(inputs: Tensors) -> list[list[Tensor]]:
-    """Parameters, gradients, first moments, second moments, counts."""
-    n = len(inputs) // 5
-    return [list(inputs[i : i + n]) for i in range(0, 5 * n, n)]
-
-
-def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Parameters are as small as an update is, so that what an update loses shows in them."""
-    count, size = shape
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(scale: float) -> list[Tensor]:
-        empty = (torch.empty(size, device=device, dtype=dtype) for _ in range(count))
-        return [x.normal_(0, scale, generator=generator) for x in empty]
-
-    squares = [x.square_().add_(0.5) for x in normal(1.0)]
-    counts = torch.full((count,), _UPDATES, device=device).unbind()
-    return [*normal(_RATES.lr), *normal(1.0), *normal(1.0), *squares, *counts]
-
-
-def _own_state(moments: torch.dtype) -> Callable[[Tensors], Tensors]:
-    """A copy of all that is updated, moments in that dtype; gradients are shared."""
-
-    def inputs(drawn: Tensors) -> Tensors:
-        parameters, gradients, firsts, squares, counts = _columns(drawn)
-        return [
-            *(x.clone() for x in parameters),
-            *gradients,
-            *(x.to(moments, copy=True) for x in (*firsts, *squares)),
-            *(x.clone() for x in counts),
-        ]
-
-    return inputs
-
-
-def _formula(inputs: Tensors) -> Tensors:
-    """The update as it is written (dtron/kernels/adamw.py), an operator at a time."""
-    columns = _columns(inputs)
-    beta1, beta2 = _RATES.beta1, _RATES.beta2
-    for p, g, m, v, t in zip(*columns, strict=True):
-        t.add_(1)
-        m.copy_(beta1 * m + (1 - beta1) * g)
-        v.copy_(beta2 * v + (1 - beta2) * g * g)
-        root = (v / (1 - beta2**t)).sqrt() + _RATES.eps
-        decayed = p * (1 - _RATES.lr * _RATES.weight_decay)
-        p.copy_(decayed - _RATES.lr * (m / (1 - beta1**t)) / root)
-    return columns[0]
-
-
-def _torch_fused(inputs: Tensors) -> Tensors:
-    parameters, gradients, firsts, squares, counts = _columns(inputs)
-    state = (firsts, squares, [], counts)
-    rates = asdict(_RATES)
-    adamw(parameters, gradients, *state, fused=True, amsgrad=False, maximize=False, **rates)
-    return parameters
-
-
-def _dtron_adamw(inputs: Tensors) -> Tensors:
-    parameters, gradients, firsts, squares, counts = _columns(inputs)
-    scale = torch.ones((), device=parameters[0].device)
-    adamw_(parameters, gradients, firsts, squares, counts, scale, _RATES)
-    return parameters
-
-
-def _needs_triton(device: torch.device, _dtype: torch.dtype, _shape: Shape) -> str | None:
-    """On a CPU there is no kernel to time: `adamw_` is the formula there."""
-    if device.type != "cuda":
-        return "needs a CUDA device"
-    return None if importlib.util.find_spec("triton") else "needs the package triton"
-
-
-def _adamw_flops(shape: Shape) -> Figures:
-    """3 for the first moment, 4 for the second, 8 for the parameter."""
-    count, size = shape
-    return (15.0 * count * size,)
-
-
-def _adamw_bytes(inputs: Tensors) -> Figures:
-    """Gradients are read, all else is read and written: 28 an element, 20 with bfloat16 moments."""
-    parameters, gradients, firsts, squares, _ = _columns(inputs)
-    state = sum(x.nbytes for x in (*parameters, *firsts, *squares))
-    return (2.0 * state + sum(x.nbytes for x in gradients),)
-
-
-_WIDE, _NARROW = _own_state(torch.float32), _own_state(torch.bfloat16)
-
-
-PROBLEMS: dict[str, Problem] = {
-    "attention": Problem(
-        modules=("attention", "flash4"),
-        dims="sequences, tokens, query heads, key/value heads, width of a head",
-        shapes={"cuda": (1, 8192, 32, 8, 128), "cpu": (1, 256, 8, 4, 32)},
-        draw=_draw_attention,
-        flops=_attention_flops,
-        n_bytes=_attention_bytes,
-        reference="math",
-        rows=tuple(_attention_row(name) for name in KERNELS),
-    ),
-    "adamw": Problem(
-        modules=("adamw", "adamw_triton"),
-        dims="tensors, elements of each",
-        # 32 of Llama-3-8B's matrices of 4096 x 14336, each split over 4 GPUs: 470 M elements.
-        shapes={"cuda": (32, 4096 * 14336 // 4), "cpu": (4, 2**20)},
-        draw=_draw_adamw,
-        flops=_adamw_flops,
-        n_bytes=_adamw_bytes,
-        reference="formula",
-        rows=(
-            Row("formula", _formula, None, lambda *_: None, _WIDE),
-            Row("torch, fused", _torch_fused, None, lambda *_: None, _WIDE),
-            Row("dtron, float32 moments", _dtron_adamw, None, _needs_triton, _WIDE),
-            Row("dtron, bfloat16 moments", _dtron_adamw, None, _needs_triton, _NARROW),
-        ),
-        parts=("update",),
-        compared=None,
-        dtype=torch.float32,
-    ),
-}
-
-
-# -- timing ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -68,20 +68,18 @@ def test_inputs_travel_as_one_byte_an_element() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "mode", "each"),
+    ("parallel", "mode", "each", "numbers"),
     [
-        (
-            Parallel(tp=2),
-            "none",
-            7 + 2 + 5,
-        ),  # weights; inputs of wo and down; the others' gradients
-        (Parallel(tp=2), "full", 2 * (7 + 2) + 5),
-        (Parallel(cp=2), "none", 7 + 7),  # inputs, gradients
+        # weights; inputs of wo and down; the others' gradients
+        (Parallel(tp=2), "none", 7 + 2 + 5, 7 + 2 + 5),
+        (Parallel(tp=2), "full", 2 * (7 + 2) + 5, 2 * (7 + 2) + 5),
+        # inputs, of gate and up at once; gradients, those two at once
+        (Parallel(cp=2), "none", 6 + 6, 6 + 7),
     ],
     ids=str,
 )
-def test_shared_scales_are_counted(parallel: Parallel, mode: Any, each: int) -> None:
-    """All-reduces of one number, a layer and micro-batch; none by other recipes."""
+def test_shared_scales_are_counted(parallel: Parallel, mode: Any, each: int, numbers: int) -> None:
+    """All-reduces of scales, a layer and micro-batch; none by other recipes."""
 
     def reductions(recipe: str) -> tuple[int, int]:
         kept = {"dtype": "float32", "sequences": 2, "recompute": Recompute(mode=mode)}
@@ -92,7 +90,7 @@ def test_shared_scales_are_counted(parallel: Parallel, mode: Any, each: int) -> 
     (count, n_bytes), (others, other_bytes) = reductions("tensorwise"), reductions("rowwise")
     blocks_and_micro_batches = 2 * 2
     assert count - others == each * blocks_and_micro_batches
-    assert n_bytes - other_bytes == FLOAT * (count - others)
+    assert n_bytes - other_bytes == FLOAT * numbers * blocks_and_micro_batches
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,384 @@
+"""Casts to float8 in one pass over memory: transposed, both ways round, and of gated units.
+
+The float8 products of Hopper sum over the contiguous dim of both operands, so that what is an
+operand of two products is needed as it is and transposed. torch.compile writes both from one
+kernel, at half the bandwidth or less where one of them is transposed; these do it by tiles.
+
+A gated unit, with gradient c of its output h:
+
+    h = silu(a) b      a' = c b s (1 + a (1 - s)),  b' = c a s,   s = sigmoid(a)
+
+has a pass for the largest magnitude, from which the scale comes, and a pass that casts. h, a' and
+b' are computed in both, in float32, and never stored in another dtype.
+
+Bytes an element, with operands of two bytes:
+
+    turned             1 + 1          gated_amax               4
+    cast_turned        2 + 1          gated_cast               4 + 1
+    cast_both          2 + 2          gated_backward_amax      6
+                                      gated_backward_cast      6 + 5
+
+Triton kernels on GPUs, the same formulas in torch elsewhere. Values are x * scale, limited to what
+the dtype holds and rounded to nearest; NaN stays NaN.
+
+Shapes: M rows, N columns; all operands are contiguous.
+Source: gated units, arXiv:2002.05202.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TILE = (32, 128)
+"""Rows and columns of a program's tile: rows are the sectors of 32 bytes of a transposed store."""
+BLOCK, BLOCKS = 1024, 16
+_BYTES_TILE = (64, 256)
+_WARPS = 8
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return (x * scale).clamp(-largest, largest).to(dtype)
+
+
+def _gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of gate and up, and what they are multiplied to."""
+    a, b, c = _wide(gate), _wide(up), _wide(grad)
+    s = a.sigmoid()
+    return c * b * s * (1 + a * (1 - s)), c * a * s, a * s * b
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+def _empty_turned(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[0], dtype=dtype)
+
+
+@torch.library.custom_op("dtron::float8_turned", mutates_args=())
+def turned(x: Tensor, after: Tensor) -> Tensor:
+    """The transposed matrix, contiguous.
+
+    Args:
+        x: (M, N), float8.
+        after: not read. What depends on a gradient cannot be computed in the forward: without it
+            torch.compile keeps a transposed copy of each weight until the backward.
+    Returns:
+        (N, M), float8.
+    """
+    return _transposed(x)
+
+
+@torch.library.custom_op("dtron::float8_cast_turned", mutates_args=())
+def cast_turned(x: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
+    """Cast and transpose.
+
+    Args:
+        x: (M, N).
+        scale: one value, float32 (float64 for a float64 x).
+        dtype: float8.
+        after: not read, as in `turned`.
+    Returns:
+        (N, M), float8.
+    """
+    return _transposed(_rounded(_wide(x), scale.view(()), dtype))
+
+
+@torch.library.custom_op("dtron::float8_cast_both", mutates_args=())
+def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cast; arguments as `cast_turned`.
+
+    Returns:
+        (M, N) and the transposed (N, M), float8.
+    """
+    straight = _rounded(_wide(x), scale.view(()), dtype)
+    return straight, _transposed(straight)
+
+
+@torch.library.custom_op("dtron::float8_gated_amax", mutates_args=())
+def gated_amax(gate: Tensor, up: Tensor) -> Tensor:
+    """The largest |silu(gate) up|.
+
+    Args:
+        gate: (M, N).
+        up: (M, N).
+    Returns:
+        (1, 1), float32 (float64 for float64).
+    """
+    a, b = _wide(gate), _wide(up)
+    return (a * a.sigmoid() * b).abs().amax().view(1, 1)
+
+
+@torch.library.custom_op("dtron::float8_gated_cast", mutates_args=())
+def gated_cast(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """silu(gate) up in float8; arguments as `gated_amax` and `cast_turned`.
+
+    Returns:
+        (M, N), float8.
+    """
+    a, b = _wide(gate), _wide(up)
+    return _rounded(a * a.sigmoid() * b, scale.view(()), dtype)
+
+
+@torch.library.custom_op("dtron::float8_gated_backward_amax", mutates_args=())
+def gated_backward_amax(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
+    """The largest magnitudes of the gradients of gate and up.
+
+    Args:
+        gate: (M, N).
+        up: (M, N).
+        grad: (M, N), of silu(gate) up.
+    Returns:
+        (2,), float32 (float64 for float64).
+    """
+    return torch.stack([x.abs().amax() for x in _gradients(gate, up, grad)[:2]])
+
+
+@torch.library.custom_op("dtron::float8_gated_backward_cast", mutates_args=())
+def gated_backward_cast(
+    gate: Tensor,
+    up: Tensor,
+    grad: Tensor,
+    scales: Tensor,
+    hidden_scale: Tensor,
+    dtype: torch.dtype,
+    hidden_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of gate and up in float8, and silu(gate) up once more.
+
+    Args:
+        gate: (M, N).
+        up: (M, N).
+        grad: (M, N), of silu(gate) up.
+        scales: (2,), of both gradients.
+        hidden_scale: one value.
+        dtype: of the gradients.
+        hidden_dtype: of silu(gate) up.
+    Returns:
+        Of gate (M, N) and transposed (N, M), of up (M, N) and transposed (N, M), silu(gate) up
+        transposed (N, M).
+    """
+    of_gate, of_up, hidden = _gradients(gate, up, grad)
+    of_gate, of_up = _rounded(of_gate, scales[0], dtype), _rounded(of_up, scales[1], dtype)
+    hidden = _rounded(hidden, hidden_scale.view(()), hidden_dtype)
+    return of_gate, _transposed(of_gate), of_up, _transposed(of_up), _transposed(hidden)
+
+
+@turned.register_fake
+def _(x: Tensor, after: Tensor) -> Tensor:
+    return _empty_turned(x, x.dtype)
+
+
+@cast_turned.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
+    return _empty_turned(x, dtype)
+
+
+@cast_both.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=dtype), _empty_turned(x, dtype)
+
+
+@gated_amax.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return _wide(gate.new_empty(1, 1))
+
+
+@gated_cast.register_fake
+def _(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(gate, dtype=dtype)
+
+
+@gated_backward_amax.register_fake
+def _(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
+    return _wide(gate.new_empty(2))
+
+
+@gated_backward_cast.register_fake
+def _(
+    gate: Tensor,
+    up: Tensor,
+    grad: Tensor,
+    scales: Tensor,
+    hidden_scale: Tensor,
+    dtype: torch.dtype,
+    hidden_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    straight, across = torch.empty_like(gate, dtype=dtype), _empty_turned(gate, dtype)
+    others = torch.empty_like(straight), torch.empty_like(across)
+    return straight, across, *others, _empty_turned(gate, hidden_dtype)
+
+
+# -- GPUs ------------------------------------------------------------------------------------------
+# Triton is imported where it is used: it is a GPU's.
+
+
+@turned.register_kernel("cuda")
+def _turned_on_gpu(x: Tensor, after: Tensor) -> Tensor:
+    from dtron.kernels.float8_triton import turn_kernel
+
+    y = _empty_turned(x, x.dtype)
+    rows, columns = _BYTES_TILE
+    _launch(
+        turn_kernel,
+        _grid(x, _BYTES_TILE),
+        x.view(torch.uint8),
+        y.view(torch.uint8),
+        *x.shape,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=_WARPS,
+    )
+    return y
+
+
+@cast_turned.register_kernel("cuda")
+def _cast_turned_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
+    return _cast_on_gpu(x, scale, dtype, straight=False)[1]
+
+
+@cast_both.register_kernel("cuda")
+def _cast_both_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _cast_on_gpu(x, scale, dtype, straight=True)
+
+
+def _cast_on_gpu(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool
+) -> tuple[Tensor, Tensor]:
+    from dtron.kernels.float8_triton import cast_kernel
+
+    y = _empty_turned(x, dtype)
+    same = torch.empty_like(x, dtype=dtype) if straight else y
+    _launch(
+        cast_kernel,
+        _grid(x, TILE),
+        x,
+        scale,
+        same.view(torch.uint8),
+        y.view(torch.uint8),
+        *x.shape,
+        torch.finfo(dtype).max,
+        STRAIGHT=straight,
+        DTYPE=_triton_dtype(dtype),
+        ROWS=TILE[0],
+        COLUMNS=TILE[1],
+        num_warps=_WARPS,
+    )
+    return same, y
+
+
+@gated_amax.register_kernel("cuda")
+def _gated_amax_on_gpu(gate: Tensor, up: Tensor) -> Tensor:
+    from dtron.kernels.float8_triton import gated_amax_kernel
+
+    amax = gate.new_zeros((1, 1), dtype=torch.float32)
+    n = gate.numel()
+    _launch(
+        gated_amax_kernel,
+        (math.ceil(n / (BLOCK * BLOCKS)),),
+        gate,
+        up,
+        amax,
+        n,
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS,
+    )
+    return amax
+
+
+@gated_cast.register_kernel("cuda")
+def _gated_cast_on_gpu(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    from dtron.kernels.float8_triton import gated_cast_kernel
+
+    hidden = torch.empty_like(gate, dtype=dtype)
+    n = gate.numel()
+    _launch(
+        gated_cast_kernel,
+        (math.ceil(n / BLOCK),),
+        gate,
+        up,
+        scale,
+        hidden.view(torch.uint8),
+        n,
+        torch.finfo(dtype).max,
+        DTYPE=_triton_dtype(dtype),
+        BLOCK=BLOCK,
+    )
+    return hidden
+
+
+@gated_backward_amax.register_kernel("cuda")
+def _gated_backward_amax_on_gpu(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
+    from dtron.kernels.float8_triton import gated_backward_amax_kernel
+
+    amax = gate.new_zeros(2, dtype=torch.float32)
+    n = gate.numel()
+    _launch(
+        gated_backward_amax_kernel,
+        (math.ceil(n / (BLOCK * BLOCKS)),),
+        gate,
+        up,
+        grad,
+        amax,
+        n,
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS,
+    )
+    return amax
+
+
+@gated_backward_cast.register_kernel("cuda")
+def _gated_backward_cast_on_gpu(
+    gate: Tensor,
+    up: Tensor,
+    grad: Tensor,
+    scales: Tensor,
+    hidden_scale: Tensor,
+    dtype: torch.dtype,
+    hidden_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from dtron.kernels.float8_triton import gated_backward_cast_kernel
+
+    of_gate, of_up = (torch.empty_like(gate, dtype=dtype) for _ in range(2))
+    gate_turned, up_turned = (_empty_turned(gate, dtype) for _ in range(2))
+    results = (of_gate, gate_turned, of_up, up_turned, _empty_turned(gate, hidden_dtype))
+    _launch(
+        gated_backward_cast_kernel,
+        _grid(gate, TILE),
+        gate,
+        up,
+        grad,
+        scales,
+        hidden_scale,
+        *(result.view(torch.uint8) for result in results),
+        *gate.shape,
+        torch.finfo(dtype).max,
+        torch.finfo(hidden_dtype).max,
+        GRAD=_triton_dtype(dtype),
+        HIDDEN=_triton_dtype(hidden_dtype),
+        ROWS=TILE[0],
+        COLUMNS=TILE[1],
+        num_warps=_WARPS,
+    )
+    return results
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    kernel[grid](*args, **settings)
+
+
+def _grid(x: Tensor, tile: tuple[int, int]) -> tuple[int, int]:
+    return math.ceil(x.shape[0] / tile[0]), math.ceil(x.shape[1] / tile[1])
+
+
+def _triton_dtype(dtype: torch.dtype) -> object:
+    import triton.language as tl
+
+    return {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}[dtype]

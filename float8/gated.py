@@ -1,0 +1,124 @@
+"""A gated feed-forward layer in float8 as one function: down(silu(gate(x)) * up(x)).
+
+One cast of x serves gate and up, and what is between the products is never stored in high
+precision: silu(gate) up and both of its gradients go from the products' results to float8, as they
+are and transposed, by the kernels of `dtron/kernels/float8.py`:
+
+    forward    x8 -> gate, up -> (largest, cast) -> h8 -> output
+    backward   grad8 -> h' -> (largest, cast) -> gate8', up8', h8 -> gradients of x and of weights
+
+Kept for the backward: x8, gate and up. The numbers are those of the three layers alone, but for
+the rounding of h and its gradients to the dtype of computation in between, which is left out.
+
+Shapes: N tokens, D width, F hidden width. Recipes with one scale a tensor only.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtron.float8.casting import (
+    Scaled,
+    quantize,
+    quantize_both,
+    quantize_weight,
+    scale_of,
+    shared,
+    turn_weight,
+)
+from dtron.float8.linear import Float8Linear, gathered
+from dtron.float8.products import product
+from dtron.kernels.float8 import (
+    gated_amax,
+    gated_backward_amax,
+    gated_backward_cast,
+    gated_cast,
+)
+
+
+class Float8GatedUnit(nn.Module):
+    """In place of a module whose forward is down(silu(gate(x)) * up(x)).
+
+    Args:
+        gate: (D -> F).
+        up: (D -> F).
+        down: (F -> D); the three are unsplit, without biases, of one recipe with whole tensors.
+    """
+
+    def __init__(self, gate: Float8Linear, up: Float8Linear, down: Float8Linear) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether a module has three layers for it."""
+        layers = [getattr(module, name, None) for name in ("gate", "up", "down")]
+        return all(
+            isinstance(x, Float8Linear) and x.bias is None and x.recipe.shares_scales
+            for x in layers
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        layers = (self.gate, self.up, self.down)
+        if any(layer.probe is not None for layer in layers):
+            return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+        rows = x.reshape(-1, x.shape[-1])
+        weights = [part for layer in layers for part in (layer.weight, *gathered(layer.weight))]
+        how = (self.gate.recipe, self.gate.emulate, self.gate.groups.cp)
+        out = _Gated.apply(rows, *weights, how)
+        assert isinstance(out, Tensor)
+        return out.view(x.shape)
+
+
+@torch._dynamo.allow_in_graph  # as in linear.py
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        """(N, D), and of gate, up and down the weight, and data and scale where it comes in
+        float8 -> (N, D)."""
+        *parts, how = rest
+        recipe, emulate, groups = how
+        casts, fast = recipe.output, recipe.output.fast_accumulation
+        given = [parts[i : i + 3] for i in (0, 3, 6)]
+        weights = [quantize_weight(w, data, scale, casts.right) for w, data, scale in given]
+        x8 = quantize(x, casts.left, groups)
+        gate, up = (product(x8, w8, x.dtype, emulate, fast) for w8 in weights[:2])
+        scale = scale_of(shared(gated_amax(gate, up), groups), casts.left)
+        h8 = Scaled(gated_cast(gate, up, scale, casts.left.dtype), scale, casts.left)
+        held = [w if data is None else data for w, data, _ in given]
+        scales = [w8.scale for w8 in weights]
+        ctx.save_for_backward(x8.data, x8.scale, gate, up, scale, *held, *scales)
+        ctx.how, ctx.dtype = how, x.dtype
+        return product(h8, weights[2], x.dtype, emulate, fast)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, x_scale, gate, up, scale, *weights = ctx.saved_tensors
+        recipe, emulate, groups = ctx.how
+        held, scales = weights[:3], weights[3:]
+
+        def to_input(left: Scaled, i: int) -> Tensor:
+            right = turn_weight(held[i], scales[i], recipe.grad_input.right, grad)
+            fast = recipe.grad_input.fast_accumulation
+            return product(left, right, ctx.dtype, emulate, fast)
+
+        def to_weight(left: Scaled, right: Scaled) -> Tensor:
+            fast = recipe.grad_weight.fast_accumulation
+            return product(left, right, ctx.dtype, emulate, fast)
+
+        cast, of_x = recipe.grad_input.left, recipe.grad_weight.right
+        grad8, grad8_turned = quantize_both(grad, cast, groups)
+        of_h = to_input(grad8, 2)
+        amax = shared(gated_backward_amax(gate, up, of_h), groups)
+        of_both = scale_of(amax, cast)
+        results = gated_backward_cast(gate, up, of_h, of_both, scale, cast.dtype, of_x.dtype)
+        gate_scale, up_scale = of_both.view(2, 1, 1)
+        gate8, gate8_turned = (Scaled(data, gate_scale, cast) for data in results[:2])
+        up8, up8_turned = (Scaled(data, up_scale, cast) for data in results[2:4])
+        of_down = to_weight(grad8_turned, Scaled(results[4], scale, of_x))
+        of_x_ = to_input(gate8, 0) + to_input(up8, 1)
+        x8 = Scaled(x, x_scale, of_x).turned(grad)
+        of_weights = (to_weight(gate8_turned, x8), to_weight(up8_turned, x8), of_down)
+        return of_x_, *(part for w in of_weights for part in (w, None, None)), None
