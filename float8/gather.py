@@ -37,6 +37,7 @@ from dtron.errors import ConfigError
 from dtron.float8.casting import Scaled, dequantize, quantize, scale_of
 from dtron.float8.linear import Float8Linear
 from dtron.float8.recipes import Cast
+from dtron.kernels.float8 import cast
 
 _c10d = torch.ops._c10d_functional
 
@@ -76,7 +77,7 @@ class WeightGather:
         locals_ = [shard.local for shard in self.shards]
         amax = torch.stack(torch._foreach_norm(locals_, math.inf))
         dist.all_reduce(amax, dist.ReduceOp.MAX, self.group)
-        scales = scale_of(amax, self.shards[0].cast)
+        scales = scale_of(amax, self.shards[0].format)
         for shard, scale in zip(self.shards, scales, strict=True):
             shard.check()
             shard.scale = scale
@@ -87,7 +88,7 @@ class _Shard:
 
     def __init__(self, layer: Float8Linear) -> None:
         assert isinstance(layer.weight, DTensor), "weights are sharded before they are gathered"
-        self.weight, self.cast = layer.weight, layer.recipe.output.right
+        self.weight, self.format = layer.weight, layer.recipe.output.right
         self.local: Any = layer.weight._local_tensor
         self.local.fsdp_pre_all_gather = self.before
         self.local.fsdp_post_all_gather = self.after
@@ -100,7 +101,7 @@ class _Shard:
     def before(self, _mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """(what is gathered, what the other side is to know)."""
         assert self.scale is not None, "scales are computed before weights are gathered"
-        data = quantize(self.local.detach(), self.cast, scale=self.scale.view(1, 1)).data
+        data = cast(self.local.detach(), self.scale, self.format.dtype)
         return (data.view(torch.uint8),), (self.scale,)
 
     def after(
@@ -124,7 +125,7 @@ class _Shard:
             local._scale = scale
             return None
         weight = Float8TrainingTensor(
-            data.view(self.cast.dtype), scale, dtype, LinearMMConfig(), GemmInputRole.WEIGHT
+            data.view(self.format.dtype), scale, dtype, LinearMMConfig(), GemmInputRole.WEIGHT
         )
         return weight, (data,)
 

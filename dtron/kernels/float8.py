@@ -1,4 +1,4 @@
-"""Casts to float8 in one pass over memory: transposed, both ways round, and of gated units.
+"""Casts to float8 in one pass over memory: plain, transposed, both, and of gated units.
 
 The float8 products of Hopper sum over the contiguous dim of both operands, so that what is an
 operand of two products is needed as it is and transposed. torch.compile writes both from one
@@ -13,10 +13,10 @@ b' are computed in both, in float32, and never stored in another dtype.
 
 Bytes an element, with operands of two bytes:
 
-    turned             1 + 1          gated_amax               4
-    cast_turned        2 + 1          gated_cast               4 + 1
-    cast_both          2 + 2          gated_backward_amax      6
-                                      gated_backward_cast      6 + 5
+    cast               2 + 1          gated_amax               4
+    turned             1 + 1          gated_cast               4 + 1
+    cast_turned        2 + 1          gated_backward_amax      6
+    cast_both          2 + 2          gated_backward_cast      6 + 5
 
 Triton kernels on GPUs, the same formulas in torch elsewhere. Values are x * scale, limited to what
 the dtype holds and rounded to nearest; NaN stays NaN.
@@ -60,6 +60,20 @@ def _transposed(x: Tensor) -> Tensor:
 
 def _empty_turned(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape[1], x.shape[0], dtype=dtype)
+
+
+@torch.library.custom_op("dtron::float8_cast", mutates_args=())
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast where nothing is compiled, such as the shards of weights that are gathered.
+
+    Args:
+        x: (M, N).
+        scale: one value, float32 (float64 for a float64 x).
+        dtype: float8.
+    Returns:
+        (M, N), float8.
+    """
+    return _rounded(_wide(x), scale.view(()), dtype)
 
 
 @torch.library.custom_op("dtron::float8_turned", mutates_args=())
@@ -171,6 +185,11 @@ def gated_backward_cast(
     return of_gate, _transposed(of_gate), of_up, _transposed(of_up), _transposed(hidden)
 
 
+@cast.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
 @turned.register_fake
 def _(x: Tensor, after: Tensor) -> Tensor:
     return _empty_turned(x, x.dtype)
@@ -220,6 +239,26 @@ def _(
 # Triton is imported where it is used: it is a GPU's.
 
 
+@cast.register_kernel("cuda")
+def _cast_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    from dtron.kernels.float8_triton import flat_cast_kernel
+
+    y = torch.empty_like(x, dtype=dtype)
+    n = x.numel()
+    _launch(
+        flat_cast_kernel,
+        (math.ceil(n / BLOCK),),
+        x,
+        scale,
+        y.view(torch.uint8),
+        n,
+        torch.finfo(dtype).max,
+        DTYPE=_triton_dtype(dtype),
+        BLOCK=BLOCK,
+    )
+    return y
+
+
 @turned.register_kernel("cuda")
 def _turned_on_gpu(x: Tensor, after: Tensor) -> Tensor:
     from dtron.kernels.float8_triton import turn_kernel
@@ -241,15 +280,15 @@ def _turned_on_gpu(x: Tensor, after: Tensor) -> Tensor:
 
 @cast_turned.register_kernel("cuda")
 def _cast_turned_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
-    return _cast_on_gpu(x, scale, dtype, straight=False)[1]
+    return _cast_by_tiles(x, scale, dtype, straight=False)[1]
 
 
 @cast_both.register_kernel("cuda")
 def _cast_both_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _cast_on_gpu(x, scale, dtype, straight=True)
+    return _cast_by_tiles(x, scale, dtype, straight=True)
 
 
-def _cast_on_gpu(
+def _cast_by_tiles(
     x: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool
 ) -> tuple[Tensor, Tensor]:
     from dtron.kernels.float8_triton import cast_kernel

@@ -13,6 +13,23 @@ def _round(x, scale, largest, DTYPE: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
+def flat_cast_kernel(
+    x,
+    scale,
+    y,
+    n,
+    largest,
+    DTYPE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One block of x -> its float8 bits."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, _round(values, tl.load(scale), largest, DTYPE), mask=inside)
+
+
+@triton.jit
 def turn_kernel(
     x,
     y,
