@@ -113,12 +113,15 @@ class _Gated(torch.autograd.Function):
         of_h = to_input(grad8, 2)
         amax = shared(gated_backward_amax(gate, up, of_h), groups)
         of_both = scale_of(amax, cast)
-        results = gated_backward_cast(gate, up, of_h, of_both, scale, cast.dtype, of_x.dtype)
+        types = (cast.dtype, of_x.dtype)
+        of_gate, of_up, h_turned = gated_backward_cast(gate, up, of_h, of_both, scale, *types)
         gate_scale, up_scale = of_both.view(2, 1, 1)
-        gate8, gate8_turned = (Scaled(data, gate_scale, cast) for data in results[:2])
-        up8, up8_turned = (Scaled(data, up_scale, cast) for data in results[2:4])
-        of_down = to_weight(grad8_turned, Scaled(results[4], scale, of_x))
-        of_x_ = to_input(gate8, 0) + to_input(up8, 1)
-        x8 = Scaled(x, x_scale, of_x).turned(grad)
-        of_weights = (to_weight(gate8_turned, x8), to_weight(up8_turned, x8), of_down)
-        return of_x_, *(part for w in of_weights for part in (w, None, None)), None
+        gate8, up8 = Scaled(of_gate, gate_scale, cast), Scaled(of_up, up_scale, cast)
+        x8, h8 = Scaled(x, x_scale, of_x).turned(grad), Scaled(h_turned, scale, of_x)
+        of_weights = (
+            to_weight(gate8.turned(grad), x8),
+            to_weight(up8.turned(grad), x8),
+            to_weight(grad8_turned, h8),
+        )
+        of_input = to_input(gate8, 0) + to_input(up8, 1)
+        return of_input, *(part for w in of_weights for part in (w, None, None)), None

@@ -16,7 +16,7 @@ Bytes an element, with operands of two bytes:
     cast               2 + 1          gated_amax               4
     turned             1 + 1          gated_cast               4 + 1
     cast_turned        2 + 1          gated_backward_amax      6
-    cast_both          2 + 2          gated_backward_cast      6 + 5
+    cast_both          2 + 2          gated_backward_cast      6 + 3
 
 Triton kernels on GPUs, the same formulas in torch elsewhere. Values are x * scale, limited to what
 the dtype holds and rounded to nearest; NaN stays NaN.
@@ -164,7 +164,7 @@ def gated_backward_cast(
     hidden_scale: Tensor,
     dtype: torch.dtype,
     hidden_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of gate and up in float8, and silu(gate) up once more.
 
     Args:
@@ -176,13 +176,12 @@ def gated_backward_cast(
         dtype: of the gradients.
         hidden_dtype: of silu(gate) up.
     Returns:
-        Of gate (M, N) and transposed (N, M), of up (M, N) and transposed (N, M), silu(gate) up
-        transposed (N, M).
+        Of gate (M, N), of up (M, N), silu(gate) up transposed (N, M).
     """
     of_gate, of_up, hidden = _gradients(gate, up, grad)
     of_gate, of_up = _rounded(of_gate, scales[0], dtype), _rounded(of_up, scales[1], dtype)
     hidden = _rounded(hidden, hidden_scale.view(()), hidden_dtype)
-    return of_gate, _transposed(of_gate), of_up, _transposed(of_up), _transposed(hidden)
+    return of_gate, of_up, _transposed(hidden)
 
 
 @cast.register_fake
@@ -229,10 +228,9 @@ def _(
     hidden_scale: Tensor,
     dtype: torch.dtype,
     hidden_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    straight, across = torch.empty_like(gate, dtype=dtype), _empty_turned(gate, dtype)
-    others = torch.empty_like(straight), torch.empty_like(across)
-    return straight, across, *others, _empty_turned(gate, hidden_dtype)
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_gate, of_up = (torch.empty_like(gate, dtype=dtype) for _ in range(2))
+    return of_gate, of_up, _empty_turned(gate, hidden_dtype)
 
 
 # -- GPUs ------------------------------------------------------------------------------------------
@@ -382,12 +380,11 @@ def _gated_backward_cast_on_gpu(
     hidden_scale: Tensor,
     dtype: torch.dtype,
     hidden_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from dtron.kernels.float8_triton import gated_backward_cast_kernel
 
     of_gate, of_up = (torch.empty_like(gate, dtype=dtype) for _ in range(2))
-    gate_turned, up_turned = (_empty_turned(gate, dtype) for _ in range(2))
-    results = (of_gate, gate_turned, of_up, up_turned, _empty_turned(gate, hidden_dtype))
+    results = (of_gate, of_up, _empty_turned(gate, hidden_dtype))
     _launch(
         gated_backward_cast_kernel,
         _grid(gate, TILE),
