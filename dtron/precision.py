@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -21,6 +22,7 @@ from dtron.float8.linear import Float8Linear, ScaleGroups
 from dtron.float8.products import why_emulated
 from dtron.float8.recipes import RECIPES, Recipe
 from dtron.float8.statistics import Statistics
+from dtron.float8.worth import Shape, Worth, measure, table
 from dtron.models import MODELS, build_model, choose_backend
 from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
@@ -42,8 +44,39 @@ class Float8Plan:
     """FQNs, in the model's order."""
     fused: tuple[str, ...] = ()
     """FQNs of gated feed-forward layers that are one function each."""
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    """What a rank computes of each layer, by FQN."""
     gathering: Mapping[str, bool] = field(default_factory=dict)
     """FQNs of modules that gather their input, and whether in float8; empty where none does."""
+
+    def measured(
+        self, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
+    ) -> "Float8Plan":
+        """With `float8.filter = "auto"` the plan of the layers that gain; all ranks call it.
+
+        Args:
+            group: all ranks, on the host; the first one measures.
+        Raises:
+            ConfigError: no layer gains.
+        """
+        if self.settings.filter != "auto" or self.why_emulated(device, dtype):
+            return self
+        told: list[Any] = [None]
+        if dist.get_rank(group) == 0:
+            told = [measure(self.shapes.values(), self.recipe, dtype, device)]
+            log.info("float8.filter = auto:\n%s", table(told[0]))
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        return self.of_those_that_gain(told[0])
+
+    def of_those_that_gain(self, worth: Mapping[Shape, Worth]) -> "Float8Plan":
+        """The same with fewer layers. Raises ConfigError where none is left."""
+        layers = tuple(name for name in self.layers if worth[self.shapes[name]].gains)
+        if not layers:
+            raise ConfigError(
+                'float8.filter = "auto": no layer is faster in float8 on this device; set '
+                'float8.recipe = "", or larger micro-batches'
+            )
+        return replace(self, layers=layers)
 
     def converter(self, mesh: Mesh, dtype: torch.dtype) -> Callable[[nn.Module], None]:
         """The pass that comes first: `Passes.convert`."""
@@ -148,7 +181,7 @@ def plan_float8(
         whole = build_model(config.model.name, model, _any_attention(model))
     choice = Choice(
         "blocks.*",
-        tuple(settings.filter),
+        () if settings.filter == "auto" else tuple(settings.filter),
         tuple(settings.skip),
         settings.skip_first,
         settings.skip_last,
@@ -162,8 +195,12 @@ def plan_float8(
         require_torchao()
     degrees = config.degrees(world_size)
     rows = spec.placements(model, config.parallel.sequence_parallel)
+    tokens = config.train.micro_batch * config.train.seq_len // degrees["cp"]
+    shapes = {}
     for name in plan.layers:
-        _check_parts(name, whole.get_submodule(name), rows, degrees, settings)
+        inward, outward = _part(name, whole.get_submodule(name), rows, degrees, settings)
+        shapes[name] = (tokens, inward, outward)
+    plan = replace(plan, shapes=shapes)
     if settings.gather_inputs:
         return replace(plan, gathering=_gathering(whole, rows, plan.layers))
     return plan
@@ -264,6 +301,11 @@ def _refuse_what_cannot_act(
             "parallel.sequence_parallel: no input is gathered",
         ),
         (
+            settings.gather_inputs and settings.filter == "auto",
+            'float8.gather_inputs with float8.filter = "auto": an input is gathered in float8 if '
+            "all layers that read it are float8; name the layers",
+        ),
+        (
             interval % logged > 0,
             f"float8.report_interval = {interval} is not a multiple of metrics.log_interval = "
             f"{logged}; use one",
@@ -274,27 +316,30 @@ def _refuse_what_cannot_act(
             raise ConfigError(message)
 
 
-def _check_parts(
+def _part(
     name: str,
     linear: nn.Module,
     rows: Mapping[str, Row],
     degrees: Mapping[Degree, int],
     settings: Float8,
-) -> None:
-    """What a rank holds of a layer has dims that fit too."""
+) -> tuple[int, int]:
+    """Input and output features that a rank holds of a layer. Raises ConfigError if they do not
+    fit."""
     assert isinstance(linear, nn.Linear)
     tp, ranks = degrees["tp"], degrees["dp_shard"] * degrees["cp"]
     kinds = {row.kind for pattern, row in rows.items() if matches(pattern, name)}
-    dim = linear.in_features if "rowwise" in kinds else linear.out_features
+    by_columns, inward, outward = "rowwise" in kinds, linear.in_features, linear.out_features
+    dim = inward if by_columns else outward
     if dim % (tp * MULTIPLE):
         raise ConfigError(
             f"parallel.tp = {tp} leaves a rank {dim / tp:g} of the {dim} "
-            f"{'columns' if 'rowwise' in kinds else 'rows'} of {name}, and float8 needs multiples "
+            f"{'columns' if by_columns else 'rows'} of {name}, and float8 needs multiples "
             f"of {MULTIPLE}; lower it, or name the layer in float8.skip"
         )
-    held = linear.out_features // (1 if "rowwise" in kinds else tp)
-    if settings.all_gather and held % ranks:
+    part = (inward // tp, outward) if by_columns else (inward, outward // tp)
+    if settings.all_gather and part[1] % ranks:
         raise ConfigError(
             f"float8.all_gather: the {ranks} ranks of parallel.dp_shard and parallel.cp do not "
-            f"divide the {held} rows of {name}; name the layer in float8.skip"
+            f"divide the {part[1]} rows of {name}; name the layer in float8.skip"
         )
+    return part

@@ -264,9 +264,10 @@ class Float8(Section):
     `blockwise`: 1 x 128 activations and 128 x 128 weights, as DeepSeek-V3. `mxfp8`: 1 x 32, powers
     of two. Where the hardware does not multiply them, they are emulated, slowly, and the log says
     so."""
-    filter: list[str] = Field(default_factory=list)
+    filter: list[str] | Literal["auto"] = Field(default_factory=list)
     """Patterns of the linear layers to convert, such as `blocks.*.ffn.*`; empty: all those of the
-    blocks whose dims are multiples of 16."""
+    blocks whose dims are multiples of 16. `auto`: of these, the ones that are faster in float8 by
+    a measurement on the first rank's GPU when the run starts; all where products are emulated."""
     skip: list[str] = Field(default_factory=list)
     """Patterns of linear layers that stay in `train.dtype`, such as `blocks.*.attn.w[kv]`."""
     skip_first: int = Field(default=0, ge=0)

@@ -105,6 +105,10 @@ class Trainer:
             high_priority=config.parallel.high_priority,
         )
         self.policy = Policy.of(config.parallel, self.mesh)
+        self.float8 = self.checked.float8
+        if self.float8 is not None:
+            dtype = DTYPES[config.train.dtype]
+            self.float8 = self.float8.measured(self.place.device, dtype, self.host_group)
         model, kernel = self.checked.model, self.checked.attention.kernel
         cores = MODELS[config.model.name].cores
         self.context = Context.of(config.parallel, cores, kernel, model.window, model.softcap)
@@ -170,15 +174,15 @@ class Trainer:
         return apply_passes(model, self.mesh, passes)
 
     def _build_conversion(self) -> Callable[[nn.Module], None] | None:
-        plan = self.checked.float8
+        plan = self.float8
         return plan.converter(self.mesh, DTYPES[self.config.train.dtype]) if plan else None
 
     def _placements(self, rows: dict[str, Row]) -> dict[Any, Any]:
-        plan = self.checked.float8
+        plan = self.float8
         return plan.placements(rows, self.mesh) if plan else dict(rows)
 
     def _after_update(self) -> Callable[[], None] | None:
-        plan = self.checked.float8
+        plan = self.float8
         return plan.gather_weights(self.applied, self.mesh) if plan else None
 
     def _vocabulary(self) -> VocabularyShard | None:
@@ -291,7 +295,7 @@ class Trainer:
         return {"methods": list(self.context.methods), "all_to_all_ranks": inner}
 
     def _float8_facts(self) -> dict[str, Any] | None:
-        plan = self.checked.float8
+        plan = self.float8
         if plan is None:
             return None
         why = plan.why_emulated(self.place.device, DTYPES[self.config.train.dtype])
@@ -322,8 +326,8 @@ class Trainer:
         )
         compiled = f"{len(applied.compiled)} blocks and the loss" if applied.compiled else "nothing"
         log.info("compiled: %s; recomputed: %d blocks", compiled, applied.recomputed_blocks)
-        if self.checked.float8 is not None:
-            self.checked.float8.announce(self.place.device, DTYPES[train.dtype])
+        if self.float8 is not None:
+            self.float8.announce(self.place.device, DTYPES[train.dtype])
         waste = self.checked.train.waste() or "a stream, whose waste is not known in advance"
         log.info("packing %s: %s", self.config.data.packing, waste)
 
@@ -392,7 +396,7 @@ class Trainer:
         self.padded_of += sum(batch.tokens.numel() for batch in batches)
         batches = [self._on_device(batch) for batch in batches]
         lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
-        float8 = self.checked.float8
+        float8 = self.float8
         if config.debug.collectives and self.step == self.facts["start_step"]:
             result = self._counted(batches, lr)
         elif float8 is not None and float8.reports(self.step + 1):

@@ -1,0 +1,76 @@
+"""Which linear layers gain by float8 on this device: each shape is timed both ways.
+
+Small products take less time than the casts around them. A layer's time is that of its forward and
+backward under torch.compile, as blocks run it, of N tokens, K input and O output features.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+from dtron.float8.linear import Float8Linear, ScaleGroups
+from dtron.float8.recipes import Recipe
+
+Shape = tuple[int, int, int]
+"""N tokens, K input features, O output features, as a rank holds them."""
+_WARM_UP, _RUNS = 3, 20
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Seconds of a forward and backward."""
+
+    plain: float
+    """In the dtype of computation."""
+    float8: float
+
+    @property
+    def gains(self) -> bool:
+        """Whether float8 takes less time."""
+        return self.float8 < self.plain
+
+
+def measure(
+    shapes: Iterable[Shape], recipe: Recipe, dtype: torch.dtype, device: torch.device
+) -> dict[Shape, Worth]:
+    """Time each shape once, on one GPU."""
+    found = {}
+    for shape in sorted(set(shapes)):
+        with device:
+            plain = nn.Linear(shape[1], shape[2], bias=False, dtype=dtype)
+        cast = Float8Linear.of(plain, recipe, False, ScaleGroups())
+        found[shape] = Worth(_seconds(plain, shape[0]), _seconds(cast, shape[0]))
+        torch.compiler.reset()  # each shape is a graph of its own, of which dynamo keeps few
+    return found
+
+
+def table(worth: Mapping[Shape, Worth]) -> str:
+    """A line a shape, for the log."""
+    rows = [f"{'tokens x in x out':>24}  {'plain ms':>9}  {'float8 ms':>9}  kept in"]
+    for (tokens, inward, outward), times in worth.items():
+        name = f"{tokens} x {inward} x {outward}"
+        kept = "float8" if times.gains else "train.dtype"
+        rows.append(f"{name:>24}  {times.plain * 1e3:9.3f}  {times.float8 * 1e3:9.3f}  {kept}")
+    return "\n".join(rows)
+
+
+def _seconds(layer: nn.Linear, tokens: int) -> float:
+    """Median over some calls, between events of the current stream."""
+    weight = layer.weight
+    x = torch.randn(
+        tokens, layer.in_features, dtype=weight.dtype, device=weight.device, requires_grad=True
+    )
+    grad = torch.randn(tokens, layer.out_features, dtype=weight.dtype, device=weight.device)
+    run = torch.compile(layer, dynamic=False)
+    times = []
+    for _ in range(_WARM_UP + _RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.autograd.grad(run(x), (x, weight), grad)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return median(times[_WARM_UP:])

@@ -1,0 +1,116 @@
+"""float8.filter = "auto": the layers that gain."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtron import precision
+from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.float8 import RECIPES
+from dtron.float8.worth import Worth, measure, table
+from dtron.models import model_config
+from dtron.precision import Float8Plan, plan_float8
+from tests.harness import run_ranks
+
+FAST, SLOW = Worth(plain=2e-3, float8=1e-3), Worth(plain=1e-3, float8=2e-3)
+
+
+def plan(world: int = 1, **keys: Any) -> Float8Plan:
+    """Of a small llama: width 64, 4 heads of 16, 2 of them for keys, 128 hidden features."""
+    config = RunConfig.load(
+        "configs/quickstart.toml",
+        [
+            "model.size=debug",
+            "model.override.dim=64",
+            "model.override.n_heads=4",
+            "model.override.n_kv_heads=2",
+            "model.override.head_dim=16",
+            "model.override.ffn_dim=128",
+            "train.seq_len=64",
+            "train.micro_batch=2",
+            "float8.recipe=tensorwise",
+            "float8.filter=auto",
+            *(f"{key.replace('__', '.')}={value}" for key, value in keys.items()),
+        ],
+    )
+    model = model_config(config.model.name, config.model.size, config.model.override)
+    found = plan_float8(config, model, world, None)
+    assert found is not None
+    return found
+
+
+def test_shapes_are_those_that_a_rank_computes() -> None:
+    shapes = plan().shapes
+    assert shapes["blocks.0.attn.wq"] == (128, 64, 64)
+    assert shapes["blocks.0.attn.wk"] == (128, 64, 32)
+    assert shapes["blocks.0.ffn.down"] == (128, 128, 64)
+    split = plan(world=2, parallel__tp=2).shapes
+    assert split["blocks.0.attn.wq"] == (128, 64, 32)
+    assert split["blocks.0.attn.wo"] == (128, 32, 64)
+    assert split["blocks.0.ffn.up"] == (128, 64, 64)
+
+
+def test_layers_that_gain_are_kept() -> None:
+    whole = plan()
+    worth = {shape: FAST if shape[2] >= 64 else SLOW for shape in whole.shapes.values()}
+    kept = whole.of_those_that_gain(worth).layers
+    assert "blocks.0.attn.wq" in kept
+    assert "blocks.0.attn.wk" not in kept
+    assert set(kept) < set(whole.layers)
+    with pytest.raises(ConfigError, match="no layer is faster"):
+        whole.of_those_that_gain(dict.fromkeys(worth, SLOW))
+
+
+def test_the_table_says_what_each_shape_takes() -> None:
+    _, first, second = table({(128, 64, 32): SLOW, (128, 64, 64): FAST}).splitlines()
+    assert first.split() == ["128", "x", "64", "x", "32", "1.000", "2.000", "train.dtype"]
+    assert second.split() == ["128", "x", "64", "x", "64", "2.000", "1.000", "float8"]
+
+
+def test_nothing_is_measured_where_products_are_emulated() -> None:
+    whole = plan()
+    given: Any = None  # no group is asked
+    assert whole.measured(torch.device("cpu"), torch.bfloat16, given) is whole
+
+
+def test_inputs_cannot_be_gathered_for_layers_that_are_not_known_yet() -> None:
+    with pytest.raises(ConfigError, match="auto"):
+        plan(world=2, parallel__tp=2, float8__gather_inputs="true")
+
+
+def _measured(rank: int) -> tuple[str, ...]:
+    whole = plan()
+
+    def timed(shapes: Any, *_: Any) -> dict:
+        assert rank == 0, "the first rank measures"
+        return {shape: FAST if shape[2] == 64 else SLOW for shape in shapes}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "measure", timed)
+        patch.setattr(precision, "why_emulated", lambda *_: "")
+        group = dist.group.WORLD
+        assert group is not None
+        return whole.measured(torch.device("cpu"), torch.bfloat16, group).layers
+
+
+def _on_rank() -> tuple[str, ...]:
+    return _measured(dist.get_rank())
+
+
+def test_ranks_agree() -> None:
+    first, second = run_ranks(2, _on_rank)
+    assert first == second
+    assert 0 < len(first) < len(plan().layers)
+
+
+@pytest.mark.gpu
+def test_large_products_gain_and_small_ones_do_not() -> None:
+    large, small = (16384, 4096, 14336), (64, 64, 64)
+    recipe = replace(RECIPES["tensorwise"])
+    worth = measure([large, small], recipe, torch.bfloat16, torch.device("cuda"))
+    assert worth[large].gains
+    assert not worth[small].gains
