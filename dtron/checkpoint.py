@@ -9,10 +9,10 @@ step, the data position and the model's config are JSON. The optimizer's setting
 are not saved: they are the config's.
 """
 
+import hashlib
 import json
 import logging
 import os
-import pickle
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from dtron.errors import CheckpointError
+from dtron.files import read_json, write_synced
 from dtron.parallelisms.apply import Applied
+from dtron.storage import INDEX, ShardReader, ShardWriter
 
 log = logging.getLogger("dtron")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -59,6 +61,16 @@ class Facts:
     data: dict[str, int | str]
     """State of the data loader."""
 
+    @classmethod
+    def of_weights(cls, model: dict[str, Any], world_size: int) -> "Facts":
+        """Of a checkpoint that holds weights and nothing else."""
+        return cls(0, 0, 0, world_size, 0, {}, model, {})
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether there is nothing that training could go on from."""
+        return not self.data
+
 
 def find(resume: str, checkpoints: Path) -> Path | None:
     """The checkpoint that `checkpoint.resume` names; None to start afresh.
@@ -80,12 +92,52 @@ def find(resume: str, checkpoints: Path) -> Path | None:
     return found
 
 
+def find_weights(path: Path) -> Path:
+    """The checkpoint in a folder that is one, or a run. Raises CheckpointError."""
+    found = path if (path / _FACTS).exists() else _latest(path / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"{path} is neither a Hugging Face folder (with config.json) nor a checkpoint (with "
+            f"{_FACTS}) nor a run directory that has one"
+        )
+    return found
+
+
+def write_facts(path: Path, facts: Facts) -> None:
+    """Write dtron.json of a checkpoint whose index is there. Raises OSError."""
+    content = asdict(facts)
+    content["sha256"] = _checksum(path, content)
+    write_synced(path / _FACTS, json.dumps(content, indent=1) + "\n")
+
+
 def read_facts(path: Path) -> Facts:
-    """Read dtron.json of one checkpoint. Raises CheckpointError."""
+    """Read dtron.json of one checkpoint.
+
+    Raises:
+        CheckpointError: it or the index cannot be read, or their checksum differs.
+    """
+    content = read_json(path / _FACTS)
+    found = content.pop("sha256", None)
     try:
-        return Facts(**json.loads((path / _FACTS).read_text()))
-    except (OSError, json.JSONDecodeError, TypeError) as error:
-        raise CheckpointError(f"{path / _FACTS} cannot be read: {error}") from None
+        if found != _checksum(path, content):
+            raise CheckpointError(f"{path}: {_FACTS} or {INDEX} is corrupt: their SHA-256 differs")
+        return Facts(**content)
+    except (OSError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _checksum(path: Path, facts: dict[str, Any]) -> str:
+    """Of what a checkpoint says of itself and of its index, which has those of all files."""
+    text = json.dumps(facts, sort_keys=True).encode()
+    return hashlib.sha256(text + (path / INDEX).read_bytes()).hexdigest()
+
+
+def why(error: dcp.CheckpointException) -> CheckpointError:
+    """What went wrong on the first rank where something did, as a user is told."""
+    rank, (cause, _) = next(iter(sorted(error.failures.items())))
+    if isinstance(cause, CheckpointError):
+        return cause
+    return CheckpointError(f"rank {rank}: {str(cause) or type(cause).__name__}")
 
 
 def check_model(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -151,9 +203,9 @@ class Checkpointer:
         dist.barrier(self.group)
         self._check_shared(partial)
         state = {**self._stored(self._held()), "rng": _get_rng()}
-        dcp.save(state, checkpoint_id=partial, process_group=self.group)
+        dcp.save(state, storage_writer=ShardWriter(partial), process_group=self.group)
         if first:
-            (partial / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
+            write_facts(partial, facts)
             _publish(partial, final)
             self._retire(final)
         dist.barrier(self.group)
@@ -169,21 +221,40 @@ class Checkpointer:
         held = self._held()
         state = {**self._stored(held), "rng": _get_rng()}  # the held tensors: read in place
         try:
-            known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-            if not all(f"rng.{name}" in known for name in state["rng"]):
+            reader = ShardReader(path)
+            if not all(f"rng.{name}" in reader.index.tensors for name in state["rng"]):
                 log.warning("%s holds no RNG state for this rank; dtron itself needs none", path)
                 del state["rng"]
-            dcp.load(state, checkpoint_id=path, process_group=self.group)
+            dcp.load(state, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             raise _unreadable(path, cause) from error
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
+        except CheckpointError as error:
             raise _unreadable(path, error) from error
         self._fill_copies(held)
         set_model_state_dict(self.model, held["model"])
         set_optimizer_state_dict(self.model, self.optimizer, held["optimizer"], options=_FLAT)
         if "rng" in state:
             _set_rng(state["rng"])
+
+    def load_weights(self, reader: dcp.StorageReader, where: Path) -> None:
+        """Load weights alone in place; all ranks call it together.
+
+        Args:
+            reader: knows them by their names in the whole model.
+            where: it reads, for errors.
+        Raises:
+            CheckpointError: a tensor is missing, cannot be read, or has another shape.
+        """
+        held = self._held()
+        state = {"model": self._stored(held)["model"]}
+        try:
+            dcp.load(state, storage_reader=reader, process_group=self.group)
+        except dcp.CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise CheckpointError(f"{where} cannot be loaded: {cause}") from error
+        self._fill_copies({"model": held["model"]})
+        set_model_state_dict(self.model, held["model"])
 
     def _held(self) -> dict[str, dict[str, Any]]:
         """Tensors as this rank holds them, by FQN in `self.model`."""

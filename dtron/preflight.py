@@ -25,6 +25,7 @@ from dtron.data import (
 )
 from dtron.errors import CheckpointError, ConfigError
 from dtron.flops import FlopsModel, flops_per_token
+from dtron.initial import Initial, check_same_model, open_initial
 from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
@@ -55,6 +56,8 @@ class Checked:
     validation: ValidationSource | None
     checkpoint: Path | None
     facts: Facts | None
+    initial: Initial | None
+    """Of a run that does not resume."""
 
     @property
     def finished(self) -> bool:
@@ -80,9 +83,17 @@ def preflight(config: RunConfig, place: Place) -> Checked:
     rundir = RunDir(config.run.dir)
     checkpoint = find(config.checkpoint.resume, rundir.checkpoints)
     facts = read_facts(checkpoint) if checkpoint else None
+    if facts and facts.weights_only:
+        raise CheckpointError(
+            f"{checkpoint} holds weights only; set checkpoint.initial instead of checkpoint.resume"
+        )
     if checkpoint and facts:
         check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
         _check_settings(checkpoint, config, facts)
+    initial = None
+    if config.checkpoint.initial and not checkpoint:
+        initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
+        check_same_model(initial, config.model.name, model)
     if place.local_rank == 0:
         _check_writable(rundir.path)
         prepare(config.data)
@@ -100,6 +111,7 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         validation,
         checkpoint,
         facts,
+        initial,
     )
 
 

@@ -298,6 +298,9 @@ class Checkpoint(Section):
     resume: str = ""
     """`latest` (of this run directory; starts afresh if there is none), or the path of a run or
     of one checkpoint; empty: start afresh."""
+    initial: str = ""
+    """Where a run that does not resume takes its weights from: a Hugging Face folder, a run, or a
+    checkpoint, of whose state nothing else is taken; empty: they are drawn."""
     keep: int = Field(default=2, ge=0)
     """How many of the newest checkpoints are kept; 0: all."""
 

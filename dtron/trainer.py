@@ -217,6 +217,9 @@ class Trainer:
         if self.checked.checkpoint is None or self.checked.facts is None:
             if self.config.checkpoint.resume:
                 log.info("no checkpoint in %s yet: starting afresh", self.rundir.checkpoints)
+            if initial := self.checked.initial:
+                self.checkpointer.load_weights(initial.reader(), initial.path)
+                log.info("weights of %s", initial.path)
             return
         facts = self.checked.facts
         self.checkpointer.load(self.checked.checkpoint)

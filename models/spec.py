@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
 from dtron.models.decoder import Decoder, init_parameter
+from dtron.models.hf import HuggingFace
 from dtron.models.layers import ACTIVATIONS
 from dtron.parallelisms.placement import (
     Replicate,
@@ -100,3 +101,5 @@ class ModelSpec:
     """What the last pipeline stage has beside its layers; the last one gives the logits."""
     cores: str = "blocks.*.attn.core"
     """Modules that attend, for context parallelism."""
+    hf: HuggingFace | None = None
+    """What it is called in Hugging Face's format; None: it has no name there."""
