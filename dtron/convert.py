@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dtron.checkpoint import Facts, find_weights, read_facts, why, write_facts
+from dtron.checkpoint import why
 from dtron.config import RunConfig
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.errors import ArgumentParser, CheckpointError
@@ -32,6 +32,7 @@ from dtron.initial import model_section, open_initial
 from dtron.models import BACKENDS, build_model, hf_folder, hf_of
 from dtron.models.hf_export import Export
 from dtron.models.hf_weights import CONFIG, Folder, Region, whole
+from dtron.published import Facts, find_weights, read_facts, write_facts
 from dtron.runtime import Place, process_group, set_up_logging
 from dtron.storage import ShardReader, ShardWriter
 

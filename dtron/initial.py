@@ -13,12 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from dtron.checkpoint import find_weights, read_facts
 from dtron.errors import CheckpointError
 from dtron.models import hf_folder, model_config
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import differences
 from dtron.models.hf_weights import CONFIG, Folder
+from dtron.published import find_weights, read_facts
 from dtron.storage import ShardReader, StoredReader, tensor_metadata
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from dtron.checkpoint import Facts, check_model, find, read_facts
 from dtron.config import RunConfig, fields
 from dtron.data import (
     Tokenizer,
@@ -34,6 +33,7 @@ from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.layout import StageNames, build_layout
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan, plan_float8
+from dtron.published import Facts, check_model, find, read_facts
 from dtron.rundir import RunDir
 from dtron.runtime import Place, check_writable
 
@@ -81,15 +81,7 @@ def preflight(config: RunConfig, place: Place) -> Checked:
             f"than model.override.vocab_size = {model.vocab_size}; raise the latter"
         )
     rundir = RunDir(config.run.dir)
-    checkpoint = find(config.checkpoint.resume, rundir.checkpoints)
-    facts = read_facts(checkpoint) if checkpoint else None
-    if facts and facts.weights_only:
-        raise CheckpointError(
-            f"{checkpoint} holds weights only; set checkpoint.initial instead of checkpoint.resume"
-        )
-    if checkpoint and facts:
-        check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
-        _check_settings(checkpoint, config, facts)
+    checkpoint, facts = find_checkpoint(config, model)
     initial = None
     if config.checkpoint.initial and not checkpoint:
         initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
@@ -113,6 +105,29 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         facts,
         initial,
     )
+
+
+def find_checkpoint(
+    config: RunConfig, model: DecoderConfig, below: int | None = None
+) -> tuple[Path | None, Facts | None]:
+    """The checkpoint to resume and what it says of itself; None where the run starts afresh.
+
+    Args:
+        below: with `checkpoint.resume = "latest"`, only those of earlier steps than this.
+    Raises:
+        CheckpointError: it is damaged or of another model, optimizer or kind.
+    """
+    checkpoint = find(config.checkpoint.resume, RunDir(config.run.dir).checkpoints, below)
+    if checkpoint is None:
+        return None, None
+    facts = read_facts(checkpoint)
+    if facts.weights_only:
+        raise CheckpointError(
+            f"{checkpoint} holds weights only; set checkpoint.initial instead of checkpoint.resume"
+        )
+    check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
+    _check_settings(checkpoint, config, facts)
+    return checkpoint, facts
 
 
 def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Layout | None]:

@@ -116,6 +116,11 @@ def host_group(timeout_seconds: int) -> dist.ProcessGroup:
     if dist.get_backend() == "gloo":
         assert dist.group.WORLD is not None
         return dist.group.WORLD
+    return new_host_group(timeout_seconds)
+
+
+def new_host_group(timeout_seconds: int) -> dist.ProcessGroup:
+    """A gloo group over all ranks that nothing else uses."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is in the host group"
@@ -156,6 +161,10 @@ class StopSignal:
         log.warning(
             "%s: stopping after the next step, with a checkpoint", signal.Signals(number).name
         )
+        self._raised = True
+
+    def request(self) -> None:
+        """Stop as after a signal."""
         self._raised = True
 
     def agreed(self) -> bool:

@@ -162,7 +162,7 @@ def test_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
     assert (split / "config-1.toml").exists()
 
 
-def test_checkpoints_walk_through_tensor_and_pipeline_layouts(tmp_path: Path) -> None:
+def test_checkpoints_walk_through_all_layouts(tmp_path: Path) -> None:
     """Tied weights and a vocabulary that tp pads; the optimizer's moments come along."""
     model = {
         "model__name": "gpt",
@@ -172,10 +172,10 @@ def test_checkpoints_walk_through_tensor_and_pipeline_layouts(tmp_path: Path) ->
         "train__micro_batch": 1,
     }
     walk = [
-        (4, {"parallel__tp": 2}),
+        (4, {"parallel__tp": 2, "checkpoint__mode": "async"}),
+        (4, {}),
+        (4, {"parallel__pp": 2, "parallel__cp": 2}),
         (4, {"parallel__tp": 2, "parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble"}),
-        (2, {"parallel__pp": 2}),
-        (2, {}),
     ]
     whole = tmp_path / "whole"
     run_ranks(1, fit, tiny(whole, train__steps=8, **model))
