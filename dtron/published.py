@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 
 from dtron.errors import CheckpointError
 from dtron.files import read_json, sync_directory, write_synced
@@ -76,9 +77,11 @@ def read_facts(path: Path) -> Facts:
     try:
         if found != _checksum(path, content):
             raise CheckpointError(f"{path}: {FACTS} or {INDEX} is corrupt: their SHA-256 differs")
-        return Facts(**content)
-    except (OSError, TypeError) as error:
+        return TypeAdapter(Facts).validate_python(content)
+    except OSError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    except ValidationError as error:
+        raise CheckpointError(f"{path / FACTS} is of another kind: {error}") from None
 
 
 def _checksum(path: Path, facts: dict[str, Any]) -> str:
