@@ -3,8 +3,9 @@
     python -m benchmarks.save_stall --dim 1024 --layers 8 --saves 5 --directory /var/tmp/save-stall
 
 One process trains a Llama on random tokens on this machine's device and saves after every `--every`
-steps. A stop is the time inside `Checkpointer.save`. Step times beside a running save are told too:
-what the writing takes of the processor is no stop, but it is not free.
+steps. A stop is the time inside `Checkpointer.save`, and what the next update waits for the copy.
+Step times beside a running save are told too: what copying and writing take of the processor is no
+stop, but it is not free.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from dtron.parallelisms.apply import Applied, Passes, apply_passes
 from dtron.parallelisms.mesh import Mesh
 from dtron.published import Facts
 from dtron.runtime import Place, process_group
+from dtron.staging import Staging
 
 
 def main() -> None:
@@ -51,12 +53,18 @@ def measure(mode: str, given: argparse.Namespace) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     saver = Checkpointer(folder, applied, optimizer, group, options)
+    waits = _timed(saver.staging)
     tokens = torch.randint(0, 1000, (1, given.tokens), device=Place(0, 0, 1).device)
     stops, alone, beside = [], [], []
-    for number in range(given.saves):
+    for number in range(given.saves + 1):
+        waits.clear()
         for _ in range(given.every):
             running = saver._running is not None and saver._running.running
             (beside if running else alone).append(_step(applied, optimizer, tokens))
+        if number:
+            stops[-1] += sum(waits)
+        if number == given.saves:
+            break
         saver.wait()  # so that a stop is not a wait for the save before
         started = time.perf_counter()
         saver.save(Facts(number + 1, 0, 0, 1, 0, {}, {}, {"next": number}))
@@ -72,6 +80,20 @@ def measure(mode: str, given: argparse.Namespace) -> dict[str, Any]:
         "step_s": round(statistics.median(alone), 4),
         "step_beside_a_save_s": round(statistics.median(beside), 4) if beside else None,
     }
+
+
+def _timed(staging: Staging) -> list[float]:
+    """Seconds that each update waits for a copy, from now on."""
+    waits: list[float] = []
+    wait = staging.before_change
+
+    def timed() -> None:
+        started = time.perf_counter()
+        wait()
+        waits.append(time.perf_counter() - started)
+
+    staging.before_change = timed
+    return waits
 
 
 def _model(given: argparse.Namespace) -> tuple[Applied, torch.optim.Optimizer]:

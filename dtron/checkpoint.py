@@ -69,12 +69,13 @@ class Checkpointer:
         self.rows = applied.padded_rows
         self.plan, self.staging = KeptPlan(), Staging()
         self._running: Background | None = None
+        optimizer.register_step_pre_hook(lambda *_: self.staging.before_change())
 
     def save(self, facts: Facts) -> None:
         """Write a checkpoint and publish it; all ranks call it together.
 
-        With `mode = "async"` it returns when the state is copied; what is left of an earlier save
-        is waited for first.
+        With `mode = "async"` it returns at once, and the optimizer's next step waits until the
+        state is copied; what is left of an earlier save is waited for first.
 
         Raises:
             CheckpointError: this save, or the last one that ran beside training, could not be
@@ -88,7 +89,7 @@ class Checkpointer:
         if self.options.mode == "sync":
             self._write(flat, facts)
             return
-        self.plan.staged = self.staging.copy(flat)
+        self.plan.staged = self.staging.start(flat)
         self._running = Background(functools.partial(self._write, flat, facts))
 
     @property
@@ -105,8 +106,8 @@ class Checkpointer:
     def _write(self, flat: dict[str, Any], facts: Facts) -> None:
         final = self.directory / f"step-{facts.step}"
         partial = final.with_name(final.name + ".partial")
-        self.staging.wait()
         try:
+            self.staging.finish()
             self._first(lambda: self._begin(partial))
             self._check_shared(partial)
             dcp.save(

@@ -28,7 +28,7 @@ from dtron.config import RunConfig
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.errors import ArgumentParser, CheckpointError
 from dtron.files import read_json, sync_directory, write_synced
-from dtron.initial import model_section, open_initial
+from dtron.initial import model_settings, open_initial
 from dtron.models import BACKENDS, build_model, hf_folder, hf_of
 from dtron.models.hf_export import Export
 from dtron.models.hf_weights import CONFIG, Folder, Region, whole
@@ -132,17 +132,8 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
             _copy_beside(source.path, partial)
             model = {"name": source.family, **source.config.model_dump(mode="json")}
             write_facts(partial, Facts.of_weights(model, dist.get_world_size()))
-    _tell_model(source, out)
-
-
-def _tell_model(source: Folder, out: Path) -> None:
-    section = model_section(source.family, source.config)
-    override = " ".join(
-        f"model.override.{key}={json.dumps(value)}" for key, value in section["override"].items()
-    )
     log.info("%s holds the weights of %s; train it with", out, source.path)
-    wanted = f"model.name={source.family} model.size=debug {override}"
-    log.info("  checkpoint.initial=%s %s", out, wanted)
+    log.info("  checkpoint.initial=%s %s", out, model_settings(source.family, source.config))
 
 
 def to_hf_from(given: argparse.Namespace) -> None:

@@ -4,7 +4,6 @@ Each rank reads the parts of tensors that it holds and no more: `torch.distribut
 which these are, for any layout, and the reader gives them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dtron.errors import CheckpointError
-from dtron.models import hf_folder, model_config
+from dtron.models import MODELS, hf_folder, model_config
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import differences
 from dtron.models.hf_weights import CONFIG, Folder
@@ -100,10 +99,12 @@ def check_same_model(initial: Initial, name: str, config: DecoderConfig) -> None
         )
 
 
-def model_section(name: str, config: DecoderConfig) -> Mapping[str, Any]:
-    """`[model]` of a run config for this model: a debug size with all of it overridden."""
-    unlike = differences(config, model_config(name, "debug"))
-    return {"name": name, "size": "debug", "override": {key: there for key, there, _ in unlike}}
+def model_settings(name: str, config: DecoderConfig) -> str:
+    """`model.*` of a run config for this model: the size that is most like it, and what differs."""
+    unlike = {size: differences(config, model_config(name, size)) for size in MODELS[name].sizes}
+    size = min(unlike, key=lambda each: len(unlike[each]))
+    words = [f"model.override.{key}={_toml(there)}" for key, there, _ in unlike[size]]
+    return " ".join([f"model.name={name}", f"model.size={size}", *words])
 
 
 def _toml(value: Any) -> str:

@@ -309,8 +309,9 @@ class Checkpoint(Section):
     keep_every: int = Field(default=0, ge=0)
     """Checkpoints of steps that this divides are kept beside them; 0: none."""
     mode: Literal["sync", "async"] = "sync"
-    """`async`: training waits until the state is copied to host memory (of the size of this rank's
-    weights and optimizer state), and a thread writes it. `sync`: until it is written."""
+    """`async`: a thread copies the state to host memory (of the size of this rank's weights and
+    optimizer state) and writes it; the next update waits for the copy alone. `sync`: training waits
+    until it is written."""
     on_error: Literal["stop", "continue"] = "stop"
     """A checkpoint that cannot be written, as on a full disk, ends the run, or is reported and
     tried again at the next one."""

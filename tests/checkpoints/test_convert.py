@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from dtron.convert import convert_parser, from_hf_folder, to_hf_folder
 from dtron.errors import CheckpointError
-from dtron.initial import HuggingFaceReader
-from dtron.models import from_hf, hf_folder
+from dtron.initial import HuggingFaceReader, model_settings
+from dtron.models import from_hf, hf_folder, model_config
 from dtron.models.hf_weights import Folder
 from dtron.tensorfile import TensorFile
 from dtron.trainer import Trainer
@@ -201,6 +201,14 @@ def largest_in_flight(hf: Path, out: Path) -> tuple[int, int]:
 def test_conversion_holds_one_tensor_at_a_time(tmp_path: Path, llama: Path) -> None:
     ((most, largest),) = run_ranks(1, largest_in_flight, llama, tmp_path / "out")
     assert most == largest
+
+
+def test_settings_for_a_model_start_from_the_size_that_is_most_like_it() -> None:
+    config = model_config("qwen3", "8b")
+    assert model_settings("qwen3", config) == "model.name=qwen3 model.size=8b"
+    wider = config.model_copy(update={"ffn_dim": 1024, "tied": True})
+    more = "model.override.ffn_dim=1024 model.override.tied=true"
+    assert model_settings("qwen3", wider) == f"model.name=qwen3 model.size=8b {more}"
 
 
 def test_reader_and_index_agree(tmp_path: Path, llama: Path) -> None:

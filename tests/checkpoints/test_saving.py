@@ -18,6 +18,7 @@ from dtron.checkpoint import Checkpointer
 from dtron.errors import CheckpointError, ConfigError
 from dtron.published import complete, step_of
 from dtron.saveplan import KeptPlan
+from dtron.staging import Staging
 from dtron.tensorfile import TensorFile
 from dtron.trainer import Trainer
 from tests.harness import run_ranks
@@ -96,6 +97,27 @@ def test_saves_beside_training_hold_the_same_bits(tmp_path: Path) -> None:
     assert steps(tmp_path / "async") == [1, 2, 3, 4, 5, 6]
     assert losses(tmp_path / "async") == losses(tmp_path / "sync")
     for step in range(1, 7):
+        folder = f"checkpoints/step-{step}"
+        assert same_checkpoint(tmp_path / "sync" / folder, tmp_path / "async" / folder)
+
+
+def fit_with_slow_copies(config: Any) -> None:
+    finish = Staging.finish
+
+    def slowly(self: Staging) -> None:
+        time.sleep(0.3)
+        finish(self)
+
+    Staging.finish = slowly  # type: ignore[method-assign]
+    Trainer(config).fit()
+
+
+def test_an_update_waits_for_the_copy_of_what_it_changes(tmp_path: Path) -> None:
+    changes = {"checkpoint__interval": 1, "checkpoint__keep": 0, "train__steps": 3}
+    run_ranks(1, fit, tiny(tmp_path / "sync", **changes))
+    slow = tiny(tmp_path / "async", checkpoint__mode="async", **changes)
+    run_ranks(1, fit_with_slow_copies, slow)
+    for step in (1, 2, 3):
         folder = f"checkpoints/step-{step}"
         assert same_checkpoint(tmp_path / "sync" / folder, tmp_path / "async" / folder)
 
