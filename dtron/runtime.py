@@ -134,7 +134,8 @@ def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> N
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as a flag that all ranks agree on, one step late and without waiting.
+    """SIGTERM, SIGINT and SIGUSR1 (which Slurm can send before a time limit) as a flag that all
+    ranks agree on, one step late and without waiting.
 
     Each step starts a 1-element all-reduce over the host group and reads the last step's.
     """
@@ -146,7 +147,7 @@ class StopSignal:
         self._previous = {}
 
     def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             with contextlib.suppress(ValueError):  # not in the main thread: no signals to catch
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self

@@ -440,15 +440,17 @@ def test_half_written_checkpoint_is_never_taken(tmp_path: Path) -> None:
     assert trainer.checked.facts.step == 1
 
 
-def fit_until_signal(config: RunConfig, at_step: int) -> None:
-    """Train; rank 1 gets SIGTERM once `at_step` steps are done."""
+def fit_until_signal(
+    config: RunConfig, at_step: int, number: signal.Signals = signal.SIGTERM
+) -> None:
+    """Train; rank 1 gets a signal once `at_step` steps are done."""
     trainer = Trainer(config)
     one_step = trainer._one_step
 
     def then_signal() -> None:
         one_step()
         if trainer.step == at_step and trainer.place.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     trainer._one_step = then_signal  # type: ignore[method-assign]
     trainer.fit()
@@ -457,7 +459,7 @@ def fit_until_signal(config: RunConfig, at_step: int) -> None:
 def test_a_signal_to_one_rank_stops_and_saves_all_at_one_step(tmp_path: Path) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     run_ranks(2, fit, tiny(whole))
-    run_ranks(2, fit_until_signal, tiny(run_dir), 2)
+    run_ranks(2, fit_until_signal, tiny(run_dir), 2, signal.SIGUSR1)
     assert (run_dir / "checkpoints/latest").read_text() == "step-3\n"  # agreed one step later
     assert len(losses(run_dir)) == 3
     run_ranks(2, fit, tiny(run_dir, checkpoint__resume="latest"))
