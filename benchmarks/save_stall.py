@@ -1,6 +1,6 @@
 """How long training stops for a checkpoint: written before it goes on, or beside it.
 
-    python -m benchmarks.save_stall --dim 1024 --layers 8 --saves 5 --directory /var/tmp/save-stall
+    python -m benchmarks.save_stall --dim 1024 --layers 8 --saves 5 --directory DIR
 
 One process trains a Llama on random tokens on this machine's device and saves after every `--every`
 steps. A stop is the time inside `Checkpointer.save`, and what the next update waits for the copy.
