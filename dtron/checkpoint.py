@@ -1,20 +1,14 @@
-"""Saving and resuming with torch.distributed.checkpoint, keyed by FQN.
+"""The state of a run as it is saved and loaded: weights, optimizer state, random numbers, by FQN.
 
-    RUN/checkpoints/step-N/     shards of every rank, and dtron.json
-    RUN/checkpoints/latest      names the newest complete one
-
-A checkpoint is written beside its final name and renamed when it is whole, so that a half-written
-one is never taken for a checkpoint. Tensors and optimizer state carry their global shapes; the
-step, the data position and the model's config are JSON. The optimizer's settings (decay, betas)
-are not saved: they are the config's.
+Tensors and optimizer state carry their global shapes; the step, the data position and the model's
+config are JSON (`published.py`). The optimizer's settings (decay, betas) are not saved: they are
+the config's.
 """
 
-import json
+import functools
 import logging
-import os
-import pickle
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,81 +25,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from dtron.config import Checkpoint
 from dtron.errors import CheckpointError
 from dtron.parallelisms.apply import Applied
+from dtron.published import Facts, clear_partial, publish, retire, unreadable, write_facts
+from dtron.saveplan import KeptPlan
+from dtron.staging import Background, Staging
+from dtron.storage import ShardReader, ShardWriter
 
 log = logging.getLogger("dtron")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-_FACTS = "dtron.json"
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a checkpoint says of itself, without opening its shards."""
-
-    step: int
-    """Optimizer steps done."""
-    tokens: int
-    """Tokens trained on."""
-    skipped: int
-    """Steps skipped for gradients that were not finite."""
-    world_size: int
-    skipped_in_a_row: int
-    """How many of them were the last ones."""
-    settings: dict[str, Any]
-    """Keys of the run's config on which the meaning of the state depends, with their values."""
-    model: dict[str, Any]
-    """Name and resolved config of the model."""
-    data: dict[str, int | str]
-    """State of the data loader."""
-
-
-def find(resume: str, checkpoints: Path) -> Path | None:
-    """The checkpoint that `checkpoint.resume` names; None to start afresh.
-
-    Raises:
-        CheckpointError: a path that holds no checkpoint.
-    """
-    if not resume:
-        return None
-    if resume == "latest":
-        return _latest(checkpoints)
-    path = Path(resume).expanduser()
-    found = path if (path / _FACTS).exists() else _latest(path / "checkpoints")
-    if found is None:
-        raise CheckpointError(
-            f"checkpoint.resume = {resume!r} is neither a checkpoint (a folder step-N with "
-            f"{_FACTS}) nor a run directory that has one"
-        )
-    return found
-
-
-def read_facts(path: Path) -> Facts:
-    """Read dtron.json of one checkpoint. Raises CheckpointError."""
-    try:
-        return Facts(**json.loads((path / _FACTS).read_text()))
-    except (OSError, json.JSONDecodeError, TypeError) as error:
-        raise CheckpointError(f"{path / _FACTS} cannot be read: {error}") from None
-
-
-def check_model(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another model, naming what differs. Raises CheckpointError."""
-    keys = [key for key in {**saved, **wanted} if saved.get(key) != wanted.get(key)]
-    if keys:
-        shown = ", ".join(f"{k}: {saved.get(k)!r} there, {wanted.get(k)!r} here" for k in keys[:4])
-        raise CheckpointError(f"{path} is of another model ({shown}); set the same model")
-
-
-def check_agreement(path: Path | None, group: dist.ProcessGroup) -> None:
-    """Refuse to start when ranks found different checkpoints, as with run directories that hosts
-    do not share. All ranks call it together. Raises CheckpointError on all of them."""
-    found: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, path.name if path else None, group=group)
-    if len(set(found)) > 1:
-        raise CheckpointError(
-            f"ranks see different checkpoints ({', '.join(map(str, found))}); run.dir must be on a "
-            "file system that all hosts share"
-        )
 
 
 class Checkpointer:
@@ -117,8 +46,8 @@ class Checkpointer:
     Args:
         directory: RUN/checkpoints.
         applied: the parallelised model.
-        group: a host-side group over all ranks.
-        keep: newest checkpoints to keep; 0 keeps all.
+        group: a host-side group over all ranks; with `mode = "async"` one that nothing else uses.
+        options: the config's section.
     """
 
     def __init__(
@@ -127,10 +56,10 @@ class Checkpointer:
         applied: Applied,
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup,
-        keep: int,
+        options: Checkpoint,
     ) -> None:
         self.directory, self.optimizer = directory, optimizer
-        self.group, self.keep = group, keep
+        self.group, self.options = group, options
         self.model = nn.ModuleDict({str(stage): part for stage, part in applied.parts.items()})
         self.names = {
             f"{stage}.{fqn}": applied.names[fqn]
@@ -138,27 +67,84 @@ class Checkpointer:
             for fqn, _ in part.named_parameters(remove_duplicate=False)
         }
         self.rows = applied.padded_rows
+        self.plan, self.staging = KeptPlan(), Staging()
+        self._running: Background | None = None
+        optimizer.register_step_pre_hook(lambda *_: self.staging.before_change())
 
-    def save(self, facts: Facts) -> Path:
-        """Write a checkpoint and publish it; all ranks call it together."""
+    def save(self, facts: Facts) -> None:
+        """Write a checkpoint and publish it; all ranks call it together.
+
+        With `mode = "async"` it returns at once, and the optimizer's next step waits until the
+        state is copied; what is left of an earlier save is waited for first.
+
+        Raises:
+            CheckpointError: this save, or the last one that ran beside training, could not be
+                written; what it left is deleted, and older checkpoints are as they were.
+        """
+        if self._running is not None and self._running.running:
+            log.warning("the last checkpoint is still being written: waiting for it")
+        self.wait()
+        state = {**self._stored(self._held()), "rng": _get_rng()}
+        flat = {f"{kind}.{name}": value for kind, v in state.items() for name, value in v.items()}
+        if self.options.mode == "sync":
+            self._write(flat, facts)
+            return
+        self.plan.staged = self.staging.start(flat)
+        self._running = Background(functools.partial(self._write, flat, facts))
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save beside training has failed, which `wait` will raise."""
+        return self._running is not None and self._running.failed
+
+    def wait(self) -> None:
+        """Wait for a save that runs beside training. Raises CheckpointError: it failed."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait()
+
+    def _write(self, flat: dict[str, Any], facts: Facts) -> None:
         final = self.directory / f"step-{facts.step}"
         partial = final.with_name(final.name + ".partial")
-        first = dist.get_rank() == 0
-        if first:
-            for left in self.directory.glob("step-*.partial"):  # by runs that were killed
-                shutil.rmtree(left, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier(self.group)
-        self._check_shared(partial)
-        state = {**self._stored(self._held()), "rng": _get_rng()}
-        dcp.save(state, checkpoint_id=partial, process_group=self.group)
-        if first:
-            (partial / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
-            _publish(partial, final)
-            self._retire(final)
-        dist.barrier(self.group)
+        try:
+            self.staging.finish()
+            self._first(lambda: self._begin(partial))
+            self._check_shared(partial)
+            dcp.save(
+                flat,
+                storage_writer=ShardWriter(partial),
+                planner=self.plan,
+                process_group=self.group,
+            )
+            self._first(lambda: self._publish(partial, final, facts))
+        except (dcp.CheckpointException, CheckpointError) as error:
+            self.plan = KeptPlan()  # ranks may have got to know different parts of the plan
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            cause = why(error) if isinstance(error, dcp.CheckpointException) else error
+            raise CheckpointError(f"{final} could not be written: {cause}") from error
         log.info("checkpoint: %s", final)
-        return final
+
+    def _begin(self, partial: Path) -> None:
+        clear_partial(self.directory)
+        partial.mkdir(parents=True)
+
+    def _publish(self, partial: Path, final: Path, facts: Facts) -> None:
+        write_facts(partial, facts)
+        publish(partial, final)
+        retire(self.directory, final, self.options.keep, self.options.keep_every)
+
+    def _first(self, act: Callable[[], None]) -> None:
+        """Act on the first rank while the others wait; a failure there is raised on all."""
+        failure: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                act()
+            except (OSError, CheckpointError) as error:
+                failure = [str(error)]
+        dist.broadcast_object_list(failure, src=0, group=self.group)
+        if failure[0] is not None:
+            raise CheckpointError(failure[0])
 
     def load(self, path: Path) -> None:
         """Load weights, optimizer state and RNG state in place; all ranks call it together.
@@ -169,21 +155,36 @@ class Checkpointer:
         held = self._held()
         state = {**self._stored(held), "rng": _get_rng()}  # the held tensors: read in place
         try:
-            known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-            if not all(f"rng.{name}" in known for name in state["rng"]):
+            reader = ShardReader(path)
+            if not all(f"rng.{name}" in reader.index.tensors for name in state["rng"]):
                 log.warning("%s holds no RNG state for this rank; dtron itself needs none", path)
                 del state["rng"]
-            dcp.load(state, checkpoint_id=path, process_group=self.group)
+            dcp.load(state, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
-            cause = next(iter(error.failures.values()))[0]
-            raise _unreadable(path, cause) from error
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, str(why(error))) from error
         self._fill_copies(held)
         set_model_state_dict(self.model, held["model"])
         set_optimizer_state_dict(self.model, self.optimizer, held["optimizer"], options=_FLAT)
         if "rng" in state:
             _set_rng(state["rng"])
+
+    def load_weights(self, reader: dcp.StorageReader, where: Path) -> None:
+        """Load weights alone in place; all ranks call it together.
+
+        Args:
+            reader: knows them by their names in the whole model.
+            where: it reads, for errors.
+        Raises:
+            CheckpointError: a tensor is missing, cannot be read, or has another shape.
+        """
+        held = self._held()
+        state = {"model": self._stored(held)["model"]}
+        try:
+            dcp.load(state, storage_reader=reader, process_group=self.group)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"{where} cannot be loaded: {why(error)}") from error
+        self._fill_copies({"model": held["model"]})
+        set_model_state_dict(self.model, held["model"])
 
     def _held(self) -> dict[str, dict[str, Any]]:
         """Tensors as this rank holds them, by FQN in `self.model`."""
@@ -244,26 +245,19 @@ class Checkpointer:
                 "system that all hosts share"
             )
 
-    def _retire(self, newest: Path) -> None:
-        """Delete what is older than the `keep` newest, never the one just written."""
-        if self.keep:
-            found = sorted(_complete(self.directory), key=step_of)
-            for old in found[: -self.keep]:
-                if old != newest:
-                    _remove(old)
+
+def why(error: dcp.CheckpointException) -> CheckpointError:
+    """What went wrong on the first rank where something did, as a user is told."""
+    rank, (cause, _) = next(iter(sorted(error.failures.items())))
+    if isinstance(cause, CheckpointError):
+        return cause
+    return CheckpointError(f"rank {rank}: {str(cause) or type(cause).__name__}")
 
 
 def _parts_of(key: str) -> tuple[str, str, str]:
     """`state.0.embed.weight.exp_avg` -> its kind, FQN and slot."""
     kind, rest = key.split(".", 1)
     return kind, *rest.rsplit(".", 1)  # type: ignore[return-value]
-
-
-def _unreadable(path: Path, cause: BaseException) -> CheckpointError:
-    others = sorted(set(_complete(path.parent)) - {path}, key=step_of)
-    fix = f"set checkpoint.resume = {str(others[-1])!r}" if others else "no other one is there"
-    reason = str(cause) or type(cause).__name__
-    return CheckpointError(f"{path} cannot be loaded: {reason}; {fix}")
 
 
 def _get_rng() -> dict[str, torch.Tensor]:
@@ -278,41 +272,3 @@ def _set_rng(states: dict[str, torch.Tensor]) -> None:
     for name, state in states.items():
         setter = torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state
         setter(state)
-
-
-def _publish(partial: Path, final: Path) -> None:
-    if final.exists():  # the same step again, after resuming from an earlier one
-        _remove(final)
-    os.replace(partial, final)
-    pointer = final.parent / "latest.partial"
-    pointer.write_text(final.name + "\n")
-    os.replace(pointer, final.parent / "latest")
-
-
-def _remove(path: Path) -> None:
-    """Delete a checkpoint; it is not taken for a whole one if that is interrupted."""
-    gone = path.with_name(f"{path.name}.old.partial")
-    os.replace(path, gone)
-    shutil.rmtree(gone)
-
-
-def _latest(checkpoints: Path) -> Path | None:
-    try:
-        named = checkpoints / (checkpoints / "latest").read_text().strip()
-    except OSError:
-        return None
-    if (named / _FACTS).exists():
-        return named
-    newest = max(_complete(checkpoints), key=step_of, default=None)
-    log.warning("%s is gone; the newest complete checkpoint is %s", named, newest)
-    return newest
-
-
-def _complete(checkpoints: Path) -> list[Path]:
-    return [path.parent for path in checkpoints.glob(f"step-*/{_FACTS}") if step_of(path.parent)]
-
-
-def step_of(path: Path) -> int:
-    """N of a folder step-N; 0 for any other name."""
-    number = path.name.removeprefix("step-")
-    return int(number) if number.isdigit() else 0

@@ -44,9 +44,19 @@ def _bench(arguments: Sequence[str]) -> int:
     return bench(arguments)
 
 
+def _convert(arguments: Sequence[str]) -> int:
+    from dtron.convert import main as convert  # after `dtron --help`, which needs no torch
+
+    return convert(arguments)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (main, "train a model, under torchrun; the same as train.py"),
     "bench": (_bench, "measure the speed of a run, for every combination of settings"),
+    "convert": (
+        _convert,
+        "turn Hugging Face folders into checkpoints and back",
+    ),
 }
 
 

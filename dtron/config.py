@@ -228,6 +228,8 @@ class RunConfig(Section):
             (("recompute.every",), self.recompute.mode != "none", "a recompute.mode"),
             (float8, self.float8.recipe != "", "a float8.recipe"),
             (("compile.backend",), self.compile.enable, "compile.enable = true"),
+            (("checkpoint.keep_every",), self.checkpoint.keep > 0, "checkpoint.keep"),
+            (("checkpoint.verify",), self.checkpoint.resume != "", "checkpoint.resume"),
             (("data.hf_path", "data.hf_name", "data.hf_split"), hf, 'data.source = "hf"'),
             (("data.hf_streaming",), hf, 'data.source = "hf"'),
             (("data.paths",), not hf, 'data.source = "files"'),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from dtron.checkpoint import Facts, check_model, find, read_facts
 from dtron.config import RunConfig, fields
 from dtron.data import (
     Tokenizer,
@@ -25,6 +24,7 @@ from dtron.data import (
 )
 from dtron.errors import CheckpointError, ConfigError
 from dtron.flops import FlopsModel, flops_per_token
+from dtron.initial import Initial, check_same_model, open_initial
 from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
@@ -33,6 +33,7 @@ from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.layout import StageNames, build_layout
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan, plan_float8
+from dtron.published import Facts, check_model, find, read_facts
 from dtron.rundir import RunDir
 from dtron.runtime import Place, check_writable
 
@@ -55,6 +56,8 @@ class Checked:
     validation: ValidationSource | None
     checkpoint: Path | None
     facts: Facts | None
+    initial: Initial | None
+    """Of a run that does not resume."""
 
     @property
     def finished(self) -> bool:
@@ -78,11 +81,11 @@ def preflight(config: RunConfig, place: Place) -> Checked:
             f"than model.override.vocab_size = {model.vocab_size}; raise the latter"
         )
     rundir = RunDir(config.run.dir)
-    checkpoint = find(config.checkpoint.resume, rundir.checkpoints)
-    facts = read_facts(checkpoint) if checkpoint else None
-    if checkpoint and facts:
-        check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
-        _check_settings(checkpoint, config, facts)
+    checkpoint, facts = find_checkpoint(config, model)
+    initial = None
+    if config.checkpoint.initial and not checkpoint:
+        initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
+        check_same_model(initial, config.model.name, model)
     if place.local_rank == 0:
         _check_writable(rundir.path)
         prepare(config.data)
@@ -100,7 +103,31 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         validation,
         checkpoint,
         facts,
+        initial,
     )
+
+
+def find_checkpoint(
+    config: RunConfig, model: DecoderConfig, below: int | None = None
+) -> tuple[Path | None, Facts | None]:
+    """The checkpoint to resume and what it says of itself; None where the run starts afresh.
+
+    Args:
+        below: with `checkpoint.resume = "latest"`, only those of earlier steps than this.
+    Raises:
+        CheckpointError: it is damaged or of another model, optimizer or kind.
+    """
+    checkpoint = find(config.checkpoint.resume, RunDir(config.run.dir).checkpoints, below)
+    if checkpoint is None:
+        return None, None
+    facts = read_facts(checkpoint)
+    if facts.weights_only:
+        raise CheckpointError(
+            f"{checkpoint} holds weights only; set checkpoint.initial instead of checkpoint.resume"
+        )
+    check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
+    _check_settings(checkpoint, config, facts)
+    return checkpoint, facts
 
 
 def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Layout | None]:

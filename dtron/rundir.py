@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dtron.checkpoint import step_of
+from dtron.published import step_of
 
 _KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace")
 

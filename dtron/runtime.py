@@ -116,6 +116,11 @@ def host_group(timeout_seconds: int) -> dist.ProcessGroup:
     if dist.get_backend() == "gloo":
         assert dist.group.WORLD is not None
         return dist.group.WORLD
+    return new_host_group(timeout_seconds)
+
+
+def new_host_group(timeout_seconds: int) -> dist.ProcessGroup:
+    """A gloo group over all ranks that nothing else uses."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is in the host group"
@@ -129,7 +134,8 @@ def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> N
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as a flag that all ranks agree on, one step late and without waiting.
+    """SIGTERM, SIGINT and SIGUSR1 (which Slurm can send before a time limit) as a flag that all
+    ranks agree on, one step late and without waiting.
 
     Each step starts a 1-element all-reduce over the host group and reads the last step's.
     """
@@ -141,7 +147,7 @@ class StopSignal:
         self._previous = {}
 
     def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             with contextlib.suppress(ValueError):  # not in the main thread: no signals to catch
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
@@ -156,6 +162,10 @@ class StopSignal:
         log.warning(
             "%s: stopping after the next step, with a checkpoint", signal.Signals(number).name
         )
+        self._raised = True
+
+    def request(self) -> None:
+        """Stop as after a signal."""
         self._raised = True
 
     def agreed(self) -> bool:

@@ -299,8 +299,23 @@ class Checkpoint(Section):
     resume: str = ""
     """`latest` (of this run directory; starts afresh if there is none), or the path of a run or
     of one checkpoint; empty: start afresh."""
+    initial: str = ""
+    """Where a run that does not resume takes its weights from: a Hugging Face folder, a run, or a
+    checkpoint, of whose state nothing else is taken; empty: they are drawn."""
+    verify: bool = True
+    """Before a checkpoint is loaded, compare the checksum of each of its files, which the ranks
+    share; false: their names and sizes alone."""
     keep: int = Field(default=2, ge=0)
     """How many of the newest checkpoints are kept; 0: all."""
+    keep_every: int = Field(default=0, ge=0)
+    """Checkpoints of steps that this divides are kept beside them; 0: none."""
+    mode: Literal["sync", "async"] = "sync"
+    """`async`: a thread copies the state to host memory (of the size of this rank's weights and
+    optimizer state) and writes it; the next update waits for the copy alone. `sync`: training waits
+    until it is written."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """A checkpoint that cannot be written, as on a full disk, ends the run, or is reported and
+    tried again at the next one."""
 
 
 class Metrics(Section):

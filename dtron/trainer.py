@@ -6,6 +6,7 @@ import logging
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from rich.console import Console
 from torch import nn
 
 import dtron
-from dtron.checkpoint import Checkpointer, Facts, check_agreement
+from dtron.checkpoint import Checkpointer
 from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
-from dtron.errors import TrainingError
+from dtron.errors import CheckpointError, TrainingError
 from dtron.float8.statistics import Statistics
 from dtron.flops import FlopsModel, n_parameters
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
@@ -30,13 +31,15 @@ from dtron.parallelisms.context import Context
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
-from dtron.preflight import model_facts, preflight, resume_settings
+from dtron.preflight import find_checkpoint, model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
+from dtron.published import Facts, check_agreement, unreadable
 from dtron.rundir import RunDir
 from dtron.runtime import (
     Place,
     StopSignal,
     host_group,
+    new_host_group,
     process_group,
     seed_everything,
     set_timeouts,
@@ -52,6 +55,7 @@ from dtron.step import (
     share_of,
 )
 from dtron.steptimes import StepTimes
+from dtron.storage import corrupt, read_index
 
 log = logging.getLogger("dtron")
 
@@ -87,6 +91,9 @@ class Trainer:
             gc.disable()  # collections come at the same step on all ranks
             try:
                 self._train()
+            except TrainingError:  # all ranks raise it: what they began to save is completed
+                self._saved(self.checkpointer.wait)
+                raise
             finally:
                 gc.enable()
                 self.writer.close()
@@ -133,8 +140,8 @@ class Trainer:
             self.rundir.checkpoints,
             self.applied,
             self.optimizer,
-            self.host_group,
-            config.checkpoint.keep,
+            self._checkpoint_group(),
+            config.checkpoint,
         )
         for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
             self.mesh.group(*axes)  # made now, to get the time-out and a name too
@@ -143,6 +150,12 @@ class Trainer:
         if self.train_step.after_update is not None:
             self.train_step.after_update()  # of the weights that were drawn or loaded
         self._open_run()
+
+    def _checkpoint_group(self) -> dist.ProcessGroup:
+        """Collectives of a save beside training must not mix with those of training."""
+        if self.config.checkpoint.mode == "sync":
+            return self.host_group
+        return new_host_group(self.config.parallel.timeout_seconds)
 
     def _build_model(self) -> Applied:
         config, checked = self.config, self.checked
@@ -221,14 +234,35 @@ class Trainer:
         if self.checked.checkpoint is None or self.checked.facts is None:
             if self.config.checkpoint.resume:
                 log.info("no checkpoint in %s yet: starting afresh", self.rundir.checkpoints)
+            if initial := self.checked.initial:
+                self.checkpointer.load_weights(initial.reader(), initial.path)
+                log.info("weights of %s", initial.path)
             return
-        facts = self.checked.facts
-        self.checkpointer.load(self.checked.checkpoint)
+        checkpoint, facts = self._verified(self.checked.checkpoint, self.checked.facts)
+        self.checked = replace(self.checked, checkpoint=checkpoint, facts=facts)
+        self.checkpointer.load(checkpoint)
         self.loader.load_state_dict(facts.data)
         self.step, self.tokens = facts.step, facts.tokens
         self.train_step.skipped += facts.skipped
         self.train_step.skipped_in_a_row += facts.skipped_in_a_row
-        log.info("resumed from %s", self.checked.checkpoint)
+        log.info("resumed from %s", checkpoint)
+
+    def _verified(self, checkpoint: Path, facts: Facts) -> tuple[Path, Facts]:
+        """The checkpoint, or of `latest` the newest one whose files are what was written."""
+        config = self.config
+        while config.checkpoint.verify:
+            wrong = corrupt(checkpoint, read_index(checkpoint).files, self.host_group)
+            if not wrong:
+                break
+            if config.checkpoint.resume != "latest":
+                raise unreadable(checkpoint, wrong[0])
+            log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(wrong))
+            older, said = find_checkpoint(config, self.checked.model, below=facts.step)
+            assert older is not None, "none is left, which raises"
+            assert said is not None, "it was read"
+            checkpoint, facts = older, said
+            check_agreement(checkpoint, self.host_group)
+        return checkpoint, facts
 
     def _open_run(self) -> None:
         config = self.config
@@ -341,6 +375,7 @@ class Trainer:
             self.times.begin()
         with StopSignal(self.host_group) as stop:
             while self.step < config.train.steps:
+                self._report_failed_save(stop)
                 stopped = stop.agreed()
                 if stopped:
                     break
@@ -350,8 +385,10 @@ class Trainer:
                     self._save()
                     saved = self.step
             finished = self.step == config.train.steps
+            self._saved(self.checkpointer.wait)  # a failure beside training ends it here
             if saved != self.step and (config.checkpoint.last or not finished):
                 self._save()  # a second signal does not interrupt it
+            self._saved(self.checkpointer.wait)
         self._write_times()
         if finished:
             self._finish()
@@ -483,7 +520,27 @@ class Trainer:
         self.throughput.restart()
         return loss.item()
 
+    def _report_failed_save(self, stop: StopSignal) -> None:
+        """A save beside training has failed on all ranks, which learn of it at different steps."""
+        if self.checkpointer.failed and self.config.checkpoint.on_error == "stop":
+            stop.request()
+        elif self.checkpointer.failed:
+            self._saved(self.checkpointer.wait)
+
+    def _saved(self, act: Callable[[], None]) -> None:
+        """Save, or report that it failed where the run goes on. Raises CheckpointError."""
+        try:
+            act()
+        except CheckpointError as error:
+            if self.config.checkpoint.on_error == "stop":
+                raise
+            log.error("%s; training goes on without it (checkpoint.on_error)", error)
+
     def _save(self) -> None:
+        self._saved(self._begin_save)
+        self.throughput.restart()
+
+    def _begin_save(self) -> None:
         self.checkpointer.save(
             Facts(
                 step=self.step,
@@ -496,7 +553,6 @@ class Trainer:
                 data=self.loader.state_dict(),
             )
         )
-        self.throughput.restart()
 
     def _finish(self) -> None:
         train = self.config.train

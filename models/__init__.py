@@ -5,15 +5,20 @@ if __name__ == "models":
         "import dtron.models: the folder models/ is a package of dtron, not a top-level one"
     )
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from dtron.errors import ConfigError, nearest
+from dtron.errors import CheckpointError, ConfigError, nearest
 from dtron.models.attention import BACKENDS, Backend, choose_backend
 from dtron.models.config import DecoderConfig, overridden
 from dtron.models.gpt import GPT
+from dtron.models.hf import HuggingFace
+from dtron.models.hf_export import Export
+from dtron.models.hf_weights import Family, Folder, Region, whole
 from dtron.models.llama import LLAMA
 from dtron.models.qwen3 import QWEN3
 from dtron.models.spec import ModelSpec
@@ -26,7 +31,10 @@ __all__ = [
     "ModelSpec",
     "build_model",
     "choose_backend",
+    "from_hf",
+    "hf_folder",
     "model_config",
+    "to_hf",
 ]
 
 MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in (LLAMA, QWEN3, GPT)}
@@ -71,3 +79,123 @@ def build_model(name: str, config: DecoderConfig, attention: Backend) -> nn.Modu
             f"use {' or '.join(able)}"
         )
     return MODELS[name].build(config, attention)
+
+
+def hf_folder(path: str | Path, zero_centered: bool = False) -> Folder:
+    """Open a folder in Hugging Face's format and check that it holds one of MODELS.
+
+    Args:
+        zero_centered: as `Folder`'s.
+    Raises:
+        CheckpointError: see `Folder`.
+    """
+    families = {
+        spec.hf.model_type: Family(name, spec.hf, _on_meta(spec))
+        for name, spec in MODELS.items()
+        if spec.hf is not None
+    }
+    return Folder(Path(path).expanduser(), families, zero_centered)
+
+
+@torch.no_grad()
+def from_hf(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
+) -> nn.Module:
+    """The unsharded model of a Hugging Face folder, in evaluation mode.
+
+        logits = from_hf("Qwen3-0.6B")(tokens)      # tokens int64 (B, T) -> (B, T, V)
+
+    Args:
+        path: a folder with config.json and safetensors files.
+        dtype: of all parameters; None: as each is stored.
+        attention: "auto" or a row of BACKENDS.
+    Raises:
+        CheckpointError: the folder does not hold one of MODELS, whole; names key or tensor.
+        ConfigError: the attention backend cannot run it here.
+    """
+    folder, device = hf_folder(path), torch.device(device)
+    config, dtypes = folder.config, folder.dtypes
+    backend = choose_backend(
+        attention,
+        device_type=device.type,
+        dtype=dtype or next(iter(dtypes.values())),
+        head_dim=config.head_size,
+        documents=False,
+        dropout=config.attention_dropout > 0,
+        deterministic=False,
+        window=config.window,
+        softcap=config.softcap,
+        sinks=config.sinks,
+    )
+    with torch.device("meta"):
+        model = build_model(folder.family, config, backend)
+    for fqn, each in folder.ours.items():
+        value = folder.read(fqn, whole(each.shape)).to(device, dtype or dtypes[fqn])
+        module, _, name = fqn.rpartition(".")
+        owner = model.get_submodule(module)
+        if name in owner._parameters:
+            setattr(owner, name, nn.Parameter(value))
+        else:
+            setattr(owner, name, value)
+    if config.tied:
+        model.get_submodule("head").weight = model.get_submodule("embed").weight
+    return model.eval()
+
+
+@torch.no_grad()
+def to_hf(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    name: str,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write an unsharded model so that transformers loads it: config.json and safetensors files.
+
+    Args:
+        model: of `build_model` or `from_hf`.
+        path: a folder that is not there yet.
+        name: the model's row in MODELS.
+        dtype: of the files; None: that of each parameter.
+        file_bytes: how large a file may become.
+    Raises:
+        CheckpointError: the folder exists, or transformers has no such model; says why.
+    """
+    hf, folder = hf_of(name), Path(path).expanduser()
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already; give another folder")
+    state = model.state_dict()
+
+    def get(fqn: str, region: Region) -> Tensor:
+        return state[fqn][region]
+
+    config = model.config
+    assert isinstance(config, DecoderConfig), "a model of MODELS has its config"
+    export = Export(hf, config, model, lambda fqn: dtype or state[fqn].dtype, get, file_bytes)
+    folder.mkdir(parents=True)
+    export.write(folder, range(len(export.files)))
+    export.write_json(folder)
+
+
+def hf_of(name: str) -> HuggingFace:
+    """What a row of MODELS is called in Hugging Face's format.
+
+    Raises:
+        CheckpointError: there is no such row, or it has no name there.
+    """
+    if name not in MODELS:
+        raise CheckpointError(
+            f"{name!r} is no model{nearest(name, MODELS)}; use {', '.join(MODELS)}"
+        )
+    if (hf := MODELS[name].hf) is None:
+        raise CheckpointError(f"transformers has no model that {name} could be written as")
+    return hf
+
+
+def _on_meta(spec: ModelSpec) -> Callable[[DecoderConfig], nn.Module]:
+    return lambda config: spec.build(config, BACKENDS["math"])

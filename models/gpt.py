@@ -8,7 +8,12 @@ Sources: 125m to 175b except as said: GPT-3, arXiv:2005.14165, table 2.1. For 1.
 16b, untied: the weak-scaling benchmark of Megatron-LM (github.com/NVIDIA/Megatron-LM, README).
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
+from dtron.models.hf import HuggingFace, Name, Part, Rows
 from dtron.models.spec import ModelSpec
 
 
@@ -56,4 +61,87 @@ SIZES = {
     "16b": _megatron(6144, 32, 48),
 }
 
-GPT = ModelSpec("gpt", SIZES)
+
+def _third(i: int) -> Rows:
+    """Queries, keys and values are the thirds of one matrix."""
+    return lambda config, n_rows: range(i * n_rows, (i + 1) * n_rows)
+
+
+def _read_shape(given: Mapping[str, Any]) -> dict[str, Any]:
+    heads, width = given.get("n_head"), given.get("n_embd", 0)
+    return {"n_heads": heads, "n_kv_heads": heads, "ffn_dim": given.get("n_inner") or 4 * width}
+
+
+def _write_shape(config: DecoderConfig) -> dict[str, Any]:
+    return {"n_head": config.n_heads, "n_inner": config.ffn_dim}
+
+
+def _read_dropout(given: Mapping[str, Any]) -> dict[str, Any]:
+    added, embedded = given.get("resid_pdrop", 0.1), given.get("embd_pdrop", 0.1)
+    if added != embedded:
+        raise CheckpointError(
+            f"resid_pdrop = {added} with embd_pdrop = {embedded}: dtron's gpt has one dropout"
+        )
+    return {"dropout": added, "attention_dropout": given.get("attn_pdrop", 0.1)}
+
+
+def _write_dropout(config: DecoderConfig) -> dict[str, Any]:
+    added = {"resid_pdrop": config.dropout, "embd_pdrop": config.dropout}
+    return {**added, "attn_pdrop": config.attention_dropout}
+
+
+HF = HuggingFace(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    names=(
+        Name("embed", "transformer.wte"),
+        Name("position_embed", "transformer.wpe"),
+        Name("norm", "transformer.ln_f"),
+        Name("head", "lm_head"),
+        Name("blocks.*.attn_norm", "transformer.h.*.ln_1"),
+        *(
+            Name(f"blocks.*.attn.{w}", "transformer.h.*.attn.c_attn", True, _third(i))
+            for i, w in enumerate(("wq", "wk", "wv"))
+        ),
+        Name("blocks.*.attn.wo", "transformer.h.*.attn.c_proj", transposed=True),
+        Name("blocks.*.ffn_norm", "transformer.h.*.ln_2"),
+        Name("blocks.*.ffn.up", "transformer.h.*.mlp.c_fc", transposed=True),
+        Name("blocks.*.ffn.down", "transformer.h.*.mlp.c_proj", transposed=True),
+    ),
+    fields={
+        "vocab_size": "vocab_size",
+        "n_positions": "max_seq_len",
+        "n_embd": "dim",
+        "n_layer": "n_layers",
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tied",
+    },
+    base={"activation": "gelu", "norm": "layernorm", "bias": True, "positions": "learned"},
+    fixed={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "reorder_and_upcast_attn": (False,),
+        "add_cross_attention": (False,),
+    },
+    defaults={"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, "n_positions": 1024},
+    parts=(
+        Part(frozenset({"n_head", "n_inner"}), _read_shape, _write_shape),
+        Part(frozenset({"resid_pdrop", "embd_pdrop", "attn_pdrop"}), _read_dropout, _write_dropout),
+    ),
+    neutral=frozenset(
+        {
+            "n_ctx",
+            "gradient_checkpointing",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
+        }
+    ),
+    prefix="transformer.",
+    constants=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+)
+
+GPT = ModelSpec("gpt", SIZES, hf=HF)

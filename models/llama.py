@@ -4,7 +4,21 @@ Sources: 3.1 8B, 70B, 405B: The Llama 3 Herd of Models, arXiv:2407.21783, table 
 configurations; 1B and 3B: the released configurations of Llama 3.2.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
+from dtron.models.hf import (
+    LLAMA_BASE,
+    LLAMA_CONSTANTS,
+    LLAMA_DEFAULTS,
+    LLAMA_FIELDS,
+    LLAMA_NAMES,
+    LLAMA_PARTS,
+    HuggingFace,
+    Part,
+)
 from dtron.models.spec import ModelSpec
 
 
@@ -46,4 +60,34 @@ SIZES = {
     "405b": _llama(16384, 126, 128, 53248, scaling=8.0),
 }
 
-LLAMA = ModelSpec("llama", SIZES)
+
+def _read_bias(given: Mapping[str, Any]) -> dict[str, Any]:
+    attention, mlp = (bool(given.get(f"{kind}_bias", False)) for kind in ("attention", "mlp"))
+    if attention != mlp:
+        raise CheckpointError(
+            f"attention_bias = {attention} with mlp_bias = {mlp}: dtron's llama has biases in both "
+            "or in neither"
+        )
+    return {"bias": attention}
+
+
+def _write_bias(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention_bias": config.bias, "mlp_bias": config.bias}
+
+
+HF = HuggingFace(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names=LLAMA_NAMES,
+    fields=LLAMA_FIELDS,
+    base=LLAMA_BASE,
+    fixed={"hidden_act": ("silu", "swish")},
+    defaults=LLAMA_DEFAULTS,
+    parts=(
+        *LLAMA_PARTS,
+        Part(frozenset({"attention_bias", "mlp_bias"}), _read_bias, _write_bias),
+    ),
+    constants=LLAMA_CONSTANTS,
+)
+
+LLAMA = ModelSpec("llama", SIZES, hf=HF)

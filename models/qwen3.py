@@ -3,7 +3,21 @@
 Source: Qwen3 Technical Report, arXiv:2505.09388, table 1, and the released configurations.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
+from dtron.models.hf import (
+    LLAMA_BASE,
+    LLAMA_CONSTANTS,
+    LLAMA_DEFAULTS,
+    LLAMA_FIELDS,
+    LLAMA_NAMES,
+    LLAMA_PARTS,
+    HuggingFace,
+    Part,
+)
 from dtron.models.spec import ModelSpec
 
 
@@ -47,4 +61,46 @@ SIZES = {
     "32b": _qwen3(5120, 64, 64, 25600),
 }
 
-QWEN3 = ModelSpec("qwen3", SIZES)
+_WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+
+
+def _read_window(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have a window: by name, or as in transformers 4 all from max_window_layers."""
+    if not given.get("use_sliding_window", False) or given.get("sliding_window") is None:
+        return {"window": 0}
+    n_layers = given["num_hidden_layers"]
+    full = given.get("max_window_layers", 28)
+    kinds = given.get("layer_types") or [
+        "sliding_attention" if layer >= full else "full_attention" for layer in range(n_layers)
+    ]
+    if len(set(kinds)) > 1:
+        raise CheckpointError(
+            f"sliding_window = {given['sliding_window']} in some layers only is not implemented "
+            "by dtron's qwen3"
+        )
+    return {"window": given["sliding_window"] if kinds[0] == "sliding_attention" else 0}
+
+
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
+    kind = "sliding_attention" if config.window else "full_attention"
+    return {
+        "use_sliding_window": bool(config.window),
+        "sliding_window": config.window or None,
+        "max_window_layers": 0 if config.window else config.n_layers,
+        "layer_types": [kind] * config.n_layers,
+    }
+
+
+HF = HuggingFace(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    names=LLAMA_NAMES,
+    fields=LLAMA_FIELDS,
+    base={**LLAMA_BASE, "qk_norm": True},
+    fixed={"hidden_act": ("silu", "swish"), "attention_bias": (False,)},
+    defaults=LLAMA_DEFAULTS,
+    parts=(*LLAMA_PARTS, Part(_WINDOWS, _read_window, _write_window)),
+    constants=LLAMA_CONSTANTS,
+)
+
+QWEN3 = ModelSpec("qwen3", SIZES, hf=HF)

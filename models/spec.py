@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
 from dtron.models.decoder import Decoder, init_parameter
+from dtron.models.hf import HuggingFace
 from dtron.models.layers import ACTIVATIONS
 from dtron.parallelisms.placement import (
     Replicate,
@@ -102,3 +103,5 @@ class ModelSpec:
     """Modules that attend, for context parallelism."""
     feed_forward: str = "blocks.*.ffn"
     """Modules of gate, up and down, for float8."""
+    hf: HuggingFace | None = None
+    """What it is called in Hugging Face's format; None: it has no name there."""

@@ -24,7 +24,11 @@ ALLOWED = {
         "dtron.kernels",
         "dtron.errors",
         "dtron.parallelisms.placement",
+        "dtron.files",
+        "dtron.tensorfile",
     },
+    "dtron.files": {"dtron.errors"},
+    "dtron.tensorfile": set(),
     "dtron.parallelisms": {
         "dtron.parallelisms",
         "dtron.config",

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtron.checkpoint import check_model
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
 from dtron.preflight import _defaults, check_layout, model_facts, preflight
+from dtron.published import check_model
 from dtron.runtime import Place
 
 BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}

@@ -12,6 +12,7 @@ from dtron.bench.kernels import kernels_parser
 from dtron.bench.run import Options, bench_config
 from dtron.bench.sweep import points
 from dtron.config import RunConfig
+from dtron.convert import convert_parser
 from dtron.preflight import check_layout
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +61,13 @@ def test_bench_commands_are_accepted(page: Path) -> None:
         for point in points(given.axes):
             config, _ = bench_config(ROOT / given.config, point.overrides, options, ROOT)
             check_layout(config, options.ranks)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_convert_commands_are_accepted(page: Path) -> None:
+    for line in (line.strip() for line in page.read_text().splitlines()):
+        if line.startswith("dtron convert "):
+            convert_parser().parse_args(shlex.split(line)[2:])
 
 
 def test_first_screen_has_the_two_commands() -> None:

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.harness import run_ranks
-from tests.test_trainer import fit, rows, tiny
+from tests.test_trainer import contents, fit, rows, tiny
 
 FLOAT8 = {
     "float8__recipe": "tensorwise",
@@ -22,9 +21,8 @@ FLOAT8 = {
 def test_resumed_runs_go_on_to_the_bit_with_float8_and_without(tmp_path: Path) -> None:
     run_ranks(2, fit, tiny(tmp_path / "whole", **FLOAT8))
     middle = str(tmp_path / "whole" / "checkpoints" / "step-2")
-    dcp_to_torch_save(middle, tmp_path / "whole.pt")
-    saved = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
-    assert {type(tensor) for tensor in saved.values()} == {torch.Tensor}
+    saved = {k: v for k, v in contents(Path(middle)).items() if k.startswith("model.")}
+    assert saved
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
     run_ranks(2, fit, tiny(tmp_path / "again", **FLOAT8, checkpoint__resume=middle))

@@ -1,0 +1,111 @@
+"""The weights that training starts from: a Hugging Face folder, or a checkpoint of dtron.
+
+Each rank reads the parts of tensors that it holds and no more: `torch.distributed.checkpoint` plans
+which these are, for any layout, and the reader gives them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from dtron.errors import CheckpointError
+from dtron.models import MODELS, hf_folder, model_config
+from dtron.models.config import DecoderConfig
+from dtron.models.hf import differences
+from dtron.models.hf_weights import CONFIG, Folder
+from dtron.published import find_weights, read_facts
+from dtron.storage import ShardReader, StoredReader, tensor_metadata
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Where initial weights are, and of which model."""
+
+    path: Path
+    name: str
+    """Row of MODELS."""
+    config: DecoderConfig
+    folder: Folder | None
+    """Open, if it is in Hugging Face's format."""
+
+    def reader(self) -> dcp.StorageReader:
+        """What gives its tensors to `dcp.load`."""
+        return ShardReader(self.path) if self.folder is None else HuggingFaceReader(self.folder)
+
+
+class HuggingFaceReader(StoredReader):
+    """A Hugging Face folder as `dcp.load` reads it: every tensor in one part."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """All tensors, under the names that checkpoints give them."""
+        dtypes = self.folder.dtypes
+        return Metadata(
+            {
+                f"model.{fqn}": tensor_metadata(dtypes[fqn], each.shape)
+                for fqn, each in self.folder.ours.items()
+            }
+        )
+
+    def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
+        """A region of a tensor."""
+        return self.folder.read(index.fqn.removeprefix("model."), region)
+
+
+def open_initial(path: str | Path, zero_centered: bool = False) -> Initial:
+    """Find out what a folder holds.
+
+    Args:
+        path: a Hugging Face folder, a checkpoint, or a run.
+        zero_centered: as `Folder`'s.
+    Raises:
+        CheckpointError: it holds neither, or not whole.
+    """
+    path = Path(path).expanduser()
+    if (path / CONFIG).is_file():
+        folder = hf_folder(path, zero_centered)
+        return Initial(path, folder.family, folder.config, folder)
+    found = find_weights(path)
+    model = dict(read_facts(found).model)
+    name = str(model.pop("name", ""))
+    try:
+        return Initial(found, name, DecoderConfig.model_validate(model, strict=False), None)
+    except ValueError as error:
+        raise CheckpointError(f"{found}: its model is not one of this dtron's: {error}") from None
+
+
+def check_same_model(initial: Initial, name: str, config: DecoderConfig) -> None:
+    """Refuse weights of another model, naming what to set. Raises CheckpointError."""
+    if initial.name != name:
+        raise CheckpointError(
+            f"checkpoint.initial = {str(initial.path)!r} is a {initial.name}, not a {name}; "
+            f"set model.name={initial.name}"
+        )
+    unlike = differences(initial.config, config)
+    if initial.folder is None:
+        kept = initial.config.norm_zero_centered
+        if kept != config.norm_zero_centered:
+            unlike.append(("norm_zero_centered", kept, config.norm_zero_centered))
+    if unlike:
+        wanted = " ".join(f"model.override.{key}={_toml(there)}" for key, there, _ in unlike)
+        raise CheckpointError(
+            f"checkpoint.initial = {str(initial.path)!r} is of another model; set {wanted}"
+        )
+
+
+def model_settings(name: str, config: DecoderConfig) -> str:
+    """`model.*` of a run config for this model: the size that is most like it, and what differs."""
+    unlike = {size: differences(config, model_config(name, size)) for size in MODELS[name].sizes}
+    size = min(unlike, key=lambda each: len(unlike[each]))
+    words = [f"model.override.{key}={_toml(there)}" for key, there, _ in unlike[size]]
+    return " ".join([f"model.name={name}", f"model.size={size}", *words])
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,61 @@
+"""Which rank writes what: `torch.distributed.checkpoint`'s plan, made once and then kept.
+
+A rank whose tensors are as they were sends nothing; a plan is made again, of all ranks' tensors,
+when any rank's have changed.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+
+class KeptPlan(DefaultSavePlanner):
+    """Plans the saves of one run.
+
+    Attributes:
+        staged: local tensors by name to write instead of those that were planned with.
+        made: how often a plan was made of all ranks' tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.staged: Mapping[str, Tensor] | None = None
+        self.made = 0
+        self._mine: SavePlan | None = None
+        self._all: list[SavePlan] = []
+        self._planned: Metadata | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank holds, or that it is what it was."""
+        plan = super().create_local_plan()
+        if plan == self._mine:
+            return SavePlan([], usable=False)
+        self._mine = plan
+        return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """What each rank writes, or that it is what it was."""
+        if self._planned is not None and not any(plan.usable for plan in all_plans):
+            return all_plans, self._planned
+        known = self._all or all_plans
+        self._all = [p if p.usable else old for p, old in zip(all_plans, known, strict=True)]
+        plans, self._planned = super().create_global_plan(self._all)
+        self.made += 1
+        return plans, self._planned
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """What this rank writes."""
+        if new_plan.usable:
+            self._final = new_plan
+        return self._final
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The tensor to write."""
+        if self.staged is not None:
+            return self.staged[write_item.index.fqn]
+        data = super().resolve_data(write_item)
+        assert isinstance(data, Tensor), f"{write_item.index.fqn} is no tensor"
+        return data

@@ -1,0 +1,306 @@
+"""How a checkpoint lies on a disk: safetensors files and an index in JSON, and no pickle.
+
+    rank-R.safetensors   what rank R wrote; the part of tensor NAME that begins at 4, 0 is NAME@4,0
+    index.json           size and SHA-256 of each file; dtype, shape and parts of each tensor
+
+`torch.distributed.checkpoint` decides which rank writes and reads what, since its planners know
+DTensors; this is its storage. A file is written one tensor after the other, hashed on the way and
+synced. Of the ranks that hold the same part one writes it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dtron.errors import CheckpointError
+from dtron.files import plain_name, read_json, write_synced
+from dtron.tensorfile import DTYPE_NAMES, DTYPES_BY_NAME, Described, TensorFile, Written
+
+INDEX = "index.json"
+_FORMAT = 1
+
+
+class _Place(NamedTuple):
+    """Where a part of a tensor was written."""
+
+    file: str
+    written: Written
+
+
+class ShardWriter(dcp.StorageWriter):
+    """Writes the files of one checkpoint into a folder that is there already.
+
+    Raises:
+        OSError: from within `dcp.save`, as a CheckpointException on all ranks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing has to be set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank its file."""
+        return [replace(plan, storage_data=name_of_file(r)) for r, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file."""
+        items = {_key(item.index): item for item in plan.items}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan.storage_data, items, planner) if items else [])
+        return done
+
+    def _write(
+        self, name: str, items: Mapping[str, WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        tensors = {key: _described(item) for key, item in items.items()}
+        file = TensorFile(self.folder / name, tensors, {})
+        try:
+            for key in file.order:
+                data = planner.resolve_data(items[key])
+                assert isinstance(data, torch.Tensor), f"{key} is no tensor"
+                file.write(key, data)
+            written = file.close()
+        finally:
+            file.abandon()
+        place = _Place(name, written)
+        return [WriteResult(item.index, tensors[k].nbytes, place) for k, item in items.items()]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index; the coordinator calls it when all files are complete."""
+        places = {result.index: result.storage_data for rank in results for result in rank}
+        files = {place.file: place.written for place in places.values()}
+        table = {
+            "format": _FORMAT,
+            "files": {n: {"bytes": w.bytes, "sha256": w.sha256} for n, w in files.items()},
+            "tensors": {
+                fqn: _entry(fqn, tensor, places)
+                for fqn, tensor in metadata.state_dict_metadata.items()
+            },
+        }
+        write_synced(self.folder / INDEX, json.dumps(table, separators=(",", ":")) + "\n")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Any path."""
+        return True
+
+
+def name_of_file(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank-{rank}.safetensors"
+
+
+def _key(index: MetadataIndex) -> str:
+    """The name of a part in its file; that of a whole tensor is the tensor's own."""
+    offsets = index.offset or ()
+    return f"{index.fqn}@{','.join(map(str, offsets))}" if any(offsets) else index.fqn
+
+
+def _described(item: WriteItem) -> Described:
+    data = item.tensor_data
+    assert data is not None, f"{item.index.fqn} is no tensor; checkpoints hold nothing else"
+    return Described(data.properties.dtype, tuple(data.chunk.sizes))
+
+
+def _entry(fqn: str, tensor: Any, places: Mapping[MetadataIndex, _Place]) -> dict[str, Any]:
+    assert isinstance(tensor, TensorStorageMetadata), f"{fqn} is no tensor"
+    parts = []
+    for chunk in tensor.chunks:
+        place = places[MetadataIndex(fqn, chunk.offsets)]
+        parts.append([list(chunk.offsets), list(chunk.sizes), place.file])
+    dtype = DTYPE_NAMES[tensor.properties.dtype]
+    return {"dtype": dtype, "shape": list(tensor.size), "parts": parts}
+
+
+@dataclass(frozen=True)
+class Index:
+    """What index.json says."""
+
+    files: dict[str, Written]
+    tensors: dict[str, TensorStorageMetadata]
+    places: dict[MetadataIndex, str]
+    """The file of each part."""
+
+
+def read_index(folder: Path) -> Index:
+    """Read index.json. Raises CheckpointError: it is damaged, or names files elsewhere."""
+    path = folder / INDEX
+    table = read_json(path)
+    if table.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {table.get('format')!r}, not {_FORMAT}")
+    try:
+        files = {
+            plain_name(name, path): Written(int(f["bytes"]), str(f["sha256"]))
+            for name, f in table["files"].items()
+        }
+        tensors, places = {}, {}
+        for fqn, entry in table["tensors"].items():
+            chunks = []
+            for offsets, sizes, file in entry["parts"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                places[MetadataIndex(fqn, offsets)] = files[file] and file
+            properties = TensorProperties(dtype=DTYPES_BY_NAME[entry["dtype"]])
+            tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from None
+    return Index(files, tensors, places)
+
+
+def missing_or_short(folder: Path, files: Mapping[str, Written]) -> str | None:
+    """What is wrong with the files of a checkpoint, told by their sizes; None: nothing."""
+    for name, written in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            return f"{name} is missing ({error.strerror})"
+        if size != written.bytes:
+            return f"{name} has {size} bytes, not {written.bytes}"
+    return None
+
+
+def corrupt(folder: Path, files: Mapping[str, Written], group: dist.ProcessGroup) -> list[str]:
+    """What is wrong with the files of a checkpoint, told by their content: all ranks call it
+    together, each reads some of the files, and all get the same answer."""
+    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
+    mine = sorted(files)[rank::n_ranks]
+    wrong = [why for name in mine if (why := _differs(folder / name, files[name]))]
+    gathered: list[list[str]] = [[]] * n_ranks
+    dist.all_gather_object(gathered, wrong, group=group)
+    return [why for rank_wrong in gathered for why in rank_wrong]
+
+
+def _differs(path: Path, written: Written) -> str | None:
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    return None if found == written.sha256 else f"{path.name} is corrupt: its SHA-256 differs"
+
+
+class StoredReader(dcp.StorageReader):
+    """What readers of any format have in common: they know all tensors when they are made."""
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing has to be set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As planned."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Any path."""
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what this rank needs into its tensors, converted to their dtype."""
+        for item in plan.items:
+            start = item.storage_offsets
+            region = tuple(slice(o, o + n) for o, n in zip(start, item.lengths, strict=True))
+            part = self.part(item.storage_index, region)
+            planner.resolve_tensor(item).detach().copy_(part)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
+        """A region of one stored part."""
+        raise NotImplementedError
+
+
+class ShardReader(StoredReader):
+    """Reads what a ShardWriter has written, under any layout.
+
+    Attributes:
+        index: what is there.
+    Raises:
+        CheckpointError: the index is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.index = folder, read_index(folder)
+        self._open: dict[str, Any] = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """All tensors."""
+        return Metadata(dict(self.index.tensors))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor. Raises CheckpointError: it is missing."""
+        if name not in self.index.tensors:
+            raise CheckpointError(f"{self.folder} holds no {name}")
+        return self.index.tensors[name].properties.dtype
+
+    def region(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        """A region of a tensor, put together of the parts that overlap with it."""
+        out = torch.empty([s.stop - s.start for s in region], dtype=self.dtype(name))
+        for chunk in self.index.tensors[name].chunks:
+            inside, target = [], []
+            for want, first, size in zip(region, chunk.offsets, chunk.sizes, strict=True):
+                low, high = max(want.start, first), min(want.stop, first + size)
+                inside.append(slice(low - first, max(low, high) - first))
+                target.append(slice(low - want.start, max(low, high) - want.start))
+            if all(s.stop > s.start for s in inside):
+                part = self.part(MetadataIndex(name, chunk.offsets), tuple(inside))
+                out[tuple(target)] = part
+        return out
+
+    def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
+        """A region of one stored part. Raises CheckpointError: the file does not hold it."""
+        name = self.index.places[index]
+        try:
+            if name not in self._open:
+                self._open[name] = safe_open(self.folder / name, framework="pt")
+            return self._open[name].get_slice(_key(index))[region]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from None
+
+
+def tensor_metadata(dtype: torch.dtype, shape: Sequence[int]) -> TensorStorageMetadata:
+    """A tensor that is stored in one part."""
+    whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [whole])

@@ -1,0 +1,349 @@
+"""What a model is called in Hugging Face's format: a row beside each model says it as data.
+
+A folder in that format has config.json and safetensors files. Two tables translate:
+
+    fields and parts     keys of config.json <-> fields of DecoderConfig, both ways
+    names                FQNs here <-> names there, and how the numbers lie (transposed, several of
+                         ours in one of theirs, one of ours stacked of several of theirs)
+
+Nothing is ignored: a key of config.json that no table knows is refused, and so is one with a value
+that changes what the model computes in a way dtron's does not.
+
+Sources: transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype),
+configuration_utils.py and modeling_rope_utils.py.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtron.errors import CheckpointError, nearest
+from dtron.models.config import DecoderConfig
+from dtron.models.rope import rope_magnitude
+
+Rows = Callable[[DecoderConfig, int], Sequence[int]]
+"""(config, number of our rows) -> where each of them lies among theirs."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """One of our parameters in theirs. `*` in both is the layer's number; `weight` and `bias` at
+    the end are understood where a pattern names a module."""
+
+    ours: str
+    theirs: str
+    """`{expert}` in it: ours is stacked along dim 0 of one of theirs for each expert."""
+    transposed: bool = False
+    """The last two dims are swapped, as in GPT-2's weights (input, output)."""
+    rows: Rows | None = None
+    """Where our rows lie in theirs (after the swap); None: they are theirs in order."""
+    dim: int = 0
+    """What `rows` counts: a dim of ours, without that of `{expert}`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys of config.json that take more than a table to translate."""
+
+    keys: frozenset[str]
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """config.json -> fields. Raises CheckpointError for what dtron does not do."""
+    write: Callable[[DecoderConfig], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """An architecture of transformers, as a family of dtron's models."""
+
+    model_type: str
+    architecture: str
+    names: Sequence[Name]
+    fields: Mapping[str, str]
+    """Key of config.json -> field of DecoderConfig."""
+    base: Mapping[str, Any]
+    """Fields of DecoderConfig that are the architecture itself."""
+    fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Key -> values under which it is dtron's model; the first is written."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for a key of `fields` that is not in config.json."""
+    parts: Sequence[Part] = ()
+    neutral: frozenset[str] = frozenset()
+    """Keys that change nothing of what this architecture computes."""
+    prefix: str = ""
+    """What all but the head's names begin with; files of the bare model lack it."""
+    constants: Sequence[str] = ()
+    """Patterns of tensors that old files hold and that are no weights, such as masks."""
+
+    def read(self, given: Mapping[str, Any], where: str) -> DecoderConfig:
+        """The model of a config.json.
+
+        Args:
+            given: the file's content.
+            where: its path, for errors.
+        Raises:
+            CheckpointError: a key is unknown, missing, or has a value that dtron's model does not
+                implement.
+        """
+        try:
+            self._refuse_unknown(given)
+            fields = {**self.base}
+            for key, name in self.fields.items():
+                if (value := given.get(key, self.defaults.get(key))) is None:
+                    raise CheckpointError(f"{key} is missing")
+                fields[name] = value
+            for part in self.parts:
+                fields |= part.read(given)
+            return DecoderConfig.model_validate(fields, strict=False)
+        except ValueError as error:  # a DtronError too
+            raise CheckpointError(f"{where}: {error}") from None
+
+    def write(self, config: DecoderConfig) -> dict[str, Any]:
+        """config.json of a model, without what depends on its files (dtype).
+
+        Raises:
+            CheckpointError: the architecture lacks something that the config sets; names it.
+        """
+        written: dict[str, Any] = {"architectures": [self.architecture]}
+        written["model_type"] = self.model_type
+        written |= {key: getattr(config, name) for key, name in self.fields.items()}
+        written |= {key: values[0] for key, values in self.fixed.items()}
+        for part in self.parts:
+            written |= part.write(config)
+        there = self.read(written, "config.json")
+        if lost := differences(config, there):
+            shown = ", ".join(f"{name} = {ours!r} (it has {its!r})" for name, ours, its in lost)
+            raise CheckpointError(
+                f"{self.architecture} of transformers cannot express model.override.{shown}"
+            )
+        return written
+
+    def _refuse_unknown(self, given: Mapping[str, Any]) -> None:
+        for key, values in self.fixed.items():
+            if key in given and given[key] not in values:
+                raise CheckpointError(
+                    f"{key} = {given[key]!r} is not implemented by dtron's model, which has "
+                    f"{' or '.join(repr(value) for value in values)}"
+                )
+        known = {*self.fields, *self.fixed, *self.neutral, *NEUTRAL, "model_type"}
+        known = known.union(*(part.keys for part in self.parts))
+        for key, value in given.items():
+            if key not in known:
+                raise CheckpointError(
+                    f"{key} = {value!r} is not known to dtron's {self.model_type}"
+                    f"{nearest(key, known)}; a model that depends on it cannot be loaded"
+                )
+
+
+def differences(config: DecoderConfig, other: DecoderConfig) -> list[tuple[str, Any, Any]]:
+    """Fields by which two models differ in names, shapes or results: (field, its values)."""
+    ours, theirs = _meaning(config), _meaning(other)
+    return [(k, ours[k], theirs[k]) for k in ours if not _same(ours[k], theirs[k])]
+
+
+def _meaning(config: DecoderConfig) -> dict[str, Any]:
+    """Fields that decide what a model computes, those without effect left at their default."""
+    fields = config.model_dump()
+    for name in TRAINING:
+        fields.pop(name, None)
+    fields["head_dim"] = config.head_size
+    idle = [name for name in fields if name.startswith("rope_")]
+    if config.positions == "rope":
+        del fields["max_seq_len"]
+        idle = [name for name in idle if name != "rope_theta" and config.rope_scaling_factor == 1]
+    defaults = DecoderConfig.model_fields
+    return {**fields, **{name: defaults[name].default for name in idle}}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-9)
+    return one == other
+
+
+TRAINING = ("dropout", "attention_dropout", "norm_zero_centered")
+"""Fields that say how a model is trained or how its weights are kept, not which one it is."""
+
+NEUTRAL = frozenset(
+    """
+    architectures auto_map dtype torch_dtype transformers_version use_cache initializer_range
+    _name_or_path name_or_path output_attentions output_hidden_states return_dict id2label label2id
+    problem_type chunk_size_feed_forward bos_token_id eos_token_id pad_token_id sep_token_id
+    decoder_start_token_id max_length min_length do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens task_specific_params finetuning_task tokenizer_class prefix torchscript
+    tf_legacy_loss use_bfloat16 pretraining_tp attn_implementation _attn_implementation
+    _attn_implementation_autoset
+    """.split()  # noqa: SIM905 -- a table
+)
+"""Keys of any config.json that change nothing of what the model computes: how it was made, of which
+tokens generation begins and ends, and how it samples."""
+
+
+ROPE_KEYS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "llama3": {
+        "factor": "rope_scaling_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        "original_max_position_embeddings": "rope_original_context",
+    },
+    "yarn": {
+        "factor": "rope_scaling_factor",
+        "beta_fast": "rope_beta_fast",
+        "beta_slow": "rope_beta_slow",
+        "original_max_position_embeddings": "rope_original_context",
+    },
+}
+"""rope_type -> its keys -> fields."""
+
+
+def read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions of a config.json of transformers 4 or 5. Raises CheckpointError."""
+    rope = _merged(given.get("rope_scaling") or {}, given.get("rope_parameters") or {})
+    rope = _merged(rope, {"rope_theta": t} if (t := given.get("rope_theta")) is not None else {})
+    kinds = {rope.pop(key) for key in ("rope_type", "type") if key in rope} or {"default"}
+    theta = rope.pop("rope_theta", 10000.0)
+    kind = kinds.pop()
+    if kinds or kind not in ROPE_KEYS:
+        raise CheckpointError(
+            f"rope_type = {kind!r} is not implemented; dtron has {', '.join(ROPE_KEYS)}"
+        )
+    if (share := rope.pop("partial_rotary_factor", 1.0)) != 1:
+        raise CheckpointError(f"partial_rotary_factor = {share} is not implemented; dtron has 1.0")
+    if kind == "default":
+        rope.pop("original_max_position_embeddings", None)  # which scales nothing
+    fields: dict[str, Any] = {"rope_theta": float(theta)}
+    if kind == "yarn":
+        fields |= _read_temperature(rope)
+    for key, name in ROPE_KEYS[kind].items():
+        value = rope.pop(key, None)
+        if value is None and key == "original_max_position_embeddings":
+            value = given.get("max_position_embeddings")
+        if value is None and key not in ("beta_fast", "beta_slow"):
+            raise CheckpointError(f"{key} of rope_type = {kind!r} is missing")
+        if value is not None:
+            fields[name] = value
+    if rope:
+        key, value = next(iter(rope.items()))
+        raise CheckpointError(f"{key} = {value!r} of rope_type = {kind!r} is not implemented")
+    if fields.get("rope_scaling_factor", 1) != 1:
+        fields["rope_scaling"] = kind
+    return fields
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    for key in one.keys() & other.keys():
+        if one[key] != other[key]:
+            raise CheckpointError(f"{key} is both {one[key]!r} and {other[key]!r}")
+    return {**one, **other}
+
+
+def _read_temperature(rope: dict[str, Any]) -> dict[str, Any]:
+    """What YaRN multiplies queries and keys by, of a rope_type = "yarn", whose keys are taken."""
+    mscale, whole = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
+    magnitude = rope.pop("attention_factor", None)
+    if rope.pop("truncate", True) is not True:
+        raise CheckpointError("truncate = False is not implemented; dtron rounds YaRN's two ends")
+    if magnitude is not None:
+        log = 0.1 * math.log(rope.get("factor") or 1)
+        if magnitude < 1 or (log == 0 and magnitude != 1):
+            raise CheckpointError(f"attention_factor = {magnitude} is not implemented")
+        return {"rope_mscale": (magnitude - 1) / log if log else 1.0}
+    if mscale and whole:
+        return {"rope_mscale": float(mscale), "rope_mscale_all_dim": float(whole)}
+    return {}
+
+
+def write_rope(config: DecoderConfig) -> dict[str, Any]:
+    """Rotary positions for transformers 4 and 5."""
+    kind = config.rope_scaling if config.rope_scaling_factor > 1 else "default"
+    scaling = {key: getattr(config, name) for key, name in ROPE_KEYS[kind].items()}
+    if kind == "yarn":
+        if config.rope_mscale and config.rope_mscale_all_dim:
+            scaling["mscale"] = config.rope_mscale
+            scaling["mscale_all_dim"] = config.rope_mscale_all_dim
+        elif config.rope_mscale != 1 or config.rope_mscale_all_dim:
+            scaling["attention_factor"] = rope_magnitude(config)
+    older = {"rope_type": kind, **scaling} if kind != "default" else None
+    newer = {"rope_type": kind, "rope_theta": config.rope_theta, **scaling}
+    return {"rope_theta": config.rope_theta, "rope_scaling": older, "rope_parameters": newer}
+
+
+def read_context(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens that the model was made for, which rotary positions do not limit."""
+    positions = given.get("max_position_embeddings")
+    return {"max_seq_len": positions} if positions else {}
+
+
+def write_context(config: DecoderConfig) -> dict[str, Any]:
+    """The same; of an extended context at least its length."""
+    extended = 0
+    if config.rope_scaling_factor > 1:
+        extended = round(config.rope_scaling_factor * config.rope_original_context)
+    return {"max_position_embeddings": max(config.max_seq_len, extended)}
+
+
+def read_head_dim(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Width of a head; where it is not given, all heads together are as wide as the model."""
+    return {"head_dim": given.get("head_dim") or 0}
+
+
+def write_head_dim(config: DecoderConfig) -> dict[str, Any]:
+    """Width of a head, resolved."""
+    return {"head_dim": config.head_size}
+
+
+def read_kv_heads(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Key and value heads; without the key as many as query heads."""
+    heads = given.get("num_key_value_heads") or given.get("num_attention_heads")
+    return {"n_kv_heads": heads}
+
+
+def write_kv_heads(config: DecoderConfig) -> dict[str, Any]:
+    """Key and value heads."""
+    return {"num_key_value_heads": config.n_kv_heads}
+
+
+ROPE = Part(frozenset({"rope_theta", "rope_scaling", "rope_parameters"}), read_rope, write_rope)
+CONTEXT = Part(frozenset({"max_position_embeddings"}), read_context, write_context)
+HEAD_DIM = Part(frozenset({"head_dim"}), read_head_dim, write_head_dim)
+KV_HEADS = Part(frozenset({"num_key_value_heads"}), read_kv_heads, write_kv_heads)
+
+LLAMA_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "ffn_dim",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+    "attention_dropout": "attention_dropout",
+}
+"""Fields that Llama's descendants share."""
+LLAMA_DEFAULTS = {"tie_word_embeddings": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6}
+LLAMA_PARTS = (ROPE, CONTEXT, HEAD_DIM, KV_HEADS)
+LLAMA_BASE = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rope"}
+LLAMA_ATTENTION = (
+    Name("embed", "model.embed_tokens"),
+    Name("norm", "model.norm"),
+    Name("head", "lm_head"),
+    Name("blocks.*.attn_norm", "model.layers.*.input_layernorm"),
+    Name("blocks.*.attn.wq", "model.layers.*.self_attn.q_proj"),
+    Name("blocks.*.attn.wk", "model.layers.*.self_attn.k_proj"),
+    Name("blocks.*.attn.wv", "model.layers.*.self_attn.v_proj"),
+    Name("blocks.*.attn.wo", "model.layers.*.self_attn.o_proj"),
+    Name("blocks.*.attn.q_norm", "model.layers.*.self_attn.q_norm"),
+    Name("blocks.*.attn.k_norm", "model.layers.*.self_attn.k_norm"),
+    Name("blocks.*.ffn_norm", "model.layers.*.post_attention_layernorm"),
+)
+LLAMA_NAMES = (
+    *LLAMA_ATTENTION,
+    Name("blocks.*.ffn.gate", "model.layers.*.mlp.gate_proj"),
+    Name("blocks.*.ffn.up", "model.layers.*.mlp.up_proj"),
+    Name("blocks.*.ffn.down", "model.layers.*.mlp.down_proj"),
+)
+LLAMA_CONSTANTS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)

@@ -1,0 +1,139 @@
+"""Writing weights in Hugging Face's format: their tensors, each made of ours when it is its turn.
+
+The files can be shared among ranks, each of which writes some. What is held is one tensor.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtron.files import sync_directory, write_synced
+from dtron.models.config import DecoderConfig
+from dtron.models.hf import HuggingFace
+from dtron.models.hf_weights import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    Placed,
+    Region,
+    is_gamma,
+    placed,
+    their_shapes,
+    whole,
+)
+from dtron.tensorfile import Described, TensorFile
+
+
+class Export:
+    """A model of ours on its way into Hugging Face's format.
+
+    Attributes:
+        files: the tensors of each file, in order.
+    Args:
+        hf: of the family.
+        config: of the model.
+        model: on any device, for names and shapes.
+        dtype_of: one of our parameters in the files.
+        get: a region of one of our parameters, on any device.
+        file_bytes: how large a file may become, unless one tensor is larger.
+    Raises:
+        CheckpointError: the format cannot express the config; names the field.
+    """
+
+    def __init__(
+        self,
+        hf: HuggingFace,
+        config: DecoderConfig,
+        model: nn.Module,
+        dtype_of: Callable[[str], torch.dtype],
+        get: Callable[[str, Region], Tensor],
+        file_bytes: int,
+    ) -> None:
+        self.config_json = hf.write(config)
+        ours = placed(hf, model)
+        kind = str(dtype_of(next(iter(ours)))).removeprefix("torch.")
+        self.config_json |= {"dtype": kind, "torch_dtype": kind}
+        self._config, self._get = config, get
+        self._sources: dict[str, list[tuple[str, Placed, int]]] = {}
+        for fqn, each in ours.items():
+            for number, theirs in enumerate(each.tensors()):
+                self._sources.setdefault(theirs, []).append((fqn, each, number))
+        shapes = their_shapes(config, ours)
+        self._tensors = {
+            key: Described(dtype_of(self._sources[key][0][0]), shape)
+            for key, shape in shapes.items()
+        }
+        self.files = list(_filled(self._tensors, file_bytes))
+
+    def name(self, number: int) -> str:
+        """Name of one of the files."""
+        n = len(self.files)
+        return SINGLE if n == 1 else f"model-{number + 1:05}-of-{n:05}.safetensors"
+
+    def write(self, folder: Path, numbers: Sequence[int]) -> None:
+        """Write some of the files. Raises OSError."""
+        for number in numbers:
+            tensors = {key: self._tensors[key] for key in self.files[number]}
+            file = TensorFile(folder / self.name(number), tensors, {"format": "pt"})
+            try:
+                for key in file.order:
+                    file.write(key, self._tensor(key))
+                file.close()
+            finally:
+                file.abandon()
+
+    def write_json(self, folder: Path) -> None:
+        """Write config.json and, of several files, their index. Raises OSError."""
+        write_synced(folder / CONFIG, _text(self.config_json))
+        if len(self.files) > 1:
+            total = sum(described.nbytes for described in self._tensors.values())
+            weight_map = {key: self.name(i) for i, keys in enumerate(self.files) for key in keys}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_synced(folder / INDEX, _text(index))
+        sync_directory(folder)
+
+    def _tensor(self, theirs: str) -> Tensor:
+        """One of their tensors, made of ours."""
+        described = self._tensors[theirs]
+        sources = self._sources[theirs]
+        if len(sources) == 1 and not sources[0][1].name.transposed and not sources[0][1].name.rows:
+            fqn, each, number = sources[0]
+            return self._mine(fqn, each, number).to(described.dtype)
+        out = torch.empty(list(described.shape), dtype=described.dtype)
+        for fqn, each, number in sources:
+            mine, name = self._mine(fqn, each, number), each.name
+            swap = name.transposed and out.dim() > 1
+            target = out.transpose(-1, -2) if swap else out
+            rows = range(mine.shape[name.dim])
+            if name.rows is not None:
+                rows = name.rows(self._config, mine.shape[name.dim])
+            target.index_copy_(name.dim, torch.tensor(rows), mine.to(out.dtype).cpu())
+        return out
+
+    def _mine(self, fqn: str, each: Placed, number: int) -> Tensor:
+        region = whole(each.shape)
+        if each.stacked:
+            return self._get(fqn, (slice(number, number + 1), *region[1:]))[0]
+        mine = self._get(fqn, region)
+        return mine.float() + 1 if self._config.norm_zero_centered and is_gamma(fqn) else mine
+
+
+def _filled(tensors: Mapping[str, Described], file_bytes: int) -> Iterator[list[str]]:
+    """Names in order, in lists of at most so many bytes, but of one tensor at least."""
+    keys: list[str] = []
+    size = 0
+    for key, described in tensors.items():
+        if keys and size + described.nbytes > file_bytes:
+            yield keys
+            keys, size = [], 0
+        keys.append(key)
+        size += described.nbytes
+    yield keys
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"

@@ -1,0 +1,54 @@
+"""A training script whose ranks are killed: run by test_restarts.py under torchrun.
+
+mortal.py CONFIG DEATHS     DEATHS: JSON, of each attempt [rank, step, "step" or "save"]
+"""
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from dtron.config import RunConfig
+from dtron.tensorfile import TensorFile
+from dtron.trainer import Trainer
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    config, deaths = RunConfig.load(sys.argv[1]), json.loads(sys.argv[2])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    trainer = Trainer(config)
+    if attempt < len(deaths) and deaths[attempt][0] == trainer.place.rank:
+        _, step, when = deaths[attempt]
+        (_die_after if when == "step" else _die_inside_save)(trainer, step)
+    trainer.fit()
+
+
+def _die_after(trainer: Trainer, step: int) -> None:
+    one_step = trainer._one_step
+
+    def then_die() -> None:
+        one_step()
+        if trainer.step == step:
+            die()
+
+    trainer._one_step = then_die  # type: ignore[method-assign]
+
+
+def _die_inside_save(trainer: Trainer, step: int) -> None:
+    put = TensorFile._put
+
+    def half(self: TensorFile, data: Any) -> None:
+        put(self, data)
+        if f"step-{step}." in str(self._file.name) and self._bytes > 2000:
+            die()
+
+    TensorFile._put = half  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""`dtron convert`, and training that starts from a Hugging Face folder, on one rank and several."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dtron.convert import convert_parser, from_hf_folder, to_hf_folder
+from dtron.errors import CheckpointError
+from dtron.initial import HuggingFaceReader, model_settings
+from dtron.models import from_hf, hf_folder, model_config
+from dtron.models.hf_weights import Folder
+from dtron.tensorfile import TensorFile
+from dtron.trainer import Trainer
+from tests.harness import run_ranks
+from tests.test_trainer import fit, losses, rows, tiny
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+SHAPE = {"vocab_size": 265, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-5}
+SHAPE |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+SAME = {"model__override.vocab_size": 265, "train__micro_batch": 1}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama in three files, whose vocabulary two ranks of tp do not divide."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SHAPE, bos_token_id=1, eos_token_id=2)
+    model = transformers.LlamaForCausalLM(config)
+    path = tmp_path_factory.mktemp("hf") / "llama"
+    model.save_pretrained(path, max_shard_size="40KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (4, {"parallel__tp": 2, "model__override.norm_zero_centered": True}),
+    (4, {"parallel__pp": 2, "parallel__cp": 2, "train__loss_chunks": 2}),
+]
+
+
+def test_training_starts_from_a_hugging_face_folder_in_every_layout(
+    tmp_path: Path, llama: Path
+) -> None:
+    """The first loss is the model's own, and the next ones are those of one process."""
+    wanted: list[float] = []
+    for i, (world, changes) in enumerate(LAYOUTS):
+        config = tiny(tmp_path / str(i), checkpoint__initial=str(llama), **SAME, **changes)
+        run_ranks(world, fit, config)
+        wanted = wanted or losses(tmp_path / str(i))
+        assert losses(tmp_path / str(i)) == pytest.approx(wanted, rel=1e-5)
+    run_ranks(1, fit, tiny(tmp_path / "drawn", **SAME))
+    assert abs(losses(tmp_path / "drawn")[0] - wanted[0]) > 1e-3
+
+
+def test_initial_weights_of_a_tied_gpt_on_both_ends_of_a_pipeline(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 264, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**shape, n_inner=48, bos_token_id=1, eos_token_id=2, **off)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    same = {"model__name": "gpt", "model__override.n_kv_heads": 4, "checkpoint__last": False}
+    same |= {"model__override.max_seq_len": 32, "checkpoint__initial": str(tmp_path / "hf")}
+    run_ranks(1, fit, tiny(tmp_path / "one", train__steps=2, **same))
+    run_ranks(2, fit, tiny(tmp_path / "two", train__steps=2, parallel__pp=2, **same))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def elements_read(config: Any) -> tuple[int, int]:
+    """Elements that this rank has read of a Hugging Face folder, and that it holds."""
+    read = 0
+    plain = Folder._slice
+
+    def counted(self: Folder, theirs: str, region: Any) -> torch.Tensor:
+        nonlocal read
+        part = plain(self, theirs, region)
+        read += part.numel()
+        return part
+
+    Folder._slice = counted  # type: ignore[method-assign]
+    trainer = Trainer(config)
+    trainer.fit()
+    held = sum(p.to_local().numel() for p in trainer.train_step.parameters)  # type: ignore[attr-defined]
+    return read, held
+
+
+def test_each_rank_reads_only_what_it_holds(tmp_path: Path, llama: Path) -> None:
+    config = tiny(
+        tmp_path / "run", checkpoint__initial=str(llama), train__steps=1, parallel__tp=2,
+        **{**SAME, "model__override.vocab_size": 265},
+    )  # fmt: skip
+    counts = run_ranks(4, elements_read, config)
+    total = sum(t.numel() for f in llama.glob("*.safetensors") for t in load_file(f).values())
+    for read, held in counts:
+        assert read <= held  # padding is held and not read
+        assert read < total / 2
+
+
+def test_another_model_and_another_folder_are_refused(tmp_path: Path, llama: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(CheckpointError, match=r"set model\.override\.vocab_size=265"):
+        Trainer(tiny(run, checkpoint__initial=str(llama)))
+    with pytest.raises(CheckpointError, match=r"is a llama, not a qwen3; set model\.name=llama"):
+        Trainer(tiny(run, checkpoint__initial=str(llama), model__name="qwen3"))
+    with pytest.raises(CheckpointError, match="neither a Hugging Face folder"):
+        Trainer(tiny(run, checkpoint__initial=str(tmp_path)))
+
+
+def convert_there_and_back(hf: Path, out: Path) -> None:
+    """On every rank; what is written has to be what was read."""
+    from_hf_folder(hf, out / "checkpoint")
+    to_hf_folder(out / "checkpoint", out / "back", tokenizer=out / "checkpoint", file_bytes=30_000)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_there_and_back_keeps_every_bit(tmp_path: Path, llama: Path, world: int) -> None:
+    run_ranks(world, convert_there_and_back, llama, tmp_path)
+    assert len(list((tmp_path / "checkpoint").glob("rank-*.safetensors"))) == world
+    theirs = transformers.LlamaForCausalLM.from_pretrained(llama)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back")
+    for (name, one), other in zip(
+        theirs.state_dict().items(), again.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, other), name
+    assert (tmp_path / "back/tokenizer.json").exists()
+    with pytest.raises(AssertionError, match="exists already"):
+        run_ranks(1, convert_there_and_back, llama, tmp_path)
+
+
+def test_a_converted_checkpoint_starts_a_run_but_is_not_resumed(
+    tmp_path: Path, llama: Path
+) -> None:
+    run_ranks(1, from_hf_folder, llama, tmp_path / "converted", "bfloat16")
+    run_ranks(
+        2, fit, tiny(tmp_path / "run", checkpoint__initial=str(tmp_path / "converted"), **SAME)
+    )
+    run_ranks(1, fit, tiny(tmp_path / "plain", checkpoint__initial=str(llama), **SAME))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-3)
+    with pytest.raises(CheckpointError, match=r"weights only; set checkpoint\.initial"):
+        Trainer(tiny(tmp_path / "x", checkpoint__resume=str(tmp_path / "converted"), **SAME))
+
+
+def to_hf(run: Path, out: Path, *words: str) -> None:
+    given = convert_parser().parse_args(["to-hf", str(run), str(out), *words])
+    given.run(given)
+
+
+def test_a_run_becomes_a_folder_that_transformers_loads(tmp_path: Path) -> None:
+    """From a checkpoint of split weights, with the bytes' tokenizer; logits are the run's own."""
+    run = tmp_path / "run"
+    run_ranks(2, fit, tiny(run, parallel__tp=2, train__steps=2, train__seq_len=32))
+    run_ranks(2, to_hf, run, tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.config.eos_token_id == 256
+    assert model.config.max_position_embeddings == 2048
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "In the beginning, é"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    validated = rows(run)[-1]["validation_loss"]
+    again = tiny(tmp_path / "again", checkpoint__initial=str(tmp_path / "hf"), optim__lr=1e-12)
+    run_ranks(1, fit, again)
+    assert rows(tmp_path / "again")[-1]["validation_loss"] == pytest.approx(validated, rel=1e-5)
+    run_ranks(1, to_hf, run, tmp_path / "narrow", "--dtype", "bfloat16")
+    narrow = from_hf(tmp_path / "narrow")
+    for name, parameter in narrow.named_parameters():
+        full = hf_folder(tmp_path / "hf").read(name, tuple(slice(0, n) for n in parameter.shape))
+        assert torch.equal(parameter, full.bfloat16()), name
+
+
+def largest_in_flight(hf: Path, out: Path) -> tuple[int, int]:
+    """Bytes of tensors that are alive at once while converting: the most, and of the largest."""
+    alive: dict[int, int] = {}
+    most = 0
+    read, write = Folder.read, TensorFile.write
+
+    def reading(self: Folder, fqn: str, region: Any) -> torch.Tensor:
+        nonlocal most
+        part = read(self, fqn, region)
+        alive[part.data_ptr()] = part.nbytes
+        most = max(most, sum(alive.values()))
+        return part
+
+    def writing(self: TensorFile, name: str, tensor: torch.Tensor) -> None:
+        write(self, name, tensor)
+        alive.pop(tensor.data_ptr())
+
+    Folder.read, TensorFile.write = reading, writing  # type: ignore[method-assign]
+    from_hf_folder(hf, out)
+    largest = max(v.numel() * 4 for f in hf.glob("*.safetensors") for v in load_file(f).values())
+    return most, largest
+
+
+def test_conversion_holds_one_tensor_at_a_time(tmp_path: Path, llama: Path) -> None:
+    ((most, largest),) = run_ranks(1, largest_in_flight, llama, tmp_path / "out")
+    assert most == largest
+
+
+def test_settings_for_a_model_start_from_the_size_that_is_most_like_it() -> None:
+    config = model_config("qwen3", "8b")
+    assert model_settings("qwen3", config) == "model.name=qwen3 model.size=8b"
+    tied = config.model_copy(update={"tied": True})
+    wanted = "model.name=qwen3 model.size=8b model.override.tied=true"
+    assert model_settings("qwen3", tied) == wanted
+
+
+def test_reader_and_index_agree(tmp_path: Path, llama: Path) -> None:
+    metadata = HuggingFaceReader(hf_folder(llama)).read_metadata().state_dict_metadata
+    run_ranks(1, from_hf_folder, llama, tmp_path / "out")
+    index = json.loads((tmp_path / "out/index.json").read_text())
+    assert metadata.keys() == index["tensors"].keys()
