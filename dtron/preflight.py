@@ -120,6 +120,7 @@ def resolve(
     config.validate_for(world_size)
     model = model_config(config.model.name, config.model.size, config.model.override)
     _check_sequence(config, model)
+    _check_experts(config, model, world_size)
     _check_tensor_parallel(config, model)
     _check_padding(config, model, world_size)
     _check_context(config, model)
@@ -236,6 +237,39 @@ def _check_context(config: RunConfig, model: DecoderConfig) -> None:
                 f"parallel.cp_method = {method!r} splits heads over {inner} ranks, but each has "
                 f"{heads} query and {shared} key/value heads; use {', '.join(map(str, legal))} "
                 f'ranks, or "ring"'
+            )
+
+
+def _check_experts(config: RunConfig, model: DecoderConfig, world_size: int) -> None:
+    """Refuse what experts and latent attention cannot do yet."""
+    parallel, degrees = config.parallel, config.degrees(world_size)
+    if parallel.tp > 1 and (model.n_experts or model.kv_lora_rank):
+        key = "n_experts" if model.n_experts else "kv_lora_rank"
+        raise ConfigError(
+            f"parallel.tp = {parallel.tp} with model.{key} = {getattr(model, key)}: experts and "
+            "latent attention are not split over tp yet; use parallel.tp = 1 and dp_shard"
+        )
+    ranks = degrees["dp_replicate"] * degrees["dp_shard"]
+    if model.balance == "global_batch" and ranks * degrees["cp"] > 1:
+        raise ConfigError(
+            f'model.override.balance = "global_batch" on {ranks * degrees["cp"]} ranks: loads are '
+            'not counted over ranks before the backward yet; use "micro_batch" or "sequence"'
+        )
+    if parallel.cp == 1:
+        return
+    if model.full_attention_every:
+        raise ConfigError(
+            f"model.full_attention_every = {model.full_attention_every} with parallel.cp = "
+            f"{parallel.cp}: context parallelism has one window for all layers; use parallel.cp = 1"
+        )
+    pooled = {"balance": "none", "capacity_factor": 0.0, "force_balance": False}
+    if model.router == "sinkhorn":
+        pooled["router"] = "softmax"
+    for key, value in pooled.items():
+        if (asked := getattr(model, key)) != value:
+            raise ConfigError(
+                f"model.override.{key} = {asked!r} with parallel.cp = {parallel.cp}: a rank would "
+                f"see the loads of its own tokens alone; use {value!r} or parallel.cp = 1"
             )
 
 

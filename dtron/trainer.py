@@ -4,7 +4,8 @@ import functools
 import gc
 import logging
 import platform
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
 from dtron.preflight import model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
+from dtron.routing import Routing
 from dtron.rundir import RunDir
 from dtron.runtime import (
     Place,
@@ -114,7 +116,9 @@ class Trainer:
         self._build_data()
         self.loss = self._build_loss()
         self.execution = build_execution(self.applied, self.checked.layout, self.mesh, self.policy)
-        has_dropout = self.checked.model.dropout > 0 or self.checked.model.attention_dropout > 0
+        self.routing = Routing.of(
+            self.applied, self.mesh, config.micro_batches(self.place.world_size)
+        )
         self.train_step = TrainStep(
             self.execution,
             self.applied,
@@ -122,7 +126,7 @@ class Trainer:
             self.optimizer,
             self.loss,
             config.train.max_grad_norm,
-            config.train.seed if has_dropout else None,
+            config.train.seed if self.checked.model.draws else None,
             self._after_update(),
         )
         self.checkpointer = Checkpointer(
@@ -178,8 +182,16 @@ class Trainer:
         return plan.placements(rows, self.mesh) if plan else dict(rows)
 
     def _after_update(self) -> Callable[[], None] | None:
-        plan = self.checked.float8
-        return plan.gather_weights(self.applied, self.mesh) if plan else None
+        plan, routing = self.checked.float8, self.routing
+        acts = [routing.after_update] if routing else []
+        if plan and (gather := plan.gather_weights(self.applied, self.mesh)):
+            acts.append(gather)
+
+        def act() -> None:
+            for each in acts:
+                each()
+
+        return act if acts else None
 
     def _vocabulary(self) -> VocabularyShard | None:
         if self.mesh.size("tp") == 1:
@@ -387,7 +399,7 @@ class Trainer:
         """Train on the next global batch; its result, learning rate and mean attended length."""
         config = self.config
         batches = self.loader.step()
-        attended = _attended(batches, self.checked.model.window)
+        attended = _attended(batches, self.checked.model.windows)
         self.padding += sum(batch.padding for batch in batches)
         self.padded_of += sum(batch.tokens.numel() for batch in batches)
         batches = [self._on_device(batch) for batch in batches]
@@ -440,6 +452,8 @@ class Trainer:
         if skipped := int(self.train_step.skipped):
             row["skipped"] = skipped
         row |= self.accuracy
+        if self.routing is not None:
+            row |= self.routing.read()
         if self.config.data.packing != "cut":
             row["padding"] = self._padding_share()
         if validates and (validation_loss := self._validate()) is not None:
@@ -537,13 +551,17 @@ class Trainer:
         return torch.cat(columns)
 
 
-def _attended(batches: list[Batch], window: int) -> float:
-    """Mean over tokens of the length that attention runs over: sum(L^2) / sum(L), less what a
-    window leaves out."""
+def _attended(batches: list[Batch], windows: Sequence[int]) -> float:
+    """Mean over layers and tokens of the length that attention runs over: sum(L^2) / sum(L), less
+    what the layers' windows leave out."""
     # A document of length L adds the sum over p < L of (2p + 1) = L^2; p + 1 keys are seen.
     places = [_places(batch) for batch in batches]
-    seen = [(p + 1).clamp(max=window) if window else p + 1 for p in places]
-    return sum((2 * keys.double() - 1).mean().item() for keys in seen) / len(batches)
+    total = 0.0
+    for window, layers in Counter(windows).items():
+        seen = [(p + 1).clamp(max=window) if window else p + 1 for p in places]
+        mean = sum((2 * keys.double() - 1).mean().item() for keys in seen) / len(batches)
+        total += mean * layers
+    return total / len(windows)
 
 
 def _places(batch: Batch) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtron.flops import FlopsModel, flops_per_token, peak_flops
+from dtron.flops import FlopsModel, flops_per_token, n_parameters, peak_flops
 from dtron.models import BACKENDS, MODELS, build_model, model_config
 
 SIZES = [(name, size) for name, spec in MODELS.items() for size in spec.sizes]
@@ -54,8 +54,42 @@ def assert_counted(name: str, override: dict, size: str) -> None:
     config = model_config(name, size, override)
     with torch.device("meta"):
         model = build_model(name, config, BACKENDS["math"])
-    n_params = sum(parameter.numel() for parameter in model.parameters())
-    assert FlopsModel.of(config).matmul_params == n_params - config.lookup_params
+    sizes = {fqn: parameter.numel() for fqn, parameter in model.named_parameters()}
+    assert n_parameters(config) == sum(sizes.values())
+    experts = sum(size for fqn, size in sizes.items() if ".experts." in fqn)
+    idle = experts * (1 - config.experts_per_token / config.n_experts) if experts else 0
+    active = sum(sizes.values()) - config.lookup_params - idle
+    assert FlopsModel.of(config).matmul_params == active
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "billions"),  # as the releases say, rounded
+    [
+        ("mixtral", "8x7b", 12.9),
+        ("mixtral", "8x22b", 39),
+        ("qwen3_moe", "30b-a3b", 3.3),
+        ("qwen3_moe", "235b-a22b", 22),
+        ("deepseek_v3", "236b", 21),
+        ("deepseek_v3", "671b", 37),
+    ],
+)
+def test_active_parameters_are_as_published(name, size, billions):
+    config = model_config(name, size)
+    active = FlopsModel.of(config).matmul_params + config.lookup_params
+    assert active / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_latent_heads_are_counted_as_wide_as_they_are():
+    model = FlopsModel.of(model_config("deepseek_v3", "671b"))
+    assert (model.n_layers, model.n_heads) == (61, 128)
+    assert (model.qk_head_dim, model.v_head_dim) == (192, 128)
+
+
+def test_parameters_of_other_mixtures():
+    shared = {"n_shared_experts": 2, "shared_gate": True, "bias": True}
+    assert_counted("qwen3_moe", shared, "debug")
+    assert_counted("deepseek_v3", {"q_lora_rank": 0, "bias": True, "tied": True}, "debug")
+    assert_counted("gpt_oss", {"activation": "relu2", "norm": "layernorm"}, "debug")
 
 
 @pytest.mark.parametrize(

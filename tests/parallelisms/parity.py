@@ -33,6 +33,7 @@ from dtron.float8 import RECIPES, convert
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.models import MODELS, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
+from dtron.models.router import routers, update_expert_bias
 from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
@@ -43,17 +44,42 @@ from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan
 from dtron.preflight import check_layout, resolve
+from dtron.routing import Routing
 from dtron.step import Loss, TrainStep, share_of
 from tests.harness import run_ranks
 
 LR, MAX_NORM, SEED = 0.5, 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 DECIBELS = 1.0
+DENSE = [name for name, spec in MODELS.items() if not spec.sizes["debug"].n_experts]
+"""Families that every axis splits; experts are not split over tp."""
 SMALL = {"n_layers": 5, "vocab_size": 67, "dim": 24, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40}
+EXPERTS = {
+    "ffn_dim": 0,
+    "n_experts": 8,
+    "experts_per_token": 3,
+    "expert_dim": 16,
+    "balance_coefficient": 0.5,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
+    "mixtral": {**SMALL, **EXPERTS},
+    "qwen3_moe": {**SMALL, **EXPERTS, "head_dim": 8},
+    "deepseek_v3": {
+        **SMALL,
+        **EXPERTS,
+        "n_kv_heads": 4,
+        "ffn_dim": 40,
+        "first_dense_layers": 2,
+        "kv_lora_rank": 12,
+        "q_lora_rank": 16,
+        "nope_head_dim": 6,
+        "rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
+    "gpt_oss": {**SMALL, **EXPERTS, "head_dim": 8, "window": 5},
 }
 
 
@@ -201,12 +227,12 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
 def reference(case: Case) -> dict[str, Any]:
     """Plain PyTorch in one process: the whole batch at once, SGD, torch's own clipping.
 
-    float8 takes the micro-batches one by one, since a scale belongs to one.
+    float8 and experts take the micro-batches one by one, since scales and loads belong to one.
     """
     float8 = case.float8.model_copy(update={"all_gather": False, "gather_inputs": False})
     alone = replace(case, world=1, parallel=Parallel(), loss_chunks=1, float8=float8)
     alone = replace(alone, recompute=Recompute(), compile=Compile())
-    if not case.float8.recipe:
+    if not by_micro_batch(case):
         alone = replace(alone, micro_batch=1)
     if str(alone) not in _REFERENCES:
         _REFERENCES[str(alone)] = _reference(alone)
@@ -214,6 +240,11 @@ def reference(case: Case) -> dict[str, Any]:
 
 
 _REFERENCES: dict[str, dict[str, Any]] = {}
+
+
+def by_micro_batch(case: Case) -> bool:
+    """Whether results depend on which sequences make a micro-batch."""
+    return bool(case.float8.recipe or case.resolved()[0].n_experts)
 
 
 def _reference(case: Case) -> dict[str, Any]:
@@ -225,7 +256,9 @@ def _reference(case: Case) -> dict[str, Any]:
         convert(model, float8.layers, float8.recipe, emulate=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses, norms, gradients = [], [], {}
-    at_once = case.micro_batch if case.float8.recipe else case.sequences
+    at_once = case.micro_batch if by_micro_batch(case) else case.sequences
+    for router in (found := routers([model])):
+        router.loss_scale.fill_(at_once / case.sequences)
     for step in range(case.steps):
         n_valid = (make_batch(case, range(case.sequences), step).labels != -100).sum()
         optimizer.zero_grad()
@@ -233,7 +266,7 @@ def _reference(case: Case) -> dict[str, Any]:
         for first in range(0, case.sequences, at_once):
             batch = make_batch(case, range(first, first + at_once), step)
             keys = None
-            if config.dropout or config.attention_dropout:
+            if config.draws:
                 keys = token_keys(SEED, step, batch.sequence, torch.arange(case.seq_len))
             logits = model(batch.tokens, batch.positions, batch.documents, keys)
             loss = cross_entropy_sum(logits, batch.labels) / n_valid
@@ -243,6 +276,8 @@ def _reference(case: Case) -> dict[str, Any]:
             gradients = {k: p.grad.clone() for k, p in model.named_parameters()}  # type: ignore[union-attr]
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
+        if found:
+            update_expert_bias(found)
     assert min(norms) > MAX_NORM, f"clipping does not act: {norms}"
     parameters = {k: p.detach().clone() for k, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
@@ -268,11 +303,13 @@ def parallel_run(case: Case) -> dict[str, Any]:
     optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
     policy = Policy.of(case.parallel, mesh)
     execution = build_execution(applied, layout, mesh, policy)
-    dropout = SEED if config.dropout or config.attention_dropout else None
+    dropout = SEED if config.draws else None
     loss, float8 = build_loss(case, config, mesh), case.plan()
+    routing = Routing.of(applied, mesh, case.config().micro_batches(case.world))
     after = float8.gather_weights(applied, mesh) if float8 else None
     if after is not None:
         after()
+    after = routing.after_update if routing else after
     train_step = RecordingStep(execution, applied, mesh, optimizer, loss, MAX_NORM, dropout, after)
     losses, norms = [], []
     for step in range(case.steps):

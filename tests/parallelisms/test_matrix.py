@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from dtron.config import Compile, CpMethod, Parallel, Recompute
-from dtron.models import MODELS
 from dtron.parallelisms.schedules import SCHEDULES
-from tests.parallelisms.parity import TOLERANCE, Case, Outcome, run_batch
+from tests.parallelisms.parity import DENSE, TOLERANCE, Case, Outcome, run_batch
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 WORLDS = (1, 2, 4, 8)
@@ -183,9 +182,9 @@ def in_contexts(model: str) -> list[Case]:
 
 AXES = ("dp_replicate", "dp_shard", "tp", "pp")
 FULL = Recompute(mode="full")
-GRID = [in_grid(m, p) for w in WORLDS for p in layouts(w) for m in MODELS]
-SAMPLES = [case for model in MODELS for case in in_samples(model)]
-CONTEXTS = [case for model in MODELS for case in in_contexts(model)]
+GRID = [in_grid(m, p) for w in WORLDS for p in layouts(w) for m in DENSE]
+SAMPLES = [case for model in DENSE for case in in_samples(model)]
+CONTEXTS = [case for model in DENSE for case in in_contexts(model)]
 CASES = [*GRID, *SAMPLES, *CONTEXTS]
 
 
@@ -219,7 +218,7 @@ def outcome(case: Case) -> Outcome:
 
 def test_every_case_is_another_one() -> None:
     assert len({str(case) for case in CASES}) == len(CASES)
-    assert len(GRID) == len(MODELS) * (1 + 11 + 44 + 114)
+    assert len(GRID) == len(DENSE) * (1 + 11 + 44 + 114)
 
 
 def test_what_is_refused() -> None:
@@ -267,11 +266,11 @@ def document(n_failed: int) -> str:
     lines = [HEAD.format(torch=torch.__version__.split("+")[0]), "| outcome | tuples |"]
     lines += ["| --- | --- |", *(f"| {what} | {n} |" for what, n in counts.items() if n)]
     lines += ["", "## Layouts", ""]
-    lines += _table([*LAYOUT_COLUMNS, *MODELS], _layout_rows(letters))
+    lines += _table([*LAYOUT_COLUMNS, *DENSE], _layout_rows(letters))
     lines += ["", "## Other settings", "", SAMPLES_HEAD, ""]
-    lines += _table(["ranks, settings", *MODELS], _sample_rows(in_samples, letters))
+    lines += _table(["ranks, settings", *DENSE], _sample_rows(in_samples, letters))
     lines += ["", "## Context parallelism", "", CONTEXTS_HEAD, ""]
-    lines += _table(["ranks, settings", *MODELS], _sample_rows(in_contexts, letters))
+    lines += _table(["ranks, settings", *DENSE], _sample_rows(in_contexts, letters))
     return "\n".join(lines) + "\n"
 
 
@@ -298,8 +297,8 @@ method is ring where a name does not say."""
 
 
 def _layout_rows(letters: dict[str, str]) -> Iterator[list[str]]:
-    for first in range(0, len(GRID), len(MODELS)):
-        cases = GRID[first : first + len(MODELS)]
+    for first in range(0, len(GRID), len(DENSE)):
+        cases = GRID[first : first + len(DENSE)]
         p = cases[0].parallel
         sequence = "-" if p.tp == 1 else "split" if p.sequence_parallel else "whole"
         degrees = [cases[0].world, p.pp, p.dp_replicate, p.dp_shard, p.tp]
@@ -308,7 +307,7 @@ def _layout_rows(letters: dict[str, str]) -> Iterator[list[str]]:
 
 
 def _sample_rows(make: Callable[[str], list[Case]], letters: dict[str, str]) -> Iterator[list[str]]:
-    for cases in zip(*map(make, MODELS), strict=True):
+    for cases in zip(*map(make, DENSE), strict=True):
         first = cases[0]
         widths = "".join(f"-{key}={value}" for key, value in WIDTHS[first.model].items())
         name = str(first).removeprefix(f"{first.model}-").replace(widths, "")

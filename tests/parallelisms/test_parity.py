@@ -15,14 +15,14 @@ from dtron.config import Compile, CpMethod, Float8, Parallel, Recompute
 from dtron.models import MODELS
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import SCHEDULES, order_of, write_csv
-from tests.parallelisms.parity import Case, check
+from tests.parallelisms.parity import DENSE, Case, check
 
 MOST_RANKS = 8
 EAGER = Compile(enable=True, backend="aot_eager")
 
 # Axes of the subset; a value is the keys of a Case that it sets.
 AXES: dict[str, list[dict[str, Any]]] = {
-    "model": [{"model": name} for name in MODELS],
+    "model": [{"model": name} for name in DENSE],
     "replicas": [{}, {"parallel": {"dp_replicate": 2}}],
     "shards": [{}, {"parallel": {"dp_shard": 2}}],
     "tensor": [
@@ -129,6 +129,18 @@ EXCHANGED: Literal["all_to_all"] = "all_to_all"
 EACH: list[CpMethod] = ["ring", "all_gather", "ulysses", "hierarchical", "ring"]
 VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
 TIED, DROPPED = {"tied": True}, {"dropout": 0.1}
+EXPERT_CASES = [
+    *[Case(model, 2, Parallel(dp_shard=2)) for model in MODELS if model not in DENSE],
+    Case("deepseek_v3", 4, Parallel(dp_replicate=2), micro_batch=2, dtype="float64"),
+    Case("deepseek_v3", 2, recompute=FULL, compile=EAGER),
+    Case("deepseek_v3", 2, recompute=Recompute(mode="selective"), compile=EAGER),
+    Case("deepseek_v3", 2, Parallel(pp=2, schedule=LOOP), recompute=FULL),
+    Case("qwen3_moe", 2, Parallel(pp=2, schedule=V), override={"z_loss": 0.1, "jitter": 0.1}),
+    Case("qwen3_moe", 2, Parallel(zero=2), override={"capacity_factor": 1.0}, micro_batch=2),
+    Case("mixtral", 2, Parallel(cp=2), override={"balance": "none", "balance_coefficient": 0.0}),
+    Case("mixtral", 2, recompute=Recompute(mode="selective"), documents=True, loss_chunks=3),
+    Case("gpt_oss", 2, recompute=offloaded("selective"), micro_batch=2),
+]
 SPECIAL = [
     *[Case(model) for model in MODELS],
     *[Case("llama", 4, Parallel(dp_replicate=n, dp_shard=4 // n)) for n in (1, 4)],
@@ -230,11 +242,13 @@ SPECIAL = [
         "gpt", 4, Parallel(dp_replicate=2, reduce="micro_batch", reduce_by=EXCHANGED), override=TIED
     ),
     Case("qwen3", 4, Parallel(pp=2, cp=2, reduce_by=EXCHANGED), dtype="float64"),
+    # experts; balance losses are strong enough to show in gradients
+    *EXPERT_CASES,
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[
         Case(model, 8, Parallel(pp=2, tp=2, dp_shard=2, schedule=V), override=TIED, sequences=8)
-        for model in MODELS
+        for model in DENSE
     ],
 ]
 
