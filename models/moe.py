@@ -95,24 +95,26 @@ class Experts(nn.Module):
         Returns:
             (N, D).
         """
-        expert = None
         rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-        if self.down_bias is not None:
-            expert = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
         inside = (rows < offsets[-1]).unsqueeze(1)
-        if tail:
-            x = torch.where(inside, x, 0)  # for the gradients, which grouped_mm leaves open there
-        h = self._product("up", x, offsets, expert)
+        if tail:  # for the gradients, which grouped_mm leaves open there, as it does results
+            x = torch.where(inside, x, 0)
+        h = self._product("up", x, offsets, inside)
         if self.activation.gated:
-            h = self.activation(self._product("gate", x, offsets, expert), h)
+            h = self.activation(self._product("gate", x, offsets, inside), h)
         else:
             h = self.activation.function(h)
-        out = self._product("down", h, offsets, expert)
+        out = self._product("down", h, offsets, inside)
         return torch.where(inside, out, 0) if tail else out
 
-    def _product(self, name: str, x: Tensor, offsets: Tensor, expert: Tensor | None) -> Tensor:
+    def _product(self, name: str, x: Tensor, offsets: Tensor, inside: Tensor) -> Tensor:
         out = grouped_product(x, getattr(self, name), offsets)
-        return out if expert is None else out + getattr(self, f"{name}_bias")[expert]
+        bias = getattr(self, f"{name}_bias")
+        if bias is None:
+            return out
+        rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        expert = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
+        return out + torch.where(inside, bias[expert], 0)  # no gradient from rows after the last
 
 
 class _Permuted(torch.autograd.Function):

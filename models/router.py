@@ -295,7 +295,7 @@ def routers(modules: Iterable[nn.Module]) -> list[Router]:
 
 @torch.no_grad()
 def update_expert_bias(
-    found: Iterable[Router], reduce: Callable[[Tensor], None] | None = None
+    found: Iterable[Router], reduce: Callable[[Tensor], object] | None = None
 ) -> Tensor:
     """After a step: move the biases by the loads of the step, and begin another one.
 
