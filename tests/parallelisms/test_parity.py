@@ -129,6 +129,7 @@ EXCHANGED: Literal["all_to_all"] = "all_to_all"
 EACH: list[CpMethod] = ["ring", "all_gather", "ulysses", "hierarchical", "ring"]
 VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
 TIED, DROPPED = {"tied": True}, {"dropout": 0.1}
+UNBALANCED = {"balance": "none", "balance_coefficient": 0.0}
 EXPERT_CASES = [
     *[Case(model, 2, Parallel(dp_shard=2)) for model in MODELS if model not in DENSE],
     Case("deepseek_v3", 4, Parallel(dp_replicate=2), micro_batch=2, dtype="float64"),
@@ -137,7 +138,8 @@ EXPERT_CASES = [
     Case("deepseek_v3", 2, Parallel(pp=2, schedule=LOOP), recompute=FULL),
     Case("qwen3_moe", 2, Parallel(pp=2, schedule=V), override={"z_loss": 0.1, "jitter": 0.1}),
     Case("qwen3_moe", 2, Parallel(zero=2), override={"capacity_factor": 1.0}, micro_batch=2),
-    Case("mixtral", 2, Parallel(cp=2), override={"balance": "none", "balance_coefficient": 0.0}),
+    Case("mixtral", 2, Parallel(cp=2), override=UNBALANCED),
+    Case("deepseek_v3", 4, Parallel(cp=2, cp_method="ulysses"), override=UNBALANCED),
     Case("mixtral", 2, recompute=Recompute(mode="selective"), documents=True, loss_chunks=3),
     Case("gpt_oss", 2, recompute=offloaded("selective"), micro_batch=2),
 ]
