@@ -139,12 +139,14 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """Attributes, all buffers:
-    expert_bias: (E,), float32, saved in checkpoints; None without bias_speed.
-    counts: int64 (E,), how often each expert was chosen since `clear`.
-    losses: float32 (2,), sums over micro-batches since `clear` of what `Routed` has.
-    loss_scale: float32 (), by which the gradients of the losses are multiplied: 1 over the number
-        of micro-batches of all ranks, for the mean over them. Whoever trains sets it.
+    """Chooses experts for tokens, and keeps their biases and loads.
+
+    Attributes, buffers of a dtype that moving the module does not change:
+        expert_bias: float32 (E,), saved in checkpoints; None without bias_speed.
+        counts: int64 (E,), how often each expert was chosen since `clear`.
+        losses: float32 (2,), sums over micro-batches since `clear` of what `Routed` has.
+        loss_scale: float32 (), by which the gradients of the losses are multiplied: 1 over the
+            number of micro-batches of all ranks, for the mean over them. Whoever trains sets it.
     """
 
     expert_bias: Tensor | None
