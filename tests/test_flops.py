@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from dtron.data import Batch
 from dtron.flops import FlopsModel, flops_per_token, n_parameters, peak_flops
 from dtron.models import BACKENDS, MODELS, build_model, model_config
+from dtron.trainer import _attended
 
 SIZES = [(name, size) for name, spec in MODELS.items() for size in spec.sizes]
 
@@ -105,3 +107,12 @@ def test_parameters_of_other_mixtures():
 )
 def test_peak(device, peak):
     assert peak_flops(device) == peak
+
+
+def test_windows_of_a_part_of_the_layers_are_counted():
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    batch = Batch(tokens, tokens, torch.zeros(1, dtype=torch.int64), None, None)
+    assert _attended([batch], (0, 0)) == 8
+    windowed = (1 + 7 * 3) / 8  # 2 p + 1 pairs of a token that sees p before it
+    assert _attended([batch], (2,)) == windowed
+    assert _attended([batch, batch], (2, 0, 2, 0)) == (windowed + 8) / 2
