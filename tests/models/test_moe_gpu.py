@@ -8,7 +8,10 @@ import torch
 from dtron.models.moe import MoE, grouped_product, looped_product
 from tests.models.build import initialized, small_config, tokens, varied
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 LOADS = {
     "some each": [500, 3, 100, 77, 6, 211, 4, 123],
