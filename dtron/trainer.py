@@ -28,6 +28,7 @@ from dtron.models import MODELS, build_model
 from dtron.optim import build_optimizer, learning_rate
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context import Context
+from dtron.parallelisms.expert import ExpertLayers
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
@@ -103,6 +104,8 @@ class Trainer:
         degrees = config.degrees(self.place.world_size)
         self.mesh = Mesh(
             **degrees,
+            ep=config.parallel.ep,
+            etp=config.parallel.etp,
             device_type=self.place.device.type,
             high_priority=config.parallel.high_priority,
         )
@@ -169,9 +172,16 @@ class Trainer:
             layout=checked.layout,
             replicas="step",
             context=self.context,
+            experts=self._expert_layers(),
             loss=self._build_head_loss(),
         )
         return apply_passes(model, self.mesh, passes)
+
+    def _expert_layers(self) -> ExpertLayers | None:
+        if not self.checked.model.n_experts:
+            return None
+        spec = MODELS[self.config.model.name]
+        return ExpertLayers(spec.experts, self.config.parallel.dispatcher)
 
     def _build_conversion(self) -> Callable[[nn.Module], None] | None:
         plan = self.checked.float8
@@ -277,6 +287,7 @@ class Trainer:
             "device": device,
             "world_size": self.place.world_size,
             "mesh": self.mesh.degrees,
+            "experts": self.mesh.expert_degrees if self.checked.model.n_experts else None,
             "micro_batches": config.micro_batches(self.place.world_size),
             "context": self._context_facts(),
             "schedule": config.parallel.schedule if layout else None,
@@ -313,6 +324,10 @@ class Trainer:
         applied = self.applied
         facts, train = self.facts, self.config.train
         wide = ", ".join(f"{axis} {n}" for axis, n in facts["mesh"].items() if n > 1)
+        if facts["experts"]:
+            apart = ("edp_shard", "ep", "etp")
+            split = {axis: n for axis, n in facts["experts"].items() if axis in apart and n > 1}
+            wide += "; experts: " + (", ".join(f"{k} {n}" for k, n in split.items()) or "whole")
         if facts["context"]:
             wide += f", attention by {' and '.join(dict.fromkeys(facts['context']['methods']))}"
         log.info(

@@ -6,7 +6,7 @@ rank, mesh or process group: parallelism is applied to it from outside, by modul
     embed, position_embed                              the second for learned positions
     blocks.<i>.attn_norm, .attn.{wq,wk,wv,wo}          .attn.{q_norm,k_norm} with qk_norm
     blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the others
-    blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,wo}         and these (`latent.py`)
+    blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
     blocks.<i>.ffn.{router,dispatch,experts,shared}    with experts (`moe.py`)
     norm, head                                         the projection to logits

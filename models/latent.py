@@ -22,6 +22,14 @@ from dtron.models.layers import norm
 from dtron.models.rope import apply_rope
 
 
+class SharedKey(nn.Module):
+    """Rotates the key that all heads share; a module, so that it can be gathered by its name."""
+
+    def forward(self, key: Tensor, rope: Tensor) -> Tensor:
+        """(B, T, P) -> (B, T, 1, P)."""
+        return apply_rope(key.unsqueeze(2), rope)
+
+
 class LatentAttention(Attention):
     """(B, T, D) -> (B, T, D)."""
 
@@ -40,6 +48,7 @@ class LatentAttention(Attention):
         self.latent = latent
         self.wkv_a = nn.Linear(config.dim, latent + self.rotated, bias=config.bias)
         self.kv_a_norm = norm(config, latent)
+        self.k_rope = SharedKey()
         self.wkv_b = nn.Linear(latent, kv_dim, bias=config.bias)
         self.wo = nn.Linear(config.n_heads * self.v_size, config.dim, bias=config.bias)
 
@@ -52,6 +61,6 @@ class LatentAttention(Attention):
         latent, k_rotated = self.wkv_a(x).split([self.latent, self.rotated], dim=-1)
         kv = self.wkv_b(self.kv_a_norm(latent)).unflatten(-1, (-1, self.nope + self.v_size))
         k, v = kv.split([self.nope, self.v_size], dim=-1)
-        k_rotated = apply_rope(k_rotated.unsqueeze(2), rope).expand(-1, -1, k.shape[2], -1)
+        k_rotated = self.k_rope(k_rotated, rope).expand(-1, -1, k.shape[2], -1)
         q = torch.cat([q, apply_rope(q_rotated, rope)], dim=-1)
         return q, torch.cat([k, k_rotated], dim=-1), v

@@ -18,12 +18,12 @@ arXiv:2211.15841; shared experts DeepSeekMoE, arXiv:2401.06066.
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtron.kernels.permute import inverse_of, reordered, repeated
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS, FeedForward
 from dtron.models.router import Router
@@ -70,11 +70,17 @@ def looped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 class Experts(nn.Module):
     """E feed-forward layers, as stacked matrices gate and up (E, F, D), down (E, D, F), and with
-    `bias` vectors gate_bias and up_bias (E, F), down_bias (E, D)."""
+    `bias` vectors gate_bias and up_bias (E, F), down_bias (E, D).
+
+    Attributes:
+        part: (index, number) of the parts into which widths are split from outside: F of every
+            matrix, D of down_bias. What comes out is then one of as many parts of a sum.
+    """
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
+        self.part = (0, 1)
         inward = (config.n_experts, config.expert_dim, config.dim)
         outward = (config.n_experts, config.dim, config.expert_dim)
         names = {"gate": inward, "up": inward, "down": outward}
@@ -84,6 +90,11 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
             bias = nn.Parameter(torch.empty(shape[:2])) if config.bias else None
             self.register_parameter(f"{name}_bias", bias)
+
+    def own(self, name: str) -> Tensor | None:
+        """The parameter of this name, as far as this rank has it: a plain tensor. Replaced from
+        outside where there is only a part of it."""
+        return getattr(self, name)
 
     def forward(self, x: Tensor, offsets: Tensor, tail: bool = True) -> Tensor:
         """Each expert's network on its rows.
@@ -108,47 +119,19 @@ class Experts(nn.Module):
         return torch.where(inside, out, 0) if tail else out
 
     def _product(self, name: str, x: Tensor, offsets: Tensor, inside: Tensor) -> Tensor:
-        out = grouped_product(x, getattr(self, name), offsets)
-        bias = getattr(self, f"{name}_bias")
+        weight, bias = self.own(name), self.own(f"{name}_bias")
+        assert weight is not None, f"experts have no {name}"
+        out = grouped_product(x, weight, offsets)
         if bias is None:
             return out
         rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
         expert = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
-        return out + torch.where(inside, bias[expert], 0)  # no gradient from rows after the last
-
-
-class _Permuted(torch.autograd.Function):
-    """Rows of x, each k times, in a given order. The gradient is a gathering by the inverse order
-    and a sum of k, where autograd's own would add up rows one by one, in any order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
-        """x (N, D), order and inverse int64 (N k,) -> (N k, D)."""
-        ctx.save_for_backward(inverse)
-        ctx.k = k
-        return x[order // k]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """(N k, D) -> (N, D)."""
-        (inverse,) = ctx.saved_tensors
-        return gradients[0][inverse].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
-
-
-class _Restored(torch.autograd.Function):
-    """Rows in another order, whose gradient is a gathering by the inverse order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        """x (N, D), order and inverse int64 (N,) -> (N, D)."""
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """(N, D) -> (N, D)."""
-        (inverse,) = ctx.saved_tensors
-        return gradients[0][inverse], None, None
+        added = torch.where(inside, bias[expert], 0)  # no gradient from rows after the last
+        index, number = self.part
+        if name == "down" and number > 1:  # each part of the sum has its own columns
+            width = added.shape[1]
+            added = F.pad(added, (index * width, (number - 1 - index) * width))
+        return out + added
 
 
 def slots_by_expert(chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,10 +144,8 @@ def slots_by_expert(chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Ten
     """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
-    slots = torch.arange(len(flat), device=flat.device)
-    inverse = order.scatter(0, order, slots)
     counts = flat.new_zeros(n_experts + 1).scatter_add(0, flat, torch.ones_like(flat))
-    return order, inverse, counts[:-1].cumsum(0).int()
+    return order, inverse_of(order), counts[:-1].cumsum(0).int()
 
 
 def capacity(n_slots: int, n_experts: int, factor: float) -> int:
@@ -220,9 +201,9 @@ class Dispatch(nn.Module):
             if self.pad:
                 return combine(self._padded(x, chosen, most, experts), weights)
         order, inverse, offsets = slots_by_expert(chosen, self.n_experts)
-        rows = _Permuted.apply(x, order, inverse, chosen.shape[1])
+        rows = repeated(x, order, inverse, chosen.shape[1])
         out = experts(rows, offsets, tail=bool(self.factor))
-        return combine(_Restored.apply(out, inverse, order), weights)
+        return combine(reordered(out, inverse, order), weights)
 
     def _padded(self, x: Tensor, chosen: Tensor, most: int, experts: nn.Module) -> Tensor:
         """Results by slot (N k, D), of experts that compute `most` rows each."""

@@ -13,6 +13,9 @@ The balance loss is E sum_e f_e p_e: f_e the share of choices that expert e got,
 tokens of its score, as a share of all experts' scores. It is 1 where loads are even, and enters the
 gradient alone (`AddedLoss`), so that what a model returns is not changed by it.
 
+Where several ranks hold the tokens of a micro-batch, `Router.pool` looks at all of them: loads are
+summed, and sinkhorn sees all logits. All else is a mean over tokens, whose parts add up.
+
 State changes outside `forward`, by `record`, which the decoder calls once a micro-batch: what
 recomputation runs again must not count again. Hence `forward` returns counts and losses, and gets
 the loads so far as an argument, which recomputation sees unchanged.
@@ -25,7 +28,7 @@ arXiv:2405.04434, and -V3, arXiv:2412.19437; sinkhorn arXiv:2103.16716 and Megat
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,12 +49,13 @@ class Scoring:
     """Logits -> scores (..., E), of which the chosen ones become weights."""
     shares: Callable[[Tensor, Tensor], Tensor]
     """(logits, scores) -> shares (..., E) that sum to 1, for the balance loss."""
-    rank: Callable[[Tensor, Tensor], Tensor]
-    """(logits, scores) -> by what experts are ranked in training (..., E)."""
     weigh: Callable[[Tensor], Tensor]
     """Scores of the chosen (..., k) -> weights (..., k)."""
     group_top: int = 0
     """How many of a group's experts rank it; 0: this router has no groups."""
+    evened: Callable[[Tensor], Tensor] | None = None
+    """Logits of a whole micro-batch -> by what experts are ranked in training (..., E); None: by
+    the scores."""
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -63,10 +67,6 @@ def _normalized(scores: Tensor) -> Tensor:
 
 
 def _same(scores: Tensor) -> Tensor:
-    return scores
-
-
-def _by_score(logits: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
@@ -84,7 +84,7 @@ def sinkhorn(logits: Tensor) -> Tensor:
 
     A fixed number of rounds, since waiting for convergence waits for the device. All tokens of
     the micro-batch act on each other: the choice is neither causal nor the same in other
-    micro-batches.
+    micro-batches. The order of the tokens does not matter.
     """
     flat = logits.flatten(0, -2)
     for _ in range(SINKHORN_ROUNDS):
@@ -93,15 +93,11 @@ def sinkhorn(logits: Tensor) -> Tensor:
     return flat.view_as(logits)
 
 
-def _by_sinkhorn(logits: Tensor, scores: Tensor) -> Tensor:
-    return sinkhorn(logits)
-
-
 ROUTERS: dict[str, Scoring] = {
-    "softmax": Scoring(_softmax, _softmax_shares, _by_score, _same, group_top=1),
-    "sigmoid": Scoring(torch.sigmoid, _score_shares, _by_score, _same, group_top=2),
-    "topk_softmax": Scoring(_same, _softmax_shares, _by_score, _softmax),
-    "sinkhorn": Scoring(torch.sigmoid, _softmax_shares, _by_sinkhorn, _same),
+    "softmax": Scoring(_softmax, _softmax_shares, _same, group_top=1),
+    "sigmoid": Scoring(torch.sigmoid, _score_shares, _same, group_top=2),
+    "topk_softmax": Scoring(_same, _softmax_shares, _softmax),
+    "sinkhorn": Scoring(torch.sigmoid, _softmax_shares, _same, evened=sinkhorn),
 }
 """softmax: Mixtral and Qwen3 with renormalize, DeepSeek-V2 without. sigmoid: DeepSeek-V3. In
 topk_softmax (gpt-oss) the weights are the softmax of the chosen logits alone. sinkhorn chooses by
@@ -138,21 +134,35 @@ class Routed(NamedTuple):
     """float32 (2,), without gradient: balance loss and z-loss, before their coefficients."""
 
 
+class Pool(Protocol):
+    """What ranks know together that share a micro-batch; none of it has a gradient."""
+
+    def total(self, loads: Tensor) -> Tensor:
+        """Loads int64 of any shape, summed over the ranks."""
+        ...
+
+    def together(self, evened: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+        """This rank's part of evened(the logits of all ranks): (B, T, E) -> (B, T, E)."""
+        ...
+
+
 class Router(nn.Module):
     """Chooses experts for tokens, and keeps their biases and loads.
 
-    Attributes, buffers of a dtype that moving the module does not change:
+    Attributes; all but `pool` are buffers, of a dtype that moving the module does not change:
         expert_bias: float32 (E,), saved in checkpoints; None without bias_speed.
         counts: int64 (E,), how often each expert was chosen since `clear`.
         losses: float32 (2,), sums over micro-batches since `clear` of what `Routed` has.
         loss_scale: float32 (), by which the gradients of the losses are multiplied: 1 over the
             number of micro-batches of all ranks, for the mean over them. Whoever trains sets it.
+        pool: the ranks that share a micro-batch, set from outside; None: this one has all of it.
     """
 
     expert_bias: Tensor | None
     counts: Tensor
     losses: Tensor
     loss_scale: Tensor
+    pool: Pool | None = None
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -251,7 +261,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
         """Experts by rank, in the best groups where there are groups: int64 (B, T, k)."""
-        ranked = self.scoring.rank(logits, scores) if self.training else scores
+        ranked = self._ranked(logits, scores) if self.training else scores
         if self.expert_bias is not None:
             ranked = ranked + self.expert_bias  # float32, which does not narrow the scores
         if self.n_groups > 1:
@@ -261,6 +271,12 @@ class Router(nn.Module):
             outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, groups, False)
             ranked = grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
         return ranked.topk(self.top_k, dim=-1).indices
+
+    def _ranked(self, logits: Tensor, scores: Tensor) -> Tensor:
+        evened = self.scoring.evened
+        if evened is None:
+            return scores
+        return evened(logits) if self.pool is None else self.pool.together(evened, logits)
 
     def _in_turn(self, scores: Tensor) -> Tensor:
         """Token i takes the experts i k, i k + 1, ... of a circle: int64 (B, T, k)."""
@@ -281,9 +297,11 @@ class Router(nn.Module):
         if self.balance == "sequence":
             loads, shares = counts, shares.mean(1)
         else:
-            pooled = counts.sum(0, keepdim=True)
-            loads = pooled if loads is None else pooled + loads
+            own = counts.sum(0, keepdim=True)
+            loads = own if loads is None else own + loads
             shares = shares.mean((0, 1)).unsqueeze(0)
+        if self.pool is not None and self.balance_coefficient:
+            loads = self.pool.total(loads)
         loads = loads.to(shares.dtype)
         fractions = self.n_experts * loads / loads.sum(-1, keepdim=True)
         balance = (fractions * shares).sum(-1).mean()

@@ -39,6 +39,10 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"parallel__dp_replicate": 2, "recompute__mode": "full"}),
     (2, {"parallel__pp": 2, "parallel__pp_layout": "Et|ttL"}),  # a stage without experts
     (4, {"parallel__pp": 2, "parallel__zero": 1, "recompute__mode": "selective"}),
+    (4, {"parallel__ep": 4}),
+    (4, {"parallel__tp": 2, "parallel__ep": 2}),
+    (4, {"parallel__cp": 2, "parallel__ep": 2, "parallel__etp": 2}),
+    (4, {"parallel__pp": 2, "parallel__tp": 2}),
 ]
 
 
@@ -75,29 +79,72 @@ def test_resumed_run_equals_uninterrupted_bitwise(tmp_path: Path) -> None:
     assert same_checkpoint(whole / "checkpoints/step-6", split / "checkpoints/step-6")
 
 
+def test_checkpoint_loads_under_other_experts(tmp_path: Path) -> None:
+    """Parameters, moments and biases of 2 x 2 ranks of experts go on over 4, and on one process."""
+    adamw = {"optim__name": "adamw", "optim__lr": 1e-3}
+    split = {"parallel__tp": 2, "parallel__ep": 2, "parallel__etp": 2}
+    half = {"checkpoint__interval": 3, "checkpoint__last": False}
+    run_ranks(4, fit, tiny(tmp_path / "split", **split, **half, **adamw, **SMALL))
+    saved = {"checkpoint__resume": str(tmp_path / "split/checkpoints/step-3")}
+    others: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (4, {"parallel__ep": 4}),
+        (4, {"parallel__dp_replicate": 2, "parallel__ep": 2}),
+    ]
+    wanted = rows(tmp_path / "split")
+    for i, (world, changes) in enumerate(others):
+        run_dir = tmp_path / str(i)
+        run_ranks(world, fit, tiny(run_dir, **saved, **changes, **adamw, **SMALL))
+        found = rows(run_dir)
+        assert [row["step"] for row in found] == [row["step"] for row in wanted[3:]]
+        for row, reference in zip(found, wanted[3:], strict=True):
+            for key in ("loss", "grad_norm", "max_expert_load"):
+                assert row[key] == pytest.approx(reference[key], rel=1e-4), (i, row["step"], key)
+
+
 @pytest.mark.parametrize(
     ("name", "override", "parallel", "message"),
     [
         (
             "mixtral",
             {},
-            {"tp": 2, "dp_shard": 1},
-            "parallel.tp = 2 with model.n_experts = 8: experts and latent attention are not split "
-            "over tp yet; use parallel.tp = 1 and dp_shard",
+            {"tp": 2, "dp_shard": 1, "sequence_parallel": False},
+            "parallel.sequence_parallel = false with parallel.tp = 2 and experts: each rank routes "
+            "tokens of its own; use true",
         ),
         (
             "qwen3_moe",
-            {"balance": "global_batch"},
-            {"dp_shard": 2},
-            'model.override.balance = "global_batch" on 2 ranks: loads are not counted over ranks '
-            'before the backward yet; use "micro_batch" or "sequence"',
+            {"capacity_factor": 1.0},
+            {"tp": 2, "dp_shard": 1},
+            "model.override.capacity_factor = 1.0 with parallel.tp = 2: a rank would see the loads "
+            "of its own tokens alone; use 0.0 or parallel.tp = 1",
         ),
         (
             "deepseek_v3",
             {},
-            {"cp": 2, "dp_shard": 1},
-            "model.override.balance = 'sequence' with parallel.cp = 2: a rank would see the loads "
-            "of its own tokens alone; use 'none' or parallel.cp = 1",
+            {"tp": 2, "dp_shard": 1, "async_tp": True},
+            "parallel.async_tp with model.n_experts = 16: products of experts and of latent "
+            "attention are not fused with communication; use parallel.async_tp = false",
+        ),
+        ("llama", {}, {"ep": 2}, "parallel.ep = 2 has no effect without model.override.n_experts"),
+        (
+            "mixtral",
+            {"n_experts": 5},
+            {"ep": 2},
+            "parallel.ep = 2 does not divide model.n_experts = 5; use 1",
+        ),
+        (
+            "gpt_oss",
+            {"expert_dim": 63},
+            {"etp": 2},
+            "parallel.etp = 2 does not divide model.expert_dim = 63; use 1",
+        ),
+        (
+            "mixtral",
+            {},
+            {"ep": 4},
+            "parallel.ep = 4 x parallel.etp = 1 does not divide the 2 ranks of dp_shard x cp x tp; "
+            "use parallel.ep = 1, 2",
         ),
         (
             "gpt_oss",

@@ -38,6 +38,7 @@ from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context import Context
+from dtron.parallelisms.expert import ExpertLayers
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
@@ -298,7 +299,7 @@ class RecordingStep(TrainStep):
 def parallel_run(case: Case) -> dict[str, Any]:
     """The same on one rank of `case.world`, as the Trainer does it."""
     config, layout = case.resolved()
-    mesh = Mesh(**case.config().degrees(case.world))
+    mesh = mesh_of(case)
     applied = build_parallel(case, config, layout, mesh)
     optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
     policy = Policy.of(case.parallel, mesh)
@@ -327,6 +328,12 @@ def parallel_run(case: Case) -> dict[str, Any]:
     }
 
 
+def mesh_of(case: Case) -> Mesh:
+    """The mesh of a case, on one of its ranks."""
+    degrees = case.config().degrees(case.world)
+    return Mesh(**degrees, ep=case.parallel.ep, etp=case.parallel.etp)
+
+
 def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mesh: Mesh) -> Applied:
     """The model by the passes of the Trainer."""
     spec, float8 = MODELS[case.model], case.plan()
@@ -348,6 +355,7 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         replicas="step",
         smallest_offload=1,
         context=context_of(case),
+        experts=ExpertLayers(spec.experts) if config.n_experts else None,
         loss=build_head_loss(case, config, mesh),
     )
     return apply_passes(model, mesh, passes)
