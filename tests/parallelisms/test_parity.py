@@ -129,7 +129,14 @@ EXCHANGED: Literal["all_to_all"] = "all_to_all"
 EACH: list[CpMethod] = ["ring", "all_gather", "ulysses", "hierarchical", "ring"]
 VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
 TIED, DROPPED = {"tied": True}, {"dropout": 0.1}
-UNBALANCED = {"balance": "none", "balance_coefficient": 0.0}
+GLOBAL = {"balance": "global_batch"}
+SINKHORN = {"router": "sinkhorn", "renormalize": False}
+ALL_DENSE: dict[str, Any] = {
+    **{"n_experts": 0, "experts_per_token": 0, "expert_dim": 0, "first_dense_layers": 0},
+    **{"n_shared_experts": 0, "n_groups": 1, "top_groups": 1, "routed_scaling": 1.0},
+    **{"router": "softmax", "renormalize": False, "bias_speed": 0.0},
+    **{"balance": "none", "balance_coefficient": 0.0},
+}
 EXPERT_CASES = [
     *[Case(model, 2, Parallel(dp_shard=2)) for model in MODELS if model not in DENSE],
     Case("deepseek_v3", 4, Parallel(dp_replicate=2), micro_batch=2, dtype="float64"),
@@ -138,10 +145,40 @@ EXPERT_CASES = [
     Case("deepseek_v3", 2, Parallel(pp=2, schedule=LOOP), recompute=FULL),
     Case("qwen3_moe", 2, Parallel(pp=2, schedule=V), override={"z_loss": 0.1, "jitter": 0.1}),
     Case("qwen3_moe", 2, Parallel(zero=2), override={"capacity_factor": 1.0}, micro_batch=2),
-    Case("mixtral", 2, Parallel(cp=2), override=UNBALANCED),
-    Case("deepseek_v3", 4, Parallel(cp=2, cp_method="ulysses"), override=UNBALANCED),
+    Case("mixtral", 2, Parallel(cp=2), micro_batch=2),
+    Case("deepseek_v3", 4, Parallel(cp=2, cp_method="ulysses"), documents=True),
     Case("mixtral", 2, recompute=Recompute(mode="selective"), documents=True, loss_chunks=3),
     Case("gpt_oss", 2, recompute=offloaded("selective"), micro_batch=2),
+    # experts and latent attention under tp: each rank routes its own tokens
+    Case("deepseek_v3", 2, Parallel(tp=2), documents=True, loss_chunks=3),
+    Case("deepseek_v3", 2, Parallel(tp=2), override={"q_lora_rank": 0}, dtype="float64"),
+    Case("deepseek_v3", 4, Parallel(tp=2, cp=2), compile=EAGER),
+    Case("gpt_oss", 2, Parallel(tp=2), recompute=FULL, compile=EAGER),
+    Case("deepseek_v3", 2, Parallel(tp=2, sequence_parallel=False), override=ALL_DENSE),
+    # experts on other ranks than their tokens
+    *[Case(model, 2, Parallel(ep=2), sequences=4) for model in MODELS if model not in DENSE],
+    Case("qwen3_moe", 4, Parallel(ep=4, zero=2), sequences=4),
+    Case("deepseek_v3", 4, Parallel(ep=2), override={"shared_gate": True}),
+    Case("deepseek_v3", 4, Parallel(ep=2, dp_replicate=2), dtype="float64"),
+    Case("deepseek_v3", 4, Parallel(ep=4, cp=2), documents=True, recompute=FULL),
+    Case("qwen3_moe", 4, Parallel(ep=2, tp=2), override={"z_loss": 0.1, "jitter": 0.1}),
+    Case("deepseek_v3", 4, Parallel(ep=4, tp=2, zero=1), micro_batch=2),
+    Case("mixtral", 4, Parallel(ep=2, etp=2), micro_batch=2, dtype="float64"),
+    Case("gpt_oss", 4, Parallel(etp=2, tp=2, reduce_by=EXCHANGED), sequences=4),
+    Case("gpt_oss", 2, Parallel(tp=2, etp=2), recompute=Recompute(mode="selective")),
+    Case("deepseek_v3", 4, Parallel(pp=2, ep=2, schedule=V), recompute=FULL),
+    Case("mixtral", 4, Parallel(pp=2, ep=2, tp=2, schedule="DualPipeV"), override=TIED),
+    Case("deepseek_v3", 4, Parallel(pp=2, ep=2, schedule=LOOP), compile=EAGER),
+    Case("deepseek_v3", 2, Parallel(ep=2), Recompute(mode="selective"), EAGER),
+    Case("deepseek_v3", 2, Parallel(ep=2), FULL, EAGER),
+    Case("qwen3_moe", 2, Parallel(ep=2), offloaded("selective")),
+    Case("mixtral", 2, Parallel(ep=2), override={"capacity_factor": 1.0}),
+    Case("mixtral", 2, Parallel(ep=2), override={"capacity_factor": 1.0, "capacity_pad": True}),
+    # what ranks look at together
+    Case("qwen3_moe", 4, Parallel(ep=2), override=GLOBAL),
+    Case("deepseek_v3", 4, Parallel(tp=2, dp_shard=2), FULL, EAGER, override=GLOBAL),
+    Case("mixtral", 4, Parallel(cp=2, tp=2), override=SINKHORN),
+    Case("deepseek_v3", 8, Parallel(pp=2, tp=2, cp=2, ep=4, schedule=V), documents=True),
 ]
 SPECIAL = [
     *[Case(model) for model in MODELS],
