@@ -274,6 +274,14 @@ def _check_experts(config: RunConfig, model: DecoderConfig, world_size: int) -> 
             f"{getattr(parallel, axis)}: a rank would see the loads of its own tokens alone; use "
             f"0.0 or parallel.{axis} = 1"
         )
+    keeps_some = config.recompute.mode in ("attention", "selective")
+    if parallel.ep * parallel.etp > 1 and config.compile.enable and keeps_some:
+        raise ConfigError(
+            f'recompute.mode = "{config.recompute.mode}" with compile.enable and parallel.ep x '
+            f"parallel.etp = {parallel.ep * parallel.etp}: a block of which some results are "
+            "kept compiles whole or not at all, and experts that wait for the host break it; "
+            'use "full", or compile.enable = false'
+        )
     _check_expert_degrees(config, model, world_size)
 
 

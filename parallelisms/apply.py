@@ -41,6 +41,7 @@ from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.parallelisms.pipeline import Layout, Pipeline
 from dtron.parallelisms.placement import (
     Unit,
+    experts,
     present,
     refuse_shared_parameters,
     select,
@@ -174,7 +175,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         [list(unit) for unit in units],
         _blocks(model, passes),
         _cores(model, mesh, passes),
-        _experts(model, mesh, passes),
+        _experts(model, mesh, passes, units),
         made,
         padded,
         pieces,
@@ -247,9 +248,9 @@ def _apply_to_part(
         eager = fused is not None and not passes.compile.enable
         overlapped = _without_loss(held, passes) if eager else ()
         apply_tensor_parallel(part, mesh.flat("tp"), whole.made, passes.replicas, overlapped)
-    experts = {name: held[name] for name in whole.experts if name in held}
-    if passes.experts is not None and experts:
-        apply_experts(experts, passes.experts, mesh)
+    apart = {name: held[name] for name in whole.experts if name in held}
+    if passes.experts is not None and apart:
+        apply_experts(apart, passes.experts, mesh)
     if passes.context is not None and whole.cores:
         cores = [(i, held[name]) for i, name in enumerate(whole.cores) if name in held]
         apply_context(cores, passes.context, mesh.size("cp"), mesh.context, mesh.device_type)
@@ -258,7 +259,7 @@ def _apply_to_part(
         head, loss = passes.loss
         attach_loss(held[head], loss)
     blocks = [(i, name, held[name]) for i, name in enumerate(whole.blocks) if name in held]
-    broken = {block for block in whole.blocks if waits_for_host(block, experts, mesh)}
+    broken = {block for block in whole.blocks if waits_for_host(block, apart, mesh)}
     recomputed, compiled = _wrap_blocks(blocks, mesh, passes, fused, offload, broken)
     if offload is not None:
         offload.attach(stage, [block for _, _, block in blocks])
@@ -277,7 +278,7 @@ def _apply_to_part(
         DTYPES[passes.dtype],
         by_columns,
         keep_last=passes.layout is None,
-        experts=experts.values(),
+        experts=apart.values(),
     )
     if passes.init is not None:
         seed, fill = passes.init
@@ -333,12 +334,21 @@ def _check_axes(mesh: Mesh, passes: Passes) -> None:
         if (asked := getattr(passes.parallel, axis)) not in (1, mesh.expert_degrees[axis]):
             raise ConfigError(f"parallel.{axis} = {asked} on a mesh of {mesh.expert_degrees[axis]}")
     if mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1 and passes.experts is None:
-        raise ConfigError("ep and etp > 1 need `experts`: which modules are split")
+        raise ConfigError(
+            f"ep x etp = {mesh.expert_degrees['ep'] * mesh.expert_degrees['etp']} needs `experts`: "
+            'which modules are split, such as ExpertLayers("blocks.*.experts")'
+        )
+    if mesh.size("tp") > 1 and passes.experts is None and experts() in _rows(passes):
+        raise ConfigError("a row experts() needs `experts`: which modules are stacked experts")
     if mesh.size("tp") > 1 and not passes.placements:
         raise ConfigError(
             f"tp = {mesh.size('tp')} needs `placements`: rows such as "
             '{"blocks.*.up": colwise(), "blocks.*.down": rowwise()}'
         )
+
+
+def _rows(passes: Passes) -> list[Any]:
+    return list((passes.placements or {}).values())
 
 
 def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
@@ -376,12 +386,20 @@ def _cores(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:
     return cores
 
 
-def _experts(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:
+def _experts(
+    model: nn.Module, mesh: Mesh, passes: Passes, units: Sequence[Collection[str]]
+) -> list[str]:
     """FQNs of the experts; none where they are sharded as all else is."""
     if passes.experts is None or not stands_apart(mesh):
         return []
     mesh.expert_group()  # made by all ranks together, whatever their stages have
-    return list(select(model, passes.experts.experts))
+    found = list(select(model, passes.experts.experts))
+    if own := [name for unit in units for name in unit if name in found]:
+        raise ConfigError(
+            f"{own[0]} is a unit, but experts are gathered with what they are inside of; name "
+            "their block in `units`, or leave them out"
+        )
+    return found
 
 
 def _block_pattern(units: Unit | Sequence[Unit], blocks: str | None) -> str:

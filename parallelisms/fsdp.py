@@ -73,7 +73,8 @@ def shard(
         keep_last: the last group's backward follows its forward at once, as in a model that is not
             a pipeline stage: freeing it would gather it twice.
         groups: modules that are gathered together, in the order of their forward.
-        experts: modules inside of groups that are gathered by themselves, over edp_shard.
+        experts: modules that are gathered over edp_shard, with the module of a group they are
+            inside of, or with the root.
         dtype: compute dtype of gathered parameters. Parameters stay in their own dtype.
     """
     policy = Policy.of(parallel, mesh)
@@ -104,6 +105,9 @@ def shard(
             mp_policy=precision,
             shard_placement_fn=placement,
         )
+    for module in experts:
+        if not isinstance(module, FSDPModule):  # in no group: gathered with the root
+            _shard_experts(module, model, mesh, False, precision)
     fully_shard(
         model,
         mesh=device_mesh,

@@ -25,6 +25,8 @@ LAYOUTS = [
     Case("llama", 4, Parallel(cp=4, cp_method="hierarchical")),
     Case("llama", 2, Parallel(cp=2), documents=True),
     Case("mixtral", 2),
+    Case("mixtral", 2, Parallel(ep=2)),
+    Case("deepseek_v3", 2, Parallel(tp=2)),
     Case("deepseek_v3", 2, recompute=Recompute(mode="selective")),
     float8("tensorwise", 2, Parallel()),
     float8("tensorwise", 2, Parallel(), float8={"all_gather": True}),

@@ -163,7 +163,7 @@ EXPERT_CASES = [
     Case("gpt_oss", 2, Parallel(tp=2, etp=2), recompute=Recompute(mode="selective")),
     Case("deepseek_v3", 4, Parallel(pp=2, ep=2, schedule=V), recompute=FULL),
     Case("mixtral", 4, Parallel(pp=2, ep=2, tp=2, schedule="DualPipeV"), override=TIED),
-    Case("deepseek_v3", 2, Parallel(ep=2), Recompute(mode="selective"), EAGER),
+    Case("deepseek_v3", 2, Parallel(ep=2), FULL, EAGER),
     Case("qwen3_moe", 2, Parallel(ep=2), offloaded("selective")),
     Case("mixtral", 2, Parallel(ep=2), override={"capacity_factor": 1.0}),
     Case("mixtral", 2, Parallel(ep=2), override={"capacity_factor": 1.0, "capacity_pad": True}),
