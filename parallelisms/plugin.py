@@ -83,8 +83,8 @@ def parallelize(
     Raises:
         PlacementError: a pattern matches nothing, a parameter is covered by no row or shared by
             modules of different units, or tp does not divide what a row splits.
-        ConfigError: pp > 1 (use `pipeline`), an axis of the mesh is not built yet, or a model on
-            the meta device comes without `init`.
+        ConfigError: pp > 1 (use `pipeline`), a mesh with cp, ep or etp comes without `context` or
+            `experts`, or a model on the meta device without `init`.
     """
     _refuse_without_effect(parallel)
     if mesh.size("pp") > 1:
