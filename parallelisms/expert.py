@@ -72,6 +72,7 @@ class ExpertLayers:
     dispatcher: str = "all_to_all"
     """A row of DISPATCHERS."""
     widths: Mapping[str, int] = field(default_factory=lambda: WIDTHS)
+    """The dim that etp splits, by the parameter's name."""
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -170,7 +171,8 @@ def apply_experts(modules: Mapping[str, nn.Module], layers: ExpertLayers, mesh: 
     Args:
         modules: experts by FQN.
     Raises:
-        ConfigError: ep does not divide the experts, or etp their width.
+        ConfigError: ep does not divide the experts, or etp their width, or `widths` lacks a
+            parameter.
     """
     ep, etp = mesh.expert_degrees["ep"], mesh.expert_degrees["etp"]
     if ep * etp == 1:
@@ -241,6 +243,11 @@ def _split(fqn: str, module: nn.Module, widths: Mapping[str, int], axes: DeviceM
     which is all that `forward` sees."""
     ep, etp = axes.size(0), axes.size(1)
     for name, parameter in list(module.named_parameters(recurse=False)):
+        if name not in widths:
+            raise ConfigError(
+                f"{fqn}.{name} is a parameter of experts, but ExpertLayers.widths does not say "
+                f"which of its dims etp splits; it has {', '.join(widths)}"
+            )
         dim = widths[name]
         if parameter.shape[0] % ep:
             raise ConfigError(

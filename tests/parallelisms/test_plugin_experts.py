@@ -112,6 +112,7 @@ def refused() -> list[str]:
         (Mesh(ep=2), {"units": "inner"}),
         (Mesh(tp=2), {"units": "inner", "placements": {"experts": experts()}}),
         (Mesh(ep=2), {"units": "experts", "experts": ExpertLayers("experts")}),
+        (Mesh(ep=2), {"units": "inner", "experts": ExpertLayers("experts")}),
     ]
     for mesh, arguments in tries:
         with pytest.raises(ConfigError) as error:
@@ -121,7 +122,8 @@ def refused() -> list[str]:
 
 
 def test_experts_that_are_not_named_are_refused() -> None:
-    ep, row, unit = run_ranks(2, refused)[0]
+    ep, row, unit, width = run_ranks(2, refused)[0]
+    assert width.startswith("experts.wide is a parameter of experts, but ExpertLayers.widths")
     assert ep.startswith("ep x etp = 2 needs `experts`")
     assert row.startswith("a row experts() needs `experts`")
     assert unit.startswith("experts is a unit, but experts are gathered with what they are inside")
