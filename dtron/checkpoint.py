@@ -66,6 +66,11 @@ class Checkpointer:
             for stage, part in applied.parts.items()
             for fqn, _ in part.named_parameters(remove_duplicate=False)
         }
+        self.names |= {  # of routers, whose biases are saved
+            f"{stage}.{fqn}": fqn
+            for stage, part in applied.parts.items()
+            for fqn, _ in part.named_buffers()
+        }
         self.rows = applied.padded_rows
         self.plan, self.staging = KeptPlan(), Staging()
         self._running: Background | None = None

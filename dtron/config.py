@@ -148,8 +148,7 @@ class RunConfig(Section):
 
     def validate_for(self, world_size: int) -> None:
         """Refuse what cannot run on this many ranks, or settings that contradict each other."""
-        self._refuse_unbuilt_axes()
-        self.degrees(world_size)
+        resolve_expert_degrees(self.degrees(world_size), self.parallel.ep, self.parallel.etp)
         self.micro_batches(world_size)
         self._refuse_narrow_accumulation(world_size)
         self._refuse_idle_axes(world_size)
@@ -187,11 +186,6 @@ class RunConfig(Section):
                     f"parallel.high_priority names {axis}, which has one rank and no collectives; "
                     f"use {' or '.join(wide) or '[]'}"
                 )
-
-    def _refuse_unbuilt_axes(self) -> None:
-        for axis in ("ep", "etp"):
-            if (value := getattr(self.parallel, axis)) != 1:
-                raise ConfigError(f"parallel.{axis} = {value}: this axis is not built yet; use 1")
 
     def _refuse_settings_without_effect(self) -> None:
         """A key that differs from its default must act."""

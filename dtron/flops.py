@@ -45,32 +45,73 @@ class FlopsModel:
 
     @classmethod
     def of(cls, config: DecoderConfig) -> Self:
-        """Of a dense decoder; counts its matrices, norms and biases as the model has them."""
-        size = config.head_size
+        """Of a decoder; counts its matrices, norms and biases as the model has them."""
+        idle = (config.n_experts - config.experts_per_token) * _expert(config)
         return cls(
-            matmul_params=n_parameters(config) - config.lookup_params,
+            matmul_params=n_parameters(config)
+            - config.lookup_params
+            - config.n_expert_layers * idle,
             n_layers=config.n_layers,
             n_heads=config.n_heads,
-            qk_head_dim=size,
-            v_head_dim=size,
+            qk_head_dim=config.head_size,
+            v_head_dim=config.v_head_size,
         )
 
 
 def n_parameters(config: DecoderConfig) -> int:
     """All parameters of a decoder; a tied weight counts once."""
-    size, bias = config.head_size, int(config.bias)
-    q, kv = config.n_heads * size, config.n_kv_heads * size
-    attention = config.dim * (2 * q + 2 * kv) + bias * (q + 2 * kv + config.dim)
-    inward = 2 if ACTIVATIONS[config.activation].gated else 1
-    ffn = (inward + 1) * config.dim * config.ffn_dim
-    ffn += bias * (inward * config.ffn_dim + config.dim)
-    vectors = 2 if config.norm == "layernorm" else 1  # weight, and LayerNorm's bias
-    norms = vectors * (2 * config.dim + (2 * size if config.qk_norm else 0))
+    attention = _latent_attention(config) if config.kv_lora_rank else _attention(config)
+    attention += config.n_heads if config.sinks else 0
+    layers = config.n_layers * (attention + 2 * _norm(config, config.dim))
+    layers += config.n_dense_layers * _feed_forward(config, config.ffn_dim)
+    layers += config.n_expert_layers * _mixture(config)
     embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
     if config.positions == "learned":
         embeddings += config.max_seq_len * config.dim
-    attention += config.n_heads if config.sinks else 0
-    return config.n_layers * (attention + ffn + norms) + vectors * config.dim + embeddings
+    return layers + _norm(config, config.dim) + embeddings
+
+
+def _linear(config: DecoderConfig, inward: int, outward: int) -> int:
+    return inward * outward + (outward if config.bias else 0)
+
+
+def _norm(config: DecoderConfig, width: int) -> int:
+    return width * (2 if config.norm == "layernorm" else 1)  # weight, and LayerNorm's bias
+
+
+def _attention(config: DecoderConfig) -> int:
+    size = config.head_size
+    q, kv = config.n_heads * size, config.n_kv_heads * size
+    projections = _linear(config, config.dim, q) + 2 * _linear(config, config.dim, kv)
+    norms = 2 * _norm(config, size) if config.qk_norm else 0
+    return projections + _linear(config, q, config.dim) + norms
+
+
+def _latent_attention(config: DecoderConfig) -> int:
+    heads, rank, latent = config.n_heads, config.q_lora_rank, config.kv_lora_rank
+    q, values = heads * config.head_size, heads * config.v_head_dim
+    kv = heads * config.nope_head_dim + values
+    queries = _linear(config, config.dim, q)
+    if rank:
+        queries = _linear(config, config.dim, rank) + _norm(config, rank) + _linear(config, rank, q)
+    inward = _linear(config, config.dim, latent + config.rope_head_dim) + _norm(config, latent)
+    return queries + inward + _linear(config, latent, kv) + _linear(config, values, config.dim)
+
+
+def _feed_forward(config: DecoderConfig, width: int) -> int:
+    inward = 2 if ACTIVATIONS[config.activation].gated else 1
+    return inward * _linear(config, config.dim, width) + _linear(config, width, config.dim)
+
+
+def _expert(config: DecoderConfig) -> int:
+    return _feed_forward(config, config.expert_dim)
+
+
+def _mixture(config: DecoderConfig) -> int:
+    total = _linear(config, config.dim, config.n_experts) + config.n_experts * _expert(config)
+    if config.n_shared_experts:
+        total += _feed_forward(config, config.n_shared_experts * config.expert_dim)
+    return total + (config.dim if config.shared_gate else 0)
 
 
 def flops_per_token(model: FlopsModel, attended: float, convention: Convention) -> float:

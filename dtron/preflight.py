@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dtron.config import RunConfig, fields
+from dtron.config import RunConfig, fields, resolve_expert_degrees
 from dtron.data import (
     Tokenizer,
     TrainingSource,
@@ -29,6 +29,7 @@ from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.context import shape_of
+from dtron.parallelisms.expert import shared_dim
 from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.layout import StageNames, build_layout
 from dtron.parallelisms.pipeline import Layout
@@ -147,6 +148,7 @@ def resolve(
     config.validate_for(world_size)
     model = model_config(config.model.name, config.model.size, config.model.override)
     _check_sequence(config, model)
+    _check_experts(config, model, world_size)
     _check_tensor_parallel(config, model)
     _check_padding(config, model, world_size)
     _check_context(config, model)
@@ -266,6 +268,74 @@ def _check_context(config: RunConfig, model: DecoderConfig) -> None:
             )
 
 
+def _check_experts(config: RunConfig, model: DecoderConfig, world_size: int) -> None:
+    """Refuse what experts cannot do, and degrees that do not divide them."""
+    parallel = config.parallel
+    if parallel.async_tp and (model.n_experts or model.kv_lora_rank):
+        key = "n_experts" if model.n_experts else "kv_lora_rank"
+        raise ConfigError(
+            f"parallel.async_tp with model.{key} = {getattr(model, key)}: products of experts and "
+            "of latent attention are not fused with communication; use parallel.async_tp = false"
+        )
+    if model.full_attention_every and parallel.cp > 1:
+        raise ConfigError(
+            f"model.full_attention_every = {model.full_attention_every} with parallel.cp = "
+            f"{parallel.cp}: context parallelism has one window for all layers; use parallel.cp = 1"
+        )
+    if not model.n_experts:
+        for axis in ("ep", "etp"):
+            if (value := getattr(parallel, axis)) > 1:
+                raise ConfigError(
+                    f"parallel.{axis} = {value} has no effect without model.override.n_experts"
+                )
+        return
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.sequence_parallel = false with parallel.tp = {parallel.tp} and experts: "
+            "each rank routes tokens of its own; use true"
+        )
+    if model.capacity_factor and parallel.cp * parallel.tp > 1:
+        axis = "cp" if parallel.cp > 1 else "tp"
+        raise ConfigError(
+            f"model.override.capacity_factor = {model.capacity_factor} with parallel.{axis} = "
+            f"{getattr(parallel, axis)}: a rank would see the loads of its own tokens alone; use "
+            f"0.0 or parallel.{axis} = 1"
+        )
+    keeps_some = config.recompute.mode in ("attention", "selective")
+    if parallel.ep * parallel.etp > 1 and config.compile.enable and keeps_some:
+        raise ConfigError(
+            f'recompute.mode = "{config.recompute.mode}" with compile.enable and parallel.ep x '
+            f"parallel.etp = {parallel.ep * parallel.etp}: a block of which some results are "
+            "kept compiles whole or not at all, and experts that wait for the host break it; "
+            'use "full", or compile.enable = false'
+        )
+    _check_expert_degrees(config, model, world_size)
+
+
+def _check_expert_degrees(config: RunConfig, model: DecoderConfig, world_size: int) -> None:
+    ep, etp = config.parallel.ep, config.parallel.etp
+    split = {("ep", ep): {"n_experts": model.n_experts}}
+    split["etp", etp] = {
+        "expert_dim": model.expert_dim,
+        **({"dim": model.dim} if model.bias else {}),
+    }
+    for (axis, degree), sizes in split.items():
+        legal = [n for n in range(1, world_size + 1) if not any(v % n for v in sizes.values())]
+        for key, size in sizes.items():
+            if size % degree:
+                raise ConfigError(
+                    f"parallel.{axis} = {degree} does not divide model.{key} = {size}; use "
+                    f"{', '.join(map(str, legal))}"
+                )
+    if ep * etp * config.parallel.tp == 1:
+        return
+    ranks = resolve_expert_degrees(config.degrees(world_size), ep, etp)["edp_shard"]
+    experts, width = model.n_experts // ep, model.expert_dim // etp
+    matrix, vector = (experts, width, model.dim), (experts, width)
+    for sizes in (matrix, vector) if model.bias else (matrix,):
+        shared_dim(sizes, {0, 1} if etp > 1 else {0} if ep > 1 else set(), ranks)
+
+
 def _check_tensor_parallel(config: RunConfig, model: DecoderConfig) -> None:
     """Refuse a tp that does not divide what it splits, with the degrees that do."""
     tp = config.parallel.tp
@@ -273,6 +343,7 @@ def _check_tensor_parallel(config: RunConfig, model: DecoderConfig) -> None:
         "n_heads": model.n_heads,
         "n_kv_heads": model.n_kv_heads,
         "ffn_dim": model.ffn_dim,
+        "n_shared_experts x expert_dim": model.n_shared_experts * model.expert_dim,
     }
     legal = [n for n in range(1, model.n_heads + 1) if all(v % n == 0 for v in split.values())]
     for key, value in split.items():

@@ -62,9 +62,13 @@ class Parallel(Section):
     pp: int = Field(default=1, ge=1)
     """Pipeline parallelism: ranks that share the layers."""
     ep: int = Field(default=1, ge=1)
-    """Expert parallelism, a second view of the dp_shard x cp x tp ranks. Not built yet."""
+    """Expert parallelism: ranks of dp_shard x cp x tp that hold different experts, to which tokens
+    travel. Those it leaves share each expert's parameters as dp_shard does."""
     etp: int = Field(default=1, ge=1)
-    """Tensor parallelism inside experts, in the second view. Not built yet."""
+    """Ranks of dp_shard x cp x tp that share the width of each expert, whatever tp is."""
+    dispatcher: Literal["all_to_all"] = "all_to_all"
+    """With ep or etp > 1, how tokens get to their experts: an all-to-all each way, with one wait of
+    the host a layer."""
     zero: Literal[1, 2, 3] = 3
     """What dp_shard shards. 3: parameters, gradients, optimizer state; parameters are gathered
     for each forward and backward. 2: gradients and optimizer state; parameters are gathered once

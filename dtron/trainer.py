@@ -4,7 +4,8 @@ import functools
 import gc
 import logging
 import platform
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from dtron.models import MODELS, build_model
 from dtron.optim import build_optimizer, learning_rate
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context import Context
+from dtron.parallelisms.expert import ExpertLayers
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
 from dtron.preflight import find_checkpoint, model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
 from dtron.published import Facts, check_agreement, unreadable
+from dtron.routing import Routing
 from dtron.rundir import RunDir
 from dtron.runtime import (
     Place,
@@ -108,6 +111,8 @@ class Trainer:
         degrees = config.degrees(self.place.world_size)
         self.mesh = Mesh(
             **degrees,
+            ep=config.parallel.ep,
+            etp=config.parallel.etp,
             device_type=self.place.device.type,
             high_priority=config.parallel.high_priority,
         )
@@ -125,7 +130,9 @@ class Trainer:
         self._build_data()
         self.loss = self._build_loss()
         self.execution = build_execution(self.applied, self.checked.layout, self.mesh, self.policy)
-        has_dropout = self.checked.model.dropout > 0 or self.checked.model.attention_dropout > 0
+        self.routing = Routing.of(
+            self.applied, self.mesh, config.micro_batches(self.place.world_size)
+        )
         self.train_step = TrainStep(
             self.execution,
             self.applied,
@@ -133,7 +140,7 @@ class Trainer:
             self.optimizer,
             self.loss,
             config.train.max_grad_norm,
-            config.train.seed if has_dropout else None,
+            config.train.seed if self.checked.model.draws else None,
             self._after_update(),
         )
         self.checkpointer = Checkpointer(
@@ -182,9 +189,16 @@ class Trainer:
             layout=checked.layout,
             replicas="step",
             context=self.context,
+            experts=self._expert_layers(),
             loss=self._build_head_loss(),
         )
         return apply_passes(model, self.mesh, passes)
+
+    def _expert_layers(self) -> ExpertLayers | None:
+        if not self.checked.model.n_experts:
+            return None
+        spec = MODELS[self.config.model.name]
+        return ExpertLayers(spec.experts, self.config.parallel.dispatcher)
 
     def _build_conversion(self) -> Callable[[nn.Module], None] | None:
         plan = self.float8
@@ -195,8 +209,16 @@ class Trainer:
         return plan.placements(rows, self.mesh) if plan else dict(rows)
 
     def _after_update(self) -> Callable[[], None] | None:
-        plan = self.float8
-        return plan.gather_weights(self.applied, self.mesh) if plan else None
+        plan, routing = self.float8, self.routing
+        acts = [routing.after_update] if routing else []
+        if plan and (gather := plan.gather_weights(self.applied, self.mesh)):
+            acts.append(gather)
+
+        def act() -> None:
+            for each in acts:
+                each()
+
+        return act if acts else None
 
     def _vocabulary(self) -> VocabularyShard | None:
         if self.mesh.size("tp") == 1:
@@ -303,6 +325,7 @@ class Trainer:
             "device": device,
             "world_size": self.place.world_size,
             "mesh": self.mesh.degrees,
+            "experts": self.mesh.expert_degrees if self.checked.model.n_experts else None,
             "micro_batches": config.micro_batches(self.place.world_size),
             "context": self._context_facts(),
             "schedule": config.parallel.schedule if layout else None,
@@ -339,6 +362,10 @@ class Trainer:
         applied = self.applied
         facts, train = self.facts, self.config.train
         wide = ", ".join(f"{axis} {n}" for axis, n in facts["mesh"].items() if n > 1)
+        if facts["experts"]:
+            apart = ("edp_shard", "ep", "etp")
+            split = {axis: n for axis, n in facts["experts"].items() if axis in apart and n > 1}
+            wide += "; experts: " + (", ".join(f"{k} {n}" for k, n in split.items()) or "whole")
         if facts["context"]:
             wide += f", attention by {' and '.join(dict.fromkeys(facts['context']['methods']))}"
         log.info(
@@ -428,7 +455,7 @@ class Trainer:
         """Train on the next global batch; its result, learning rate and mean attended length."""
         config = self.config
         batches = self.loader.step()
-        attended = _attended(batches, self.checked.model.window)
+        attended = _attended(batches, self.checked.model.windows)
         self.padding += sum(batch.padding for batch in batches)
         self.padded_of += sum(batch.tokens.numel() for batch in batches)
         batches = [self._on_device(batch) for batch in batches]
@@ -481,6 +508,8 @@ class Trainer:
         if skipped := int(self.train_step.skipped):
             row["skipped"] = skipped
         row |= self.accuracy
+        if self.routing is not None:
+            row |= self.routing.read()
         if self.config.data.packing != "cut":
             row["padding"] = self._padding_share()
         if validates and (validation_loss := self._validate()) is not None:
@@ -597,13 +626,17 @@ class Trainer:
         return torch.cat(columns)
 
 
-def _attended(batches: list[Batch], window: int) -> float:
-    """Mean over tokens of the length that attention runs over: sum(L^2) / sum(L), less what a
-    window leaves out."""
+def _attended(batches: list[Batch], windows: Sequence[int]) -> float:
+    """Mean over layers and tokens of the length that attention runs over: sum(L^2) / sum(L), less
+    what the layers' windows leave out."""
     # A document of length L adds the sum over p < L of (2p + 1) = L^2; p + 1 keys are seen.
     places = [_places(batch) for batch in batches]
-    seen = [(p + 1).clamp(max=window) if window else p + 1 for p in places]
-    return sum((2 * keys.double() - 1).mean().item() for keys in seen) / len(batches)
+    total = 0.0
+    for window, layers in Counter(windows).items():
+        seen = [(p + 1).clamp(max=window) if window else p + 1 for p in places]
+        mean = sum((2 * keys.double() - 1).mean().item() for keys in seen) / len(batches)
+        total += mean * layers
+    return total / len(windows)
 
 
 def _places(batch: Batch) -> torch.Tensor:

@@ -15,12 +15,16 @@ from torch import Tensor, nn
 from dtron.errors import CheckpointError, ConfigError, nearest
 from dtron.models.attention import BACKENDS, Backend, choose_backend
 from dtron.models.config import DecoderConfig, overridden
+from dtron.models.deepseek_v3 import DEEPSEEK_V3
 from dtron.models.gpt import GPT
+from dtron.models.gpt_oss import GPT_OSS
 from dtron.models.hf import HuggingFace
 from dtron.models.hf_export import Export
 from dtron.models.hf_weights import Family, Folder, Region, whole
 from dtron.models.llama import LLAMA
+from dtron.models.mixtral import MIXTRAL
 from dtron.models.qwen3 import QWEN3
+from dtron.models.qwen3_moe import QWEN3_MOE
 from dtron.models.spec import ModelSpec
 
 __all__ = [
@@ -37,7 +41,9 @@ __all__ = [
     "to_hf",
 ]
 
-MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in (LLAMA, QWEN3, GPT)}
+MODELS: dict[str, ModelSpec] = {
+    spec.name: spec for spec in (LLAMA, QWEN3, GPT, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)
+}
 
 
 def model_config(name: str, size: str, override: Mapping[str, Any] | None = None) -> DecoderConfig:

@@ -29,18 +29,23 @@ from dtron.kernels.flash4 import flash4
 from dtron.models.config import DecoderConfig
 from dtron.models.dropout import AttentionDropout
 from dtron.models.layers import norm
-from dtron.models.rope import apply_rope
+from dtron.models.rope import apply_rope, yarn_mscale
 
 Mask = Tensor | BlockMask | Tables | None  # None: causal, nothing else
 
 
 class Core(nn.Module):
-    """Queries, keys and values to attention: what context parallelism replaces from outside."""
+    """Queries, keys and values to attention: what context parallelism replaces from outside.
 
-    def __init__(self, backend: "Backend", config: DecoderConfig):
+    Args:
+        window: of this layer, 0: none; None: the config's.
+    """
+
+    def __init__(self, backend: "Backend", config: DecoderConfig, window: int | None = None):
         super().__init__()
-        self.backend, self.scale = backend, config.head_size**-0.5
-        self.window, self.softcap = config.window, config.softcap
+        self.backend, self.scale = backend, score_scale(config)
+        self.window = config.window if window is None else window
+        self.softcap = config.softcap
         self.by_kernel = varies(config)
 
     def forward(
@@ -86,15 +91,33 @@ def varies(config: DecoderConfig) -> bool:
     return bool(config.window or config.softcap or config.sinks)
 
 
+def score_scale(config: DecoderConfig) -> float:
+    """What products of queries and keys are multiplied by: 1 / sqrt(K), and for latent attention
+    YaRN's temperature, which its rotated parts alone could not give all scores."""
+    scale = config.head_size**-0.5
+    if config.kv_lora_rank and config.rope_scaling == "yarn":
+        scale *= yarn_mscale(config.rope_scaling_factor, config.rope_mscale_all_dim) ** 2
+    return scale
+
+
 class Attention(nn.Module):
     """(B, T, D) -> (B, T, D).
 
     The number of heads is read from the projections' outputs, so that a module whose projections
     were split over heads works as it is.
+
+    Args:
+        window: of this layer, 0: none; None: the config's.
     """
 
-    def __init__(self, config: DecoderConfig, backend: "Backend"):
+    def __init__(self, config: DecoderConfig, backend: "Backend", window: int | None = None):
         super().__init__()
+        self._build_projections(config)
+        self.drop = AttentionDropout(config.attention_dropout)
+        self.core = Core(backend, config, window)
+        self.sinks = Sinks(config.n_heads) if config.sinks else None
+
+    def _build_projections(self, config: DecoderConfig) -> None:
         size = config.head_size
         q_dim, kv_dim = config.n_heads * size, config.n_kv_heads * size
         self.wq = nn.Linear(config.dim, q_dim, bias=config.bias)
@@ -104,9 +127,15 @@ class Attention(nn.Module):
         self.q_norm = norm(config, size) if config.qk_norm else None
         self.k_norm = norm(config, size) if config.qk_norm else None
         self.head_size = size
-        self.drop = AttentionDropout(config.attention_dropout)
-        self.core = Core(backend, config)
-        self.sinks = Sinks(config.n_heads) if config.sinks else None
+
+    def heads(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, D) -> q (B, T, H, K), k and v (B, T, G, K), rotated."""
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_size)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        return q, k, v
 
     def forward(self, x: Tensor, rope: Tensor | None, mask: Mask, keys: Tensor | None) -> Tensor:
         """Attend.
@@ -117,17 +146,16 @@ class Attention(nn.Module):
             mask: what the backend's `prepare` made; None: causal.
             keys: int64 (B, T) dropout keys; needed in training if attention dropout is on.
         """
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_size)) for w in (self.wq, self.wk, self.wv))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q, k, v = self.heads(x, rope)
+        width = v.shape[-1]
+        if width < q.shape[-1]:  # not every kernel takes values narrower than keys
+            v = F.pad(v, (0, q.shape[-1] - width))
         if self.drop.p and self.training:
             assert keys is not None, "attention dropout needs dropout keys"
             out = math_attention(q, k, v, mask, self.core.scale, self.drop, keys)
         else:
             out = self.core(q, k, v, mask, None if self.sinks is None else self.sinks(q))
-        return self.wo(out.flatten(-2))
+        return self.wo(out[..., :width].flatten(-2))
 
 
 def math_attention(

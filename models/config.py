@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dtron.errors import ConfigError, config_error
+from dtron.models.rules import broken_rules, either
 
 
 class DecoderConfig(BaseModel):
@@ -37,10 +38,11 @@ class DecoderConfig(BaseModel):
     multi-query attention (arXiv:2305.13245)."""
     head_dim: int = Field(default=0, ge=0)
     """Width of a head; 0: dim / n_heads."""
-    ffn_dim: int = Field(ge=1)
-    """Hidden width of the feed-forward layer."""
-    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
-    """A row of dtron.models.layers.ACTIVATIONS; swiglu and geglu have a gate projection."""
+    ffn_dim: int = Field(default=0, ge=0)
+    """Hidden width of the feed-forward layer; 0 where every layer has experts instead."""
+    activation: Literal["swiglu", "geglu", "gelu", "relu2", "clamped_swiglu"] = "swiglu"
+    """A row of dtron.models.layers.ACTIVATIONS; swiglu, geglu and clamped_swiglu have a gate
+    projection."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """A row of dtron.models.layers.NORMS."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -50,15 +52,29 @@ class DecoderConfig(BaseModel):
     qk_norm: bool = False
     """Normalise every query and key head (arXiv:2302.05442)."""
     bias: bool = False
-    """Biases in the linear layers of the blocks; the head never has one."""
+    """Biases in the linear layers of the blocks, experts and routers too; the head never has
+    one."""
     window: int = Field(default=0, ge=0)
     """Sliding window: a token attends to this many tokens, itself included (arXiv:2004.05150);
     0: to all before it."""
+    full_attention_every: int = Field(default=0, ge=0)
+    """n: of every n layers the last has no window, as in gpt-oss with 2; 0: all have it."""
     softcap: float = Field(default=0.0, ge=0)
     """c: attention scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118); 0: off."""
     sinks: bool = False
     """A learned score a head that takes part in the softmax without a value (gpt-oss,
     arXiv:2508.10925; attention sinks, arXiv:2309.17453)."""
+    kv_lora_rank: int = Field(default=0, ge=0)
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come from a
+    latent vector of this width; 0: ordinary attention."""
+    q_lora_rank: int = Field(default=0, ge=0)
+    """Latent attention: queries come from a latent vector of this width; 0: from the input."""
+    nope_head_dim: int = Field(default=0, ge=0)
+    """Latent attention: width of the part of query and key heads that is not rotated."""
+    rope_head_dim: int = Field(default=0, ge=0)
+    """Latent attention: width of the part that is rotated, whose key all heads share."""
+    v_head_dim: int = Field(default=0, ge=0)
+    """Latent attention: width of value heads, at most that of query heads."""
     positions: Literal["rope", "learned"] = "rope"
     """`rope`: queries and keys are rotated by their position (arXiv:2104.09864). `learned`: an
     embedding a position is added to the token's."""
@@ -82,6 +98,8 @@ class DecoderConfig(BaseModel):
     rope_beta_slow: float = Field(default=1.0, gt=0)
     """yarn: frequencies that turn at most this often in rope_original_context are scaled in
     full."""
+    rope_truncate: bool = True
+    """yarn: those two numbers of dimensions are rounded down and up; gpt-oss does not."""
     rope_mscale: float = Field(default=1.0, ge=0)
     """yarn: cosines and sines, and so queries and keys, are multiplied by
     (0.1 rope_mscale ln s + 1) / (0.1 rope_mscale_all_dim ln s + 1), s = rope_scaling_factor."""
@@ -94,11 +112,93 @@ class DecoderConfig(BaseModel):
     """Dropout of the embeddings and of what each attention and feed-forward layer adds."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of the attention weights; the `math` attention backend alone supports it."""
+    n_experts: int = Field(default=0, ge=0)
+    """Experts of a layer, of which each token takes some (arXiv:1701.06538); 0: all layers are
+    dense."""
+    experts_per_token: int = Field(default=0, ge=0)
+    """Experts that a token takes."""
+    expert_dim: int = Field(default=0, ge=0)
+    """Hidden width of an expert."""
+    first_dense_layers: int = Field(default=0, ge=0)
+    """Layers before the first with experts; they have ffn_dim."""
+    n_shared_experts: int = Field(default=0, ge=0)
+    """Experts that every token takes beside its own, as one layer of this many times expert_dim
+    (DeepSeekMoE, arXiv:2401.06066)."""
+    shared_gate: bool = False
+    """The shared experts' output is multiplied by a learned sigmoid a token (Qwen2-MoE)."""
+    router: Literal["softmax", "sigmoid", "topk_softmax", "sinkhorn"] = "softmax"
+    """A row of dtron.models.router.ROUTERS: how logits become experts and weights."""
+    renormalize: bool = False
+    """softmax and sigmoid: a token's weights are divided by their sum."""
+    routed_scaling: float = Field(default=1.0, gt=0)
+    """The experts' weights are multiplied by this."""
+    n_groups: int = Field(default=1, ge=1)
+    """softmax and sigmoid: groups of experts, of which a token takes top_groups and in them its
+    experts (device-limited routing, arXiv:2405.04434; 1: no groups)."""
+    top_groups: int = Field(default=1, ge=1)
+    """Groups that a token may take experts from."""
+    bias_speed: float = Field(default=0.0, ge=0)
+    """softmax and sigmoid: a bias an expert, which acts on the choice alone, moves by this after
+    each step towards even loads (auxiliary-loss-free balancing, arXiv:2408.15664); 0: no bias."""
+    balance: Literal["none", "sequence", "micro_batch", "global_batch"] = "none"
+    """An auxiliary loss for even loads (arXiv:2006.16668, 2101.03961), over what its loads are
+    counted: each sequence, a micro-batch, or all micro-batches of the step so far
+    (arXiv:2501.11873)."""
+    balance_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the balance loss; the loss is 1 where loads are even."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of the mean square of the router's log-sum-exp (ST-MoE, arXiv:2202.08906)."""
+    jitter: float = Field(default=0.0, ge=0, lt=1)
+    """In training the router's input is multiplied by uniform noise in 1 - jitter to 1 + jitter
+    (Switch Transformer, arXiv:2101.03961)."""
+    capacity_factor: float = Field(default=0.0, ge=0)
+    """An expert takes at most this times the mean load of a micro-batch, the first tokens first;
+    what is over is dropped (GShard, arXiv:2006.16668). 0: nothing is dropped."""
+    capacity_pad: bool = False
+    """Every expert computes as many rows as it may take, zeros where fewer came."""
+    force_balance: bool = False
+    """For benchmarks: experts in turn instead of those of the router, so that loads are even."""
 
     @property
     def head_size(self) -> int:
-        """Width of a head, with head_dim = 0 resolved."""
+        """Width of a query or key head, with head_dim = 0 resolved."""
+        if self.kv_lora_rank:
+            return self.nope_head_dim + self.rope_head_dim
         return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def v_head_size(self) -> int:
+        """Width of a value head."""
+        return self.v_head_dim if self.kv_lora_rank else self.head_size
+
+    @property
+    def rope_size(self) -> int:
+        """Width of the part of a head that is rotated."""
+        return self.rope_head_dim if self.kv_lora_rank else self.head_size
+
+    @property
+    def n_expert_layers(self) -> int:
+        """Layers with experts: the last ones."""
+        return self.n_layers - self.first_dense_layers if self.n_experts else 0
+
+    @property
+    def n_dense_layers(self) -> int:
+        """Layers with one feed-forward layer: the first ones."""
+        return self.n_layers - self.n_expert_layers
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each layer; 0: none."""
+        every = self.full_attention_every
+        return tuple(
+            0 if every and (layer + 1) % every == 0 else self.window
+            for layer in range(self.n_layers)
+        )
+
+    @property
+    def draws(self) -> bool:
+        """Whether training draws random numbers, for which it needs keys of tokens."""
+        return bool(self.dropout or self.attention_dropout or self.jitter)
 
     @property
     def lookup_params(self) -> int:
@@ -113,21 +213,23 @@ class DecoderConfig(BaseModel):
             legal = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
             raise ValueError(
                 f"n_kv_heads = {self.n_kv_heads} does not divide n_heads = {self.n_heads}; "
-                f"use {_either(legal)}"
+                f"use {either(legal)}"
             )
-        if self.head_dim == 0 and self.dim % self.n_heads:
+        if self.head_dim == 0 and not self.kv_lora_rank and self.dim % self.n_heads:
             below = self.dim // self.n_heads * self.n_heads
             legal = [n for n in (below, below + self.n_heads) if n]
             raise ValueError(
                 f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}; "
-                f"use {_either(legal)}, or set head_dim"
+                f"use {either(legal)}, or set head_dim"
             )
-        if self.positions == "rope" and self.head_size % 2:
+        if self.positions == "rope" and self.rope_size % 2:
+            key = "rope_head_dim" if self.kv_lora_rank else "head_dim"
             raise ValueError(
-                f"head_dim = {self.head_size} is odd, but rope rotates pairs; "
-                f"use {self.head_size + 1}"
+                f"{key} = {self.rope_size} is odd, but rope rotates pairs; use {self.rope_size + 1}"
             )
         self._check_rope_scaling()
+        for reason in broken_rules(self):
+            raise ValueError(reason)
         return self
 
     def _check_rope_scaling(self) -> None:
@@ -165,6 +267,7 @@ _ROPE_KEYS = {
     "rope_high_freq_factor": "llama3",
     "rope_beta_fast": "yarn",
     "rope_beta_slow": "yarn",
+    "rope_truncate": "yarn",
     "rope_mscale": "yarn",
     "rope_mscale_all_dim": "yarn",
 }
@@ -186,8 +289,3 @@ def overridden(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfi
             raise ConfigError(f"model.override.{first['ctx']['error']}") from None
         known = [f"model.override.{name}" for name in DecoderConfig.model_fields]
         raise config_error(error, "model.override", known) from None
-
-
-def _either(legal: list[int]) -> str:
-    *most, last = map(str, legal)
-    return f"{', '.join(most)} or {last}" if most else last

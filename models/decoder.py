@@ -1,18 +1,21 @@
 """A decoder-only transformer: embedding, blocks, norm, head.
 
-One module covers Llama, Qwen3 and GPT; a DecoderConfig says which. It is unsharded and knows no
+One module covers all families; a DecoderConfig says which. It is unsharded and knows no
 rank, mesh or process group: parallelism is applied to it from outside, by module name (FQN):
 
     embed, position_embed                              the second for learned positions
     blocks.<i>.attn_norm, .attn.{wq,wk,wv,wo}          .attn.{q_norm,k_norm} with qk_norm
+    blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the others
+    blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
+    blocks.<i>.ffn.{router,dispatch,experts,shared}    with experts (`moe.py`)
     norm, head                                         the projection to logits
 
 Given hidden states instead of tokens it goes on from there, so that a part of it works as a
 pipeline stage once the modules it lacks pass their input through (`parallelisms/stages.py`).
 Between blocks the sequence may be split over ranks: nothing there reads its length from x. Blocks
-differ in nothing but their weights and take tensors only, so that torch.compile compiles one for
-all.
+of one kind (dense or with experts, with a window or not) differ in nothing but their weights and
+take tensors only, so that torch.compile compiles one for all.
 
 Shapes: B sequences, T tokens, D = dim, V vocabulary, K = head_dim.
 Sources: arXiv:1706.03762; pre-norm arXiv:2002.04745; initialisation GPT-2, arXiv:1909.08053.
@@ -27,7 +30,9 @@ from dtron.errors import ConfigError
 from dtron.models.attention import Attention, Backend, Mask
 from dtron.models.config import DecoderConfig
 from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, Dropout, fold
+from dtron.models.latent import LatentAttention
 from dtron.models.layers import FeedForward, norm
+from dtron.models.moe import MoE
 from dtron.models.rope import rope_table
 
 INIT_STD = 0.02
@@ -36,14 +41,20 @@ INIT_STD = 0.02
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
-    def __init__(self, config: DecoderConfig, backend: Backend):
+    ffn: FeedForward | MoE
+
+    def __init__(self, config: DecoderConfig, backend: Backend, window: int = 0):
         super().__init__()
         self.attn_norm = norm(config, config.dim)
-        self.attn = Attention(config, backend)
+        attention = LatentAttention if config.kv_lora_rank else Attention
+        self.attn = attention(config, backend, window)
         self.ffn_norm = norm(config, config.dim)
-        self.ffn = FeedForward(config)
+        self.ffn = self._feed_forward(config)
         self.attn_drop = Dropout(config.dropout, ATTENTION_OUTPUT)
         self.ffn_drop = Dropout(config.dropout, FFN_OUTPUT)
+
+    def _feed_forward(self, config: DecoderConfig) -> FeedForward | MoE:
+        return FeedForward(config)
 
     def forward(
         self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
@@ -56,10 +67,39 @@ class Block(nn.Module):
             mask: what the attention backend's `prepare` made.
             dropout_keys: int64 (B, T) with this layer folded in; None without dropout.
         """
+        x = self._attended(x, rope, mask, dropout_keys)
+        return x + self.ffn_drop(self.ffn(self.ffn_norm(x)), dropout_keys)
+
+    def _attended(
+        self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
+    ) -> Tensor:
         h = self.attn(self.attn_norm(x), rope, mask, dropout_keys)
-        x = x + self.attn_drop(h, dropout_keys)
-        h = self.ffn(self.ffn_norm(x))
-        return x + self.ffn_drop(h, dropout_keys)
+        return x + self.attn_drop(h, dropout_keys)
+
+
+class ExpertBlock(Block):
+    """A block whose feed-forward layer is a mixture of experts. It gives what its router has to
+    record, since a block may run again, in recomputation, and must not count again."""
+
+    def _feed_forward(self, config: DecoderConfig) -> MoE:
+        return MoE(config)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        rope: Tensor | None,
+        mask: Mask,
+        dropout_keys: Tensor | None,
+        loads: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, D) -> (B, T, D), and counts and losses of `MoE.forward`; arguments as a Block's.
+
+        Args:
+            loads: of `Router.loads`.
+        """
+        x = self._attended(x, rope, mask, dropout_keys)
+        h, counts, losses = self.ffn(self.ffn_norm(x), dropout_keys, loads)
+        return x + self.ffn_drop(h, dropout_keys), counts, losses
 
 
 class Decoder(nn.Module):
@@ -79,7 +119,12 @@ class Decoder(nn.Module):
         )
         self.embed_drop = Dropout(config.dropout, EMBEDDING)
         self.blocks = nn.ModuleDict(
-            {str(layer): Block(config, backend) for layer in range(config.n_layers)}
+            {
+                str(layer): (Block if layer < config.n_dense_layers else ExpertBlock)(
+                    config, backend, window
+                )
+                for layer, window in enumerate(config.windows)
+            }
         )
         self.norm = norm(config, config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -114,9 +159,21 @@ class Decoder(nn.Module):
             x = self._embed(x, positions, dropout_keys)
         rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
         for layer, block in self.blocks.items():
-            x = block(x, rope, mask, self._layer_keys(dropout_keys, int(layer)))
+            x = self._through(block, x, rope, mask, self._layer_keys(dropout_keys, int(layer)))
         x = self.norm(x)
         return self.head(x) if labels is None else self.head(x, labels=labels)
+
+    def _through(
+        self, block: nn.Module, x: Tensor, rope: Tensor | None, mask: Mask, keys: Tensor | None
+    ) -> Tensor:
+        if not isinstance(block, ExpertBlock):
+            return block(x, rope, mask, keys)
+        assert isinstance(block.ffn, MoE)
+        router = block.ffn.router
+        x, counts, losses = block(x, rope, mask, keys, router.loads())
+        if self.training and torch.is_grad_enabled():
+            router.record(counts, losses)
+        return x
 
     def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
         x = self.embed(tokens)
@@ -131,9 +188,9 @@ class Decoder(nn.Module):
 
     def _layer_keys(self, keys: Tensor | None, layer: int) -> Tensor | None:
         """Dropout keys of one layer (-1: of the embedding), or None when nothing is dropped."""
-        if not self.training or not (self.config.dropout or self.config.attention_dropout):
+        if not self.training or not self.config.draws:
             return None
-        assert keys is not None, "a model with dropout needs dropout_keys in training"
+        assert keys is not None, "a model with dropout or jitter needs dropout_keys in training"
         return fold(keys, layer + 1)
 
 
@@ -145,7 +202,8 @@ def init_parameter(
 
     Matrices and embeddings are normal with standard deviation 0.02; those that write into the
     residual stream (wo, down) are divided by sqrt(2 * n_layers), so that its variance does not
-    grow with depth (GPT-2). Norms start at gamma = 1, biases at 0.
+    grow with depth (GPT-2). Norms start at gamma = 1, biases at 0. Stacked matrices of experts are
+    drawn at once.
 
     Args:
         config: of the model.
@@ -154,11 +212,12 @@ def init_parameter(
         generator: on the tensor's device.
     """
     *path, kind = fqn.split(".")
-    if kind == "bias":
+    name = path[-1] if kind in ("weight", "bias") else kind  # experts have no module a matrix
+    if kind.endswith("bias"):
         full.zero_()
-    elif path[-1].endswith("norm"):
+    elif name.endswith("norm"):
         full.fill_(0.0 if config.norm_zero_centered else 1.0)
-    elif path[-1] in ("wo", "down"):
+    elif name in ("wo", "down"):
         full.normal_(0.0, INIT_STD / math.sqrt(2 * config.n_layers), generator=generator)
     else:
         full.normal_(0.0, INIT_STD, generator=generator)

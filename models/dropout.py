@@ -16,7 +16,7 @@ Source: finaliser 21f0aaad/735a2d97 of github.com/skeeto/hash-prospector, issue 
 import torch
 from torch import Tensor, nn
 
-ATTENTION_WEIGHTS, ATTENTION_OUTPUT, FFN_OUTPUT, EMBEDDING = range(4)  # sites of dropout
+ATTENTION_WEIGHTS, ATTENTION_OUTPUT, FFN_OUTPUT, EMBEDDING, ROUTER = range(5)  # sites
 
 _LOW = 0xFFFFFFFF
 _INCREMENT = 0x1E3779B9  # keeps the mixer away from its fixed point mix(0) = 0
@@ -53,8 +53,18 @@ def token_keys(seed: int, step: int | Tensor, sequence: Tensor, positions: Tenso
 
 def keep_mask(p: float, keys: Tensor, site: int, n_features: int) -> Tensor:
     """Which of n_features elements of each key stay: int64 (...) -> bool (..., n_features)."""
+    return _draws(keys, site, n_features) >= round(p * 2**32)
+
+
+def uniform(keys: Tensor, site: int, n_features: int) -> Tensor:
+    """Noise in [0, 1) for n_features elements of each key: int64 (...) -> float32
+    (..., n_features)."""
+    return (_draws(keys, site, n_features) >> 8).float() * 2**-24  # as many bits as float32 has
+
+
+def _draws(keys: Tensor, site: int, n_features: int) -> Tensor:
     features = fold(torch.arange(n_features, device=keys.device), site)
-    return mix(keys.unsqueeze(-1) ^ features) >= round(p * 2**32)
+    return mix(keys.unsqueeze(-1) ^ features)
 
 
 def dropout(x: Tensor, p: float, keys: Tensor, site: int) -> Tensor:

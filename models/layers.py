@@ -1,7 +1,8 @@
 """Norms and feed-forward layers of a transformer block, and the tables that name them.
 
 Shapes: B sequences, T tokens, D width, F hidden width of the feed-forward layer.
-Sources: RMSNorm arXiv:1910.07467; gated units arXiv:2002.05202; squared ReLU arXiv:2109.08668.
+Sources: RMSNorm arXiv:1910.07467; gated units arXiv:2002.05202; squared ReLU arXiv:2109.08668;
+clamped SwiGLU arXiv:2508.10925.
 """
 
 from collections.abc import Callable
@@ -65,10 +66,16 @@ def norm(config: DecoderConfig, dim: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Activation:
-    """Nonlinearity f of a feed-forward layer: down(f(gate(x)) * up(x)), or down(f(up(x)))."""
+    """Nonlinearity f of a feed-forward layer: down(f(gate(x)) * u(up(x))), or down(f(up(x)))."""
 
     function: Callable[[Tensor], Tensor]
     gated: bool
+    linear: Callable[[Tensor], Tensor] | None = None
+    """u; None: nothing."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """f(gate) * u(up) of tensors of one shape."""
+        return self.function(gate) * (up if self.linear is None else self.linear(up))
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -80,28 +87,42 @@ def _relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def _clamped_silu(x: Tensor) -> Tensor:
+    # x sigmoid(1.702 x) is GELU's approximation by a sigmoid; both constants as gpt-oss has them.
+    x = x.clamp(max=7.0)
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _clamped_linear(x: Tensor) -> Tensor:
+    return x.clamp(-7.0, 7.0) + 1
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "swiglu": Activation(F.silu, gated=True),
     "geglu": Activation(_gelu, gated=True),
     "gelu": Activation(_gelu, gated=False),
     "relu2": Activation(_relu2, gated=False),
+    "clamped_swiglu": Activation(_clamped_silu, gated=True, linear=_clamped_linear),
 }
 
 
 class FeedForward(nn.Module):
-    """(B, T, D) -> (B, T, F) -> (B, T, D), the same for every token."""
+    """(B, T, D) -> (B, T, F) -> (B, T, D), the same for every token.
 
-    def __init__(self, config: DecoderConfig):
+    Args:
+        width: F; None: ffn_dim.
+    """
+
+    def __init__(self, config: DecoderConfig, width: int | None = None):
         super().__init__()
-        activation = ACTIVATIONS[config.activation]
-        if activation.gated:
-            self.gate = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
-        self.up = nn.Linear(config.dim, config.ffn_dim, bias=config.bias)
-        self.down = nn.Linear(config.ffn_dim, config.dim, bias=config.bias)
-        self.function = activation.function
-        self.gated = activation.gated
+        self.activation = ACTIVATIONS[config.activation]
+        width = width or config.ffn_dim
+        if self.activation.gated:
+            self.gate = nn.Linear(config.dim, width, bias=config.bias)
+        self.up = nn.Linear(config.dim, width, bias=config.bias)
+        self.down = nn.Linear(width, config.dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gated:
-            return self.down(self.function(self.gate(x)) * self.up(x))
-        return self.down(self.function(self.up(x)))
+        if self.activation.gated:
+            return self.down(self.activation(self.gate(x), self.up(x)))
+        return self.down(self.activation.function(self.up(x)))

@@ -6,7 +6,8 @@ any order of tokens works (packed documents, context parallelism). Halves are ro
 each other (element i with i + head_dim / 2), as in Hugging Face checkpoints, not even against
 odd elements as in the original paper; the two differ by a permutation of wq's and wk's rows.
 
-Shapes: B sequences (1 where all share positions), T tokens, H heads, K = head_dim.
+Shapes: B sequences (1 where all share positions), T tokens, H heads, K = head_dim (of latent
+attention rope_head_dim).
 Sources: arXiv:2104.09864; context extension of Llama 3.1: arXiv:2407.21783, YaRN:
 arXiv:2309.00071, its two temperatures: DeepSeek-V3, arXiv:2412.19437, and its released code.
 """
@@ -29,14 +30,17 @@ def _llama3(config: DecoderConfig, frequencies: Tensor) -> Tensor:
 
 def _yarn(config: DecoderConfig, frequencies: Tensor) -> Tensor:
     """By the number of the dimension, linearly from the one that turns beta_fast times within the
-    original context, rounded down, to the one that turns beta_slow times, rounded up."""
+    original context, rounded down, to the one that turns beta_slow times, rounded up (both as they
+    are without rope_truncate)."""
 
     def dimension(turns: float) -> float:
         wavelength = config.rope_original_context / (turns * 2 * math.pi)
-        return config.head_size * math.log(wavelength) / (2 * math.log(config.rope_theta))
+        return config.rope_size * math.log(wavelength) / (2 * math.log(config.rope_theta))
 
-    first = max(math.floor(dimension(config.rope_beta_fast)), 0)
-    last = min(math.ceil(dimension(config.rope_beta_slow)), config.head_size - 1)
+    first, last = dimension(config.rope_beta_fast), dimension(config.rope_beta_slow)
+    if config.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.rope_size - 1)
     last = max(last, first + 0.001)  # a step, where all dimensions are on one side
     index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
     return 1 - ((index - first) / (last - first)).clamp(0, 1)
@@ -49,7 +53,7 @@ the fastest to 0 of the slowest; the rest is divided by the factor."""
 
 def rope_frequencies(config: DecoderConfig, device: torch.device) -> Tensor:
     """Angle a token, float32 (K / 2,), from fastest to slowest, scaled as the config says."""
-    size = config.head_size
+    size = config.rope_size
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     frequencies = 1.0 / config.rope_theta**exponents
     if config.rope_scaling_factor == 1:

@@ -12,16 +12,19 @@ from dtron.models.decoder import Decoder, init_parameter
 from dtron.models.hf import HuggingFace
 from dtron.models.layers import ACTIVATIONS
 from dtron.parallelisms.placement import (
+    Placement,
     Replicate,
     Row,
     Shard,
     Unit,
     colwise,
+    experts,
     heads,
     prepare_input,
     replicate,
     rowwise,
     sequence,
+    whole_input,
 )
 
 
@@ -55,29 +58,77 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "position_embed": looked_up,
         "embed_drop": keyed,
         "blocks.*.attn_norm": tokenwise,
-        "blocks.*.attn": prepare_input(between),
-        "blocks.*.attn.w[qkv]": colwise(),
-        "blocks.*.attn.[qk]_norm": heads(),
+        **(_latent_rows if config.kv_lora_rank else _attention_rows)(config, between, tokenwise),
         "blocks.*.attn.sinks": heads(),
         "blocks.*.attn.drop": heads(dim=1),
         "blocks.*.attn.wo": rowwise(output=between),
         "blocks.*.attn_drop": keyed,
         "blocks.*.ffn_norm": tokenwise,
-        "blocks.*.ffn": prepare_input(between),
-        "blocks.*.ffn.gate": colwise(),
-        "blocks.*.ffn.up": colwise(),
-        "blocks.*.ffn.down": rowwise(output=between),
+        **_feed_forward_rows(config, between),
+        **(_expert_rows(config, between, tokenwise, keyed) if config.n_experts else {}),
         "blocks.*.ffn_drop": keyed,
         "norm": tokenwise,
         "head": colwise(inputs=between),
     }
     absent = {
         "position_embed": config.positions != "learned",
-        "blocks.*.attn.[qk]_norm": not config.qk_norm,
         "blocks.*.attn.sinks": not config.sinks,
-        "blocks.*.ffn.gate": not ACTIVATIONS[config.activation].gated,
     }
     return {pattern: row for pattern, row in rows.items() if not absent.get(pattern)}
+
+
+def _attention_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -> dict[str, Row]:
+    norms = {"blocks.*.attn.[qk]_norm": heads()} if config.qk_norm else {}
+    return {
+        "blocks.*.attn": prepare_input(between),
+        "blocks.*.attn.w[qkv]": colwise(),
+        **norms,
+    }
+
+
+def _latent_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -> dict[str, Row]:
+    """Narrow products see the rank's tokens alone; it is the narrow vectors that are gathered."""
+    queries = {"blocks.*.attn.wq": colwise(inputs=between)}
+    if config.q_lora_rank:
+        queries = {
+            "blocks.*.attn.wq_a": tokenwise,
+            "blocks.*.attn.q_a_norm": tokenwise,
+            "blocks.*.attn.wq_b": colwise(inputs=between),
+        }
+    return {
+        **queries,
+        "blocks.*.attn.wkv_a": tokenwise,
+        "blocks.*.attn.kv_a_norm": tokenwise,
+        "blocks.*.attn.wkv_b": colwise(inputs=between),
+        "blocks.*.attn.k_rope": whole_input(between),
+    }
+
+
+def _neurons(prefix: str, config: DecoderConfig, between: Placement) -> dict[str, Row]:
+    gate = {f"{prefix}.gate": colwise()} if ACTIVATIONS[config.activation].gated else {}
+    return {**gate, f"{prefix}.up": colwise(), f"{prefix}.down": rowwise(output=between)}
+
+
+def _feed_forward_rows(config: DecoderConfig, between: Placement) -> dict[str, Row]:
+    if not config.n_experts:
+        return {"blocks.*.ffn": prepare_input(between), **_neurons("blocks.*.ffn", config, between)}
+    if not config.n_dense_layers:
+        return {}
+    dense = {f"blocks.{i}.ffn": prepare_input(between) for i in range(config.n_dense_layers)}
+    return {**dense, **_neurons("blocks.*.ffn", config, between)}
+
+
+def _expert_rows(
+    config: DecoderConfig, between: Placement, tokenwise: Row, keyed: Row
+) -> dict[str, Row]:
+    """A rank routes its own tokens; shared experts split as any feed-forward layer."""
+    rows = {"blocks.*.ffn.router": keyed, "blocks.*.ffn.experts": experts()}
+    if config.n_shared_experts:
+        shared = "blocks.*.ffn.shared"
+        rows |= {shared: prepare_input(between), **_neurons(shared, config, between)}
+    if config.shared_gate:
+        rows["blocks.*.ffn.shared_gate"] = tokenwise
+    return rows
 
 
 @dataclass(frozen=True)
@@ -105,3 +156,5 @@ class ModelSpec:
     """Modules of gate, up and down, for float8."""
     hf: HuggingFace | None = None
     """What it is called in Hugging Face's format; None: it has no name there."""
+    experts: str = "blocks.*.ffn.experts"
+    """Modules with stacked experts, for expert parallelism."""

@@ -7,6 +7,7 @@ if __name__ == "parallelisms":
     )
 
 from dtron.parallelisms.context import Context, ContextAttention, Split
+from dtron.parallelisms.expert import ExpertLayers
 from dtron.parallelisms.fsdp import Policy, begin_micro_batch
 from dtron.parallelisms.gradients import (
     clip_scale,
@@ -19,18 +20,21 @@ from dtron.parallelisms.placement import (
     Replicate,
     Shard,
     colwise,
+    experts,
     heads,
     prepare_input,
     prepare_output,
     replicate,
     rowwise,
     sequence,
+    whole_input,
 )
 from dtron.parallelisms.plugin import PipelinedModel, parallelize, pipeline
 
 __all__ = [
     "Context",
     "ContextAttention",
+    "ExpertLayers",
     "Mesh",
     "PipelinedModel",
     "Policy",
@@ -40,6 +44,7 @@ __all__ = [
     "begin_micro_batch",
     "clip_scale",
     "colwise",
+    "experts",
     "global_norm",
     "heads",
     "parallelize",
@@ -51,4 +56,5 @@ __all__ = [
     "rowwise",
     "scale_or_zero_",
     "sequence",
+    "whole_input",
 ]

@@ -1,8 +1,8 @@
 """The one place that states the order in which a plain model becomes a parallel one.
 
     model on meta -> float8 -> padded vocabulary -> cut into stages -> for each stage:
-        tensor parallel -> context parallel -> deferred weight gradients -> loss in the head
-        -> recompute and compile -> offload -> fsdp -> storage -> weights
+        tensor parallel -> expert parallel -> context parallel -> deferred weight gradients
+        -> loss in the head -> recompute and compile -> offload -> fsdp -> storage -> weights
     -> optimizer
 
 Patterns are checked on the whole model, before a stage lacks a part of it. Selective recomputation
@@ -11,7 +11,7 @@ both and sees what they keep. FSDP is outside, so that its hooks are not compile
 place and keep every parameter's FQN.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from dtron.parallelisms.compile import compile_blocks
 from dtron.parallelisms.context import Context, apply_context
 from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
 from dtron.parallelisms.execution import Accumulation, Execution
+from dtron.parallelisms.expert import ExpertLayers, apply_experts, stands_apart, waits_for_host
 from dtron.parallelisms.fsdp import DTYPES, Policy, free_gathered, shard
 from dtron.parallelisms.gradients import reduce_replicas
 from dtron.parallelisms.head_loss import HeadLoss, attach_loss
@@ -40,6 +41,7 @@ from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.parallelisms.pipeline import Layout, Pipeline
 from dtron.parallelisms.placement import (
     Unit,
+    experts,
     present,
     refuse_shared_parameters,
     select,
@@ -85,6 +87,8 @@ class Passes:
     loss: tuple[str, HeadLoss] | None = None
     """FQN of the head, and what computes the summed loss in its call, where the model is called
     with labels."""
+    experts: ExpertLayers | None = None
+    """Which modules are experts, in a model that has some."""
     smallest_offload: int = SMALLEST
     """Bytes below which what blocks keep stays on the device, where it is offloaded."""
 
@@ -171,6 +175,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         [list(unit) for unit in units],
         _blocks(model, passes),
         _cores(model, mesh, passes),
+        _experts(model, mesh, passes, units),
         made,
         padded,
         pieces,
@@ -220,6 +225,8 @@ class _Whole:
     """FQNs of the blocks to recompute, compile and offload, in order."""
     cores: list[str]
     """FQNs of the modules that attend, in order; none where cp is 1."""
+    experts: list[str]
+    """FQNs of the experts that have a mesh of their own."""
     made: Plan
     padded: Mapping[str, int]
     pieces: Cut
@@ -241,6 +248,9 @@ def _apply_to_part(
         eager = fused is not None and not passes.compile.enable
         overlapped = _without_loss(held, passes) if eager else ()
         apply_tensor_parallel(part, mesh.flat("tp"), whole.made, passes.replicas, overlapped)
+    apart = {name: held[name] for name in whole.experts if name in held}
+    if passes.experts is not None and apart:
+        apply_experts(apart, passes.experts, mesh)
     if passes.context is not None and whole.cores:
         cores = [(i, held[name]) for i, name in enumerate(whole.cores) if name in held]
         apply_context(cores, passes.context, mesh.size("cp"), mesh.context, mesh.device_type)
@@ -249,7 +259,8 @@ def _apply_to_part(
         head, loss = passes.loss
         attach_loss(held[head], loss)
     blocks = [(i, name, held[name]) for i, name in enumerate(whole.blocks) if name in held]
-    recomputed, compiled = _wrap_blocks(blocks, mesh, passes, fused, offload)
+    broken = {block for block in whole.blocks if waits_for_host(block, apart, mesh)}
+    recomputed, compiled = _wrap_blocks(blocks, mesh, passes, fused, offload, broken)
     if offload is not None:
         offload.attach(stage, [block for _, _, block in blocks])
     if compiled:
@@ -267,6 +278,7 @@ def _apply_to_part(
         DTYPES[passes.dtype],
         by_columns,
         keep_last=passes.layout is None,
+        experts=apart.values(),
     )
     if passes.init is not None:
         seed, fill = passes.init
@@ -287,6 +299,7 @@ def _wrap_blocks(
     passes: Passes,
     fused: FusedOps | None,
     offload: Offload | None,
+    broken: Collection[str],
 ) -> tuple[int, list[str]]:
     """Recompute and compile (index in the model, FQN, block); how many recompute, which compile."""
     options: Mapping[str, Any] = {}
@@ -299,13 +312,13 @@ def _wrap_blocks(
     if passes.recompute.mode == "full":
         # A block that is recomputed whole is compiled inside: torch 2.13 cannot save the mesh of a
         # DTensor for a compiled block that holds its own recomputation.
-        compiled = compile_blocks(named, passes.compile, options, forward_only=True)
+        compiled = compile_blocks(named, passes.compile, options, True, broken)
         return apply_recompute(numbered, passes.recompute, passes.keep_rng), compiled
     # What a compiled graph keeps is offloaded as any block's; what is kept eagerly is in a cache.
     watch = offload.watch if offload is not None and not passes.compile.enable else None
     recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng, watch)
     forward_only = offload is not None
-    return recomputed, compile_blocks(named, passes.compile, options, forward_only)
+    return recomputed, compile_blocks(named, passes.compile, options, forward_only, broken)
 
 
 def _check_axes(mesh: Mesh, passes: Passes) -> None:
@@ -317,11 +330,25 @@ def _check_axes(mesh: Mesh, passes: Passes) -> None:
     for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp"):
         if (asked := getattr(passes.parallel, axis)) not in (-1, 1, mesh.degrees[axis]):
             raise ConfigError(f"parallel.{axis} = {asked} on a mesh of {mesh.degrees[axis]}")
+    for axis in ("ep", "etp"):
+        if (asked := getattr(passes.parallel, axis)) not in (1, mesh.expert_degrees[axis]):
+            raise ConfigError(f"parallel.{axis} = {asked} on a mesh of {mesh.expert_degrees[axis]}")
+    if mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1 and passes.experts is None:
+        raise ConfigError(
+            f"ep x etp = {mesh.expert_degrees['ep'] * mesh.expert_degrees['etp']} needs `experts`: "
+            'which modules are split, such as ExpertLayers("blocks.*.experts")'
+        )
+    if mesh.size("tp") > 1 and passes.experts is None and experts() in _rows(passes):
+        raise ConfigError("a row experts() needs `experts`: which modules are stacked experts")
     if mesh.size("tp") > 1 and not passes.placements:
         raise ConfigError(
             f"tp = {mesh.size('tp')} needs `placements`: rows such as "
             '{"blocks.*.up": colwise(), "blocks.*.down": rowwise()}'
         )
+
+
+def _rows(passes: Passes) -> list[Any]:
+    return list((passes.placements or {}).values())
 
 
 def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
@@ -357,6 +384,22 @@ def _cores(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:
     for shape in passes.context.layouts(mesh.size("cp")).values():
         mesh.context(shape.inner)  # made by all ranks together, whatever their stages have
     return cores
+
+
+def _experts(
+    model: nn.Module, mesh: Mesh, passes: Passes, units: Sequence[Collection[str]]
+) -> list[str]:
+    """FQNs of the experts; none where they are sharded as all else is."""
+    if passes.experts is None or not stands_apart(mesh):
+        return []
+    mesh.expert_group()  # made by all ranks together, whatever their stages have
+    found = list(select(model, passes.experts.experts))
+    if own := [name for unit in units for name in unit if name in found]:
+        raise ConfigError(
+            f"{own[0]} is a unit, but experts are gathered with what they are inside of; name "
+            "their block in `units`, or leave them out"
+        )
+    return found
 
 
 def _block_pattern(units: Unit | Sequence[Unit], blocks: str | None) -> str:

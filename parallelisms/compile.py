@@ -1,10 +1,11 @@
 """torch.compile, block by block: all blocks share one compiled graph, so that start-up stays short.
 
-The graph must be whole (`fullgraph`): a break would be silent and slow. FSDP's hooks stay outside,
-around the block.
+The graph must be whole (`fullgraph`): a break would be silent and slow. Only experts on other ranks
+break it, since the host has to know how many rows to send. FSDP's hooks stay outside, around the
+block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ def compile_blocks(
     options: Compile,
     inductor_options: Mapping[str, Any] | None = None,
     forward_only: bool = False,
+    broken: Collection[str] = (),
 ) -> list[str]:
     """Compile each block in place, for static shapes.
 
     Args:
         inductor_options: options of the inductor backend; no other backend has them.
+        broken: FQNs of blocks that wait for the host, at which their graph breaks.
         forward_only: compile the block's `forward`, which may then be wrapped, not its call.
     Returns:
         FQNs of what was compiled, for the log.
@@ -31,9 +34,10 @@ def compile_blocks(
         return []
     chosen = dict(inductor_options or {}) if options.backend == "inductor" else {}
     settings: dict[str, Any] = {"backend": options.backend, "options": chosen or None}
-    for block in blocks.values():
+    for name, block in blocks.items():
+        settings["fullgraph"] = name not in broken
         if forward_only:
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, **settings)
+            block.forward = torch.compile(block.forward, dynamic=False, **settings)
         else:
-            block.compile(fullgraph=True, dynamic=False, **settings)
+            block.compile(dynamic=False, **settings)
     return list(blocks)

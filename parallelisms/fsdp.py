@@ -13,11 +13,15 @@ fp32 master weights are the shards themselves (4N/d); gathering casts them to th
 Gradients are *summed*: the loss is already divided by the global number of tokens, so FSDP's own
 division is turned off here, in one place.
 
+Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, and of its result
+_pre_forward, _post_forward and the handles of their hooks.
+
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from dtron.config import Parallel
+from dtron.parallelisms.expert import fsdp_dim
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 from dtron.parallelisms.reduction import AllToAllSum
 
@@ -59,6 +64,7 @@ def shard(
     dtype: torch.dtype,
     by_columns: Collection[nn.Parameter] = (),
     keep_last: bool = True,
+    experts: Collection[nn.Module] = (),
 ) -> None:
     """Apply FSDP2 to every group of modules and then to the root, in place.
 
@@ -67,6 +73,8 @@ def shard(
         keep_last: the last group's backward follows its forward at once, as in a model that is not
             a pipeline stage: freeing it would gather it twice.
         groups: modules that are gathered together, in the order of their forward.
+        experts: modules that are gathered over edp_shard, with the module of a group they are
+            inside of, or with the root.
         dtype: compute dtype of gathered parameters. Parameters stay in their own dtype.
     """
     policy = Policy.of(parallel, mesh)
@@ -82,9 +90,14 @@ def shard(
     def placement(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if id(parameter) in columns else None
 
+    order: list[list[nn.Module]] = []
     for group in groups:
         reshard = policy.reshard_after_forward and not (keep_last and group is groups[-1])
         modules = list(group) if len(group) > 1 else group[0]
+        inside = [(m, block) for block in group for m in block.modules() if m in experts]
+        for module, block in inside:
+            _shard_experts(module, block, mesh, reshard, precision)
+        order.append([group[0], *(module for module, _ in inside)])
         fully_shard(
             modules,  # type: ignore[arg-type]
             mesh=device_mesh,
@@ -92,6 +105,9 @@ def shard(
             mp_policy=precision,
             shard_placement_fn=placement,
         )
+    for module in experts:
+        if not isinstance(module, FSDPModule):  # in no group: gathered with the root
+            _shard_experts(module, model, mesh, False, precision)
     fully_shard(
         model,
         mesh=device_mesh,
@@ -102,9 +118,37 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module)
-            if parallel.reduce_by == "all_to_all":
+            alone = module in experts and mesh.expert_degrees["edp_shard"] == 1
+            if parallel.reduce_by == "all_to_all" and not alone:
                 module.set_custom_reduce_scatter(AllToAllSum(dtype))
-    _prefetch([group[0] for group in groups], parallel.prefetch)
+    _prefetch(order, parallel.prefetch)
+
+
+def _shard_experts(
+    module: nn.Module,
+    block: nn.Module,
+    mesh: Mesh,
+    reshard: bool,
+    precision: MixedPrecisionPolicy,
+) -> None:
+    """Share experts over edp_shard, gathered and freed with the block they are in.
+
+    What a block computes may be compiled, or computed again with some of its results kept, and
+    neither can have communication of parameters in it.
+    """
+    ranks = mesh.expert_degrees["edp_shard"]
+    unit = fully_shard(
+        module,
+        mesh=mesh.sharing_experts(),
+        reshard_after_forward=reshard and ranks > 1,
+        mp_policy=precision,
+        shard_placement_fn=lambda parameter: Shard(fsdp_dim(parameter, ranks)),
+    )
+    state: Any = unit._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    block.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    block.register_forward_hook(state._post_forward)
 
 
 def _data_mesh(mesh: Mesh) -> DeviceMesh:
@@ -120,16 +164,22 @@ def _sum_gradients(module: FSDPModule) -> None:
     module.set_gradient_divide_factor(1.0)
 
 
-def _prefetch(modules: Sequence[nn.Module], depth: int) -> None:
-    """Gather the next `depth` units while one computes, forwards and backwards."""
-    for i, module in enumerate(modules):
+def _prefetch(order: Sequence[Sequence[nn.Module]], depth: int) -> None:
+    """Gather the next `depth` units while one computes, forwards and backwards.
+
+    Args:
+        order: units in that of the forward, each with those that are gathered with it.
+    """
+    for i, (module, *others) in enumerate(order):
         assert isinstance(module, FSDPModule), "units are sharded before prefetch is set"
-        ahead = list(modules[i + 1 : i + 1 + depth])
-        behind = list(reversed(modules[max(0, i - depth) : i]))
+        ahead = [m for unit in order[i + 1 : i + 1 + depth] for m in unit]
+        behind = [m for unit in reversed(order[max(0, i - depth) : i]) for m in unit]
         module.set_modules_to_forward_prefetch(ahead)  # type: ignore[arg-type]
         # An empty list would turn on FSDP's own order, which under accumulation gathers the last
         # unit of the micro-batch before; a unit that is there already costs nothing.
         module.set_modules_to_backward_prefetch(behind or [module])  # type: ignore[arg-type]
+        for other in others:
+            other.set_modules_to_backward_prefetch([other])  # type: ignore[operator]
 
 
 def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:

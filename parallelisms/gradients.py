@@ -94,6 +94,8 @@ def _owned(parameter: Tensor, mesh: Mesh) -> bool:
         if any(c > 0 and p.is_replicate() for c, p in axes):
             return False
     covered = {axis for name in names for axis in axes_of(name)}
+    if "edp_shard" in covered:  # with ep and etp, which have what it leaves
+        covered |= {"dp_shard", "cp", "tp"}
     return all(mesh.rank(axis) == 0 for axis in DEGREES if axis not in covered)
 
 

@@ -7,6 +7,8 @@ degree 1.
     batch axes  dp_replicate, dp_shard       ranks that read different sequences
     fsdp axes   dp_shard, cp                 ranks that share parameters and optimizer state
     loss axes   dp_replicate, dp_shard, cp   ranks that hold different tokens
+    micro axes  cp, tp                           ranks whose routers share a micro-batch
+    token axes  the loss axes, tp                ranks whose routers see different tokens
     share axes  pp and the loss axes         ranks whose shares make up the loss
 
 Experts see the same ranks by other axes, `Mesh.experts`: pp, dp_replicate, edp_shard, ep, etp.
@@ -25,6 +27,8 @@ from dtron.errors import ConfigError
 BATCH_AXES: tuple[Degree, ...] = ("dp_replicate", "dp_shard")
 FSDP_AXES: tuple[Degree, ...] = ("dp_shard", "cp")
 LOSS_AXES: tuple[Degree, ...] = ("dp_replicate", "dp_shard", "cp")
+MICRO_AXES: tuple[Degree, ...] = ("cp", "tp")
+TOKEN_AXES: tuple[Degree, ...] = (*LOSS_AXES, "tp")
 SHARE_AXES: tuple[Degree, ...] = ("pp", *LOSS_AXES)
 _JOIN = "+"  # between the axes of a flattened mesh, in its name
 
@@ -87,6 +91,7 @@ class Mesh:
         self._override_of_context = inside or None
         self.expert_degrees = resolve_expert_degrees(self.degrees, ep, etp)
         self._experts: DeviceMesh | None = None
+        self._split_experts: DeviceMesh | None = None
         self._flat: dict[tuple[Degree, ...], DeviceMesh] = {}
         self._context: dict[int, DeviceMesh] = {}
 
@@ -100,6 +105,18 @@ class Mesh:
                 self.device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
             )
         return self._experts
+
+    def expert_group(self) -> dist.ProcessGroup:
+        """The process group over ep x etp, etp being the innermost."""
+        if self._split_experts is None:
+            self._split_experts = self.experts["ep", "etp"]._flatten(_JOIN.join(("ep", "etp")))
+        return self._split_experts.get_group()
+
+    def sharing_experts(self) -> DeviceMesh:
+        """(dp_replicate, edp_shard) where there are replicas, else (edp_shard,)."""
+        if self.degrees["dp_replicate"] == 1:
+            return self.experts["edp_shard"]
+        return self.experts["dp_replicate", "edp_shard"]
 
     def context(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """The cp axis as blocks of `inner` neighbours: the process group of this rank's place in
@@ -157,7 +174,9 @@ class Mesh:
         world = dist.group.WORLD
         names: dict[str, str] = {str(world.group_name): "world"} if world else {}
         for label, mesh in self._labelled():
-            names[str(mesh.get_group().group_name)] = label
+            name = str(mesh.get_group().group_name)
+            # One of all ranks is shared by all that ask for it: the first axis names it.
+            names[name] = label if names.get(name, "world") == "world" else names[name]
         return names
 
     def _labelled(self) -> Iterator[tuple[str, DeviceMesh]]:
@@ -166,6 +185,10 @@ class Mesh:
         yield from ((_JOIN.join(axes), mesh) for axes, mesh in self._flat.items())
         for mesh in self._context.values():
             yield from ((axis, mesh[axis]) for axis in ("cp_outer", "cp_inner"))
+        if self._experts is not None:
+            yield from ((axis, self._experts[axis]) for axis in ("edp_shard", "ep", "etp"))
+        if self._split_experts is not None:
+            yield _JOIN.join(("ep", "etp")), self._split_experts
 
 
 def _high_priority() -> Any:

@@ -25,6 +25,7 @@ __all__ = [
     "Shard",
     "Unit",
     "colwise",
+    "experts",
     "first_tensor",
     "heads",
     "matches",
@@ -38,6 +39,7 @@ __all__ = [
     "select_parameters",
     "select_units",
     "sequence",
+    "whole_input",
 ]
 
 Unit = str | tuple[str, ...]
@@ -135,6 +137,11 @@ def replicate() -> Row:
     return Row("replicate")
 
 
+def experts() -> Row:
+    """Stacked experts, which expert parallelism splits by axes of its own (`expert.py`)."""
+    return Row("experts")
+
+
 def prepare_input(
     layout: Placement, desired: Placement = Replicate(), argument: int | str = 0
 ) -> Row:
@@ -145,6 +152,12 @@ def prepare_input(
         argument: the tensor's position, keywords counting in the order of the call, or its keyword.
     """
     return Row("prepare_input", layout, desired, argument)
+
+
+def whole_input(layout: Placement, argument: int | str = 0) -> Row:
+    """Bring an input of a module from `layout` to all ranks whole, as a plain local tensor. The
+    ranks' gradients of it are parts of a sum, which the backward sums up or reduce-scatters."""
+    return Row("prepare_whole", layout, Replicate(), argument)
 
 
 def prepare_output(layout: Placement, desired: Placement) -> Row:

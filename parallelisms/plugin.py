@@ -20,6 +20,7 @@ from dtron.errors import ConfigError
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context import Context
 from dtron.parallelisms.execution import Execution, MicroBatch
+from dtron.parallelisms.expert import ExpertLayers
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.gradients import clip_scale, global_norm, scale_or_zero_
 from dtron.parallelisms.initialize import Initializer
@@ -49,6 +50,7 @@ def parallelize(
     init: tuple[int, Initializer] | None = None,
     convert: Callable[[nn.Module], None] | None = None,
     context: Context | None = None,
+    experts: ExpertLayers | None = None,
 ) -> AnyModule:
     """Parallelise any module over a mesh, in place, and return it.
 
@@ -75,12 +77,14 @@ def parallelize(
         convert: a pass over the unsharded model that comes first (float8).
         context: which modules attend, and how they get at the tokens of other ranks. Needed where
             cp > 1: there a rank calls the model with its part of each sequence, as `Split` cuts it.
+        experts: which modules are stacked experts. Needed where ep or etp > 1, and for a row
+            `experts()`.
 
     Raises:
         PlacementError: a pattern matches nothing, a parameter is covered by no row or shared by
             modules of different units, or tp does not divide what a row splits.
-        ConfigError: pp > 1 (use `pipeline`), an axis of the mesh is not built yet, or a model on
-            the meta device comes without `init`.
+        ConfigError: pp > 1 (use `pipeline`), a mesh with cp, ep or etp comes without `context` or
+            `experts`, or a model on the meta device without `init`.
     """
     _refuse_without_effect(parallel)
     if mesh.size("pp") > 1:
@@ -97,6 +101,7 @@ def parallelize(
         convert,
         keep_rng=True,
         context=context,
+        experts=experts,
     )
     apply_passes(model, mesh, passes)
     return model
@@ -107,6 +112,7 @@ _TRAINERS_KEYS = (
     "sequence_parallel",
     "cp_method",
     "cp_inner",
+    "dispatcher",
     "async_tp",
     "schedule",
     "stages_per_rank",
@@ -142,6 +148,7 @@ def pipeline(
     init: tuple[int, Initializer] | None = None,
     convert: Callable[[nn.Module], None] | None = None,
     context: Context | None = None,
+    experts: ExpertLayers | None = None,
 ) -> "PipelinedModel":
     """Cut any module into stages and parallelise each over the other axes of the mesh.
 
@@ -159,8 +166,8 @@ def pipeline(
             rank as the schedule takes. Modules that no stage names are in all. Where the mesh has
             pp = 1 the model stays whole.
         schedule: a row of `parallelisms.schedules.SCHEDULES`.
-        units, blocks, placements, parallel, dtype, recompute, compile, init, convert, context: as
-            for `parallelize`.
+        units, blocks, placements, parallel, dtype, recompute, compile, init, convert, context,
+            experts: as for `parallelize`.
 
     Raises:
         PlacementError: as `parallelize`; a module in two stages, or a parameter in none.
@@ -187,6 +194,7 @@ def pipeline(
         replicas="step",
         keep_rng=True,
         context=context,
+        experts=experts,
     )
     applied = apply_passes(model, mesh, passes)
     execution = build_execution(applied, layout, mesh, Policy.of(parallel, mesh))

@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from dtron.errors import PlacementError
 from dtron.parallelisms.async_tp import fuse
@@ -247,6 +247,9 @@ def _style(row: Row | ParallelStyle, module: nn.Module, distribute: bool) -> Par
         assert row.inputs is not None
         assert row.output is not None
         return _PrepareArgument(row.argument, row.inputs, row.output)
+    if row.kind == "prepare_whole":
+        assert row.inputs is not None
+        return _WholeArgument(row.argument, row.inputs, Replicate())
     if row.kind == "prepare_output":
         assert row.inputs is not None
         assert row.output is not None
@@ -281,7 +284,7 @@ class _PrepareArgument(PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def prepare(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             def move(x: Any) -> Any:
-                return self._prepare_input_arg(x, device_mesh, self.layout, self.desired)
+                return self._moved(x, device_mesh)
 
             key = self.argument
             if isinstance(key, int) and len(args) <= key < len(args) + len(kwargs):
@@ -297,6 +300,16 @@ class _PrepareArgument(PrepareModuleInput):
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)
         return module
+
+    def _moved(self, x: Any, device_mesh: DeviceMesh) -> Any:
+        return self._prepare_input_arg(x, device_mesh, self.layout, self.desired)
+
+
+class _WholeArgument(_PrepareArgument):
+    """The same, handed to the module as a plain tensor whose gradients are parts of a sum."""
+
+    def _moved(self, x: Any, device_mesh: DeviceMesh) -> Any:
+        return super()._moved(x, device_mesh).to_local(grad_placements=[Partial()])
 
 
 def _cut_arguments(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:

@@ -118,7 +118,7 @@ def test_degrees_fill_up_to_the_world_size() -> None:
         ("parallel.pp_layout=[1, 1]", "no effect without parallel.pp > 1"),
         ("parallel.sequence_parallel=false", "no effect without parallel.tp > 1"),
         ("parallel.async_tp=true", "no effect without parallel.tp > 1"),
-        ("parallel.ep=2", "parallel.ep = 2"),
+        ("parallel.ep=3", "parallel.ep = 3 x parallel.etp = 1 does not divide the 2 ranks"),
         ("recompute.every=2", "no effect"),
         ("data.source=hf", "data.hf_path"),
         ("schedule.decay=0.5", "schedule.decay = 0.5 has no effect"),

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from dtron.flops import FlopsModel, flops_per_token, peak_flops
+from dtron.data import Batch
+from dtron.flops import FlopsModel, flops_per_token, n_parameters, peak_flops
 from dtron.models import BACKENDS, MODELS, build_model, model_config
+from dtron.trainer import _attended
 
 SIZES = [(name, size) for name, spec in MODELS.items() for size in spec.sizes]
 
@@ -54,8 +56,42 @@ def assert_counted(name: str, override: dict, size: str) -> None:
     config = model_config(name, size, override)
     with torch.device("meta"):
         model = build_model(name, config, BACKENDS["math"])
-    n_params = sum(parameter.numel() for parameter in model.parameters())
-    assert FlopsModel.of(config).matmul_params == n_params - config.lookup_params
+    sizes = {fqn: parameter.numel() for fqn, parameter in model.named_parameters()}
+    assert n_parameters(config) == sum(sizes.values())
+    experts = sum(size for fqn, size in sizes.items() if ".experts." in fqn)
+    idle = experts * (1 - config.experts_per_token / config.n_experts) if experts else 0
+    active = sum(sizes.values()) - config.lookup_params - idle
+    assert FlopsModel.of(config).matmul_params == active
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "billions"),  # as the releases say, rounded
+    [
+        ("mixtral", "8x7b", 12.9),
+        ("mixtral", "8x22b", 39),
+        ("qwen3_moe", "30b-a3b", 3.3),
+        ("qwen3_moe", "235b-a22b", 22),
+        ("deepseek_v3", "236b", 21),
+        ("deepseek_v3", "671b", 37),
+    ],
+)
+def test_active_parameters_are_as_published(name, size, billions):
+    config = model_config(name, size)
+    active = FlopsModel.of(config).matmul_params + config.lookup_params
+    assert active / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_latent_heads_are_counted_as_wide_as_they_are():
+    model = FlopsModel.of(model_config("deepseek_v3", "671b"))
+    assert (model.n_layers, model.n_heads) == (61, 128)
+    assert (model.qk_head_dim, model.v_head_dim) == (192, 128)
+
+
+def test_parameters_of_other_mixtures():
+    shared = {"n_shared_experts": 2, "shared_gate": True, "bias": True}
+    assert_counted("qwen3_moe", shared, "debug")
+    assert_counted("deepseek_v3", {"q_lora_rank": 0, "bias": True, "tied": True}, "debug")
+    assert_counted("gpt_oss", {"activation": "relu2", "norm": "layernorm"}, "debug")
 
 
 @pytest.mark.parametrize(
@@ -71,3 +107,12 @@ def assert_counted(name: str, override: dict, size: str) -> None:
 )
 def test_peak(device, peak):
     assert peak_flops(device) == peak
+
+
+def test_windows_of_a_part_of_the_layers_are_counted():
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    batch = Batch(tokens, tokens, torch.zeros(1, dtype=torch.int64), None, None)
+    assert _attended([batch], (0, 0)) == 8
+    windowed = (1 + 7 * 3) / 8  # 2 p + 1 pairs of a token that sees p before it
+    assert _attended([batch], (2,)) == windowed
+    assert _attended([batch, batch], (2, 0, 2, 0)) == (windowed + 8) / 2

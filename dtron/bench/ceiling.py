@@ -7,8 +7,8 @@ its own, so that the runs of a sweep find the device empty.
 
 Sizes are those of a rank: M = micro_batch x seq_len / cp tokens a product (in chunks, if the loss
 has them), widths over tp, layers and head over pp as a mean of the pipeline's ranks. Products are
-measured one by one, each shape once: y = x w^T, its gradients g w and g^T x. Those of a float8 run
-have no floor.
+measured one by one, each shape once: y = x w^T, its gradients g w and g^T x. Those of a float8 run,
+of experts and of latent attention have no floor.
 """
 
 import json
@@ -121,7 +121,7 @@ def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> d
     dtype = DTYPES[config.train.dtype]
     floors: dict[str, float] = {}
     rows = []
-    if not config.float8.recipe:
+    if not (config.float8.recipe or model.n_experts or model.kv_lora_rank):
         total = 0.0
         for product in products(config, model, facts["world_size"]):
             time = product_seconds(product, dtype, device)

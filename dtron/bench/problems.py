@@ -23,6 +23,7 @@ from dtron.kernels.float8 import (
     gated_backward_cast,
     gated_cast,
 )
+from dtron.kernels.permute import inverse_of, repeated
 from dtron.models import BACKENDS
 from dtron.models.attention import Need
 
@@ -289,6 +290,46 @@ def _gated_bytes(inputs: Tensors) -> Figures:
     return forward + gate.numel(), forward + 2 * grad.nbytes + 3 * gate.numel()
 
 
+# -- rows in the order of their experts ------------------------------------------------------------
+
+
+def _draw_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Rows, where each of their copies goes, the inverse of that, and the copies' gradient."""
+    tokens, width, k = shape
+    generator = torch.Generator(device).manual_seed(0)
+    order = torch.randperm(tokens * k, generator=generator, device=device)
+    x, grad = (
+        torch.randn(n, width, generator=generator, device=device).to(dtype)
+        for n in (tokens, tokens * k)
+    )
+    return [x.requires_grad_(), order, inverse_of(order), grad]
+
+
+def _indexed(inputs: Tensors) -> Tensors:
+    x, order, _, _ = inputs
+    return [x.detach()[order // (len(order) // len(x))]]
+
+
+def _indexed_backward(inputs: Tensors, _outputs: Tensors) -> Tensors:
+    x, order, _, grad = inputs
+    return [torch.zeros_like(x).index_add(0, order // (len(order) // len(x)), grad)]
+
+
+def _repeated(inputs: Tensors) -> Tensors:
+    x, order, inverse, _ = inputs
+    return [repeated(x, order, inverse, len(order) // len(x))]
+
+
+def _repeated_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
+    return torch.autograd.grad(outputs[0], inputs[0], inputs[3], retain_graph=True)
+
+
+def _rows_bytes(inputs: Tensors) -> Figures:
+    """Rows and their copies; orders are small beside them."""
+    x, _, _, grad = inputs
+    return (float(x.nbytes + grad.nbytes),) * 2
+
+
 _INPUT = RECIPES["tensorwise"].output.left
 _GRADIENT = RECIPES["tensorwise"].grad_input.left
 
@@ -348,6 +389,19 @@ PROBLEMS: dict[str, Problem] = {
         rows=(
             Row("formula", _gated_formula, _gated_formula_backward, lambda *_: None),
             Row("dtron", _gated_kernel, _gated_kernel_backward, _needs_triton),
+        ),
+    ),
+    "permute": Problem(
+        modules=("permute",),
+        dims="tokens, width, experts of each",
+        shapes={"cuda": (16384, 2048, 6), "cpu": (512, 64, 2)},
+        draw=_draw_rows,
+        flops=lambda shape: (0.0, float(shape[0] * shape[1] * shape[2])),
+        n_bytes=_rows_bytes,
+        reference="indexing",
+        rows=(
+            Row("indexing", _indexed, _indexed_backward, lambda *_: None),
+            Row("dtron", _repeated, _repeated_backward, lambda *_: None),
         ),
     ),
 }

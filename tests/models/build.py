@@ -5,21 +5,63 @@ from typing import Any
 
 import torch
 
-from dtron.models import BACKENDS, MODELS, Backend, DecoderConfig, build_model, model_config
+from dtron.models import (
+    BACKENDS,
+    MODELS,
+    Backend,
+    DecoderConfig,
+    build_model,
+    choose_backend,
+    model_config,
+)
+from dtron.models.attention import varies
 from dtron.models.decoder import Decoder
 
 SMALL = {"vocab_size": 97, "dim": 64, "n_layers": 2, "n_heads": 4, "head_dim": 16, "ffn_dim": 96}
-KV_HEADS = {"llama": 2, "qwen3": 1, "gpt": 4}
+MIXTURE = {"ffn_dim": 0, "n_experts": 8, "experts_per_token": 2, "expert_dim": 32}
+LATENT = {
+    "head_dim": 0,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "nope_head_dim": 16,
+    "rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"n_kv_heads": 2},
+    "qwen3": {"n_kv_heads": 1},
+    "gpt": {"n_kv_heads": 4},
+    "mixtral": {"n_kv_heads": 2, **MIXTURE},
+    "qwen3_moe": {"n_kv_heads": 1, **MIXTURE},
+    "deepseek_v3": {"n_kv_heads": 4, **MIXTURE, **LATENT, "ffn_dim": 96},
+    "gpt_oss": {"n_kv_heads": 2, **MIXTURE, "window": 7},
+}
 
 
 def small_config(name: str, **override: Any) -> DecoderConfig:
-    return model_config(name, "debug", {**SMALL, "n_kv_heads": KV_HEADS[name], **override})
+    return model_config(name, "debug", {**SMALL, **FAMILIES[name], **override})
+
+
+def fitting(config: DecoderConfig) -> Backend:
+    """A backend for windows, soft caps and sinks."""
+    return choose_backend(
+        "math",
+        device_type="cpu",
+        dtype=torch.float32,
+        head_dim=config.head_size,
+        documents=False,
+        dropout=config.attention_dropout > 0,
+        deterministic=False,
+        window=config.window,
+        softcap=config.softcap,
+        sinks=config.sinks,
+    )
 
 
 def initialized(
     name: str, config: DecoderConfig, backend: Backend = BACKENDS["math"], seed: int = 0
 ) -> Decoder:
-    model = build_model(name, config, backend)
+    model = build_model(name, config, fitting(config) if varies(config) else backend)
     assert isinstance(model, Decoder)
     for fqn, parameter in model.named_parameters():
         digest = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()

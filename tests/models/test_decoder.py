@@ -17,6 +17,7 @@ from dtron.parallelisms.stages import take_stage
 from tests.models.build import initialized, small_config, tokens, varied
 
 NAMES = list(MODELS)
+DENSE = ("llama", "qwen3", "gpt")
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1}
 
 
@@ -52,12 +53,19 @@ def test_forward_and_backward(name, backend, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_fixed(name):
     fqns = {fqn for fqn, _ in initialized(name, small_config(name)).named_parameters()}
-    matrices = {f"blocks.1.attn.{w}.weight" for w in ("wq", "wk", "wv", "wo")}
-    assert fqns >= matrices | {"embed.weight", "norm.weight", "blocks.0.ffn.down.weight"}
-    assert ("blocks.0.ffn.gate.weight" in fqns) == (name != "gpt")
-    assert ("blocks.0.attn.q_norm.weight" in fqns) == (name == "qwen3")
+    latent = ("wq_a", "q_a_norm", "wq_b", "wkv_a", "kv_a_norm", "wkv_b", "wo")
+    projections = latent if name == "deepseek_v3" else ("wq", "wk", "wv", "wo")
+    mixture = {f"blocks.1.ffn.{w}" for w in ("router.weight", "experts.gate", "experts.down")}
+    assert fqns >= {f"blocks.1.attn.{w}.weight" for w in projections}
+    assert fqns >= {"embed.weight", "norm.weight"}
+    assert ("blocks.0.ffn.down.weight" in fqns) == (name in (*DENSE, "deepseek_v3"))
+    assert fqns >= mixture if name not in DENSE else not fqns & mixture
+    assert ("blocks.0.ffn.gate.weight" in fqns) == (name in ("llama", "qwen3", "deepseek_v3"))
+    assert ("blocks.0.attn.q_norm.weight" in fqns) == (name in ("qwen3", "qwen3_moe"))
+    assert ("blocks.1.ffn.shared.up.weight" in fqns) == (name == "deepseek_v3")
+    assert ("blocks.1.ffn.experts.down_bias" in fqns) == (name == "gpt_oss")
     assert ("position_embed.weight" in fqns) == (name == "gpt")
-    assert ("head.weight" in fqns) == (name == "llama")
+    assert ("head.weight" in fqns) == (name not in ("gpt", "qwen3"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,7 +119,7 @@ def test_learned_positions_have_an_end():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_initialisation_by_name(name):
-    config = small_config(name, dim=128, ffn_dim=256, bias=True, norm_zero_centered=name == "llama")
+    config = small_config(name, dim=128, bias=True, norm_zero_centered=name == "llama")
     model = build_model(name, config, BACKENDS["math"])
     for fqn, parameter in model.named_parameters():
         full = torch.full(parameter.shape, torch.nan)
@@ -121,10 +129,10 @@ def test_initialisation_by_name(name):
         assert torch.equal(full, again)
         if fqn.endswith("bias"):
             assert (full == 0).all()
-        elif "norm" in fqn:
+        elif "norm" in fqn.split(".")[-2]:
             assert (full == (0 if name == "llama" else 1)).all()
-        else:
-            residual = fqn.endswith(("wo.weight", "down.weight"))
+        elif full.numel() > 1000:
+            residual = fqn.endswith(("wo.weight", "down.weight", "experts.down"))
             std = 0.02 / math.sqrt(2 * config.n_layers) if residual else 0.02
             assert full.std().item() == pytest.approx(std, rel=0.05)
             assert abs(full.mean().item()) < std / 10
@@ -133,7 +141,8 @@ def test_initialisation_by_name(name):
 @pytest.mark.parametrize("cut", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_chained_equal_the_whole(name, cut):
-    config = small_config(name, n_layers=4, **DROPOUT)
+    dropout = {"dropout": 0.2} if name == "gpt_oss" else DROPOUT
+    config = small_config(name, n_layers=4, **dropout)
     whole = varied(initialized(name, config))
     layers = [f"blocks.{layer}" for layer in range(4)]
     embedding, head = MODELS[name].embedding(config), MODELS[name].head
@@ -207,6 +216,12 @@ def compiled_blocks(model: Decoder) -> CompileCounterWithBackend:
         ("gpt", {}),
         ("llama", DROPOUT),
         ("gpt", {"activation": "geglu", "dropout": 0.1}),
+        ("mixtral", {"z_loss": 0.1}),
+        ("qwen3_moe", {"balance": "global_batch", "jitter": 0.1}),
+        ("qwen3_moe", {"capacity_factor": 1.0, "capacity_pad": True}),
+        ("qwen3_moe", {"router": "sinkhorn", "renormalize": False}),
+        ("deepseek_v3", {"first_dense_layers": 0, "ffn_dim": 0}),
+        ("gpt_oss", {"full_attention_every": 0}),
     ],
 )
 def test_blocks_compile_once_to_one_graph(name, override):
@@ -220,6 +235,26 @@ def test_blocks_compile_once_to_one_graph(name, override):
     assert counter.frame_count == 1, "blocks must share one compilation"
     for fqn in expected:
         torch.testing.assert_close(found[fqn], expected[fqn], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_blocks_compile_with_grouped_products(name):
+    """In bfloat16, where torch.compile knows them; experts in turn, since rounding may choose."""
+    model = varied(initialized(name, small_config(name, force_balance=True))).bfloat16()
+    expected = loss_and_gradients(model, tokens())
+    compiled_blocks(model)
+    found = loss_and_gradients(model, tokens())
+    for fqn, tensor in expected.items():
+        scale = max(tensor.float().norm(), 1e-3)
+        assert (found[fqn].float() - tensor.float()).norm() < 0.02 * scale, fqn
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_kinds_of_blocks_compile_once_each(name):
+    model = varied(initialized(name, small_config(name, n_layers=6), BACKENDS["sdpa"]))
+    counter = compiled_blocks(model)
+    loss_and_gradients(model, tokens())
+    assert counter.frame_count == 2
 
 
 def test_blocks_compile_with_documents():

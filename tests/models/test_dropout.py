@@ -10,12 +10,14 @@ from dtron.models.dropout import (
     ATTENTION_OUTPUT,
     EMBEDDING,
     FFN_OUTPUT,
+    ROUTER,
     attention_dropout,
     dropout,
     fold,
     keep_mask,
     mix,
     token_keys,
+    uniform,
 )
 
 FEATURES = 512
@@ -186,3 +188,18 @@ def test_dropout_is_the_same_compiled():
     x = torch.randn(4, 256, 32)
     compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x, keys()), both(x, keys()))
+
+
+def test_noise_is_uniform_and_keyed_by_token_site_and_feature():
+    keys = token_keys(3, 0, torch.arange(4), torch.arange(64))
+    noise = uniform(keys, ROUTER, 128)
+    assert noise.dtype == torch.float32
+    assert 0 <= noise.min() < 0.001
+    assert 0.999 < noise.max() < 1
+    assert noise.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert noise.var().item() == pytest.approx(1 / 12, abs=0.001)
+    assert torch.equal(uniform(keys[2:, 5:], ROUTER, 128), noise[2:, 5:])
+    others = [uniform(keys, FFN_OUTPUT, 128), noise.roll(1, 1), noise.roll(1, 2)]
+    for other in others:
+        correlation = torch.corrcoef(torch.stack([noise.flatten(), other.flatten()]))[0, 1]
+        assert abs(correlation.item()) < 0.02

@@ -56,6 +56,9 @@ FORMULAS = {
     "geglu": lambda gate, up: gelu_tanh(gate) * up,
     "gelu": lambda gate, up: gelu_tanh(up),
     "relu2": lambda gate, up: up.clamp(min=0) ** 2,
+    "clamped_swiglu": lambda gate, up: (
+        (up.clamp(-7, 7) + 1) * gate.clamp(max=7) / (1 + (-1.702 * gate.clamp(max=7)).exp())
+    ),
 }
 
 
@@ -63,14 +66,14 @@ FORMULAS = {
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_feed_forward(name, bias):
     torch.manual_seed(0)
-    layer = FeedForward(small_config("llama", activation=name, bias=bias))
+    layer = FeedForward(small_config("llama", activation=name, bias=bias)).double()
     names = {child for child, _ in layer.named_children()}
     assert names == ({"gate", "up", "down"} if ACTIVATIONS[name].gated else {"up", "down"})
     assert (layer.down.bias is not None) == bias
-    x = torch.randn(2, 3, 64)
+    x = 20 * torch.randn(2, 3, 64, dtype=torch.float64)  # the clamps act
     gate = layer.gate(x) if ACTIVATIONS[name].gated else None
     expected = layer.down(FORMULAS[name](gate, layer.up(x)))
-    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer(x), expected)
 
 
 def test_rope_turns_pairs_of_halves_by_their_angle():

@@ -8,6 +8,7 @@ from dtron.errors import ConfigError
 from dtron.models import BACKENDS, MODELS, DecoderConfig, build_model, model_config
 from dtron.models.layers import ACTIVATIONS, NORMS
 from dtron.models.rope import SCALINGS
+from dtron.models.router import ROUTERS
 
 
 def test_override_replaces_fields():
@@ -22,6 +23,26 @@ def test_derived_values():
     assert model_config("llama", "8b").lookup_params == 128256 * 4096
     assert model_config("llama", "1b").lookup_params == 0
     assert model_config("gpt", "125m").lookup_params == 2048 * 768
+    latent = model_config("deepseek_v3", "671b")
+    assert (latent.head_size, latent.v_head_size, latent.rope_size) == (192, 128, 64)
+    assert (latent.n_dense_layers, latent.n_expert_layers) == (3, 58)
+    assert model_config("mixtral", "8x7b").n_expert_layers == 32
+    assert model_config("llama", "8b").n_dense_layers == 32
+
+
+def test_windows_of_layers():
+    assert model_config("gpt_oss", "debug").windows == (16, 0, 16, 0)
+    every = {"full_attention_every": 3, "n_layers": 7}
+    assert model_config("gpt_oss", "debug", every).windows == (16, 16, 0, 16, 16, 0, 16)
+    assert model_config("llama", "debug", {"window": 5, "n_layers": 2}).windows == (5, 5)
+    model = build_model("gpt_oss", model_config("gpt_oss", "debug"), BACKENDS["math"])
+    assert [block.attn.core.window for block in model.blocks.values()] == [16, 0, 16, 0]  # type: ignore[operator,union-attr]
+
+
+def test_what_draws_random_numbers():
+    assert not model_config("mixtral", "debug").draws
+    for key in ("jitter", "dropout", "attention_dropout"):
+        assert model_config("mixtral", "debug", {key: 0.1}).draws
 
 
 @pytest.mark.parametrize(
@@ -114,7 +135,13 @@ def test_learned_positions_allow_odd_heads():
 
 def test_every_field_is_documented_and_literals_match_the_tables():
     assert all(field.description for field in DecoderConfig.model_fields.values())
-    for field, table in (("activation", ACTIVATIONS), ("norm", NORMS), ("rope_scaling", SCALINGS)):
+    tables = {
+        "activation": ACTIVATIONS,
+        "norm": NORMS,
+        "rope_scaling": SCALINGS,
+        "router": ROUTERS,
+    }
+    for field, table in tables.items():
         assert get_args(DecoderConfig.model_fields[field].annotation) == tuple(table)
 
 

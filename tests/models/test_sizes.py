@@ -5,7 +5,8 @@ import torch
 
 from dtron.models import BACKENDS, MODELS, build_model
 
-# Parameters in units of 10^9: model cards and configurations released for Llama and Qwen3; for
+# Parameters in units of 10^9: model cards and configurations released for Llama, Qwen3 and the
+# mixtures of experts (DeepSeek-V3 without its head for a second token and without biases); for
 # GPT-3 and Megatron-LM the rounded names, hence the tolerance; Megatron-LM's 1.7b is 1.754
 # (24 * 12 * 2048**2 and two embeddings of 131072 * 2048), a name cut short.
 PUBLISHED = {
@@ -20,6 +21,16 @@ PUBLISHED = {
     ("qwen3", "8b"): 8.1907,
     ("qwen3", "14b"): 14.7683,
     ("qwen3", "32b"): 32.7621,
+    ("mixtral", "8x7b"): 46.7028,
+    ("mixtral", "8x22b"): 140.6206,
+    ("qwen3_moe", "30b-a3b"): 30.5321,
+    ("qwen3_moe", "235b-a22b"): 235.0936,
+    ("deepseek_v3", "16b"): 15.7065,
+    ("deepseek_v3", "16b-a3b"): 15.9601,
+    ("deepseek_v3", "236b"): 235.7414,
+    ("deepseek_v3", "671b"): 671.0264,
+    ("gpt_oss", "20b"): 20.9148,
+    ("gpt_oss", "120b"): 116.8292,
 }
 ROUNDED = {
     ("gpt", "125m"): 0.125,
@@ -41,7 +52,9 @@ def count(name: str, size: str) -> int:
     with torch.device("meta"):
         model = build_model(name, MODELS[name].sizes[size], BACKENDS["math"])
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert not list(model.buffers()), "a buffer would have to be made outside the meta device"
+    buffers = dict(model.named_buffers())
+    assert all(".ffn.router." in name for name in buffers)
+    assert not any(b.is_meta for b in buffers.values()), "values would be lost on the meta device"
     return sum(parameter.numel() for parameter in model.parameters())
 
 

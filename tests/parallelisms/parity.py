@@ -5,7 +5,8 @@ tensor g of the parallel run:
 
     ||g - g_ref|| <= 1e-5 * max(||g_ref||, 1e-3 * ||all g_ref|| / sqrt(number of tensors))
 
-in float32, 1e-10 in float64. A deviation is the left side over the right one's max(...).
+in float32, 1e-10 in float64. A deviation is the left side over the right one's max(...). Loads of
+experts are equal.
 
 float8: one process runs the same recipe over the same micro-batches. In float32 two summation
 orders round a few elements to another float8 number, so equality is shown in float64, where none
@@ -33,27 +34,54 @@ from dtron.float8 import RECIPES, convert
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.models import MODELS, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
+from dtron.models.router import Router, routers, update_expert_bias
 from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context import Context
+from dtron.parallelisms.expert import ExpertLayers
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan
 from dtron.preflight import check_layout, resolve
+from dtron.routing import Routing
 from dtron.step import Loss, TrainStep, share_of
 from tests.harness import run_ranks
 
 LR, MAX_NORM, SEED = 0.5, 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 DECIBELS = 1.0
+DENSE = [name for name, spec in MODELS.items() if not spec.sizes["debug"].n_experts]
+"""Families without experts."""
 SMALL = {"n_layers": 5, "vocab_size": 67, "dim": 24, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40}
+EXPERTS = {
+    "ffn_dim": 0,
+    "n_experts": 8,
+    "experts_per_token": 3,
+    "expert_dim": 16,
+    "balance_coefficient": 0.5,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
+    "mixtral": {**SMALL, **EXPERTS},
+    "qwen3_moe": {**SMALL, **EXPERTS, "head_dim": 8},
+    "deepseek_v3": {
+        **SMALL,
+        **EXPERTS,
+        "n_kv_heads": 4,
+        "ffn_dim": 40,
+        "first_dense_layers": 2,
+        "kv_lora_rank": 12,
+        "q_lora_rank": 16,
+        "nope_head_dim": 6,
+        "rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
+    "gpt_oss": {**SMALL, **EXPERTS, "head_dim": 8, "window": 5},
 }
 
 
@@ -201,19 +229,28 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
 def reference(case: Case) -> dict[str, Any]:
     """Plain PyTorch in one process: the whole batch at once, SGD, torch's own clipping.
 
-    float8 takes the micro-batches one by one, since a scale belongs to one.
+    float8 and experts take the micro-batches one by one, since scales and loads belong to one.
     """
     float8 = case.float8.model_copy(update={"all_gather": False, "gather_inputs": False})
     alone = replace(case, world=1, parallel=Parallel(), loss_chunks=1, float8=float8)
     alone = replace(alone, recompute=Recompute(), compile=Compile())
-    if not case.float8.recipe:
+    if not by_micro_batch(case):
         alone = replace(alone, micro_batch=1)
+    elif case.resolved()[0].balance == "global_batch":  # what all ranks compute at once
+        degrees = case.config().degrees(case.world)
+        ranks = degrees["dp_replicate"] * degrees["dp_shard"]
+        alone = replace(alone, micro_batch=case.micro_batch * ranks)
     if str(alone) not in _REFERENCES:
         _REFERENCES[str(alone)] = _reference(alone)
     return _REFERENCES[str(alone)]
 
 
 _REFERENCES: dict[str, dict[str, Any]] = {}
+
+
+def by_micro_batch(case: Case) -> bool:
+    """Whether results depend on which sequences make a micro-batch."""
+    return bool(case.float8.recipe or case.resolved()[0].n_experts)
 
 
 def _reference(case: Case) -> dict[str, Any]:
@@ -224,8 +261,10 @@ def _reference(case: Case) -> dict[str, Any]:
     if (float8 := case.plan()) is not None:
         convert(model, float8.layers, float8.recipe, emulate=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    losses, norms, gradients = [], [], {}
-    at_once = case.micro_batch if case.float8.recipe else case.sequences
+    losses, norms, gradients, loads = [], [], {}, []
+    at_once = case.micro_batch if by_micro_batch(case) else case.sequences
+    for router in (found := routers([model])):
+        router.loss_scale.fill_(at_once / case.sequences)
     for step in range(case.steps):
         n_valid = (make_batch(case, range(case.sequences), step).labels != -100).sum()
         optimizer.zero_grad()
@@ -233,7 +272,7 @@ def _reference(case: Case) -> dict[str, Any]:
         for first in range(0, case.sequences, at_once):
             batch = make_batch(case, range(first, first + at_once), step)
             keys = None
-            if config.dropout or config.attention_dropout:
+            if config.draws:
                 keys = token_keys(SEED, step, batch.sequence, torch.arange(case.seq_len))
             logits = model(batch.tokens, batch.positions, batch.documents, keys)
             loss = cross_entropy_sum(logits, batch.labels) / n_valid
@@ -243,9 +282,27 @@ def _reference(case: Case) -> dict[str, Any]:
             gradients = {k: p.grad.clone() for k, p in model.named_parameters()}  # type: ignore[union-attr]
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
+        loads += update_expert_bias(found).tolist() if found else []
     assert min(norms) > MAX_NORM, f"clipping does not act: {norms}"
     parameters = {k: p.detach().clone() for k, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "parameters": parameters,
+        "loads": _by_router([model], loads),
+    }
+
+
+def _by_router(parts: Iterable[nn.Module], loads: list[list[int]]) -> dict[str, list[list[int]]]:
+    """Loads of the experts in each step, by the router's FQN.
+
+    Args:
+        loads: of all routers in order, step after step.
+    """
+    modules = (named for part in parts for named in part.named_modules())
+    names = [name for name, module in modules if isinstance(module, Router)]
+    return {name: loads[i :: len(names)] for i, name in enumerate(names)}
 
 
 class RecordingStep(TrainStep):
@@ -263,31 +320,41 @@ class RecordingStep(TrainStep):
 def parallel_run(case: Case) -> dict[str, Any]:
     """The same on one rank of `case.world`, as the Trainer does it."""
     config, layout = case.resolved()
-    mesh = Mesh(**case.config().degrees(case.world))
+    mesh = mesh_of(case)
     applied = build_parallel(case, config, layout, mesh)
     optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
     policy = Policy.of(case.parallel, mesh)
     execution = build_execution(applied, layout, mesh, policy)
-    dropout = SEED if config.dropout or config.attention_dropout else None
+    dropout = SEED if config.draws else None
     loss, float8 = build_loss(case, config, mesh), case.plan()
+    routing = Routing.of(applied, mesh, case.config().micro_batches(case.world))
     after = float8.gather_weights(applied, mesh) if float8 else None
     if after is not None:
         after()
+    after = routing.after_update if routing else after
     train_step = RecordingStep(execution, applied, mesh, optimizer, loss, MAX_NORM, dropout, after)
-    losses, norms = [], []
+    losses, norms, loads = [], [], []
     for step in range(case.steps):
         result = train_step(micro_batches(case, mesh, step), step, LR)
         dist.all_reduce(result.loss, group=mesh.group(*SHARE_AXES))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
+        loads += routing.counts.tolist() if routing else []
     parameters = whole(applied, [p.detach() for _, p in applied.named_parameters()])
     return {
         "losses": losses,
         "norms": norms,
         "gradients": train_step.gradients,
         "parameters": parameters,
+        "loads": _by_router(applied.parts.values(), loads),
         "offloaded": applied.offload.copied if applied.offload else 0,
     }
+
+
+def mesh_of(case: Case) -> Mesh:
+    """The mesh of a case, on one of its ranks."""
+    degrees = case.config().degrees(case.world)
+    return Mesh(**degrees, ep=case.parallel.ep, etp=case.parallel.etp)
 
 
 def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mesh: Mesh) -> Applied:
@@ -311,6 +378,7 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         replicas="step",
         smallest_offload=1,
         context=context_of(case),
+        experts=ExpertLayers(spec.experts) if config.n_experts else None,
         loss=build_head_loss(case, config, mesh),
     )
     return apply_passes(model, mesh, passes)
@@ -373,7 +441,8 @@ def micro_batches(case: Case, mesh: Mesh, step: int) -> list[Batch]:
 def deviations(case: Case, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Largest deviation over the ranks, by what was compared ("loss 0", "gradient norm.weight").
 
-    A number's deviation is its relative error. A tensor that no rank has deviates by infinity.
+    A number's deviation is its relative error. A tensor that no rank has deviates by infinity, as
+    do loads of experts that are not the same.
     """
     if not case.rounds_alike:
         return _decibels(case, ranks)
@@ -381,6 +450,7 @@ def deviations(case: Case, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for kind in ("gradients", "parameters"):
         found |= {f"{kind[:-1]} {name}": math.inf for name in wanted[kind]}
+    found |= {f"loads {name}": math.inf for name in wanted["loads"]}
     seen: dict[str, list[float]] = {}
     for result in ranks:
         for name, value in _deviations_of_rank(result, wanted):
@@ -412,6 +482,8 @@ def _deviations_of_rank(
     for kind in ("losses", "norms"):
         for step, (x, y) in enumerate(zip(found[kind], wanted[kind], strict=True)):
             yield f"{'loss' if kind == 'losses' else 'norm'} {step}", abs(x - y) / abs(y)
+    for name, loads in found["loads"].items():
+        yield f"loads {name}", 0.0 if loads == wanted["loads"][name] else math.inf
     for kind in ("gradients", "parameters"):
         tensors = wanted[kind]
         total = torch.stack([t.norm() for t in tensors.values()]).norm()

@@ -14,7 +14,15 @@ from dtron.parallelisms.apply import build_execution
 from dtron.parallelisms.fsdp import Policy
 from dtron.step import TrainStep, as_micro_batch
 from tests.harness import run_ranks
-from tests.parallelisms.parity import Case, build_loss, build_parallel, make_batch, micro_batches
+from tests.parallelisms.parity import (
+    DENSE,
+    Case,
+    build_loss,
+    build_parallel,
+    make_batch,
+    mesh_of,
+    micro_batches,
+)
 
 Counts = dict[str, dict[str, int]]
 """{collective: {"count": n, "bytes": n}} on the tp axis."""
@@ -24,9 +32,9 @@ FLOAT = 4
 def count_layers(case: Case) -> dict[str, Counts]:
     """On one rank: collectives of forward, loss and backward of one micro-batch."""
     config, layout = case.resolved()
-    mesh = Mesh(tp=2)
+    mesh = mesh_of(case)
     applied = build_parallel(case, config, layout, mesh)
-    batch = make_batch(case, range(case.sequences), 0)
+    batch = make_batch(case, range(2), 0)
     tokens, others = as_micro_batch(batch)
     with counter(mesh) as forward:
         logits = applied.parts[0](tokens, **others)
@@ -42,7 +50,7 @@ def count_layers(case: Case) -> dict[str, Counts]:
 def count_accumulation(case: Case, axis: str = "tp") -> Counts:
     """On one rank: collectives of a step until its gradients are complete."""
     config, layout = case.resolved()
-    mesh = Mesh(**case.config().degrees(case.world))
+    mesh = mesh_of(case)
     applied = build_parallel(case, config, layout, mesh)
     optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
     execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
@@ -52,34 +60,61 @@ def count_accumulation(case: Case, axis: str = "tp") -> Counts:
     return made.table().get(axis, {})
 
 
+def split(model: str, sequences: int, whole_sequence: bool = False, **override: int) -> Case:
+    """A case with tp = 2, and `sequences` micro-batches a rank. Experts, which tp ranks share, need
+    others beside, or the two would have one group."""
+    others = 1 if model in DENSE else 2
+    parallel = Parallel(tp=2, dp_shard=others, sequence_parallel=not whole_sequence)
+    sequences *= others
+    return Case(model, 2 * others, parallel, override=override, sequences=sequences)
+
+
 def counter(mesh: Mesh) -> CollectiveCounter:
     return CollectiveCounter(mesh.group_names())
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_activations_of_a_layer(model: str, sequence_parallel: bool) -> None:
-    """Two collectives each way, of the size of x, however long the rest of the model."""
-    parallel = Parallel(tp=2, sequence_parallel=sequence_parallel)
-    case = Case(model, 2, parallel, sequences=2)
-    shallow, deep = ({**case.override, "n_layers": n} for n in (2, 5))
-    few = run_ranks(2, count_layers, Case(model, 2, parallel, override=shallow, sequences=2))[0]
-    many = run_ranks(2, count_layers, Case(model, 2, parallel, override=deep, sequences=2))[0]
-    expected = {"all_gather": 2, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2}
-    size = 2 * case.seq_len * 24 * FLOAT
-    for way in ("forward", "backward"):
+X = 24
+WHOLE = {"all_reduce": [X, X]}
+SPLIT = {"all_gather": [X, X], "reduce_scatter": [X, X]}
+LATENT = [16, 12, 4, X]  # of queries, of keys and values, the key of all heads; shared experts
+# What a layer moves a token, forward and backward: the width of each collective. A router sees the
+# tokens of its rank alone, and experts that are on every tp rank move none.
+WIDTHS: dict[tuple[str, bool], tuple[dict[str, list[int]], ...]] = {
+    **{(model, True): (WHOLE, WHOLE) for model in DENSE},
+    **{(model, False): (SPLIT, SPLIT) for model in DENSE},
+    **{
+        (model, False): ({"all_gather": [X], "reduce_scatter": [X]},) * 2
+        for model in ("mixtral", "qwen3_moe", "gpt_oss")
+    },
+    ("deepseek_v3", False): (
+        {"all_gather": LATENT, "reduce_scatter": [X, X]},
+        {"all_gather": [X, X], "reduce_scatter": LATENT},
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "whole_sequence"), WIDTHS)
+def test_activations_of_a_layer(model: str, whole_sequence: bool) -> None:
+    """Few collectives each way, of the size of x or less, however long the rest of the model."""
+    more = {"first_dense_layers": 1, "n_shared_experts": 1} if model == "deepseek_v3" else {}
+    cases = [split(model, 2, whole_sequence, n_layers=n, **more) for n in (2, 5)]
+    few, many = (run_ranks(case.world, count_layers, case)[0] for case in cases)
+    tokens = 2 * cases[0].seq_len
+    for way, widths in zip(("forward", "backward"), WIDTHS[model, whole_sequence], strict=True):
         for name, of_many in many[way].items():
             of_few = few[way].get(name, {"count": 0, "bytes": 0})
-            assert of_many["count"] - of_few["count"] == 3 * expected.get(name, 0), (way, name)
-            assert of_many["bytes"] - of_few["bytes"] == 3 * expected.get(name, 0) * size
-        assert expected.keys() <= many[way].keys()
+            expected = widths.get(name, [])
+            assert of_many["count"] - of_few["count"] == 3 * len(expected), (way, name)
+            assert of_many["bytes"] - of_few["bytes"] == 3 * sum(expected) * tokens * FLOAT
+        assert widths.keys() <= many[way].keys()
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_never_gathered(model: str) -> None:
     """The loss moves three numbers a token: the maximum, the sum and the label's logit."""
-    case = Case(model, 2, Parallel(tp=2), sequences=2, override={"n_layers": 1})
-    counts = run_ranks(2, count_layers, case)[0]
+    override = {"first_dense_layers": 0, "ffn_dim": 0} if model == "deepseek_v3" else {}
+    case = split(model, 2, False, n_layers=1, **override)
+    counts = run_ranks(case.world, count_layers, case)[0]
     numbers = 2 * case.seq_len
     assert counts["loss"] == {"all_reduce": {"count": 2, "bytes": 3 * numbers * FLOAT}}
     largest = max(numbers * 24, 67 * 24) * FLOAT  # hidden states; no gradient of a matrix either
@@ -88,20 +123,19 @@ def test_logits_are_never_gathered(model: str) -> None:
             assert figures["bytes"] <= figures["count"] * largest, (way, name)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("model", "whole_sequence"), WIDTHS)
 def test_gradients_of_replicated_parameters_are_reduced_once(
-    model: str, sequence_parallel: bool
+    model: str, whole_sequence: bool
 ) -> None:
     """One all-reduce a step, however many micro-batches; none where each rank has the whole."""
     counts: list[dict[str, int]] = []
     for n in (1, 2, 4):
-        parallel = Parallel(tp=2, sequence_parallel=sequence_parallel)
-        case = Case(model, 2, parallel, sequences=n, override={"n_layers": 2})
-        found = run_ranks(2, count_accumulation, case)[0]
+        more = {"first_dense_layers": 1} if model == "deepseek_v3" else {}
+        case = split(model, n, whole_sequence, n_layers=2, **more)
+        found = run_ranks(case.world, count_accumulation, case)[0]
         counts.append({name: figures["count"] for name, figures in found.items()})
     # Without sequence parallelism only QK norms see a part: that of the rank's heads.
-    once = int(sequence_parallel or model == "qwen3")
+    once = int(not whole_sequence or model == "qwen3")
     for name, one in counts[0].items():
         extra = once if name == "all_reduce" else 0
         assert [each[name] - extra for each in counts] == [n * (one - extra) for n in (1, 2, 4)]

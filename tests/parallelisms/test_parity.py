@@ -15,14 +15,14 @@ from dtron.config import Compile, CpMethod, Float8, Parallel, Recompute
 from dtron.models import MODELS
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import SCHEDULES, order_of, write_csv
-from tests.parallelisms.parity import Case, check
+from tests.parallelisms.parity import DENSE, Case, check
 
 MOST_RANKS = 8
 EAGER = Compile(enable=True, backend="aot_eager")
 
 # Axes of the subset; a value is the keys of a Case that it sets.
 AXES: dict[str, list[dict[str, Any]]] = {
-    "model": [{"model": name} for name in MODELS],
+    "model": [{"model": name} for name in DENSE],
     "replicas": [{}, {"parallel": {"dp_replicate": 2}}],
     "shards": [{}, {"parallel": {"dp_shard": 2}}],
     "tensor": [
@@ -129,6 +129,49 @@ EXCHANGED: Literal["all_to_all"] = "all_to_all"
 EACH: list[CpMethod] = ["ring", "all_gather", "ulysses", "hierarchical", "ring"]
 VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
 TIED, DROPPED = {"tied": True}, {"dropout": 0.1}
+GLOBAL = {"balance": "global_batch"}
+SINKHORN = {"router": "sinkhorn", "renormalize": False}
+ALL_DENSE: dict[str, Any] = {
+    **{"n_experts": 0, "experts_per_token": 0, "expert_dim": 0, "first_dense_layers": 0},
+    **{"n_shared_experts": 0, "n_groups": 1, "top_groups": 1, "routed_scaling": 1.0},
+    **{"router": "softmax", "renormalize": False, "bias_speed": 0.0},
+    **{"balance": "none", "balance_coefficient": 0.0},
+}
+EXPERT_CASES = [
+    *[Case(model, 2, Parallel(dp_shard=2)) for model in MODELS if model not in DENSE],
+    Case("deepseek_v3", 4, Parallel(dp_replicate=2), micro_batch=2, dtype="float64"),
+    Case("deepseek_v3", 2, recompute=FULL, compile=EAGER),
+    Case("deepseek_v3", 2, recompute=Recompute(mode="selective"), compile=EAGER),
+    Case("deepseek_v3", 2, Parallel(pp=2, schedule=LOOP), recompute=FULL),
+    Case("qwen3_moe", 2, Parallel(pp=2, schedule=V), override={"z_loss": 0.1, "jitter": 0.1}),
+    Case("qwen3_moe", 2, Parallel(zero=2), override={"capacity_factor": 1.0}, micro_batch=2),
+    Case("mixtral", 2, Parallel(cp=2), micro_batch=2),
+    Case("deepseek_v3", 4, Parallel(cp=2, cp_method="ulysses"), documents=True),
+    Case("mixtral", 2, recompute=Recompute(mode="selective"), documents=True, loss_chunks=3),
+    Case("gpt_oss", 2, recompute=offloaded("selective"), micro_batch=2),
+    # experts and latent attention under tp: each rank routes its own tokens
+    Case("deepseek_v3", 2, Parallel(tp=2), documents=True, loss_chunks=3),
+    Case("deepseek_v3", 2, Parallel(tp=2), override={"q_lora_rank": 0}, dtype="float64"),
+    Case("deepseek_v3", 2, Parallel(tp=2, sequence_parallel=False), override=ALL_DENSE),
+    # experts on other ranks than their tokens
+    *[Case(model, 2, Parallel(ep=2), sequences=4) for model in MODELS if model not in DENSE],
+    Case("deepseek_v3", 4, Parallel(ep=2), override={"shared_gate": True}),
+    Case("deepseek_v3", 4, Parallel(ep=2, dp_replicate=2), dtype="float64"),
+    Case("deepseek_v3", 4, Parallel(ep=4, cp=2), documents=True, recompute=FULL),
+    Case("qwen3_moe", 4, Parallel(ep=2, tp=2), override={"z_loss": 0.1, "jitter": 0.1}),
+    Case("mixtral", 4, Parallel(ep=2, etp=2), micro_batch=2, dtype="float64"),
+    Case("gpt_oss", 2, Parallel(tp=2, etp=2), recompute=Recompute(mode="selective")),
+    Case("deepseek_v3", 4, Parallel(pp=2, ep=2, schedule=V), recompute=FULL),
+    Case("mixtral", 4, Parallel(pp=2, ep=2, tp=2, schedule="DualPipeV"), override=TIED),
+    Case("deepseek_v3", 2, Parallel(ep=2), FULL, EAGER),
+    Case("qwen3_moe", 2, Parallel(ep=2), offloaded("selective")),
+    Case("mixtral", 2, Parallel(ep=2), override={"capacity_factor": 1.0}),
+    Case("mixtral", 2, Parallel(ep=2), override={"capacity_factor": 1.0, "capacity_pad": True}),
+    # what ranks look at together
+    Case("qwen3_moe", 4, Parallel(ep=2), override=GLOBAL),
+    Case("mixtral", 4, Parallel(cp=2, tp=2), override=SINKHORN),
+    Case("deepseek_v3", 8, Parallel(pp=2, tp=2, cp=2, ep=4, schedule=V), documents=True),
+]
 SPECIAL = [
     *[Case(model) for model in MODELS],
     *[Case("llama", 4, Parallel(dp_replicate=n, dp_shard=4 // n)) for n in (1, 4)],
@@ -230,11 +273,13 @@ SPECIAL = [
         "gpt", 4, Parallel(dp_replicate=2, reduce="micro_batch", reduce_by=EXCHANGED), override=TIED
     ),
     Case("qwen3", 4, Parallel(pp=2, cp=2, reduce_by=EXCHANGED), dtype="float64"),
+    # experts; balance losses are strong enough to show in gradients
+    *EXPERT_CASES,
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[
         Case(model, 8, Parallel(pp=2, tp=2, dp_shard=2, schedule=V), override=TIED, sequences=8)
-        for model in MODELS
+        for model in DENSE
     ],
 ]
 

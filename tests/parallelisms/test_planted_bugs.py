@@ -5,6 +5,7 @@ that a case does not turn red for another reason.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -16,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Shard
 
-from dtron import loss, step
+from dtron import loss, routing, step
 from dtron.config import Parallel, Recompute
 from dtron.data import Batch
 from dtron.float8 import casting
-from dtron.parallelisms import apply, context, head_loss, tensor
+from dtron.parallelisms import apply, context, expert, fsdp, gradients, head_loss, tensor
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.deferred import WeightGradients
 from dtron.parallelisms.gradients import local_gradients
@@ -211,6 +212,57 @@ def scales_of_ones_own() -> None:
     casting.shared = lambda amax, _groups: amax
 
 
+def expert_gradients_averaged() -> None:
+    """FSDP divides gradients of experts by the ranks that share them."""
+    summed = fsdp._sum_gradients
+
+    def others(module: Any) -> None:
+        if not hasattr(module, "part"):
+            summed(module)
+
+    fsdp._sum_gradients = others
+
+
+def expert_inputs_without_gradient() -> None:
+    """Gradients of rows do not travel back to the ranks that sent them."""
+    exchange, calls = expert.AllToAll._exchange, itertools.count()
+
+    def once(self: Any, rows: Tensor, *sizes: list[int]) -> Tensor:
+        there = next(calls) % 2 == 0
+        return exchange(self, rows.detach().requires_grad_() if there else rows, *sizes)
+
+    expert.AllToAll._exchange = once  # type: ignore[method-assign]
+
+
+def expert_gradients_of_own_rows() -> None:
+    """A rank's experts learn of its own tokens alone."""
+    by_expert = expert.AllToAll.__call__
+
+    def own(self: Any, rows: Tensor, offsets: Tensor, compute: Any) -> Tensor:
+        def learn(arrived: Tensor, ends: Tensor) -> Tensor:
+            out = compute(arrived, ends)
+            first = torch.arange(len(out)).unsqueeze(1) < len(out) // 2
+            return torch.where(first, out, out.detach())
+
+        return by_expert(self, rows, offsets, learn)
+
+    expert.AllToAll.__call__ = own  # type: ignore[method-assign]
+
+
+def part_of_results() -> None:
+    """Of the parts that etp ranks give back the first is taken for the sum."""
+
+    def first(self: Any, rows: Tensor, sent: list[int]) -> Tensor:
+        return torch.cat(rows.split(sent)[:: self.etp])
+
+    expert.AllToAll._sums = first  # type: ignore[method-assign]
+
+
+def loads_of_own_tokens() -> None:
+    """The balance loss sees the loads of the rank's part of a sequence alone."""
+    routing.Pooled.total = lambda _self, loads: loads  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -243,6 +295,14 @@ OFFLOADED = [
     Case("llama", 2, Parallel(pp=2, schedule=name), Recompute(offload=True), sequences=4)
     for name in ("1F1B", "ZBVZeroBubble")
 ]
+EP = Case("mixtral", 2, Parallel(ep=2), sequences=4)
+SHARED = Case("mixtral", 4, Parallel(ep=2), sequences=4)
+ETP = Case("mixtral", 2, Parallel(etp=2), sequences=4)
+POOLED = Case("mixtral", 2, Parallel(cp=2), sequences=4)
+EXPERTS = r"gradient blocks\.\d+\.ffn\.experts\..*"
+BEFORE_EXPERTS = r"gradient (?!blocks\.4\.ffn\.|norm|head).*"
+BEFORE_RESULTS = r"gradient (?!blocks\.4\.ffn\.router|norm|head).*"
+BEFORE_ROUTER = r"gradient (?!blocks\.4\.ffn\.experts|norm|head).*"
 # What comes before the last keys and values; its queries, output and feed-forward come after.
 BEFORE_KEYS = r"gradient (embed\.weight|blocks\.(?!4\.(ffn|attn\.w[qo])).*)"
 NORMS = r"gradient (blocks\.\d+\.(attn|ffn)_norm|norm)\.weight"
@@ -273,6 +333,11 @@ BUGS = [
     Bug(key_gradients_stay, RING, BEFORE_KEYS),
     Bug(late_pieces_as_they_come, replace(RING, parallel=HEADS), ALSO_LOSS),
     Bug(positions_of_the_part, RING, ALSO_LOSS),
+    Bug(expert_gradients_averaged, SHARED, EXPERTS),
+    Bug(expert_inputs_without_gradient, EP, BEFORE_EXPERTS),
+    Bug(expert_gradients_of_own_rows, EP, BEFORE_RESULTS),
+    Bug(part_of_results, ETP, ALSO_LOSS),
+    Bug(loads_of_own_tokens, POOLED, BEFORE_ROUTER),
     *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
     *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in SCALED],
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
@@ -301,6 +366,26 @@ def test_planted_bug_turns_parity_red(bug: Bug) -> None:
     found = spoiled(bug)
     assert any(what != "loss 0" for what in found), "no gradient deviates"
     assert not [what for what in found if not re.fullmatch(bug.spoils, what)]
+
+
+def parts_of_experts_counted_once() -> None:
+    """The norm takes ranks that share dense parameters to hold the same experts."""
+
+    def owned(parameter: Tensor, mesh: Mesh) -> bool:
+        inner = all(mesh.rank(axis) == 0 for axis in ("dp_shard", "tp"))
+        return inner if "ep" in parameter.device_mesh.mesh_dim_names else counts(parameter, mesh)  # type: ignore[attr-defined]
+
+    counts = gradients._owned
+    gradients._owned = owned
+
+
+@pytest.mark.parametrize("parallel", [Parallel(ep=2), Parallel(tp=2, ep=2)], ids=["dp", "tp"])
+def test_norm_that_miscounts_experts_turns_parity_red(parallel: Parallel) -> None:
+    case = replace(EP, parallel=parallel)
+    found = deviations(case, run_ranks(2, run_with, parts_of_experts_counted_once, case))
+    wrong = Outcome(found).wrong(case)
+    assert any(line.startswith("norm 0") for line in wrong)
+    assert not [line for line in wrong if line.startswith(("gradient", "loss 0"))]
 
 
 def test_planted_bug_costs_decibels() -> None:

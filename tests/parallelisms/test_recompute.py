@@ -74,6 +74,19 @@ def test_what_runs_again(count: Any) -> None:
     assert again["full"] in (6 * LAYERS, 7 * LAYERS)
 
 
+def test_selective_keeps_grouped_products() -> None:
+    found = {}
+    for mode in ("none", "full", "attention", "selective"):
+        model = initialized("mixtral", small_config("mixtral", n_layers=LAYERS), BACKENDS["sdpa"])
+        options = Recompute.model_validate({"mode": mode})
+        recompute(((int(name), block) for name, block in model.blocks.items()), options)
+        with Counting() as counting:
+            model(tokens()).sum().backward()
+        found[mode] = counting.counts["_grouped_mm"]
+    assert found["none"] == found["selective"] == 9 * LAYERS
+    assert found["full"] == found["attention"] > found["none"]
+
+
 def test_modes_keep_nested_sets() -> None:
     assert set(SAVED_OPS["attention"]) < set(SAVED_OPS["selective"])
     assert not set(ATTENTION) & set(PRODUCTS)

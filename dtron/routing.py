@@ -1,0 +1,92 @@
+"""A run's routers: the scale of their losses, their biases after each step, and their figures.
+
+Nothing here waits for the device but `read`, which belongs to logging.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, wait_tensor
+
+from dtron.config import Degree
+from dtron.models.router import Router, routers, update_expert_bias
+from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.mesh import MICRO_AXES, TOKEN_AXES, Mesh
+
+
+class Routing:
+    """The routers of this rank's stages; a stage may have none.
+
+    Args:
+        micro_batches: of a step and rank.
+    """
+
+    def __init__(self, found: Sequence[Router], mesh: Mesh, micro_batches: int) -> None:
+        self.routers, self.mesh, self.micro_batches = found, mesh, micro_batches
+        # Groups are made by all ranks together, whatever their stages have.
+        every, tokens = (_group(mesh, axes) for axes in (TOKEN_AXES, MICRO_AXES))
+        for router in found:  # gradients are summed over micro-batches and ranks: the mean
+            router.loss_scale.fill_(1 / (micro_batches * mesh.size(*TOKEN_AXES)))
+            router.pool = Pooled(every if router.balance == "global_batch" else tokens, tokens)
+        self.counts = torch.zeros(0, 1, dtype=torch.int64, device=mesh.device_type)
+        self.losses = torch.zeros(0, 2, device=mesh.device_type)
+
+    @classmethod
+    def of(cls, applied: Applied, mesh: Mesh, micro_batches: int) -> Self | None:
+        """Of a model; None where no stage of any rank has a router."""
+        found = routers(applied.parts.values())
+        most = torch.tensor(len(found), device=mesh.device_type)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group("pp"))
+        return cls(found, mesh, micro_batches) if most.item() else None
+
+    def after_update(self) -> None:
+        """Move the biases by the loads of the step on all ranks, and begin another step."""
+        if self.routers:
+            self.losses = torch.stack([router.losses for router in self.routers])
+            self.counts = update_expert_bias(self.routers, self._sum)
+
+    def read(self) -> dict[str, float]:
+        """Figures of the last step, the same on every rank: means over layers and micro-batches of
+        the losses that are not zero, and the largest load of an expert over the mean load."""
+        sums = torch.cat([self.losses.sum(0), self.losses.new_tensor([len(self.losses)])])
+        dist.all_reduce(sums)
+        balance, z = (sums[:2] / (sums[2] * self.micro_batches)).tolist()
+        means = self.counts.float().mean(1, keepdim=True).clamp(min=1)
+        loads = (self.counts / means).flatten()
+        most = torch.cat([loads, loads.new_zeros(1)]).max()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.group("pp"))
+        named = {"balance_loss": balance, "z_loss": z, "max_expert_load": most.item()}
+        return {name: value for name, value in named.items() if value}
+
+    def _sum(self, counts: Tensor) -> None:
+        dist.all_reduce(counts, group=self.mesh.group(*TOKEN_AXES))
+
+
+def _group(mesh: Mesh, axes: Sequence[Degree]) -> dist.ProcessGroup | None:
+    return mesh.group(*axes) if mesh.size(*axes) > 1 else None
+
+
+class Pooled:
+    """Ranks that have tokens of one micro-batch: a router's `pool`.
+
+    Args:
+        loads: the group whose loads count together; None: this rank alone.
+        tokens: that of the micro-batch; None: this rank has all of it.
+    """
+
+    def __init__(self, loads: dist.ProcessGroup | None, tokens: dist.ProcessGroup | None) -> None:
+        self.loads, self.tokens = loads, tokens
+
+    def total(self, loads: Tensor) -> Tensor:
+        """See Pool."""
+        return loads if self.loads is None else wait_tensor(all_reduce(loads, "sum", self.loads))
+
+    def together(self, evened: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+        """See Pool."""
+        if self.tokens is None:
+            return evened(logits)
+        whole = wait_tensor(all_gather_tensor(logits.detach().contiguous(), 0, self.tokens))
+        return evened(whole).chunk(self.tokens.size())[self.tokens.rank()]

@@ -1,0 +1,54 @@
+"""Mixtral: Llama's block with 8 experts, of which each token takes 2.
+
+Weights are the softmax over all experts, renormalised over the two. Training balances loads by an
+auxiliary loss a micro-batch, of weight 0.02 in the released configuration of 8x7b and 0.001 in
+that of 8x22b. The vocabulary of 8x22b is that of its first release.
+
+Sources: Mixtral of Experts, arXiv:2401.04088, and the released configurations.
+"""
+
+from dtron.models.config import DecoderConfig
+from dtron.models.spec import ModelSpec
+
+
+def _mixtral(
+    dim: int, n_layers: int, n_heads: int, expert_dim: int, balance: float
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=32000,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        norm_eps=1e-5,
+        rope_theta=1000000.0,
+        n_experts=8,
+        experts_per_token=2,
+        expert_dim=expert_dim,
+        renormalize=True,
+        balance="micro_batch",
+        balance_coefficient=balance,
+    )
+
+
+SIZES = {
+    "debug": DecoderConfig(
+        vocab_size=264,
+        dim=128,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=4,
+        norm_eps=1e-5,
+        rope_theta=1000000.0,
+        n_experts=8,
+        experts_per_token=2,
+        expert_dim=64,
+        renormalize=True,
+        balance="micro_batch",
+        balance_coefficient=0.02,
+    ),
+    "8x7b": _mixtral(4096, 32, 32, 14336, balance=0.02),
+    "8x22b": _mixtral(6144, 56, 48, 16384, balance=0.001),
+}
+
+MIXTRAL = ModelSpec("mixtral", SIZES)

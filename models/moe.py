@@ -1,0 +1,263 @@
+"""Mixture of experts: the feed-forward layer of a block whose tokens take k of E networks.
+
+    router      x (B, T, D) -> for each token k experts and their weights (`router.py`)
+    dispatch    sorts the (token, expert) pairs by expert, has the experts compute, brings the
+                results back and adds them up by weight
+    experts     stacked matrices, multiplied by groups of rows: one grouped product each
+    shared      a feed-forward layer that every token takes
+
+Only `dispatch` knows where experts are: expert parallelism replaces its `forward` from outside.
+Nothing waits for the device: the rows of each expert are told by offsets, int32 (E,), which are on
+it. Row r belongs to expert e where offsets[e - 1] <= r < offsets[e], with offsets[-1] = 0.
+
+Experts are numbered 0 ... E - 1 in `chosen`; E stands for none, where capacity drops a choice.
+
+Shapes: B sequences, T tokens, N = B T, D width, F width of an expert, E experts, k experts a token.
+Sources: arXiv:1701.06538; capacity GShard, arXiv:2006.16668; dropless grouped products MegaBlocks,
+arXiv:2211.15841; shared experts DeepSeekMoE, arXiv:2401.06066.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtron.kernels.permute import inverse_of, reordered, repeated
+from dtron.models.config import DecoderConfig
+from dtron.models.layers import ACTIVATIONS, FeedForward
+from dtron.models.router import Router
+
+GROUPED_BYTES = 16  # rows of operands of grouped_mm are multiples of this
+
+
+def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """x_e weight_e^T for the rows x_e of each expert e.
+
+    Args:
+        x: (N, K), sorted by expert.
+        weight: (E, M, K), of x's dtype.
+        offsets: int32 (E,), where each expert's rows end.
+    Returns:
+        (N, M). Rows after the last expert's are anything, NaN too, and so are their gradients.
+    """
+    if _groupable(x, weight):
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+    return looped_product(x, weight, offsets)
+
+
+def _groupable(x: Tensor, weight: Tensor) -> bool:
+    """Whether grouped_mm takes these: of torch 2.11 and 2.13 its kernels know no float64, and what
+    torch.compile knows of it bfloat16 alone."""
+    if any(size * x.element_size() % GROUPED_BYTES for size in weight.shape[1:]):
+        return False
+    if torch.compiler.is_compiling():
+        return x.dtype == torch.bfloat16
+    return x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def looped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """The same in any dtype, an expert after the other over all rows: the reference. Rows after the
+    last expert's are zero."""
+    rows = torch.arange(x.shape[0], device=x.device)
+    starts = F.pad(offsets[:-1], (1, 0))
+    out = x.new_zeros(x.shape[0], weight.shape[1])
+    for matrix, start, end in zip(weight, starts, offsets, strict=True):
+        inside = (start <= rows) & (rows < end)
+        out = torch.where(inside.unsqueeze(1), x @ matrix.T, out)
+    return out
+
+
+class Experts(nn.Module):
+    """E feed-forward layers, as stacked matrices gate and up (E, F, D), down (E, D, F), and with
+    `bias` vectors gate_bias and up_bias (E, F), down_bias (E, D).
+
+    Attributes:
+        part: (index, number) of the parts into which widths are split from outside: F of every
+            matrix, D of down_bias. What comes out is then one of as many parts of a sum.
+    """
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.part = (0, 1)
+        inward = (config.n_experts, config.expert_dim, config.dim)
+        outward = (config.n_experts, config.dim, config.expert_dim)
+        names = {"gate": inward, "up": inward, "down": outward}
+        for name, shape in names.items():
+            if name == "gate" and not self.activation.gated:
+                continue
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+            bias = nn.Parameter(torch.empty(shape[:2])) if config.bias else None
+            self.register_parameter(f"{name}_bias", bias)
+
+    def own(self, name: str) -> Tensor | None:
+        """The parameter of this name, as far as this rank has it: a plain tensor. Replaced from
+        outside where there is only a part of it."""
+        return getattr(self, name)
+
+    def forward(self, x: Tensor, offsets: Tensor, tail: bool = True) -> Tensor:
+        """Each expert's network on its rows.
+
+        Args:
+            x: (N, D), sorted by expert.
+            offsets: int32 (E,), where each expert's rows end.
+            tail: rows may follow those of the last expert; their results and gradients are zero.
+        Returns:
+            (N, D).
+        """
+        rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        inside = (rows < offsets[-1]).unsqueeze(1)
+        if tail:  # for the gradients, which grouped_mm leaves open there, as it does results
+            x = torch.where(inside, x, 0)
+        h = self._product("up", x, offsets, inside)
+        if self.activation.gated:
+            h = self.activation(self._product("gate", x, offsets, inside), h)
+        else:
+            h = self.activation.function(h)
+        out = self._product("down", h, offsets, inside)
+        return torch.where(inside, out, 0) if tail else out
+
+    def _product(self, name: str, x: Tensor, offsets: Tensor, inside: Tensor) -> Tensor:
+        weight, bias = self.own(name), self.own(f"{name}_bias")
+        assert weight is not None, f"experts have no {name}"
+        out = grouped_product(x, weight, offsets)
+        if bias is None:
+            return out
+        rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        expert = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
+        added = torch.where(inside, bias[expert], 0)  # no gradient from rows after the last
+        index, number = self.part
+        if name == "down" and number > 1:  # each part of the sum has its own columns
+            width = added.shape[1]
+            added = F.pad(added, (index * width, (number - 1 - index) * width))
+        return out + added
+
+
+def slots_by_expert(chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots (token i's j-th choice is slot i k + j) sorted by expert, in order of tokens.
+
+    Args:
+        chosen: int64 (N, k), n_experts where nothing is chosen: these come last.
+    Returns:
+        order int64 (N k,), slots by row; its inverse, rows by slot; offsets int32 (E,).
+    """
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(n_experts + 1).scatter_add(0, flat, torch.ones_like(flat))
+    return order, inverse_of(order), counts[:-1].cumsum(0).int()
+
+
+def capacity(n_slots: int, n_experts: int, factor: float) -> int:
+    """Of the n_slots choices of a micro-batch, how many one expert may take."""
+    return math.ceil(factor * n_slots / n_experts)
+
+
+def within_capacity(chosen: Tensor, n_experts: int, most: int) -> Tensor:
+    """Drop what an expert may not take: the choices of its last tokens, so that no token loses its
+    expert to a later one of its sequence.
+
+    Args:
+        chosen: int64 (N, k).
+        most: of `capacity`.
+    Returns:
+        int64 (N, k), n_experts where a choice is dropped.
+    """
+    order, _, offsets = slots_by_expert(chosen, n_experts)
+    starts = F.pad(offsets, (1, 0))  # of the dropped too
+    expert = chosen.flatten()[order]
+    place = torch.arange(len(order), device=chosen.device) - starts[expert]
+    kept = torch.where(place < most, expert, n_experts)
+    return order.scatter(0, order, kept).view_as(chosen)
+
+
+class Dispatch(nn.Module):
+    """Tokens to their experts and back. It has no parameters; `forward` may be replaced.
+
+    Attributes:
+        factor: capacity factor; 0: nothing is dropped.
+        pad: every expert computes as many rows as it may take.
+    """
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.n_experts = config.n_experts
+        self.factor, self.pad = config.capacity_factor, config.capacity_pad
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.Module) -> Tensor:
+        """The weighted sums of what its experts make of each token.
+
+        Args:
+            x: (N, D).
+            weights: (N, k), float32 at least.
+            chosen: int64 (N, k), E where nothing is chosen.
+            experts: (rows (N k, D) sorted by expert, offsets int32 (E,), tail) -> (N k, D).
+        Returns:
+            (N, D) in the dtype of the weights.
+        """
+        if self.factor:
+            most = capacity(chosen.numel(), self.n_experts, self.factor)
+            chosen = within_capacity(chosen, self.n_experts, most)
+            if self.pad:
+                return combine(self._padded(x, chosen, most, experts), weights)
+        order, inverse, offsets = slots_by_expert(chosen, self.n_experts)
+        rows = repeated(x, order, inverse, chosen.shape[1])
+        out = experts(rows, offsets, tail=bool(self.factor))
+        return combine(reordered(out, inverse, order), weights)
+
+    def _padded(self, x: Tensor, chosen: Tensor, most: int, experts: nn.Module) -> Tensor:
+        """Results by slot (N k, D), of experts that compute `most` rows each."""
+        n_slots, top_k = chosen.numel(), chosen.shape[1]
+        order, inverse, offsets = slots_by_expert(chosen, self.n_experts)
+        starts = F.pad(offsets, (1, 0)).long()
+        number = torch.arange(self.n_experts, device=x.device)
+        source = starts[:-1, None] + torch.arange(most, device=x.device)  # (E, most), sorted rows
+        filled = source < offsets[:, None]
+        tokens = order[source.clamp(max=n_slots - 1)] // top_k
+        rows = torch.where(filled.unsqueeze(-1), x[tokens], 0).flatten(0, 1)
+        ends = ((number + 1) * most).int()
+        out = experts(rows, ends, tail=False)
+        expert = chosen.flatten()
+        row = (expert * most + inverse - starts[expert]).clamp(max=len(out) - 1)
+        return torch.where((expert < self.n_experts).unsqueeze(-1), out[row], 0)
+
+
+def combine(rows: Tensor, weights: Tensor) -> Tensor:
+    """Sum of k rows a token by weight: (N k, D), (N, k) -> (N, D) in the dtype of the weights."""
+    n, k = weights.shape
+    return (rows.view(n, k, -1).to(weights.dtype) * weights.unsqueeze(-1)).sum(1)
+
+
+class MoE(nn.Module):
+    """Router, experts and shared experts, in the place of a block's feed-forward layer."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.router = Router(config)
+        self.dispatch = Dispatch(config)
+        self.experts = Experts(config)
+        width = config.n_shared_experts * config.expert_dim
+        self.shared = FeedForward(config, width) if width else None
+        self.shared_gate = nn.Linear(config.dim, 1, bias=False) if config.shared_gate else None
+
+    def forward(
+        self, x: Tensor, keys: Tensor | None = None, loads: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Feed forward, each token by its experts.
+
+        Args:
+            x: (B, T, D), normalised.
+            keys: int64 (B, T) of `token_keys`; needed in training with jitter.
+            loads: of `Router.loads`.
+        Returns:
+            (B, T, D) in x's dtype, and counts and losses for `Router.record`.
+        """
+        weights, chosen, counts, losses = self.router(x, keys, loads)
+        flat = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
+        out = self.dispatch(*flat, self.experts).view_as(x).to(x.dtype)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(x).sigmoid()
+            out = out + shared
+        return out, counts, losses

@@ -1,0 +1,107 @@
+"""A dense model's weights as those of a mixture of experts that computes the same.
+
+Every expert starts as a copy of the dense layer, and the router as for a new model. Where the
+weights of a token's experts sum to 1, and there are no shared experts, the mixture gives what the
+dense model gives, whatever the router says; training takes the experts apart.
+
+Source: Sparse Upcycling, arXiv:2212.05055.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dtron.errors import ConfigError
+from dtron.models.config import DecoderConfig
+from dtron.models.decoder import init_parameter
+
+# Fields in which the two may differ.
+_OWN = {
+    "ffn_dim",
+    "n_experts",
+    "experts_per_token",
+    "expert_dim",
+    "first_dense_layers",
+    "router",
+    "renormalize",
+    "balance",
+    "balance_coefficient",
+    "z_loss",
+    "bias_speed",
+    "jitter",
+    "n_groups",
+    "top_groups",
+    "force_balance",
+}
+
+
+def upcycle(
+    weights: Mapping[str, Tensor],
+    dense: DecoderConfig,
+    mixture: DecoderConfig,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """Weights of a mixture of experts from those of a dense model.
+
+    Args:
+        weights: whole tensors by FQN, such as a `state_dict`; they are not changed, and those that
+            stay what they were are the same tensors in the result.
+        dense: config of the model they are of.
+        mixture: a config that differs from it in its experts alone.
+        generator: of the routers' weights, on the weights' device.
+    Returns:
+        Tensors by FQN, all parameters of the mixture and its routers' biases.
+
+    Raises:
+        ConfigError: the two differ otherwise, or the mixture would not compute the same.
+    """
+    _check(dense, mixture)
+    found: dict[str, Tensor] = {}
+    layers = [f"blocks.{i}.ffn." for i in range(mixture.n_dense_layers, mixture.n_layers)]
+    for name, value in weights.items():
+        prefix = next((layer for layer in layers if name.startswith(layer)), None)
+        if prefix is None:
+            found[name] = value
+            continue
+        matrix, kind = name.removeprefix(prefix).split(".")
+        stacked = matrix if kind == "weight" else f"{matrix}_bias"
+        copies = (mixture.n_experts, *value.shape)
+        found[f"{prefix}experts.{stacked}"] = value.expand(copies).clone()
+    like = next(iter(weights.values()))
+    for prefix in layers:
+        found |= _router(f"{prefix}router.", mixture, generator, like)
+    return found
+
+
+def _router(
+    prefix: str, config: DecoderConfig, generator: torch.Generator, like: Tensor
+) -> dict[str, Tensor]:
+    found = {f"{prefix}weight": like.new_empty(config.n_experts, config.dim)}
+    if config.bias:
+        found[f"{prefix}bias"] = like.new_empty(config.n_experts)
+    for name, value in found.items():
+        init_parameter(config, name, value, generator)
+    if config.bias_speed:
+        found[f"{prefix}expert_bias"] = like.new_zeros(config.n_experts, dtype=torch.float32)
+    return found
+
+
+def _check(dense: DecoderConfig, mixture: DecoderConfig) -> None:
+    if dense.n_experts or not mixture.n_experts:
+        raise ConfigError("upcycling takes the config of a dense model, and one with experts")
+    for key, value in dense.model_dump(exclude=_OWN).items():
+        if (other := getattr(mixture, key)) != value:
+            raise ConfigError(
+                f"upcycling: {key} = {other} of the mixture is not the dense model's {value}"
+            )
+    if mixture.expert_dim != dense.ffn_dim:
+        raise ConfigError(
+            f"upcycling: expert_dim = {mixture.expert_dim} is not the dense model's ffn_dim = "
+            f"{dense.ffn_dim}, of which each expert is a copy"
+        )
+    if not (mixture.renormalize or mixture.router == "topk_softmax"):
+        raise ConfigError(
+            "upcycling: weights that do not sum to 1 would change what the model computes; use "
+            'renormalize = True, or router = "topk_softmax"'
+        )

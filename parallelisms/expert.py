@@ -1,0 +1,264 @@
+"""Expert parallelism: ranks hold different experts, and tokens travel to theirs and back.
+
+Every rank of dp_shard x cp x tp has tokens of its own (under tp by sequence parallelism). Experts
+see these ranks by axes of their own, edp_shard, ep and etp, of which etp is the innermost:
+
+    ep          holds E / ep experts each, Shard(0) of the stacked matrices: rank r the experts
+                r E / ep ... (r + 1) E / ep - 1
+    etp         holds F / etp of the width of each expert: gate and up Shard(1), down Shard(2)
+    edp_shard   shares what is left as FSDP does, dp_replicate holds copies as of all else
+
+so that degrees of the dense part and of the experts have nothing to do with each other but their
+product. Routers, shared experts and all other modules stay in the dense part.
+
+`Experts` gets rows sorted by expert and gives back as many; it neither knows nor cares where they
+came from. Hence `forward` of the module that holds the experts is all that is replaced:
+
+    rows sorted by expert (M, D) --------------------------- results (M, D), of etp the sum
+      | to rank (r, s) those of r's experts, for all s          ^
+      v all-to-all over ep x etp                                | the same back
+    rows by (sender, expert) -> sorted by expert -> experts -> by (sender, expert)
+
+A row goes to all etp ranks of its expert, each of which gives a part of a sum. A call costs an
+all-to-all of counts, of which the host reads the sums, once, since sizes of messages are the
+host's; then one each way, and one each way in the backward. Nothing else waits for the device.
+
+Gradients: a rank's experts see the rows of all ranks of ep x etp, whole; FSDP sums over the rest.
+The loss is divided by the tokens of the whole step before the backward, so that there is nothing to
+divide by here, whatever the degrees are.
+
+Shapes: M rows, D width, F width of an expert, E experts, P = ep x etp ranks.
+Sources: GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596; MoE parallel folding,
+arXiv:2504.14960; Megatron-LM's token dispatchers.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dtron.errors import ConfigError
+from dtron.kernels.permute import inverse_of, reordered
+from dtron.parallelisms.mesh import Mesh
+
+WIDTHS = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": 1}
+"""The dim that etp splits, by the parameter's name; of down_bias it is D, whose columns each rank
+adds to its part of the sum."""
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """Which modules of a model are experts, and how tokens get to them.
+
+    Such a module has parameters of E experts each along dim 0, an attribute `part`, and
+    a method `own(name)` by which it gets at them, and `forward(rows, offsets, tail) -> rows`, as
+    `models/moe.py` says.
+    """
+
+    experts: str
+    """Pattern of the modules with the stacked parameters."""
+    dispatcher: str = "all_to_all"
+    """A row of DISPATCHERS."""
+    widths: Mapping[str, int] = field(default_factory=lambda: WIDTHS)
+    """The dim that etp splits, by the parameter's name."""
+
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""(rows (N, D) sorted by expert, offsets int32 (E / ep,)) -> (N, D)."""
+
+
+class Dispatcher(Protocol):
+    """Brings rows to the ranks of their experts and the results back."""
+
+    def __init__(self, group: dist.ProcessGroup, ep: int, etp: int) -> None: ...
+
+    def __call__(self, rows: Tensor, offsets: Tensor, compute: Compute) -> Tensor:
+        """rows (M, D), offsets int32 (E,) of all experts -> (M, D); zero after the last offset."""
+        ...
+
+
+class AllToAll:
+    """One all-to-all there and one back, after one of counts that the host waits for.
+
+    Args:
+        group: of ep x etp ranks, etp being the innermost.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ep: int, etp: int) -> None:
+        self.group, self.ep, self.etp = group, ep, etp
+
+    def __call__(self, rows: Tensor, offsets: Tensor, compute: Compute) -> Tensor:
+        """See Dispatcher."""
+        counts = offsets.diff(prepend=offsets.new_zeros(1))
+        mine = counts.long().view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten(0, 1)  # (P, E_r)
+        theirs = wait_tensor(all_to_all_single(mine.contiguous(), None, None, self.group))
+        sent, received = _read(torch.stack([mine.sum(1), theirs.sum(1)]))
+        n_rows = sum(sent) // self.etp
+        arrived = self._exchange(self._copies(rows[:n_rows], sent), received, sent)
+        order, inverse = _by_expert(theirs, len(arrived))
+        results = compute(reordered(arrived, order, inverse), theirs.sum(0).cumsum(0).int())
+        back = self._exchange(reordered(results, inverse, order), sent, received)
+        return F.pad(self._sums(back, sent), (0, 0, 0, len(rows) - n_rows))
+
+    def _exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        return all_to_all_single_autograd(rows.contiguous(), received, sent, self.group)
+
+    def _copies(self, rows: Tensor, sent: list[int]) -> Tensor:
+        """Rows of each ep rank, once for each of its etp ranks."""
+        if self.etp == 1:
+            return rows
+        parts = rows.split(sent[:: self.etp])
+        return torch.cat([part for part in parts for _ in range(self.etp)])
+
+    def _sums(self, rows: Tensor, sent: list[int]) -> Tensor:
+        """The parts that etp ranks gave back, summed."""
+        if self.etp == 1:
+            return rows
+        parts = rows.split(sent)
+        wholes = [parts[i : i + self.etp] for i in range(0, len(parts), self.etp)]
+        return torch.cat([torch.stack(whole).sum(0) for whole in wholes])
+
+
+DISPATCHERS: dict[str, type[Dispatcher]] = {"all_to_all": AllToAll}
+
+
+def _read(sizes: Tensor) -> list[list[int]]:
+    """The one place where the host waits for the device."""
+    return sizes.tolist()
+
+
+def _by_expert(counts: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
+    """How rows that came by (sender, expert) are sorted by expert, and back.
+
+    Args:
+        counts: int64 (P, E_r), rows of each.
+        n_rows: their sum, which the host knows.
+    Returns:
+        order and its inverse, int64 (n_rows,).
+    """
+    n_senders, n_experts = counts.shape
+    experts = torch.arange(n_experts, device=counts.device).repeat(n_senders)
+    order = experts.repeat_interleave(counts.flatten(), output_size=n_rows).argsort(stable=True)
+    return order, inverse_of(order)
+
+
+def stands_apart(mesh: Mesh) -> bool:
+    """Whether experts are on another mesh than the rest: they are split, or tp ranks share them."""
+    return mesh.size("tp") > 1 or mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1
+
+
+def waits_for_host(block: str, experts: Iterable[str], mesh: Mesh) -> bool:
+    """Whether a block, by its FQN, has experts to which tokens travel."""
+    travels = mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1
+    return travels and any(name.startswith(f"{block}.") for name in experts)
+
+
+def apply_experts(modules: Mapping[str, nn.Module], layers: ExpertLayers, mesh: Mesh) -> None:
+    """Split experts over ep and etp and route their rows there, in place.
+
+    Args:
+        modules: experts by FQN.
+    Raises:
+        ConfigError: ep does not divide the experts, or etp their width, or `widths` lacks a
+            parameter.
+    """
+    ep, etp = mesh.expert_degrees["ep"], mesh.expert_degrees["etp"]
+    if ep * etp == 1:
+        return
+    axes = mesh.experts["ep", "etp"]
+    for fqn, module in modules.items():
+        _split(fqn, module, layers.widths, axes)
+        module.part = (mesh.experts.get_local_rank("etp"), etp)  # type: ignore[assignment]
+        module.own = functools.partial(_local, module)  # type: ignore[assignment]
+        dispatcher = DISPATCHERS[layers.dispatcher](mesh.expert_group(), ep, etp)
+        # Left out of compiled graphs, which cannot wait for the host.
+        module.forward = torch.compiler.disable(_Elsewhere(module.forward, dispatcher).forward)
+
+
+class _Elsewhere:
+    """The forward of experts of which this rank has a part."""
+
+    def __init__(self, compute: Callable[..., Tensor], dispatcher: Dispatcher) -> None:
+        self.compute, self.dispatcher = compute, dispatcher
+
+    def forward(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Tensor:
+        """As the experts' own; rows after the last expert's stay here, so that there is no tail."""
+        return self.dispatcher(rows, offsets, self._local)
+
+    def _local(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        return self.compute(rows, offsets, tail=False)
+
+
+def _local(module: nn.Module, name: str) -> Tensor | None:
+    parameter = getattr(module, name)
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def fsdp_dim(parameter: Tensor, ranks: int) -> int:
+    """Along which dim `ranks` of edp_shard share a parameter; see shared_dim."""
+    placements = getattr(parameter, "placements", ())
+    taken = {placement.dim for placement in placements if placement.is_shard()}
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return shared_dim(local.shape, taken, ranks)
+
+
+def shared_dim(sizes: Sequence[int], taken: Collection[int], ranks: int) -> int:
+    """Along which dim ranks share a tensor of which they have a part already.
+
+    The first where that works, since what is gathered is in one piece then, else one that ep and
+    etp leave whole: torch shards a dim unevenly only if it is the first and nothing else splits it.
+
+    Args:
+        sizes: of the part.
+        taken: dims that are split already.
+    Raises:
+        ConfigError: the ranks divide no dim.
+    """
+    if 0 not in taken or sizes[0] % ranks == 0:
+        return 0
+    dims = sorted(range(1, len(sizes)), key=lambda dim: dim in taken)
+    fitting = [dim for dim in dims if sizes[dim] % ranks == 0]
+    if not fitting:
+        raise ConfigError(
+            f"parallel.ep and parallel.etp leave {ranks} ranks that share each part of the "
+            f"experts, and these divide no dim of {tuple(sizes)}; use a larger parallel.ep"
+        )
+    return fitting[0]
+
+
+def _split(fqn: str, module: nn.Module, widths: Mapping[str, int], axes: DeviceMesh) -> None:
+    """Make parameters DTensors over (ep, etp). What a FSDP unit gathers is a rank's part of one,
+    which is all that `forward` sees."""
+    ep, etp = axes.size(0), axes.size(1)
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if name not in widths:
+            raise ConfigError(
+                f"{fqn}.{name} is a parameter of experts, but ExpertLayers.widths does not say "
+                f"which of its dims etp splits; it has {', '.join(widths)}"
+            )
+        dim = widths[name]
+        if parameter.shape[0] % ep:
+            raise ConfigError(
+                f"parallel.ep = {ep} does not divide the {parameter.shape[0]} experts of {fqn}"
+            )
+        if parameter.shape[dim] % etp:
+            raise ConfigError(
+                f"parallel.etp = {etp} does not divide the {parameter.shape[dim]} columns of "
+                f"{fqn}.{name}"
+            )
+        placements = [Shard(0), Shard(dim) if etp > 1 else Replicate()]
+        # Ranks hold equal weights, or none yet: each cuts its own part, without communication.
+        split = distribute_tensor(parameter.data, axes, placements, src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(split, parameter.requires_grad))
