@@ -145,7 +145,7 @@ class Float8Plan:
 
     def why_emulated(self, device: torch.device, dtype: torch.dtype) -> str:
         """Why products are emulated; empty where they are not."""
-        return why_emulated(self.recipe, device, dtype, self.shapes.values())
+        return why_emulated(self.recipe, device, dtype)
 
 
 def scale_groups(mesh: Mesh) -> ScaleGroups:
