@@ -1,7 +1,8 @@
 """float8 in a run: which layers, what is refused, and what the passes and the loop are given.
 
 `dtron.float8` knows layers and recipes, not runs; here the keys of [float8] meet the model and the
-layout. The choice of layers depends on the model alone, so that every layout trains the same one.
+layout. The choice of layers depends on the model alone, so that every layout trains the same one,
+unless it is left to a measurement (`float8.filter = "auto"`).
 """
 
 import logging
@@ -45,7 +46,7 @@ class Float8Plan:
     fused: tuple[str, ...] = ()
     """FQNs of gated feed-forward layers that are one function each."""
     shapes: Mapping[str, Shape] = field(default_factory=dict)
-    """What a rank computes of each layer, by FQN."""
+    """What a rank computes of each layer of the blocks, by FQN."""
     gathering: Mapping[str, bool] = field(default_factory=dict)
     """FQNs of modules that gather their input, and whether in float8; empty where none does."""
 
@@ -70,13 +71,15 @@ class Float8Plan:
 
     def of_those_that_gain(self, worth: Mapping[Shape, Worth]) -> "Float8Plan":
         """The same with fewer layers. Raises ConfigError where none is left."""
-        layers = tuple(name for name in self.layers if worth[self.shapes[name]].gains)
+        blocks = {name for name in self.shapes if worth[self.shapes[name]].gains}
+        layers = tuple(name for name in self.layers if name in blocks or name not in self.shapes)
         if not layers:
             raise ConfigError(
                 'float8.filter = "auto": no layer is faster in float8 on this device; set '
                 'float8.recipe = "", or larger micro-batches'
             )
-        return replace(self, layers=layers)
+        shapes = {name: shape for name, shape in self.shapes.items() if name in blocks}
+        return replace(self, layers=layers, shapes=shapes)
 
     def converter(self, mesh: Mesh, dtype: torch.dtype) -> Callable[[nn.Module], None]:
         """The pass that comes first: `Passes.convert`."""
@@ -199,7 +202,8 @@ def plan_float8(
     shapes = {}
     for name in plan.layers:
         inward, outward = _part(name, whole.get_submodule(name), rows, degrees, settings)
-        shapes[name] = (tokens, inward, outward)
+        if name != choice.output:
+            shapes[name] = (tokens, inward, outward)
     plan = replace(plan, shapes=shapes)
     if settings.gather_inputs:
         return replace(plan, gathering=_gathering(whole, rows, plan.layers))
@@ -299,6 +303,15 @@ def _refuse_what_cannot_act(
             settings.gather_inputs and not (parallel.tp > 1 and parallel.sequence_parallel),
             "float8.gather_inputs has no effect without parallel.tp > 1 and "
             "parallel.sequence_parallel: no input is gathered",
+        ),
+        (
+            settings.filter == "auto" and not config.compile.enable,
+            'float8.filter = "auto" times layers as they are compiled; set compile.enable = true',
+        ),
+        (
+            settings.filter == "auto" and config.debug.deterministic,
+            'float8.filter = "auto" with debug.deterministic: timings differ from run to run; '
+            "name the layers",
         ),
         (
             settings.gather_inputs and settings.filter == "auto",

@@ -35,7 +35,7 @@ class Scaled(NamedTuple):
     def turned(self, after: Tensor) -> "Scaled":
         """The transposed operand, whose tiles are the same; it waits for the gradient `after`."""
         assert self.cast.turns, f"a tile of {self.cast.tile} does not turn"
-        return Scaled(turned(self.data, after), self.scale.t(), self.cast)
+        return Scaled(turned(self.data.contiguous(), after), self.scale.t(), self.cast)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -98,7 +98,8 @@ def turn_weight(weight: Tensor, scale: Tensor, cast: Cast, after: Tensor) -> Sca
     if weight.dtype == cast.dtype:
         return Scaled(weight, scale, cast).turned(after)
     if cast.whole:
-        return Scaled(cast_turned(weight, scale, cast.dtype, after), scale, cast)
+        data = cast_turned(weight.contiguous(), scale, cast.dtype, after)
+        return Scaled(data, scale, cast)
     return quantize(weight.t(), cast, scale=scale.t())
 
 

@@ -8,7 +8,8 @@ are and transposed, by the kernels of `dtron/kernels/float8.py`:
     backward   grad8 -> h' -> (largest, cast) -> gate8', up8', h8 -> gradients of x and of weights
 
 Kept for the backward: x8, gate and up. The numbers are those of the three layers alone, but for
-the rounding of h and its gradients to the dtype of computation in between, which is left out.
+the rounding of h and its gradients to the dtype of computation in between, which is left out. Where
+casts are measured (`probe`) the three layers run alone.
 
 Shapes: N tokens, D width, F hidden width. Recipes with one scale a tensor only.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dtron.float8.casting import (
     Scaled,
@@ -62,6 +64,7 @@ class Float8GatedUnit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
         layers = (self.gate, self.up, self.down)
+        assert not any(isinstance(layer.weight, DTensor) for layer in layers), "tp splits them"
         if any(layer.probe is not None for layer in layers):
             return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
         rows = x.reshape(-1, x.shape[-1])
@@ -117,11 +120,12 @@ class _Gated(torch.autograd.Function):
         of_gate, of_up, h_turned = gated_backward_cast(gate, up, of_h, of_both, scale, *types)
         gate_scale, up_scale = of_both.view(2, 1, 1)
         gate8, up8 = Scaled(of_gate, gate_scale, cast), Scaled(of_up, up_scale, cast)
-        x8, h8 = Scaled(x, x_scale, of_x).turned(grad), Scaled(h_turned, scale, of_x)
+        needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[1:10:3])
+        of_input = to_input(gate8, 0) + to_input(up8, 1) if needed[0] else None
+        x8 = Scaled(x, x_scale, of_x).turned(grad) if needed[1] or needed[2] else None
         of_weights = (
-            to_weight(gate8.turned(grad), x8),
-            to_weight(up8.turned(grad), x8),
-            to_weight(grad8_turned, h8),
+            to_weight(gate8.turned(grad), x8) if needed[1] and x8 else None,
+            to_weight(up8.turned(grad), x8) if needed[2] and x8 else None,
+            to_weight(grad8_turned, Scaled(h_turned, scale, of_x)) if needed[3] else None,
         )
-        of_input = to_input(gate8, 0) + to_input(up8, 1)
         return of_input, *(part for w in of_weights for part in (w, None, None)), None

@@ -37,7 +37,7 @@ from dtron.errors import ConfigError
 from dtron.float8.casting import Scaled, dequantize, quantize, scale_of
 from dtron.float8.linear import Float8Linear
 from dtron.float8.recipes import Cast
-from dtron.kernels.float8 import cast
+from dtron.kernels.float8 import cast_plain
 
 _c10d = torch.ops._c10d_functional
 
@@ -101,7 +101,7 @@ class _Shard:
     def before(self, _mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """(what is gathered, what the other side is to know)."""
         assert self.scale is not None, "scales are computed before weights are gathered"
-        data = cast(self.local.detach(), self.scale, self.format.dtype)
+        data = cast_plain(self.local.detach().contiguous(), self.scale, self.format.dtype)
         return (data.view(torch.uint8),), (self.scale,)
 
     def after(

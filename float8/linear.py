@@ -188,7 +188,7 @@ class _Linear(torch.autograd.Function):
         to_input, to_weight = recipe.grad_input, recipe.grad_weight
         grad_x = grad_weight = turned = None
         if ctx.needs_input_grad[0]:
-            if to_weight is not None and to_weight.left == to_input.left and to_input.left.whole:
+            if ctx.needs_input_grad[1] and to_weight == to_input and to_input.left.whole:
                 grad8, turned = quantize_both(grad, to_input.left, how.grad)
             else:
                 grad8 = quantize(grad, to_input.left, how.grad)

@@ -13,13 +13,14 @@ b' are computed in both, in float32, and never stored in another dtype.
 
 Bytes an element, with operands of two bytes:
 
-    cast               2 + 1          gated_amax               4
+    cast_plain         2 + 1          gated_amax               4
     turned             1 + 1          gated_cast               4 + 1
     cast_turned        2 + 1          gated_backward_amax      6
     cast_both          2 + 2          gated_backward_cast      6 + 3
 
-Triton kernels on GPUs, the same formulas in torch elsewhere. Values are x * scale, limited to what
-the dtype holds and rounded to nearest; NaN stays NaN.
+Triton kernels on GPUs with float8, the same formulas in torch elsewhere. Values are x * scale,
+limited to what the dtype holds and rounded to nearest; NaN stays NaN, which the kernels' largest
+magnitudes leave out: it is the cast that keeps a bad step from passing.
 
 Shapes: M rows, N columns; all operands are contiguous.
 Source: gated units, arXiv:2002.05202.
@@ -36,6 +37,11 @@ TILE = (32, 128)
 BLOCK, BLOCKS = 1024, 16
 _BYTES_TILE = (64, 256)
 _WARPS = 8
+
+
+def _by_triton(x: Tensor) -> bool:
+    """Kernels compute in float32, and Triton knows E4M3 from Ada on."""
+    return x.is_cuda and x.dtype != torch.float64 and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -63,7 +69,7 @@ def _empty_turned(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op("dtron::float8_cast", mutates_args=())
-def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_plain(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast where nothing is compiled, such as the shards of weights that are gathered.
 
     Args:
@@ -73,6 +79,8 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         (M, N), float8.
     """
+    if _by_triton(x):
+        return _cast_plain_on_gpu(x, scale, dtype)
     return _rounded(_wide(x), scale.view(()), dtype)
 
 
@@ -87,6 +95,8 @@ def turned(x: Tensor, after: Tensor) -> Tensor:
     Returns:
         (N, M), float8.
     """
+    if _by_triton(x):
+        return _turned_on_gpu(x, after)
     return _transposed(x)
 
 
@@ -102,6 +112,8 @@ def cast_turned(x: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor) -> 
     Returns:
         (N, M), float8.
     """
+    if _by_triton(x):
+        return _cast_turned_on_gpu(x, scale, dtype, after)
     return _transposed(_rounded(_wide(x), scale.view(()), dtype))
 
 
@@ -112,6 +124,8 @@ def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     Returns:
         (M, N) and the transposed (N, M), float8.
     """
+    if _by_triton(x):
+        return _cast_both_on_gpu(x, scale, dtype)
     straight = _rounded(_wide(x), scale.view(()), dtype)
     return straight, _transposed(straight)
 
@@ -126,6 +140,8 @@ def gated_amax(gate: Tensor, up: Tensor) -> Tensor:
     Returns:
         (1, 1), float32 (float64 for float64).
     """
+    if _by_triton(gate):
+        return _gated_amax_on_gpu(gate, up)
     a, b = _wide(gate), _wide(up)
     return (a * a.sigmoid() * b).abs().amax().view(1, 1)
 
@@ -137,6 +153,8 @@ def gated_cast(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> T
     Returns:
         (M, N), float8.
     """
+    if _by_triton(gate):
+        return _gated_cast_on_gpu(gate, up, scale, dtype)
     a, b = _wide(gate), _wide(up)
     return _rounded(a * a.sigmoid() * b, scale.view(()), dtype)
 
@@ -152,6 +170,8 @@ def gated_backward_amax(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
     Returns:
         (2,), float32 (float64 for float64).
     """
+    if _by_triton(gate):
+        return _gated_backward_amax_on_gpu(gate, up, grad)
     return torch.stack([x.abs().amax() for x in _gradients(gate, up, grad)[:2]])
 
 
@@ -178,13 +198,16 @@ def gated_backward_cast(
     Returns:
         Of gate (M, N), of up (M, N), silu(gate) up transposed (N, M).
     """
+    if _by_triton(gate):
+        types = (dtype, hidden_dtype)
+        return _gated_backward_cast_on_gpu(gate, up, grad, scales, hidden_scale, *types)
     of_gate, of_up, hidden = _gradients(gate, up, grad)
     of_gate, of_up = _rounded(of_gate, scales[0], dtype), _rounded(of_up, scales[1], dtype)
     hidden = _rounded(hidden, hidden_scale.view(()), hidden_dtype)
     return of_gate, of_up, _transposed(hidden)
 
 
-@cast.register_fake
+@cast_plain.register_fake
 def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
@@ -237,8 +260,7 @@ def _(
 # Triton is imported where it is used: it is a GPU's.
 
 
-@cast.register_kernel("cuda")
-def _cast_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_plain_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     from dtron.kernels.float8_triton import flat_cast_kernel
 
     y = torch.empty_like(x, dtype=dtype)
@@ -257,8 +279,7 @@ def _cast_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
-@turned.register_kernel("cuda")
-def _turned_on_gpu(x: Tensor, after: Tensor) -> Tensor:
+def _turned_on_gpu(x: Tensor, _after: Tensor) -> Tensor:
     from dtron.kernels.float8_triton import turn_kernel
 
     y = _empty_turned(x, x.dtype)
@@ -276,12 +297,10 @@ def _turned_on_gpu(x: Tensor, after: Tensor) -> Tensor:
     return y
 
 
-@cast_turned.register_kernel("cuda")
-def _cast_turned_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
+def _cast_turned_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype, _after: Tensor) -> Tensor:
     return _cast_by_tiles(x, scale, dtype, straight=False)[1]
 
 
-@cast_both.register_kernel("cuda")
 def _cast_both_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _cast_by_tiles(x, scale, dtype, straight=True)
 
@@ -311,7 +330,6 @@ def _cast_by_tiles(
     return same, y
 
 
-@gated_amax.register_kernel("cuda")
 def _gated_amax_on_gpu(gate: Tensor, up: Tensor) -> Tensor:
     from dtron.kernels.float8_triton import gated_amax_kernel
 
@@ -330,7 +348,6 @@ def _gated_amax_on_gpu(gate: Tensor, up: Tensor) -> Tensor:
     return amax
 
 
-@gated_cast.register_kernel("cuda")
 def _gated_cast_on_gpu(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     from dtron.kernels.float8_triton import gated_cast_kernel
 
@@ -351,7 +368,6 @@ def _gated_cast_on_gpu(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dty
     return hidden
 
 
-@gated_backward_amax.register_kernel("cuda")
 def _gated_backward_amax_on_gpu(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
     from dtron.kernels.float8_triton import gated_backward_amax_kernel
 
@@ -371,7 +387,6 @@ def _gated_backward_amax_on_gpu(gate: Tensor, up: Tensor, grad: Tensor) -> Tenso
     return amax
 
 
-@gated_backward_cast.register_kernel("cuda")
 def _gated_backward_cast_on_gpu(
     gate: Tensor,
     up: Tensor,

@@ -1,6 +1,5 @@
 """float8.filter = "auto": the layers that gain."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ def plan(world: int = 1, **keys: Any) -> Float8Plan:
             "model.override.ffn_dim=128",
             "train.seq_len=64",
             "train.micro_batch=2",
+            "compile.enable=true",
             "float8.recipe=tensorwise",
             "float8.filter=auto",
             *(f"{key.replace('__', '.')}={value}" for key, value in keys.items()),
@@ -77,9 +77,24 @@ def test_nothing_is_measured_where_products_are_emulated() -> None:
     assert whole.measured(torch.device("cpu"), torch.bfloat16, given) is whole
 
 
-def test_inputs_cannot_be_gathered_for_layers_that_are_not_known_yet() -> None:
-    with pytest.raises(ConfigError, match="auto"):
-        plan(world=2, parallel__tp=2, float8__gather_inputs="true")
+def test_a_head_that_is_asked_for_is_kept() -> None:
+    whole = plan(float8__output="true", model__override__vocab_size=272)
+    worth = {shape: FAST if shape[2] == 64 else SLOW for shape in whole.shapes.values()}
+    assert "head" in whole.of_those_that_gain(worth).layers
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"world": 2, "parallel__tp": 2, "float8__gather_inputs": "true"},
+        {"compile__enable": "false"},
+        {"debug__deterministic": "true"},
+    ],
+    ids=str,
+)
+def test_what_auto_cannot_go_with_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r'filter = "auto"'):
+        plan(**settings)
 
 
 def _measured(rank: int) -> tuple[str, ...]:
@@ -110,7 +125,6 @@ def test_ranks_agree() -> None:
 @pytest.mark.gpu
 def test_large_products_gain_and_small_ones_do_not() -> None:
     large, small = (16384, 4096, 14336), (64, 64, 64)
-    recipe = replace(RECIPES["tensorwise"])
-    worth = measure([large, small], recipe, torch.bfloat16, torch.device("cuda"))
+    worth = measure([large, small], RECIPES["tensorwise"], torch.bfloat16, torch.device("cuda"))
     assert worth[large].gains
     assert not worth[small].gains
