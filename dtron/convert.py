@@ -104,8 +104,9 @@ class _Streamed(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """A whole tensor."""
         fqn = index.fqn.removeprefix("model.")
-        tensor = self._folder.read(fqn, whole(self._folder.ours[fqn].shape))
-        return tensor if self._dtype is None else tensor.to(self._dtype)
+        each = self._folder.ours[fqn]
+        tensor = self._folder.read(fqn, whole(each.shape))
+        return tensor if each.dtype or self._dtype is None else tensor.to(self._dtype)
 
 
 def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
@@ -119,7 +120,9 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
     stored = _DTYPES[dtype] if dtype else None
     dtypes = source.dtypes
     state = {
-        f"model.{fqn}": torch.empty(each.shape, dtype=stored or dtypes[fqn], device="meta")
+        f"model.{fqn}": torch.empty(
+            each.shape, dtype=each.dtype or stored or dtypes[fqn], device="meta"
+        )
         for fqn, each in source.ours.items()
     }
     with _appearing(out) as partial:

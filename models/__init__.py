@@ -117,7 +117,7 @@ def from_hf(
 
     Args:
         path: a folder with config.json and safetensors files.
-        dtype: of all parameters; None: as each is stored.
+        dtype: of all parameters; None: as each is stored. Routers' biases stay float32.
         attention: "auto" or a row of BACKENDS.
     Raises:
         CheckpointError: the folder does not hold one of MODELS, whole; names key or tensor.
@@ -140,7 +140,8 @@ def from_hf(
     with torch.device("meta"):
         model = build_model(folder.family, config, backend)
     for fqn, each in folder.ours.items():
-        value = folder.read(fqn, whole(each.shape)).to(device, dtype or dtypes[fqn])
+        kept = each.dtype or dtype or dtypes[fqn]
+        value = folder.read(fqn, whole(each.shape)).to(device, kept)
         module, _, name = fqn.rpartition(".")
         owner = model.get_submodule(module)
         if name in owner._parameters:
@@ -149,7 +150,7 @@ def from_hf(
             setattr(owner, name, value)
     if config.tied:
         model.get_submodule("head").weight = model.get_submodule("embed").weight
-    return model.eval()
+    return model.to(device).eval()  # what is not saved too, such as routers' counts
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ class DecoderConfig(BaseModel):
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """A row of dtron.models.layers.NORMS."""
     norm_eps: float = Field(default=1e-5, gt=0)
-    """Added to the variance before its root is taken."""
+    """Added to the variance before its root is taken; norms of latents add 1e-6."""
     norm_zero_centered: bool = False
     """Store norm weights as gamma - 1, so that weight decay pulls gamma towards 1."""
     qk_norm: bool = False

@@ -13,9 +13,29 @@ Sources: DeepSeek-V3, arXiv:2412.19437; DeepSeek-V2, arXiv:2405.04434; Moonlight
 the released configurations.
 """
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
+from dtron.models.hf import (
+    BIAS_SPEED,
+    CONTEXT,
+    EXPERT_NAMES,
+    KV_HEADS,
+    LLAMA_BASE,
+    LLAMA_CONSTANTS,
+    LLAMA_DEFAULTS,
+    LLAMA_NAMES,
+    MOE_FIELDS,
+    MOE_NEUTRAL,
+    ROPE,
+    HuggingFace,
+    Name,
+    Part,
+    read_rope,
+)
 from dtron.models.spec import ModelSpec
 
 _HEADS: dict[str, Any] = {
@@ -144,4 +164,139 @@ SIZES = {
     ),
 }
 
-DEEPSEEK_V3 = ModelSpec("deepseek_v3", SIZES)
+
+def _halves(start: int, width: int) -> Iterator[int]:
+    """Where rows that rotate halves against each other lie if even rotate against odd ones."""
+    for i in range(width):
+        yield start + 2 * i if i < width // 2 else start + 2 * i - width + 1
+
+
+def _query_rows(config: DecoderConfig, n_rows: int) -> list[int]:
+    """Of each head the rows that are not rotated, then those that are."""
+    rows: list[int] = []
+    for start in range(0, n_rows, config.head_size):
+        rotated = start + config.nope_head_dim
+        rows += [*range(start, rotated), *_halves(rotated, config.rope_head_dim)]
+    return rows
+
+
+def _latent_rows(config: DecoderConfig, n_rows: int) -> list[int]:
+    """The latent, then the key that is rotated."""
+    latent = config.kv_lora_rank
+    return [*range(latent), *_halves(latent, config.rope_head_dim)]
+
+
+def _read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """As others, but mscale_all_dim multiplies scores whatever cosines are multiplied by."""
+    rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    explicit = rope.get("attention_factor") is not None
+    if (whole := rope.get("mscale_all_dim")) and (explicit or not rope.get("mscale")):
+        other = "with attention_factor" if explicit else "without mscale"
+        raise CheckpointError(f"mscale_all_dim = {whole} {other} is not implemented")
+    return read_rope(given)
+
+
+def _read_dense(given: Mapping[str, Any]) -> dict[str, Any]:
+    first, width = given.get("first_k_dense_replace", 3), given.get("intermediate_size", 18432)
+    return {"first_dense_layers": first, "ffn_dim": width if first else 0}
+
+
+def _write_dense(config: DecoderConfig) -> dict[str, Any]:
+    width = config.ffn_dim or config.expert_dim * config.experts_per_token  # of no layer
+    return {"first_k_dense_replace": config.first_dense_layers, "intermediate_size": width}
+
+
+def _read_groups(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A token that may take experts of all groups has none."""
+    groups, top = given.get("n_group", 8), given.get("topk_group", 4)
+    if groups == top:
+        groups, top = 1, 1
+    return {"n_groups": groups, "top_groups": top}
+
+
+def _write_groups(config: DecoderConfig) -> dict[str, Any]:
+    return {"n_group": config.n_groups, "topk_group": config.top_groups}
+
+
+def _read_query_rank(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"q_lora_rank": given.get("q_lora_rank", 1536) or 0}
+
+
+def _write_query_rank(config: DecoderConfig) -> dict[str, Any]:
+    return {"q_lora_rank": config.q_lora_rank or None}
+
+
+_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+def _further_layers(given: Mapping[str, Any]) -> list[str]:
+    """Layers after the last, which predict further tokens (multi-token prediction)."""
+    first, number = given["num_hidden_layers"], max(given.get(key) or 0 for key in _FURTHER)
+    return [f"model.layers.{layer}." for layer in range(first, first + number)]
+
+
+HF = HuggingFace(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    names=(
+        Name("blocks.*.attn.wq", "model.layers.*.self_attn.q_proj", rows=_query_rows),
+        Name("blocks.*.attn.wq_a", "model.layers.*.self_attn.q_a_proj"),
+        Name("blocks.*.attn.q_a_norm", "model.layers.*.self_attn.q_a_layernorm"),
+        Name("blocks.*.attn.wq_b", "model.layers.*.self_attn.q_b_proj", rows=_query_rows),
+        Name(
+            "blocks.*.attn.wkv_a",
+            "model.layers.*.self_attn.kv_a_proj_with_mqa",
+            rows=_latent_rows,
+        ),
+        Name("blocks.*.attn.kv_a_norm", "model.layers.*.self_attn.kv_a_layernorm"),
+        Name("blocks.*.attn.wkv_b", "model.layers.*.self_attn.kv_b_proj"),
+        *LLAMA_NAMES,
+        Name(
+            "blocks.*.ffn.router.expert_bias",
+            "model.layers.*.mlp.gate.e_score_correction_bias",
+        ),
+        Name("blocks.*.ffn.router", "model.layers.*.mlp.gate"),
+        *EXPERT_NAMES,
+        *(
+            Name(f"blocks.*.ffn.shared.{w}", f"model.layers.*.mlp.shared_experts.{w}_proj")
+            for w in ("gate", "up", "down")
+        ),
+    ),
+    fields={
+        **MOE_FIELDS,
+        "moe_intermediate_size": "expert_dim",
+        "n_routed_experts": "n_experts",
+        "n_shared_experts": "n_shared_experts",
+        "norm_topk_prob": "renormalize",
+        "routed_scaling_factor": "routed_scaling",
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_nope_head_dim": "nope_head_dim",
+        "qk_rope_head_dim": "rope_head_dim",
+        "v_head_dim": "v_head_dim",
+    },
+    base={**LLAMA_BASE, "router": "sigmoid", "bias_speed": BIAS_SPEED},
+    fixed={
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+        "rope_interleave": (True,),
+    },
+    defaults={**LLAMA_DEFAULTS, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    parts=(
+        replace(ROPE, read=_read_rope),
+        CONTEXT,
+        KV_HEADS,
+        Part(frozenset({"first_k_dense_replace", "intermediate_size"}), _read_dense, _write_dense),
+        Part(frozenset({"n_group", "topk_group"}), _read_groups, _write_groups),
+        Part(frozenset({"q_lora_rank"}), _read_query_rank, _write_query_rank),
+        Part(frozenset(_FURTHER), lambda given: {}, lambda config: {_FURTHER[0]: 0}),
+    ),
+    # widths that follow from others, and settings of training
+    neutral=MOE_NEUTRAL | {"head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"},
+    constants=LLAMA_CONSTANTS,
+    skipped=_further_layers,
+)
+
+DEEPSEEK_V3 = ModelSpec("deepseek_v3", SIZES, hf=HF)

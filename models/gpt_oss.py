@@ -7,7 +7,29 @@ training; the weight of the balance loss is that of their configuration.
 Sources: gpt-oss model card, arXiv:2508.10925, and the released configurations.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
+from dtron.models.hf import (
+    CONTEXT,
+    HEAD_DIM,
+    KV_HEADS,
+    LLAMA_ATTENTION,
+    LLAMA_BASE,
+    LLAMA_CONSTANTS,
+    LLAMA_DEFAULTS,
+    MOE_FIELDS,
+    MOE_NEUTRAL,
+    ROPE,
+    HuggingFace,
+    Name,
+    Part,
+    Rows,
+    read_rope,
+)
 from dtron.models.spec import ModelSpec
 
 
@@ -69,4 +91,97 @@ SIZES = {
     "120b": _gpt_oss(36, 128),
 }
 
-GPT_OSS = ModelSpec("gpt_oss", SIZES)
+
+def _read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    if "rope_scaling" not in given and "rope_parameters" not in given:
+        raise CheckpointError("rope_parameters is missing, or rope_scaling of transformers 4")
+    return read_rope(given, default_theta=150000.0)
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _read_windows(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have a window: all, none, or all but the last of every n."""
+    window, n_layers = given.get("sliding_window", 128), given["num_hidden_layers"]
+    kinds = given.get("layer_types") or [(_SLIDING, _FULL)[i % 2] for i in range(n_layers)]
+    if not window or _SLIDING not in kinds:
+        return {"window": 0}
+    every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
+    wanted = [_FULL if every and (i + 1) % every == 0 else _SLIDING for i in range(n_layers)]
+    if kinds != wanted or every == 1:
+        raise CheckpointError(
+            f"layer_types = {kinds} is not implemented; in dtron's gpt_oss the last of every n "
+            "layers has full attention"
+        )
+    return {"window": window, "full_attention_every": every}
+
+
+def _write_windows(config: DecoderConfig) -> dict[str, Any]:
+    kinds = [_SLIDING if window else _FULL for window in config.windows]
+    # transformers wants a number even where no layer has a window
+    return {"sliding_window": config.window or 128, "layer_types": kinds}
+
+
+def _in_turn(i: int) -> Rows:
+    """Gate and up take turns in one matrix."""
+    return lambda config, n_rows: range(i, 2 * n_rows, 2)
+
+
+_EXPERTS = "model.layers.*.mlp.experts"
+
+HF = HuggingFace(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    names=(
+        *LLAMA_ATTENTION,
+        Name("blocks.*.attn.sinks.weight", "model.layers.*.self_attn.sinks"),
+        Name("blocks.*.ffn.router", "model.layers.*.mlp.router"),
+        *(
+            Name(f"blocks.*.ffn.experts.{w}", f"{_EXPERTS}.gate_up_proj", True, _in_turn(i), 1)
+            for i, w in enumerate(("gate", "up"))
+        ),
+        *(
+            Name(
+                f"blocks.*.ffn.experts.{w}_bias",
+                f"{_EXPERTS}.gate_up_proj_bias",
+                rows=_in_turn(i),
+                dim=1,
+            )
+            for i, w in enumerate(("gate", "up"))
+        ),
+        Name("blocks.*.ffn.experts.down", f"{_EXPERTS}.down_proj", transposed=True),
+        Name("blocks.*.ffn.experts.down_bias", f"{_EXPERTS}.down_proj_bias"),
+    ),
+    fields={
+        **MOE_FIELDS,
+        "intermediate_size": "expert_dim",
+        "num_local_experts": "n_experts",
+    },
+    base={
+        **LLAMA_BASE,
+        "activation": "clamped_swiglu",
+        "bias": True,
+        "sinks": True,
+        "router": "topk_softmax",
+    },
+    fixed={
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (True,),
+        "swiglu_alpha": (1.702,),
+        "swiglu_limit": (7.0,),
+    },
+    defaults={**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5},
+    parts=(
+        replace(ROPE, read=_read_rope),
+        CONTEXT,
+        HEAD_DIM,
+        KV_HEADS,
+        Part(frozenset({"sliding_window", "layer_types"}), _read_windows, _write_windows),
+    ),
+    # the releases repeat num_experts_per_tok and the context before YaRN under these names
+    neutral=MOE_NEUTRAL | {"experts_per_token", "initial_context_length"},
+    constants=LLAMA_CONSTANTS,
+)
+
+GPT_OSS = ModelSpec("gpt_oss", SIZES, hf=HF)

@@ -74,6 +74,9 @@ class HuggingFace:
     """What all but the head's names begin with; files of the bare model lack it."""
     constants: Sequence[str] = ()
     """Patterns of tensors that old files hold and that are no weights, such as masks."""
+    skipped: Callable[[Mapping[str, Any]], Sequence[str]] = lambda given: ()
+    """config.json -> what the names of weights begin with that dtron's model is whole without;
+    the log says that they are not read."""
 
     def read(self, given: Mapping[str, Any], where: str) -> DecoderConfig:
         """The model of a config.json.
@@ -119,6 +122,12 @@ class HuggingFace:
         return written
 
     def _refuse_unknown(self, given: Mapping[str, Any]) -> None:
+        if quantised := given.get("quantization_config"):
+            how = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            raise CheckpointError(
+                f"quantization_config: weights quantised by {how!r} are "
+                "not read; let transformers make bfloat16 of them, as docs/hugging-face.md shows"
+            )
         for key, values in self.fixed.items():
             if key in given and given[key] not in values:
                 raise CheckpointError(
@@ -146,8 +155,11 @@ def _meaning(config: DecoderConfig) -> dict[str, Any]:
     fields = config.model_dump()
     for name in TRAINING:
         fields.pop(name, None)
-    fields["head_dim"] = config.head_size
-    idle = [name for name in fields if name.startswith("rope_")]
+    if not config.kv_lora_rank:
+        fields["head_dim"] = config.head_size
+    if config.bias_speed:  # that there is a bias is the model's, how fast it moves is training's
+        fields["bias_speed"] = BIAS_SPEED
+    idle = [name for name in fields if name.startswith("rope_") and name != "rope_head_dim"]
     if config.positions == "rope":
         del fields["max_seq_len"]
         idle = [name for name in idle if name != "rope_theta" and config.rope_scaling_factor == 1]
@@ -161,8 +173,21 @@ def _same(one: Any, other: Any) -> bool:
     return one == other
 
 
-TRAINING = ("dropout", "attention_dropout", "norm_zero_centered")
+TRAINING = (
+    "dropout",
+    "attention_dropout",
+    "norm_zero_centered",
+    "balance",
+    "balance_coefficient",
+    "z_loss",
+    "jitter",
+    "capacity_factor",
+    "capacity_pad",
+    "force_balance",
+)
 """Fields that say how a model is trained or how its weights are kept, not which one it is."""
+BIAS_SPEED = 0.001
+"""Of a model whose experts have biases; config.json does not say how fast they move."""
 
 NEUTRAL = frozenset(
     """
@@ -201,12 +226,12 @@ ROPE_KEYS: Mapping[str, Mapping[str, str]] = {
 """rope_type -> its keys -> fields."""
 
 
-def read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(given: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
     """Rotary positions of a config.json of transformers 4 or 5. Raises CheckpointError."""
     rope = _merged(given.get("rope_scaling") or {}, given.get("rope_parameters") or {})
     rope = _merged(rope, {"rope_theta": t} if (t := given.get("rope_theta")) is not None else {})
     kinds = {rope.pop(key) for key in ("rope_type", "type") if key in rope} or {"default"}
-    theta = rope.pop("rope_theta", 10000.0)
+    theta = rope.pop("rope_theta", default_theta)
     kind = kinds.pop()
     if kinds or kind not in ROPE_KEYS:
         raise CheckpointError(
@@ -243,19 +268,19 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_temperature(rope: dict[str, Any]) -> dict[str, Any]:
-    """What YaRN multiplies queries and keys by, of a rope_type = "yarn", whose keys are taken."""
+    """Of a rope_type = "yarn", whose keys are taken: what queries and keys are multiplied by, and
+    whether its two ends are rounded."""
     mscale, whole = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
     magnitude = rope.pop("attention_factor", None)
-    if rope.pop("truncate", True) is not True:
-        raise CheckpointError("truncate = False is not implemented; dtron rounds YaRN's two ends")
+    fields = {"rope_truncate": rope.pop("truncate", True)}
     if magnitude is not None:
         log = 0.1 * math.log(rope.get("factor") or 1)
         if magnitude < 1 or (log == 0 and magnitude != 1):
             raise CheckpointError(f"attention_factor = {magnitude} is not implemented")
-        return {"rope_mscale": (magnitude - 1) / log if log else 1.0}
+        return {**fields, "rope_mscale": (magnitude - 1) / log if log else 1.0}
     if mscale and whole:
-        return {"rope_mscale": float(mscale), "rope_mscale_all_dim": float(whole)}
-    return {}
+        fields |= {"rope_mscale": float(mscale), "rope_mscale_all_dim": float(whole)}
+    return fields
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
@@ -268,6 +293,8 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
             scaling["mscale_all_dim"] = config.rope_mscale_all_dim
         elif config.rope_mscale != 1 or config.rope_mscale_all_dim:
             scaling["attention_factor"] = rope_magnitude(config)
+        if not config.rope_truncate:  # transformers before 4.55 knows no such key
+            scaling["truncate"] = False
     older = {"rope_type": kind, **scaling} if kind != "default" else None
     newer = {"rope_type": kind, "rope_theta": config.rope_theta, **scaling}
     return {"rope_theta": config.rope_theta, "rope_scaling": older, "rope_parameters": newer}
@@ -347,3 +374,15 @@ LLAMA_NAMES = (
     Name("blocks.*.ffn.down", "model.layers.*.mlp.down_proj"),
 )
 LLAMA_CONSTANTS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+
+MOE_FIELDS = {
+    **{key: name for key, name in LLAMA_FIELDS.items() if key != "intermediate_size"},
+    "num_experts_per_tok": "experts_per_token",
+}
+"""Fields that mixtures of experts share."""
+MOE_NEUTRAL = frozenset({"router_aux_loss_coef", "output_router_logits"})
+"""Of training: the loss for even loads is a setting of the run, `model.override.balance`."""
+EXPERT_NAMES = tuple(
+    Name(f"blocks.*.ffn.experts.{w}", f"model.layers.*.mlp.experts.{{expert}}.{w}_proj.weight")
+    for w in ("gate", "up", "down")
+)

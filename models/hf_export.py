@@ -37,7 +37,7 @@ class Export:
         hf: of the family.
         config: of the model.
         model: on any device, for names and shapes.
-        dtype_of: one of our parameters in the files.
+        dtype_of: one of our parameters in the files; saved buffers keep theirs.
         get: a region of one of our parameters, on any device.
         file_bytes: how large a file may become, unless one tensor is larger.
     Raises:
@@ -63,10 +63,10 @@ class Export:
             for number, theirs in enumerate(each.tensors()):
                 self._sources.setdefault(theirs, []).append((fqn, each, number))
         shapes = their_shapes(config, ours)
-        self._tensors = {
-            key: Described(dtype_of(self._sources[key][0][0]), shape)
-            for key, shape in shapes.items()
-        }
+        self._tensors = {}
+        for key, shape in shapes.items():
+            fqn, each, _ = self._sources[key][0]
+            self._tensors[key] = Described(each.dtype or dtype_of(fqn), shape)
         self.files = list(_filled(self._tensors, file_bytes))
 
     def name(self, number: int) -> str:

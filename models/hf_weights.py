@@ -6,8 +6,9 @@ region of one of our parameters and reads no more than that: files are mapped in
 from there.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from dtron.models.config import DecoderConfig
 from dtron.models.hf import HuggingFace, Name
 from dtron.parallelisms.placement import matches
 from dtron.tensorfile import DTYPES_BY_NAME
+
+log = logging.getLogger("dtron")
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -42,6 +45,8 @@ class Placed:
     name: Name
     theirs: str
     """With `{expert}` still in it."""
+    dtype: torch.dtype | None = None
+    """Of a saved buffer, which no conversion changes; None: a parameter, of any dtype."""
 
     @property
     def stacked(self) -> bool:
@@ -62,12 +67,14 @@ class Placed:
 def placed(hf: HuggingFace, model: nn.Module) -> dict[str, Placed]:
     """Where all parameters and saved buffers of a model are in Hugging Face's format, by FQN; of a
     tied weight the first."""
-    owned = {id(p) for _, p in model.named_parameters()} | {id(b) for _, b in model.named_buffers()}
+    buffers = {id(b) for _, b in model.named_buffers()}
+    owned = {id(p) for _, p in model.named_parameters()} | buffers
     found: dict[str, Placed] = {}
     for fqn, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in owned:
             owned.remove(id(tensor))
-            found[fqn] = _place(hf, fqn, tuple(tensor.shape))
+            kept = tensor.dtype if id(tensor) in buffers else None
+            found[fqn] = replace(_place(hf, fqn, tuple(tensor.shape)), dtype=kept)
     return found
 
 
@@ -161,15 +168,19 @@ class Folder:
             self.ours = placed(family.hf, family.build(self.config))
         self._open: dict[Path, Any] = {}
         self._tensors = self._headers()
+        self._skip(tuple(family.hf.skipped(given)))
         self._check()
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype in which each of our parameters is stored."""
-        return {fqn: self._tensors[each.tensors()[0]].dtype for fqn, each in self.ours.items()}
+        """The dtype in which each of our parameters is stored, and that of each saved buffer."""
+        return {
+            fqn: each.dtype or self._tensors[each.tensors()[0]].dtype
+            for fqn, each in self.ours.items()
+        }
 
     def read(self, fqn: str, region: Region) -> Tensor:
-        """A part of one of our parameters: a copy on the host, of the dtype that is stored, or
+        """A part of one of our parameters: a copy on the host, of its dtype in `dtypes`, or
         float32 where gamma - 1 is asked for.
 
         Args:
@@ -178,6 +189,8 @@ class Folder:
         each = self.ours[fqn]
         if not each.stacked:
             part = self._read_one(each, each.theirs, region)
+            if each.dtype is not None:
+                return part.to(each.dtype)
             return part.float() - 1 if self._zero_centered and is_gamma(fqn) else part
         experts = range(region[0].start, region[0].stop)
         parts = [self._read_one(each, each.theirs.format(expert=i), region[1:]) for i in experts]
@@ -223,6 +236,20 @@ class Folder:
         if not any(key.startswith(self._hf.prefix) for key in found):  # the model without its head
             return {self._hf.prefix + key if key != _HEAD else key: v for key, v in found.items()}
         return found
+
+    def _skip(self, prefixes: tuple[str, ...]) -> None:
+        """Forget tensors that the family skips."""
+        skipped = sorted(key for key in self._tensors if key.startswith(prefixes))
+        for key in skipped:
+            del self._tensors[key]
+        if skipped:
+            log.info(
+                "%s: %d tensors (%s, ...) are of layers that dtron's %s does not have; not read",
+                self.path,
+                len(skipped),
+                skipped[0],
+                self.family,
+            )
 
     def _check(self) -> None:
         """All tensors are there, with their shapes, and no others. Raises CheckpointError."""

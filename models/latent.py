@@ -21,6 +21,8 @@ from dtron.models.config import DecoderConfig
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope
 
+LATENT_EPS = 1e-6  # of the norms of latents in the releases, whatever norm_eps is
+
 
 class SharedKey(nn.Module):
     """Rotates the key that all heads share; a module, so that it can be gathered by its name."""
@@ -40,14 +42,14 @@ class LatentAttention(Attention):
         kv_dim = config.n_heads * (self.nope + self.v_size)
         if config.q_lora_rank:
             self.wq_a = nn.Linear(config.dim, config.q_lora_rank, bias=config.bias)
-            self.q_a_norm = norm(config, config.q_lora_rank)
+            self.q_a_norm = norm(config, config.q_lora_rank, LATENT_EPS)
             self.wq_b = nn.Linear(config.q_lora_rank, q_dim, bias=config.bias)
         else:
             self.wq = nn.Linear(config.dim, q_dim, bias=config.bias)
         self.low_rank_q = bool(config.q_lora_rank)
         self.latent = latent
         self.wkv_a = nn.Linear(config.dim, latent + self.rotated, bias=config.bias)
-        self.kv_a_norm = norm(config, latent)
+        self.kv_a_norm = norm(config, latent, LATENT_EPS)
         self.k_rope = SharedKey()
         self.wkv_b = nn.Linear(latent, kv_dim, bias=config.bias)
         self.wo = nn.Linear(config.n_heads * self.v_size, config.dim, bias=config.bias)

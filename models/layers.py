@@ -59,9 +59,10 @@ class LayerNorm(nn.Module):
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 
 
-def norm(config: DecoderConfig, dim: int) -> nn.Module:
-    """The config's norm over a last dim of this size."""
-    return NORMS[config.norm](dim, config.norm_eps, config.norm_zero_centered)
+def norm(config: DecoderConfig, dim: int, eps: float | None = None) -> nn.Module:
+    """The config's norm over a last dim of this size; None: with the config's epsilon."""
+    eps = config.norm_eps if eps is None else eps
+    return NORMS[config.norm](dim, eps, config.norm_zero_centered)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,28 @@ that of 8x22b. The vocabulary of 8x22b is that of its first release.
 Sources: Mixtral of Experts, arXiv:2401.04088, and the released configurations.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 from dtron.models.config import DecoderConfig
+from dtron.models.hf import (
+    CONTEXT,
+    HEAD_DIM,
+    KV_HEADS,
+    LLAMA_ATTENTION,
+    LLAMA_BASE,
+    LLAMA_CONSTANTS,
+    LLAMA_DEFAULTS,
+    MOE_FIELDS,
+    MOE_NEUTRAL,
+    ROPE,
+    HuggingFace,
+    Name,
+    Part,
+    read_rope,
+)
 from dtron.models.spec import ModelSpec
 
 
@@ -51,4 +72,46 @@ SIZES = {
     "8x22b": _mixtral(6144, 56, 48, 16384, balance=0.001),
 }
 
-MIXTRAL = ModelSpec("mixtral", SIZES)
+
+def _read_window(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"window": given.get("sliding_window") or 0}
+
+
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
+    return {"sliding_window": config.window or None}
+
+
+_MOE = "model.layers.*.block_sparse_moe"
+
+HF = HuggingFace(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    names=(
+        *LLAMA_ATTENTION,
+        Name("blocks.*.ffn.router", f"{_MOE}.gate"),
+        *(
+            Name(f"blocks.*.ffn.experts.{ours}", f"{_MOE}.experts.{{expert}}.{theirs}.weight")
+            for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        ),
+    ),
+    fields={
+        **MOE_FIELDS,
+        "intermediate_size": "expert_dim",
+        "num_local_experts": "n_experts",
+        "router_jitter_noise": "jitter",
+    },
+    base={**LLAMA_BASE, "renormalize": True},
+    fixed={"hidden_act": ("silu", "swish")},
+    defaults={**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5, "router_jitter_noise": 0.0},
+    parts=(
+        replace(ROPE, read=partial(read_rope, default_theta=1e6)),
+        CONTEXT,
+        HEAD_DIM,
+        KV_HEADS,
+        Part(frozenset({"sliding_window"}), _read_window, _write_window),
+    ),
+    neutral=MOE_NEUTRAL,
+    constants=LLAMA_CONSTANTS,
+)
+
+MIXTRAL = ModelSpec("mixtral", SIZES, hf=HF)

@@ -6,7 +6,24 @@ Loads are balanced by an auxiliary loss; Qwen3 counts them over the global batch
 Source: Qwen3 Technical Report, arXiv:2505.09388, table 2, and the released configurations.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
+from dtron.models.hf import (
+    EXPERT_NAMES,
+    LLAMA_ATTENTION,
+    LLAMA_BASE,
+    LLAMA_CONSTANTS,
+    LLAMA_DEFAULTS,
+    LLAMA_PARTS,
+    MOE_FIELDS,
+    MOE_NEUTRAL,
+    HuggingFace,
+    Name,
+    Part,
+)
 from dtron.models.spec import ModelSpec
 
 
@@ -54,4 +71,78 @@ SIZES = {
     "235b-a22b": _qwen3_moe(4096, 94, 64, 4, 1536),
 }
 
-QWEN3_MOE = ModelSpec("qwen3_moe", SIZES)
+
+def _read_experts(given: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 4 writes num_experts, 5 num_local_experts."""
+    keys = ("num_experts", "num_local_experts")
+    found = {given[key] for key in keys if given.get(key) is not None}
+    if len(found) != 1:
+        values = " and ".join(f"{key} = {given.get(key)}" for key in keys)
+        raise CheckpointError(f"{values} do not say how many experts there are")
+    return {"n_experts": found.pop()}
+
+
+def _write_experts(config: DecoderConfig) -> dict[str, Any]:
+    return {"num_experts": config.n_experts, "num_local_experts": config.n_experts}
+
+
+def _write_dense_width(config: DecoderConfig) -> dict[str, Any]:
+    """Of layers without experts, which there are none of; the releases have this number."""
+    return {"intermediate_size": config.expert_dim * config.experts_per_token}
+
+
+_WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers"})
+
+
+def _read_window(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A window in all layers or none: transformers 5 does not read max_window_layers."""
+    if not given.get("use_sliding_window", False):
+        return {"window": 0}
+    if first := given.get("max_window_layers", 0):
+        raise CheckpointError(
+            f"max_window_layers = {first}: a window in some layers only is not implemented by "
+            "dtron's qwen3_moe"
+        )
+    return {"window": given.get("sliding_window", 4096) or 0}
+
+
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "use_sliding_window": bool(config.window),
+        "sliding_window": config.window or None,
+        "max_window_layers": 0 if config.window else config.n_layers,
+    }
+
+
+HF = HuggingFace(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    names=(
+        *LLAMA_ATTENTION,
+        Name("blocks.*.ffn.router", "model.layers.*.mlp.gate"),
+        *EXPERT_NAMES,
+    ),
+    fields={
+        **MOE_FIELDS,
+        "moe_intermediate_size": "expert_dim",
+        "norm_topk_prob": "renormalize",
+    },
+    base={**LLAMA_BASE, "qk_norm": True},
+    fixed={
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
+    },
+    defaults={**LLAMA_DEFAULTS, "norm_topk_prob": False},
+    parts=(
+        *LLAMA_PARTS,
+        Part(frozenset({"num_experts", "num_local_experts"}), _read_experts, _write_experts),
+        Part(frozenset({"intermediate_size"}), lambda given: {}, _write_dense_width),
+        Part(_WINDOWS, _read_window, _write_window),
+    ),
+    neutral=MOE_NEUTRAL,
+    constants=LLAMA_CONSTANTS,
+)
+
+QWEN3_MOE = ModelSpec("qwen3_moe", SIZES, hf=HF)

@@ -103,6 +103,85 @@ def test_each_rank_reads_only_what_it_holds(tmp_path: Path, llama: Path) -> None
         assert read < total / 2
 
 
+MIXTURE = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MIXTURE |= {"num_key_value_heads": 4, "intermediate_size": 48, "moe_intermediate_size": 16}
+MIXTURE |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+MIXTURE |= {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+MIXTURE |= {"v_head_dim": 8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+MIXED: dict[str, Any] = {
+    "model__name": "deepseek_v3",
+    "model__override.n_kv_heads": 4,
+    "model__override.n_experts": 8,
+    "model__override.experts_per_token": 2,
+    "model__override.expert_dim": 16,
+    "model__override.kv_lora_rank": 16,
+    "model__override.q_lora_rank": 24,
+    "model__override.nope_head_dim": 8,
+    "model__override.rope_head_dim": 8,
+    "model__override.v_head_dim": 8,
+    "model__override.bias_speed": 1e-12,
+    "train__micro_batch": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random DeepSeek-V3 whose routers have biases, in several files."""
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**MIXTURE))
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer += 0.1 * torch.randn_like(buffer)
+    path = tmp_path_factory.mktemp("hf") / "deepseek"
+    model.save_pretrained(path, max_shard_size="40KB")
+    return path
+
+
+def all_tensors(path: Path) -> dict[str, torch.Tensor]:
+    return {key: t for f in path.glob("*.safetensors") for key, t in load_file(f).items()}
+
+
+def test_a_mixture_starts_from_a_hugging_face_folder_with_its_experts_apart(
+    tmp_path: Path, deepseek: Path
+) -> None:
+    """Losses are those of one process; without learning what is written is what was read, the
+    routers' biases too."""
+    same = {**MIXED, "checkpoint__initial": str(deepseek), "optim__lr": 1e-12, "train__steps": 2}
+    run_ranks(1, fit, tiny(tmp_path / "one", **same))
+    run_ranks(2, fit, tiny(tmp_path / "two", parallel__ep=2, **same))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    drawn = {key: value for key, value in same.items() if key != "checkpoint__initial"}
+    run_ranks(1, fit, tiny(tmp_path / "drawn", **drawn))
+    assert abs(losses(tmp_path / "drawn")[0] - losses(tmp_path / "one")[0]) > 1e-3
+    run_ranks(2, to_hf, tmp_path / "two", tmp_path / "hf")
+    read, written = all_tensors(deepseek), all_tensors(tmp_path / "hf")
+    assert read.keys() == written.keys()
+    for key, value in read.items():
+        assert torch.allclose(written[key], value, rtol=1e-6, atol=1e-9), key
+
+
+def test_each_rank_reads_only_its_experts(tmp_path: Path, deepseek: Path) -> None:
+    settings = {**MIXED, "checkpoint__initial": str(deepseek), "train__steps": 1}
+    counts = run_ranks(2, elements_read, tiny(tmp_path / "run", parallel__ep=2, **settings))
+    for read, held in counts:
+        assert read <= held + 8  # the biases of one router, which are no parameters
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_mixture_there_and_back(tmp_path: Path, deepseek: Path, dtype: str | None) -> None:
+    run_ranks(2, from_hf_folder, deepseek, tmp_path / "checkpoint", dtype)
+    run_ranks(2, to_hf_folder, tmp_path / "checkpoint", tmp_path / "back", dtype)
+    read, written = all_tensors(deepseek), all_tensors(tmp_path / "back")
+    assert read.keys() == written.keys()
+    for key, value in read.items():
+        bias = key.endswith("e_score_correction_bias")
+        wanted = value if bias or dtype is None else value.bfloat16()
+        assert written[key].dtype == wanted.dtype
+        assert torch.equal(written[key], wanted), key
+
+
 def test_another_model_and_another_folder_are_refused(tmp_path: Path, llama: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(CheckpointError, match=r"set model\.override\.vocab_size=265"):

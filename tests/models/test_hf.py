@@ -32,6 +32,26 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 32, "rope_theta": 1000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 YARN |= {"rope_theta": 500.0}
+EXPERTS = {"num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 12, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "qwen3": SMALL,
+    "gpt": GPT2,
+    "mixtral": {**SMALL, **EXPERTS, "num_local_experts": 4},
+    # intermediate_size, which no layer has, is as wide as the experts of a token
+    "qwen3_moe": {**SMALL, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 24},
+    "deepseek_v3": {
+        **{**SMALL, **EXPERTS, **LATENT},
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 20,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_nextn_predict_layers": 0,
+    },
+    "gpt_oss": {**SMALL, **EXPERTS, "num_local_experts": 4, "head_dim": 8, "sliding_window": 9},
+}
 
 RANDOM: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "plain", {}),
@@ -50,24 +70,79 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("gpt", "tied", {}),
     ("gpt", "untied", {"tie_word_embeddings": False, "n_inner": 80}),
+    ("mixtral", "plain", {"head_dim": 8}),
+    ("mixtral", "window", {"sliding_window": 7, "head_dim": 16, "rms_norm_eps": 1e-3}),
+    ("qwen3_moe", "plain", {"head_dim": 16, "norm_topk_prob": True}),
+    ("qwen3_moe", "not renormalised", {"head_dim": 8, "num_key_value_heads": 1}),
+    ("qwen3_moe", "window", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7}),
+    ("deepseek_v3", "plain", {}),
+    (
+        "deepseek_v3",
+        "Moonlight",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3},
+    ),
+    (
+        "deepseek_v3",
+        "yarn",
+        {
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "intermediate_size": 40,
+        },
+    ),
+    ("gpt_oss", "plain", {"num_hidden_layers": 4}),
+    ("gpt_oss", "all windows", {"layer_types": ["sliding_attention"] * 2}),
+    (
+        "gpt_oss",
+        "no yarn",
+        {"sliding_window": 128, "layer_types": ["full_attention"] * 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
 ]
-CLASSES = {"llama": "Llama", "qwen3": "Qwen3", "gpt": "GPT2"}
+CLASSES = {
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "gpt": "GPT2",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
+}
 
 
 def reference(name: str, settings: dict[str, Any]) -> Any:
     """A random model of transformers; norms and biases are not 1 and 0."""
-    base = GPT2 if name == "gpt" else SMALL
-    config = getattr(transformers, f"{CLASSES[name]}Config")(**{**base, **settings})
+    config = getattr(transformers, f"{CLASSES[name]}Config")(**{**SHAPES[name], **settings})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     kind = "GPT2LMHeadModel" if name == "gpt" else f"{CLASSES[name]}ForCausalLM"
     model = getattr(transformers, kind)(config)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer += 0.1 * torch.randn_like(buffer)
     return model.eval()
 
 
-NAMED = [name for name, spec in MODELS.items() if spec.hf is not None]
+def stored_as(model: Any, dtype: torch.dtype) -> Any:
+    """Its parameters in this dtype; buffers stay, as in training."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def loaded(kind: Any, path: Path) -> Any:
+    """What transformers makes of a folder, in which nothing is missing or left over."""
+    model, info = kind.from_pretrained(path, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    return model
+
+
+def is_deepseek_v2(config: DecoderConfig) -> bool:
+    """Sizes of deepseek_v3 that transformers has as another architecture."""
+    return bool(config.kv_lora_rank) and config.router == "softmax"
 
 
 @pytest.mark.parametrize(("name", "case", "settings"), RANDOM, ids=lambda v: v if v else "")
@@ -87,11 +162,16 @@ def test_logits_and_gradients_equal_those_of_transformers(
         assert parameter.grad is not None
         parameter.data = parameter.grad
     to_hf(ours, tmp_path / "gradients", name=name)
-    written = load_file(tmp_path / "gradients/model.safetensors")
+    written = dict(loaded(type(theirs), tmp_path / "gradients").named_parameters())
     expected = {key: p.grad for key, p in theirs.named_parameters()}
     assert written.keys() == expected.keys()
     for key, gradient in expected.items():
         assert (written[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, key
+
+
+def folder_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's files."""
+    return {key: t for file in path.glob("*.safetensors") for key, t in load_file(file).items()}
 
 
 @pytest.mark.parametrize(("name", "case", "settings"), RANDOM, ids=lambda v: v if v else "")
@@ -99,15 +179,18 @@ def test_the_way_there_and_back_keeps_every_bit(
     tmp_path: Path, name: str, case: str, settings: dict[str, Any]
 ) -> None:
     dtype = torch.bfloat16 if case == "plain" else torch.float32
-    theirs = reference(name, settings).to(dtype)
+    theirs = stored_as(reference(name, settings), dtype)
     theirs.save_pretrained(tmp_path / "hf")
     model = from_hf(tmp_path / "hf")
     to_hf(model, tmp_path / "back", name=name, file_bytes=20_000)
-    again = type(theirs).from_pretrained(tmp_path / "back", dtype="auto")
+    again = loaded(type(theirs), tmp_path / "back")
     state, other = theirs.state_dict(), again.state_dict()
     assert state.keys() == other.keys()
     assert all(torch.equal(value, other[key]) for key, value in state.items())
-    assert {value.dtype for value in other.values()} == {dtype}
+    assert {parameter.dtype for parameter in again.parameters()} == {dtype}
+    ours, back = (folder_tensors(tmp_path / folder) for folder in ("hf", "back"))
+    assert ours.keys() == back.keys()
+    assert all(torch.equal(value, back[key]) for key, value in ours.items())
     index = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     wanted, found = theirs.config.to_dict(), again.config.to_dict()
@@ -120,16 +203,21 @@ def test_the_way_there_and_back_keeps_every_bit(
             assert found[key] == wanted[key], key
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", MODELS)
 def test_sizes_have_a_name_in_hugging_faces_format(name: str) -> None:
-    """Every size of every model is written and read again as the same model."""
+    """Every size of every model is written and read again as the same model, but DeepSeek-V2."""
     hf = MODELS[name].hf
     assert hf is not None
-    for config in MODELS[name].sizes.values():
+    for size, config in MODELS[name].sizes.items():
+        if is_deepseek_v2(config):
+            assert size in ("16b", "236b")
+            with pytest.raises(CheckpointError, match=r"cannot express model\.override\..*router"):
+                hf.write(config)
+            continue
         assert not differences(config, hf.read(hf.write(config), "config.json"))
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_ours_is_loaded_by_transformers(tmp_path: Path, name: str) -> None:
     config = small_config(name, tied=False, norm_zero_centered=True)
     model = varied(initialized(name, config))
@@ -175,6 +263,29 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt", {"activation_function": "relu"}, "activation_function = 'relu'"),
     ("gpt", {"embd_pdrop": 0.1}, "embd_pdrop = 0.1"),
     ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ("mixtral", {"num_experts_per_tok": 5}, "experts_per_token = 5 of n_experts = 4"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = "),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    ("qwen3_moe", {"num_experts": 5}, "num_experts = 5 and num_local_experts = 6"),
+    ("qwen3_moe", {"num_local_experts": None}, "how many experts"),
+    ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers = 1"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised by 'fp8'"),
+    (
+        "deepseek_v3",
+        {"rope_scaling": {**YARN, "mscale_all_dim": 0.7}},
+        "mscale_all_dim = 0.7 without mscale",
+    ),
+    (
+        "deepseek_v3",
+        {"rope_scaling": {**YARN, "mscale_all_dim": 0.7, "mscale": 1.0, "attention_factor": 1.2}},
+        "mscale_all_dim = 0.7 with attention_factor",
+    ),
+    ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
+    ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
 ]
 
 
@@ -185,7 +296,8 @@ def test_what_the_model_does_not_do_is_refused_by_name(
     reference(name, {}).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     content = {**json.loads(path.read_text()), **change}
-    content.pop("layer_types", None)
+    if "layer_types" not in change:
+        content.pop("layer_types", None)
     if "rope_scaling" in change:
         content.pop("rope_parameters")
     path.write_text(json.dumps(content))
@@ -203,6 +315,11 @@ EXPORTS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt", {"n_kv_heads": 2}, r"override\.n_kv_heads = 2 \(it has 4\)"),
     ("gpt", {"positions": "rope"}, r"override\.positions = 'rope'"),
     ("gpt", {"head_dim": 32}, r"override\.head_dim = 32"),
+    ("mixtral", {"renormalize": False}, r"override\.renormalize = False"),
+    ("mixtral", {"n_shared_experts": 1}, r"override\.n_shared_experts = 1"),
+    ("qwen3_moe", {"router": "sinkhorn", "renormalize": False}, r"override\.router = 'sinkhorn'"),
+    ("deepseek_v3", {"bias_speed": 0.0}, r"override\.bias_speed = 0\.0 \(it has 0\.001\)"),
+    ("gpt_oss", {"routed_scaling": 2.0}, r"override\.routed_scaling = 2\.0"),
 ]
 
 
@@ -240,6 +357,165 @@ def test_a_tensor_too_many_too_few_or_of_another_shape_is_named(tmp_path: Path) 
         from_hf(tmp_path)
     rewritten(tmp_path, lambda t: t.update({key: torch.zeros(48, 32)}))
     from_hf(tmp_path)
+
+
+def test_a_tensor_of_an_expert_is_named(tmp_path: Path) -> None:
+    reference("qwen3_moe", {}).save_pretrained(tmp_path)
+    key = "model.layers.1.mlp.experts.4.up_proj.weight"
+    taken = []
+    rewritten(tmp_path, lambda t: taken.append(t.pop(key)))
+    with pytest.raises(CheckpointError, match=rf"{key} is missing"):
+        from_hf(tmp_path)
+    more = {key: taken[0], key.replace("4", "6"): taken[0].clone()}
+    rewritten(tmp_path, lambda t: t.update(more))
+    with pytest.raises(CheckpointError, match=r"experts\.6\.up_proj\.weight is left over"):
+        from_hf(tmp_path)
+
+
+def test_layers_that_predict_further_tokens_are_skipped_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = reference("deepseek_v3", {"num_nextn_predict_layers": 1})
+    theirs.save_pretrained(tmp_path)
+    further = {"model.layers.2.eh_proj.weight": torch.zeros(32, 64)}
+    rewritten(
+        tmp_path,
+        lambda t: t.update(
+            {**further, "model.layers.2.enorm.weight": t["model.norm.weight"].clone()}
+        ),
+    )
+    with caplog.at_level("INFO", logger="dtron"):
+        model = from_hf(tmp_path)
+    assert "2 tensors (model.layers.2.eh_proj.weight, ...)" in caplog.text
+    x = tokens()
+    assert torch.allclose(model(x), theirs(x).logits, atol=1e-5)
+    rewritten(tmp_path, lambda t: t.update({"model.layers.3.enorm.weight": torch.zeros(32)}))
+    with pytest.raises(CheckpointError, match=r"layers\.3\.enorm\.weight is left over"):
+        from_hf(tmp_path)
+
+
+def test_biases_of_experts_stay_float32(tmp_path: Path) -> None:
+    theirs = reference("deepseek_v3", {})
+    theirs.save_pretrained(tmp_path / "hf")
+    key = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = theirs.state_dict()[key]
+    model = from_hf(tmp_path / "hf", dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.get_buffer("blocks.1.ffn.router.expert_bias"), bias)
+    to_hf(model, tmp_path / "back", name="deepseek_v3", dtype=torch.float16)
+    tensors = folder_tensors(tmp_path / "back")
+    assert torch.equal(tensors.pop(key), bias)
+    assert {value.dtype for value in tensors.values()} == {torch.float16}
+    # a file may hold it narrower
+    rewritten(tmp_path / "hf", lambda t: t.update({key: t[key].bfloat16()}))
+    narrow = from_hf(tmp_path / "hf").get_buffer("blocks.1.ffn.router.expert_bias")
+    assert torch.equal(narrow, bias.bfloat16().float())
+
+
+def test_rotary_positions_that_a_folder_does_not_mention(tmp_path: Path) -> None:
+    """Are those of the architecture, and refused where transformers 4 and 5 differ."""
+    for name in ("mixtral", "gpt_oss"):
+        reference(name, {}).save_pretrained(tmp_path / name)
+        path = tmp_path / name / "config.json"
+        content = json.loads(path.read_text())
+        del content["rope_parameters"]
+        path.write_text(json.dumps(content))
+    assert hf_folder(tmp_path / "mixtral").config.rope_theta == 1e6
+    with pytest.raises(CheckpointError, match="rope_parameters is missing"):
+        hf_folder(tmp_path / "gpt_oss")
+
+
+def test_how_a_mixture_is_trained_does_not_make_it_another_one() -> None:
+    config = small_config("deepseek_v3")
+    trained = {"balance": "none", "balance_coefficient": 0.0, "z_loss": 0.1, "jitter": 0.1}
+    trained |= {"capacity_factor": 2.0, "capacity_pad": True, "bias_speed": 0.1}
+    assert not differences(config, config.model_copy(update=trained))
+    for change in ({"bias_speed": 0.0}, {"routed_scaling": 1.0}, {"top_groups": 1}):
+        ((key, _, _),) = differences(config, config.model_copy(update=change))
+        assert change.keys() == {key}
+    halved = {"nope_head_dim": 20, "rope_head_dim": 4}
+    named = [key for key, _, _ in differences(config, config.model_copy(update=halved))]
+    assert named == list(halved)
+
+
+OLDER_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+RELEASED: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "mixtral",
+        "8x7b",
+        {"hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768}
+        | {"num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32}
+        | {"num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False}
+        | {"rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02}
+        | {"sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000},
+    ),
+    (
+        "qwen3_moe",
+        "30b-a3b",
+        {"attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048}
+        | {"intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48}
+        | {"mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True}
+        | {"num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False}
+        | {"rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0}
+        | {"router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False}
+        | {"tie_word_embeddings": False, "vocab_size": 151936},
+    ),
+    (
+        "deepseek_v3",
+        "671b",
+        {"attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3, "hidden_size": 7168}
+        | {"intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840}
+        | {"moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8}
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True}
+        | {"num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61}
+        | {"num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536}
+        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06}
+        | {
+            "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+            | OLDER_YARN
+        }
+        | {"rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"}
+        | {"topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280},
+    ),
+    (
+        "deepseek_v3",
+        "16b-a3b",
+        {"attention_bias": False, "aux_loss_alpha": 0.001, "ep_size": 1, "hidden_size": 2048}
+        | {"first_k_dense_replace": 1, "intermediate_size": 11264, "kv_lora_rank": 512}
+        | {"max_position_embeddings": 8192, "moe_intermediate_size": 1408, "moe_layer_freq": 1}
+        | {"n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": True}
+        | {"num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27}
+        | {"num_key_value_heads": 16, "num_nextn_predict_layers": 0, "q_lora_rank": None}
+        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05}
+        | {"rope_scaling": None, "rope_theta": 50000.0, "routed_scaling_factor": 2.446}
+        | {"scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False}
+        | {"topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840},
+    ),
+    (
+        "gpt_oss",
+        "20b",
+        {"attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880}
+        | {"initial_context_length": 4096, "intermediate_size": 2880, "num_hidden_layers": 24}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 12, "vocab_size": 201088}
+        | {"max_position_embeddings": 131072, "num_attention_heads": 64}
+        | {"num_experts_per_tok": 4, "num_key_value_heads": 8, "num_local_experts": 32}
+        | {"output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 150000}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False} | OLDER_YARN}
+        | {"router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0}
+        | {"tie_word_embeddings": False},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "given"), RELEASED, ids=lambda v: v if v else "")
+def test_released_configurations_of_mixtures(name: str, size: str, given: dict[str, Any]) -> None:
+    """As transformers 4 wrote them, apart from how weights are quantised."""
+    hf = MODELS[name].hf
+    assert hf is not None
+    shared = {"model_type": name, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    shared |= {"attention_dropout": 0.0, "use_cache": True, "initializer_range": 0.02}
+    assert not differences(hf.read({**shared, **given}, "config.json"), MODELS[name].sizes[size])
 
 
 def test_a_tied_head_that_is_stored_too_has_to_be_the_embedding(tmp_path: Path) -> None:
