@@ -88,7 +88,13 @@ class Checkpointer:
         """
         if self._running is not None and self._running.running:
             log.warning("the last checkpoint is still being written: waiting for it")
-        self.wait()
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if self.options.on_error == "stop":
+                raise
+            # Ranks learn of it at different steps, and all of them have to begin the next one.
+            log.error("%s; training goes on without it (checkpoint.on_error)", error)
         state = {**self._stored(self._held()), "rng": _get_rng()}
         flat = {f"{kind}.{name}": value for kind, v in state.items() for name, value in v.items()}
         if self.options.mode == "sync":
@@ -122,7 +128,7 @@ class Checkpointer:
                 process_group=self.group,
             )
             self._first(lambda: self._publish(partial, final, facts))
-        except (dcp.CheckpointException, CheckpointError) as error:
+        except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
             self.plan = KeptPlan()  # ranks may have got to know different parts of the plan
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -137,7 +143,10 @@ class Checkpointer:
     def _publish(self, partial: Path, final: Path, facts: Facts) -> None:
         write_facts(partial, facts)
         publish(partial, final)
-        retire(self.directory, final, self.options.keep, self.options.keep_every)
+        try:
+            retire(self.directory, final, self.options.keep, self.options.keep_every)
+        except OSError as error:  # it is written all the same
+            log.warning("%s: an older checkpoint could not be deleted: %s", final, error)
 
     def _first(self, act: Callable[[], None]) -> None:
         """Act on the first rank while the others wait; a failure there is raised on all."""
@@ -145,8 +154,8 @@ class Checkpointer:
         if dist.get_rank() == 0:
             try:
                 act()
-            except (OSError, CheckpointError) as error:
-                failure = [str(error)]
+            except Exception as error:  # the others wait for word of it
+                failure = [str(error) or type(error).__name__]
         dist.broadcast_object_list(failure, src=0, group=self.group)
         if failure[0] is not None:
             raise CheckpointError(failure[0])
@@ -182,13 +191,14 @@ class Checkpointer:
         Raises:
             CheckpointError: a tensor is missing, cannot be read, or has another shape.
         """
-        held = self._held()
-        state = {"model": self._stored(held)["model"]}
+        # Not of `_held`: asking an optimizer for state that it does not have yet makes it step.
+        held: dict[str, dict[str, Any]] = {"model": get_model_state_dict(self.model)}
+        state = {"model": self._stored({**held, "optimizer": {}})["model"]}
         try:
             dcp.load(state, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
             raise CheckpointError(f"{where} cannot be loaded: {why(error)}") from error
-        self._fill_copies({"model": held["model"]})
+        self._fill_copies(held)
         set_model_state_dict(self.model, held["model"])
 
     def _held(self) -> dict[str, dict[str, Any]]:
@@ -242,7 +252,11 @@ class Checkpointer:
 
     def _check_shared(self, partial: Path) -> None:
         """Every rank must see the directory that rank 0 made. Raises CheckpointError on all."""
-        unseen = torch.tensor([int(not partial.exists())])
+        try:
+            seen = partial.exists()
+        except OSError:
+            seen = False
+        unseen = torch.tensor([int(not seen)])
         dist.all_reduce(unseen, group=self.group)
         if unseen.item():
             raise CheckpointError(

@@ -223,7 +223,11 @@ class RunConfig(Section):
             (float8, self.float8.recipe != "", "a float8.recipe"),
             (("compile.backend",), self.compile.enable, "compile.enable = true"),
             (("checkpoint.keep_every",), self.checkpoint.keep > 0, "checkpoint.keep"),
-            (("checkpoint.verify",), self.checkpoint.resume != "", "checkpoint.resume"),
+            (
+                ("checkpoint.verify",),
+                bool(self.checkpoint.resume or self.checkpoint.initial),
+                "checkpoint.resume or checkpoint.initial",
+            ),
             (("data.hf_path", "data.hf_name", "data.hf_split"), hf, 'data.source = "hf"'),
             (("data.hf_streaming",), hf, 'data.source = "hf"'),
             (("data.paths",), not hf, 'data.source = "files"'),

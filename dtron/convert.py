@@ -32,7 +32,14 @@ from dtron.initial import model_settings, open_initial
 from dtron.models import BACKENDS, build_model, hf_folder, hf_of
 from dtron.models.hf_export import Export
 from dtron.models.hf_weights import CONFIG, Folder, Region, whole
-from dtron.published import Facts, find_weights, read_facts, write_facts
+from dtron.published import (
+    Facts,
+    check_agreement,
+    check_content,
+    find_weights,
+    read_facts,
+    write_facts,
+)
 from dtron.runtime import Place, process_group, set_up_logging
 from dtron.storage import ShardReader, ShardWriter
 
@@ -142,6 +149,10 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
 def to_hf_from(given: argparse.Namespace) -> None:
     """`dtron convert to-hf`; all ranks call it together."""
     path = find_weights(given.checkpoint.expanduser())
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    check_agreement(path, everyone)
+    check_content(path, everyone)
     tokenizer = given.tokenizer or tokenizer_of(path)
     to_hf_folder(path, given.out, given.dtype, tokenizer, round(given.file_gb * _GB))
 

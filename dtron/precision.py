@@ -341,6 +341,11 @@ def _part(
     assert isinstance(linear, nn.Linear)
     tp, ranks = degrees["tp"], degrees["dp_shard"] * degrees["cp"]
     kinds = {row.kind for pattern, row in rows.items() if matches(pattern, name)}
+    if "sequence" in kinds and tp > 1:
+        raise ConfigError(
+            f"float8 with parallel.tp = {tp}: {name} takes a part of the tokens on each rank, "
+            "whose scales the others would have to share; name the layer in float8.skip"
+        )
     by_columns, inward, outward = "rowwise" in kinds, linear.in_features, linear.out_features
     dim = inward if by_columns else outward
     if dim % (tp * MULTIPLE):

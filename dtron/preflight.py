@@ -393,6 +393,7 @@ def resume_settings(config: RunConfig) -> dict[str, Any]:
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
     return {
         "optim.name": config.optim.name,
+        "optim.moments": config.optim.moments,
         "train.seed": config.train.seed,
         "train.seq_len": config.train.seq_len,
         **{f"data.{key}": value for key, value in data.items()},
@@ -405,7 +406,7 @@ def _check_settings(checkpoint: Path, config: RunConfig, facts: Facts) -> None:
         saved = facts.settings.get(key, defaults[key])  # not there: a key that came later
         if saved == value:
             continue
-        if key == "optim.name":
+        if key.startswith("optim."):
             raise CheckpointError(
                 f"{checkpoint} holds the state of {key} = {saved!r}, not of {value!r}; keep {key}"
             )

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dtron.errors import CheckpointError
 from dtron.files import read_json, sync_directory, write_synced
-from dtron.storage import INDEX, missing_or_short, read_index
+from dtron.storage import INDEX, corrupt, missing_or_short, read_index
 
 log = logging.getLogger("dtron")
 FACTS = "dtron.json"
@@ -173,13 +173,27 @@ def check_model(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> No
 def check_agreement(path: Path | None, group: dist.ProcessGroup) -> None:
     """Refuse to start when ranks found different checkpoints, as with run directories that hosts
     do not share. All ranks call it together. Raises CheckpointError on all of them."""
-    found: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, path.name if path else None, group=group)
+    found: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, _identity(path) if path else None, group=group)
     if len(set(found)) > 1:
+        names = ", ".join(each[0] if each else "None" for each in found)
         raise CheckpointError(
-            f"ranks see different checkpoints ({', '.join(map(str, found))}); run.dir must be on a "
-            "file system that all hosts share"
+            f"ranks see different checkpoints ({names}); they must be on a file system that all "
+            "hosts share"
         )
+
+
+def _identity(path: Path) -> tuple[str, str]:
+    """Name and content, as far as a folder says what it holds."""
+    said = path / FACTS
+    return path.name, hashlib.sha256(said.read_bytes()).hexdigest() if said.exists() else ""
+
+
+def check_content(path: Path, group: dist.ProcessGroup) -> None:
+    """Refuse a checkpoint whose files are not what was written. All ranks call it together, and
+    raise CheckpointError together."""
+    if wrong := corrupt(path, read_index(path).files, group):
+        raise unreadable(path, wrong[0])
 
 
 def unreadable(path: Path, reason: str) -> CheckpointError:

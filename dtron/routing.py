@@ -42,11 +42,12 @@ class Routing:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group("pp"))
         return cls(found, mesh, micro_batches) if most.item() else None
 
-    def after_update(self) -> None:
-        """Move the biases by the loads of the step on all ranks, and begin another step."""
+    def after_update(self, taken: Tensor) -> None:
+        """Move the biases by the loads of the step on all ranks, unless it was skipped, and begin
+        another step."""
         if self.routers:
             self.losses = torch.stack([router.losses for router in self.routers])
-            self.counts = update_expert_bias(self.routers, self._sum)
+            self.counts = update_expert_bias(self.routers, self._sum, taken)
 
     def read(self) -> dict[str, float]:
         """Figures of the last step, the same on every rank: means over layers and micro-batches of

@@ -42,7 +42,8 @@ class TrainStep:
         loss: (logits (B, T, V), labels (B, T)) -> the summed loss; where the model's head computes
             it (`Applied.loss_in_head`), what the model gives comes in place of the logits.
         dropout_seed: seed of the dropout masks; None if the model has no dropout.
-        after_update: what depends on the new weights, such as their float8 scales.
+        after_update: what depends on the new weights, such as their float8 scales; it is told
+            whether the step was taken, by a bool on the device.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TrainStep:
         loss: Loss,
         max_grad_norm: float,
         dropout_seed: int | None,
-        after_update: Callable[[], None] | None = None,
+        after_update: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.execution, self.applied, self.mesh, self.optimizer = (
             execution,
@@ -76,10 +77,10 @@ class TrainStep:
         with phase("optimizer"):
             norm = global_norm(self.parameters, self.mesh, self.applied.shared.copies)
             update(self.optimizer, clip_scale(norm, self.max_grad_norm), lr)
+            finite = norm.isfinite()
             if self.after_update is not None:
-                self.after_update()
+                self.after_update(finite)
             self.optimizer.zero_grad()
-        finite = norm.isfinite()
         self.skipped += ~finite
         self.skipped_in_a_row = torch.where(finite, 0, self.skipped_in_a_row + 1)
         self.most_in_a_row = torch.maximum(self.most_in_a_row, self.skipped_in_a_row)

@@ -35,7 +35,7 @@ from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
 from dtron.preflight import find_checkpoint, model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
-from dtron.published import Facts, check_agreement, unreadable
+from dtron.published import Facts, check_agreement, check_content, unreadable
 from dtron.routing import Routing
 from dtron.rundir import RunDir
 from dtron.runtime import (
@@ -155,7 +155,8 @@ class Trainer:
         set_timeouts(self.mesh.groups(), config.parallel.timeout_seconds)
         self._resume()
         if self.train_step.after_update is not None:
-            self.train_step.after_update()  # of the weights that were drawn or loaded
+            taken = torch.ones((), dtype=torch.bool, device=self.place.device)
+            self.train_step.after_update(taken)  # of the weights that were drawn or loaded
         self._open_run()
 
     def _checkpoint_group(self) -> dist.ProcessGroup:
@@ -208,17 +209,17 @@ class Trainer:
         plan = self.float8
         return plan.placements(rows, self.mesh) if plan else dict(rows)
 
-    def _after_update(self) -> Callable[[], None] | None:
+    def _after_update(self) -> Callable[[torch.Tensor], None] | None:
         plan, routing = self.float8, self.routing
-        acts = [routing.after_update] if routing else []
-        if plan and (gather := plan.gather_weights(self.applied, self.mesh)):
-            acts.append(gather)
+        refresh = plan.gather_weights(self.applied, self.mesh) if plan else None
 
-        def act() -> None:
-            for each in acts:
-                each()
+        def act(taken: torch.Tensor) -> None:
+            if routing is not None:
+                routing.after_update(taken)
+            if refresh is not None:
+                refresh()
 
-        return act if acts else None
+        return act if routing or refresh else None
 
     def _vocabulary(self) -> VocabularyShard | None:
         if self.mesh.size("tp") == 1:
@@ -257,6 +258,9 @@ class Trainer:
             if self.config.checkpoint.resume:
                 log.info("no checkpoint in %s yet: starting afresh", self.rundir.checkpoints)
             if initial := self.checked.initial:
+                check_agreement(initial.path, self.host_group)
+                if self.config.checkpoint.verify and initial.folder is None:
+                    check_content(initial.path, self.host_group)
                 self.checkpointer.load_weights(initial.reader(), initial.path)
                 log.info("weights of %s", initial.path)
             return
@@ -408,14 +412,14 @@ class Trainer:
                     break
                 self._one_step()
                 interval = config.checkpoint.interval
-                if interval and self.step % interval == 0:
-                    self._save()
+                if interval and self.step % interval == 0 and self._save():
                     saved = self.step
             finished = self.step == config.train.steps
-            self._saved(self.checkpointer.wait)  # a failure beside training ends it here
+            if not self._saved(self.checkpointer.wait):  # a failure beside training ends it here
+                saved = -1
             if saved != self.step and (config.checkpoint.last or not finished):
-                self._save()  # a second signal does not interrupt it
-            self._saved(self.checkpointer.wait)
+                self._begin_save()  # a second signal does not interrupt it
+            self.checkpointer.wait()  # nothing comes after it that could save what it did not
         self._write_times()
         if finished:
             self._finish()
@@ -556,18 +560,21 @@ class Trainer:
         elif self.checkpointer.failed:
             self._saved(self.checkpointer.wait)
 
-    def _saved(self, act: Callable[[], None]) -> None:
-        """Save, or report that it failed where the run goes on. Raises CheckpointError."""
+    def _saved(self, act: Callable[[], None]) -> bool:
+        """Save; whether it worked. Raises CheckpointError where the run does not go on without."""
         try:
             act()
         except CheckpointError as error:
             if self.config.checkpoint.on_error == "stop":
                 raise
             log.error("%s; training goes on without it (checkpoint.on_error)", error)
+            return False
+        return True
 
-    def _save(self) -> None:
-        self._saved(self._begin_save)
+    def _save(self) -> bool:
+        saved = self._saved(self._begin_save)
         self.throughput.restart()
+        return saved
 
     def _begin_save(self) -> None:
         self.checkpointer.save(

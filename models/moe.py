@@ -7,8 +7,9 @@
     shared      a feed-forward layer that every token takes
 
 Only `dispatch` knows where experts are: expert parallelism replaces its `forward` from outside.
-Nothing waits for the device: the rows of each expert are told by offsets, int32 (E,), which are on
-it. Row r belongs to expert e where offsets[e - 1] <= r < offsets[e], with offsets[-1] = 0.
+In bfloat16 nothing waits for the device: the rows of each expert are told by offsets, int32 (E,),
+which are on it. Row r belongs to expert e where offsets[e - 1] <= r < offsets[e], with
+offsets[-1] = 0.
 
 Experts are numbered 0 ... E - 1 in `chosen`; E stands for none, where capacity drops a choice.
 

@@ -240,15 +240,16 @@ class Router(nn.Module):
         self.losses.zero_()
 
     @torch.no_grad()
-    def update_bias(self, counts: Tensor) -> None:
+    def update_bias(self, counts: Tensor, taken: Tensor | bool = True) -> None:
         """Raise the bias of experts with less than the mean load by bias_speed, lower the others'.
 
         Args:
             counts: int64 (E,) of a whole step, of all ranks.
+            taken: whether the step was: one that was skipped moves nothing; a bool on the device.
         """
         if self.expert_bias is not None:
             below = (counts.sum() - counts * self.n_experts).sign()  # exact, in integers
-            self.expert_bias += self.bias_speed * below
+            self.expert_bias += self.bias_speed * below * taken
 
     def _logits(self, x: Tensor, keys: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -315,13 +316,16 @@ def routers(modules: Iterable[nn.Module]) -> list[Router]:
 
 @torch.no_grad()
 def update_expert_bias(
-    found: Iterable[Router], reduce: Callable[[Tensor], object] | None = None
+    found: Iterable[Router],
+    reduce: Callable[[Tensor], object] | None = None,
+    taken: Tensor | bool = True,
 ) -> Tensor:
     """After a step: move the biases by the loads of the step, and begin another one.
 
     Args:
         found: routers with as many experts each.
         reduce: sums int64 (L, E) in place over the ranks whose tokens the loads are of.
+        taken: whether the step was, as for `Router.update_bias`.
     Returns:
         int64 (L, E), the loads of the step by router.
     """
@@ -330,6 +334,6 @@ def update_expert_bias(
     if reduce is not None:
         reduce(counts)
     for router, loads in zip(listed, counts, strict=True):
-        router.update_bias(loads)
+        router.update_bias(loads, taken)
         router.clear()
     return counts

@@ -100,6 +100,11 @@ def _check(dense: DecoderConfig, mixture: DecoderConfig) -> None:
             f"upcycling: expert_dim = {mixture.expert_dim} is not the dense model's ffn_dim = "
             f"{dense.ffn_dim}, of which each expert is a copy"
         )
+    if mixture.n_dense_layers and mixture.ffn_dim != dense.ffn_dim:
+        raise ConfigError(
+            f"upcycling: ffn_dim = {mixture.ffn_dim} of the mixture's dense layers is not that of "
+            f"the dense model, {dense.ffn_dim}"
+        )
     if not (mixture.renormalize or mixture.router == "topk_softmax"):
         raise ConfigError(
             "upcycling: weights that do not sum to 1 would change what the model computes; use "

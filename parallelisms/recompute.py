@@ -51,7 +51,14 @@ PRODUCTS = (
     "symm_mem.fused_matmul_reduce_scatter.default",
 )
 
-SAVED_OPS = {"attention": ATTENTION, "selective": (*ATTENTION, *PRODUCTS)}
+CHOICES = ("aten.topk.default", "aten.sort.stable")
+"""Which experts tokens take, and the order of their rows: chosen twice, by kernels that round
+otherwise, they could differ from what other results were kept for."""
+
+SAVED_OPS = {
+    "attention": (*ATTENTION, *CHOICES),
+    "selective": (*ATTENTION, *PRODUCTS, *CHOICES),
+}
 """Operators whose results a mode keeps; those that this torch lacks are left out. Where attention
 is written out (the `math` backend) its products are what `selective` keeps, `attention` nothing."""
 

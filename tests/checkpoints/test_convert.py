@@ -1,6 +1,7 @@
 """`dtron convert`, and training that starts from a Hugging Face folder, on one rank and several."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dtron.convert import convert_parser, from_hf_folder, to_hf_folder
+from dtron.convert import convert_parser, from_hf_folder, to_hf_folder, to_hf_from
 from dtron.errors import CheckpointError
 from dtron.initial import HuggingFaceReader, model_settings
 from dtron.models import from_hf, hf_folder, model_config
@@ -58,6 +59,35 @@ def test_training_starts_from_a_hugging_face_folder_in_every_layout(
         assert losses(tmp_path / str(i)) == pytest.approx(wanted, rel=1e-5)
     run_ranks(1, fit, tiny(tmp_path / "drawn", **SAME))
     assert abs(losses(tmp_path / "drawn")[0] - wanted[0]) > 1e-3
+
+
+def test_initial_weights_leave_the_optimizer_as_it_begins(tmp_path: Path) -> None:
+    """A run from a checkpoint of the drawn weights is the run that draws them, to the bit."""
+    still = {**SAME, "train__steps": 1, "optim__lr": 1e-30}
+    run_ranks(1, fit, tiny(tmp_path / "still", **still))
+    run_ranks(1, fit, tiny(tmp_path / "drawn", **SAME))
+    given = {**SAME, "checkpoint__initial": str(tmp_path / "still")}
+    run_ranks(1, fit, tiny(tmp_path / "given", **given))
+    assert losses(tmp_path / "given") == losses(tmp_path / "drawn")
+
+
+def refusal(act: Callable[[Any], object], given: Any) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        act(given)
+    return str(raised.value)
+
+
+def test_damaged_weights_are_neither_trained_nor_exported(tmp_path: Path) -> None:
+    run_ranks(1, fit, tiny(tmp_path / "run", train__steps=1))
+    (file,) = (tmp_path / "run/checkpoints/step-1").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-8:] = bytes(255 - byte for byte in content[-8:])
+    file.write_bytes(content)
+    config = tiny(tmp_path / "next", checkpoint__initial=str(tmp_path / "run"))
+    assert "SHA-256" in run_ranks(1, refusal, fit, config)[0]
+    given = convert_parser().parse_args(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")])
+    assert "SHA-256" in run_ranks(1, refusal, to_hf_from, given)[0]
+    assert not (tmp_path / "out").exists()
 
 
 def test_initial_weights_of_a_tied_gpt_on_both_ends_of_a_pipeline(tmp_path: Path) -> None:

@@ -245,6 +245,10 @@ def test_biases_follow_the_sign_of_the_load():
     first.record(torch.tensor([0, 0, 0, 0, 0, 0, 0, 1]), torch.zeros(2))
     update_expert_bias([first], lambda counts: counts.copy_(torch.eye(8, dtype=torch.int64)[:1]))
     assert first.expert_bias.tolist() == [-0.5, 0.5, *[0.25] * 6]
+    first.record(torch.tensor([8, 0, 0, 0, 0, 0, 0, 0]), torch.zeros(2))
+    update_expert_bias([first], taken=torch.tensor(False))  # a step that was skipped
+    assert first.expert_bias.tolist() == [-0.5, 0.5, *[0.25] * 6]
+    assert not first.counts.any()
 
 
 def test_biases_even_loads_over_steps():

@@ -328,10 +328,16 @@ def parallel_run(case: Case) -> dict[str, Any]:
     dropout = SEED if config.draws else None
     loss, float8 = build_loss(case, config, mesh), case.plan()
     routing = Routing.of(applied, mesh, case.config().micro_batches(case.world))
-    after = float8.gather_weights(applied, mesh) if float8 else None
-    if after is not None:
-        after()
-    after = routing.after_update if routing else after
+    refresh = float8.gather_weights(applied, mesh) if float8 else None
+    if refresh is not None:
+        refresh()
+
+    def after(taken: Tensor) -> None:
+        if routing is not None:
+            routing.after_update(taken)
+        if refresh is not None:
+            refresh()
+
     train_step = RecordingStep(execution, applied, mesh, optimizer, loss, MAX_NORM, dropout, after)
     losses, norms, loads = [], [], []
     for step in range(case.steps):

@@ -28,9 +28,10 @@ def count_step(case: Case) -> dict[str, dict[str, dict[str, int]]]:
     applied, plan = build_parallel(case, config, layout, mesh), case.plan()
     optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
     execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
-    after = plan.gather_weights(applied, mesh) if plan else None
-    if after is not None:
-        after()
+    refresh = plan.gather_weights(applied, mesh) if plan else None
+    if refresh is not None:
+        refresh()
+    after = (lambda _taken: refresh()) if refresh is not None else None
     loss = build_loss(case, config, mesh)
     step = TrainStep(execution, applied, mesh, optimizer, loss, 1.0, None, after)
     step(micro_batches(case, mesh, 0), 0, 0.1)
