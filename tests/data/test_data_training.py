@@ -9,6 +9,7 @@ import pytest
 
 from dtron.data import open_data
 from dtron.preflight import preflight
+from dtron.published import read_facts, write_facts
 from dtron.runtime import Place
 from tests.harness import run_ranks
 from tests.test_trainer import fit, losses, rows, tiny
@@ -73,9 +74,9 @@ def test_another_packing_warns_on_resuming(
     assert "was made with 'cut'" in caplog.text
 
     caplog.clear()
-    (saved,) = run_dir.glob("checkpoints/step-*/dtron.json")
-    facts = json.loads(saved.read_text())
-    del facts["settings"]["data.packing"]  # saved before the key was there
-    saved.write_text(json.dumps(facts))
+    (saved,) = run_dir.glob("checkpoints/step-*")
+    facts = read_facts(saved)
+    del facts.settings["data.packing"]  # saved before the key was there
+    write_facts(saved, facts)
     preflight(tiny(run_dir, **resume), PLACE)
     assert not caplog.records
