@@ -198,7 +198,7 @@ def plan_float8(
         require_torchao()
     degrees = config.degrees(world_size)
     rows = spec.placements(model, config.parallel.sequence_parallel)
-    tokens = config.train.micro_batch * config.train.seq_len // degrees["cp"]
+    tokens = _tokens(config, degrees)
     shapes = {}
     for name in plan.layers:
         inward, outward = _part(name, whole.get_submodule(name), rows, degrees, settings)
@@ -251,12 +251,17 @@ def _any_attention(model: DecoderConfig) -> Backend:
     )
 
 
+def _tokens(config: RunConfig, degrees: Mapping[Degree, int]) -> int:
+    """Of a micro-batch, that a rank has between blocks without tp."""
+    return config.train.micro_batch * config.train.seq_len // degrees["cp"]
+
+
 def _refuse_what_cannot_act(
     config: RunConfig, recipe: Recipe, world_size: int, layout: Layout | None
 ) -> None:
     parallel, settings, name = config.parallel, config.float8, recipe.name
     degrees = config.degrees(world_size)
-    tokens = config.train.micro_batch * config.train.seq_len // degrees["cp"]
+    tokens = _tokens(config, degrees)
     interval, logged = settings.report_interval, config.metrics.log_interval
     rules = [
         (

@@ -26,6 +26,8 @@ from dtron.storage import INDEX, corrupt, missing_or_short, read_index
 
 log = logging.getLogger("dtron")
 FACTS = "dtron.json"
+RESUME = "set checkpoint.resume ="
+"""How an error says which checkpoint to resume from instead."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def find_weights(path: Path) -> Path:
             f"{FACTS}) nor a run directory that has one"
         )
     if wrong := problem(found):
-        raise unreadable(found, wrong)
+        raise unreadable(found, wrong, "take")
     return found
 
 
@@ -189,18 +191,18 @@ def _identity(path: Path) -> tuple[str, str]:
     return path.name, hashlib.sha256(said.read_bytes()).hexdigest() if said.exists() else ""
 
 
-def check_content(path: Path, group: dist.ProcessGroup) -> None:
+def check_content(path: Path, group: dist.ProcessGroup, fix: str = "take") -> None:
     """Refuse a checkpoint whose files are not what was written. All ranks call it together, and
-    raise CheckpointError together."""
+    raise CheckpointError together; `fix` as for `unreadable`."""
     if wrong := corrupt(path, read_index(path).files, group):
-        raise unreadable(path, wrong[0])
+        raise unreadable(path, wrong[0], fix)
 
 
-def unreadable(path: Path, reason: str) -> CheckpointError:
-    """That a checkpoint cannot be loaded, with the one to take instead."""
+def unreadable(path: Path, reason: str, fix: str = RESUME) -> CheckpointError:
+    """That a checkpoint cannot be loaded, with the one to take instead, which follows `fix`."""
     others = sorted(set(complete(path.parent)) - {path}, key=step_of)
-    fix = f"set checkpoint.resume = {str(others[-1])!r}" if others else "no other one is there"
-    return CheckpointError(f"{path} cannot be loaded: {reason}; {fix}")
+    instead = f"{fix} {str(others[-1])!r}" if others else "no other one is there"
+    return CheckpointError(f"{path} cannot be loaded: {reason}; {instead}")
 
 
 def publish(partial: Path, final: Path) -> None:

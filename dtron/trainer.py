@@ -35,7 +35,7 @@ from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
 from dtron.preflight import find_checkpoint, model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
-from dtron.published import Facts, check_agreement, check_content, unreadable
+from dtron.published import RESUME, Facts, check_agreement, check_content
 from dtron.routing import Routing
 from dtron.rundir import RunDir
 from dtron.runtime import (
@@ -276,12 +276,12 @@ class Trainer:
     def _verified(self, checkpoint: Path, facts: Facts) -> tuple[Path, Facts]:
         """The checkpoint, or of `latest` the newest one whose files are what was written."""
         config = self.config
-        while config.checkpoint.verify:
-            wrong = corrupt(checkpoint, read_index(checkpoint).files, self.host_group)
-            if not wrong:
-                break
-            if config.checkpoint.resume != "latest":
-                raise unreadable(checkpoint, wrong[0])
+        if not config.checkpoint.verify:
+            return checkpoint, facts
+        if config.checkpoint.resume != "latest":
+            check_content(checkpoint, self.host_group, RESUME)
+            return checkpoint, facts
+        while wrong := corrupt(checkpoint, read_index(checkpoint).files, self.host_group):
             log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(wrong))
             older, said = find_checkpoint(config, self.checked.model, below=facts.step)
             assert older is not None, "none is left, which raises"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtron.float8.recipes import Cast
-from dtron.kernels.float8 import cast_both, cast_turned, turned
+from dtron.kernels.float8 import cast_both, cast_turned, rounded, turned
 
 _c10d = torch.ops._c10d_functional
 SMALLEST = 2.0**-100
@@ -54,16 +54,13 @@ def quantize(
             the scale of a whole tensor, other tiles are the rank's own.
         scale: the scale, where it is known already.
     """
-    largest = torch.finfo(cast.dtype).max
     if cast.whole:  # without views, for which inductor would write a copy for each product
         scale = _scale_of_all(x, cast, groups) if scale is None else scale
-        values = x.to(wide(x.dtype)) * scale
-        return Scaled(values.clamp(-largest, largest).to(cast.dtype), scale, cast)
+        return Scaled(rounded(x.to(wide(x.dtype)), scale, cast.dtype), scale, cast)
     tiles = _tiled(x, cast)
     if scale is None:
         scale = scale_of(tiles.abs().amax(dim=(1, 3)), cast)
-    values = tiles.to(wide(x.dtype)) * scale[:, None, :, None]
-    data = values.clamp(-largest, largest).to(cast.dtype)
+    data = rounded(tiles.to(wide(x.dtype)), scale[:, None, :, None], cast.dtype)
     return Scaled(_untiled(data, x.shape), scale, cast)
 
 

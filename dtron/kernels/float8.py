@@ -48,7 +48,8 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale in float8, for any scale that broadcasts; plain PyTorch, which inductor fuses."""
     largest = torch.finfo(dtype).max
     return (x * scale).clamp(-largest, largest).to(dtype)
 
@@ -81,7 +82,7 @@ def cast_plain(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if _by_triton(x):
         return _cast_plain_on_gpu(x, scale, dtype)
-    return _rounded(_wide(x), scale.view(()), dtype)
+    return rounded(_wide(x), scale.view(()), dtype)
 
 
 @torch.library.custom_op("dtron::float8_turned", mutates_args=())
@@ -114,7 +115,7 @@ def cast_turned(x: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor) -> 
     """
     if _by_triton(x):
         return _cast_turned_on_gpu(x, scale, dtype, after)
-    return _transposed(_rounded(_wide(x), scale.view(()), dtype))
+    return _transposed(rounded(_wide(x), scale.view(()), dtype))
 
 
 @torch.library.custom_op("dtron::float8_cast_both", mutates_args=())
@@ -126,7 +127,7 @@ def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     """
     if _by_triton(x):
         return _cast_both_on_gpu(x, scale, dtype)
-    straight = _rounded(_wide(x), scale.view(()), dtype)
+    straight = rounded(_wide(x), scale.view(()), dtype)
     return straight, _transposed(straight)
 
 
@@ -156,7 +157,7 @@ def gated_cast(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> T
     if _by_triton(gate):
         return _gated_cast_on_gpu(gate, up, scale, dtype)
     a, b = _wide(gate), _wide(up)
-    return _rounded(a * a.sigmoid() * b, scale.view(()), dtype)
+    return rounded(a * a.sigmoid() * b, scale.view(()), dtype)
 
 
 @torch.library.custom_op("dtron::float8_gated_backward_amax", mutates_args=())
@@ -202,8 +203,8 @@ def gated_backward_cast(
         types = (dtype, hidden_dtype)
         return _gated_backward_cast_on_gpu(gate, up, grad, scales, hidden_scale, *types)
     of_gate, of_up, hidden = _gradients(gate, up, grad)
-    of_gate, of_up = _rounded(of_gate, scales[0], dtype), _rounded(of_up, scales[1], dtype)
-    hidden = _rounded(hidden, hidden_scale.view(()), hidden_dtype)
+    of_gate, of_up = rounded(of_gate, scales[0], dtype), rounded(of_up, scales[1], dtype)
+    hidden = rounded(hidden, hidden_scale.view(()), hidden_dtype)
     return of_gate, of_up, _transposed(hidden)
 
 
