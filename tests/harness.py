@@ -44,9 +44,9 @@ def run_ranks(
     `body` must be importable. The first rank that fails ends the others, and its traceback is
     raised here.
 
-    All that is tested is Python, which cannot corrupt a heap. torch can, and with gloo sometimes
-    does (seen: `malloc(): unaligned tcache chunk detected` in a backward under tp): ranks that crash so
-    are started once more, with a warning. Ranks that crash again fail.
+    All that is tested is Python, which cannot corrupt a heap. torch on gloo sometimes does (seen:
+    `malloc(): unaligned tcache chunk detected`, in a backward under tp). Ranks that crash so are
+    started once more, with a warning; ranks that crash again fail.
 
     Args:
         seconds: how long `body` may take; a single collective has a minute in any case.
