@@ -3,7 +3,8 @@
     python -m benchmarks.save_stall --dim 1024 --layers 8 --saves 5 --directory DIR
 
 One process trains a Llama on random tokens on this machine's device and saves after every `--every`
-steps; `thread` is `async` but for the process: this one writes. A stop is the time inside `Checkpointer.save`, and what the next update waits for the copy.
+steps; `thread` is `async` but for the process: this one writes. A stop is the time inside
+`Checkpointer.save`, and what the next update waits for the copy.
 Step times beside a running save are told too: what copying and writing take of the processor is no
 stop, but it is not free.
 """

@@ -84,6 +84,11 @@ class Checkpointer:
         self._copies: WriterProcess | None = None
         optimizer.register_step_pre_hook(lambda *_: self.staging.before_change())
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """For collectives that wait for disks, whose limit is `checkpoint.timeout_seconds`'."""
+        return self.saver.group
+
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
         return any(tier.interval and step % tier.interval == 0 for tier in self.tiers)
@@ -203,7 +208,7 @@ class Checkpointer:
             if not all(f"rng.{name}" in reader.index.tensors for name in state["rng"]):
                 log.warning("%s holds no RNG state for this rank; dtron itself needs none", path)
                 del state["rng"]
-            dcp.load(state, storage_reader=reader, process_group=self.saver.group)
+            dcp.load(state, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
             raise unreadable(path, str(why(error))) from error
         self._fill_copies(held)
@@ -225,7 +230,7 @@ class Checkpointer:
         held: dict[str, dict[str, Any]] = {"model": get_model_state_dict(self.model)}
         state = {"model": self._stored({**held, "optimizer": {}})["model"]}
         try:
-            dcp.load(state, storage_reader=reader, process_group=self.saver.group)
+            dcp.load(state, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
             raise CheckpointError(f"{where} cannot be loaded: {why(error)}") from error
         self._fill_copies(held)

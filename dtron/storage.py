@@ -239,7 +239,7 @@ def untiled(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str
             return f"has a part that is not inside it, {list(chunk.sizes)} at {list(chunk.offsets)}"
         if math.prod(chunk.sizes):
             boxes.append(box)
-    if overlap := _overlap(boxes):
+    if (overlap := _overlap(boxes)) is not None:
         return f"has parts that overlap, at {[a for a, _ in overlap]}"
     missing = math.prod(shape) - sum(math.prod(b - a for a, b in box) for box in boxes)
     return f"lacks {missing} elements" if missing else None

@@ -266,11 +266,11 @@ class Trainer:
         self.step = self.tokens = 0
         if self.checked.checkpoint is None or self.checked.facts is None:
             if self.config.checkpoint.resume:
-                log.info("no checkpoint in %s yet: starting afresh", self.rundir.checkpoints)
+                log.info("no checkpoint in %s yet: starting afresh", self.checked.tiers[-1].folder)
             if initial := self.checked.initial:
                 check_agreement(initial.path, self.host_group)
                 if self.config.checkpoint.verify and initial.folder is None:
-                    check_content(initial.path, self.host_group)
+                    check_content(initial.path, self.checkpointer.group)
                 self.checkpointer.load_weights(initial.reader(), initial.path)
                 log.info("weights of %s", initial.path)
             return
@@ -285,13 +285,13 @@ class Trainer:
 
     def _verified(self, checkpoint: Location, facts: Facts) -> tuple[Location, Facts]:
         """The checkpoint, or of `latest` the newest one whose files are what was written."""
-        config = self.config
+        config, group = self.config, self.checkpointer.group
         if not config.checkpoint.verify:
             return checkpoint, facts
         if self.checked.resume != "latest":
-            check_content(checkpoint, self.host_group, RESUME)
+            check_content(checkpoint, self.checkpointer.group, RESUME)
             return checkpoint, facts
-        while wrong := corrupt(checkpoint, read_index(checkpoint).files, self.host_group):
+        while wrong := corrupt(checkpoint, read_index(checkpoint).files, group):
             log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(wrong))
             older = newest_good([tier.folder for tier in self.checked.tiers], after=checkpoint)
             assert older is not None, "none is left, which raises"
