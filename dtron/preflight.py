@@ -152,6 +152,7 @@ def find_checkpoint(
         resume, folders: as for `published.find`.
     Raises:
         CheckpointError: it is damaged or of another model, optimizer or kind.
+        ConfigError: it was named, and has all steps.
     """
     try:
         checkpoint = find(resume, folders)
@@ -159,7 +160,13 @@ def find_checkpoint(
         raise CheckpointError(f"checkpoints cannot be looked for: {error}") from error
     if checkpoint is None:
         return None, None
-    return checkpoint, checked_facts(config, model, checkpoint)
+    facts = checked_facts(config, model, checkpoint)
+    if facts.step >= config.train.steps and resume != "latest":
+        raise ConfigError(
+            f"train.steps = {config.train.steps} is already reached by the checkpoint of step "
+            f"{facts.step}; raise it to train on"
+        )
+    return checkpoint, facts
 
 
 def checked_facts(config: RunConfig, model: DecoderConfig, checkpoint: Location) -> Facts:
@@ -497,11 +504,6 @@ def _check_settings(checkpoint: Location, config: RunConfig, facts: Facts) -> No
             value,
             checkpoint,
             saved,
-        )
-    if facts.step >= config.train.steps and config.checkpoint.resume != "latest":
-        raise ConfigError(
-            f"train.steps = {config.train.steps} is already reached by the checkpoint of step "
-            f"{facts.step}; raise it to train on"
         )
 
 

@@ -276,6 +276,7 @@ def begin(folder: Location, kept: Collection[Location] = ()) -> None:
     clear(folder.parent, kept)
     if folder in kept or (folder / FACTS).exists():
         raise CheckpointError(f"{folder} is there already")
+    delete(folder)  # abandoned: its step is done again
     make_folder(folder)
 
 

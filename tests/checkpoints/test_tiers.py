@@ -281,14 +281,19 @@ def test_a_fast_tier_before_a_durable_one(tmp_path: Path) -> None:
     """Losses are those of an undisturbed run, whichever tier is left, and damaged ones are left
     out."""
     whole, run = tmp_path / "whole", tmp_path / "run"
-    run_ranks(2, fit, tiny(whole, checkpoint__interval=3, checkpoint__keep=0))
-    tiered = {"checkpoint__fast_dir": str(tmp_path / "fast"), "checkpoint__fast_interval": 2}
+    same = {"schedule__name": "constant"}
+    run_ranks(2, fit, tiny(whole, checkpoint__interval=3, checkpoint__keep=0, **same))
+    tiered = {
+        **same,
+        "checkpoint__fast_dir": str(tmp_path / "fast"),
+        "checkpoint__fast_interval": 2,
+    }
     tiered |= {"checkpoint__interval": 3, "checkpoint__keep": 0, "checkpoint__mode": "async"}
     config = tiny(run, checkpoint__last=False, train__steps=5, **tiered)
     run_ranks(2, fit, config)
     fast = tiers_of(config)[0].folder
     assert isinstance(fast, Path)
-    assert sorted(map(step_of, complete(fast))) == [4]
+    assert max(map(step_of, complete(fast))) == 4  # and what was copied meanwhile
     assert steps(run) == [3]
     copies = {name: tmp_path / name for name in ("lost", "damaged")}
     for name in copies:
@@ -323,8 +328,9 @@ def test_checkpoints_in_a_store(tmp_path: Path) -> None:
     damaged one; what is old is retired; transformers' format is made of it."""
     pytest.importorskip("fsspec")
     whole, run, store = tmp_path / "whole", tmp_path / "run", tmp_path / "store"
-    run_ranks(1, fit, tiny(whole))
-    away = {"checkpoint__dir": f"file://{store}", "checkpoint__interval": 1}
+    same = {"schedule__name": "constant"}
+    run_ranks(1, fit, tiny(whole, **same))
+    away = {**same, "checkpoint__dir": f"file://{store}", "checkpoint__interval": 1}
     away |= {"checkpoint__on_error": "continue", "checkpoint__last": False}
     config = tiny(run, checkpoint__mode="async", train__steps=5, **away)
     found = run_ranks(2, fit_with_faults, config, "full", "step-5/rank-1.")
