@@ -303,8 +303,9 @@ def test_a_fast_tier_before_a_durable_one(tmp_path: Path) -> None:
         config = tiny(copy, **resumed)
         if name == "damaged":
             folder = tiers_of(config)[0].folder
-            shutil.copytree(fast, str(folder))
-            flipped(Path(str(folder)) / "step-4")
+            assert isinstance(folder, Path)
+            shutil.copytree(fast / "step-4", folder / "step-4")
+            flipped(folder / "step-4")
         (said, error), _ = run_ranks(2, fit_and_listen, config)
         assert error is None
         assert any(f"resumed from {copy}/checkpoints/step-3" in message for message in said)
