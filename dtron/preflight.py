@@ -203,11 +203,18 @@ def _check_tiers(
         )
     local = RunDir(config.run.dir).checkpoints  # which is set aside
     for tier in tiers:
-        if own is None and tier.folder != local and complete(tier.folder) and not place.attempt:
+        if own is None and tier.folder != local and _used(tier.folder) and not place.attempt:
             raise ConfigError(
                 f"{tier.folder} holds checkpoints of an earlier start; set "
                 "checkpoint.resume=latest to go on from them, delete them, or use another folder"
             )
+
+
+def _used(folder: Location) -> bool:
+    try:
+        return bool(complete(folder))
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error}; set another folder") from error
 
 
 def _check_verify(config: RunConfig, initial: Initial) -> None:

@@ -28,7 +28,7 @@ from dtron.storage import (
     WriteFile,
     missing_or_short,
     name_of_file,
-    read_index,
+    read_files,
 )
 from dtron.tensorfile import Written
 from dtron.tiers import Tier
@@ -118,7 +118,7 @@ class Saver:
     def _complete(
         self, folder: Location, facts: Facts, tier: Tier, kept: Collection[Location]
     ) -> None:
-        if wrong := missing_or_short(folder, read_index(folder).files):
+        if wrong := missing_or_short(folder, read_files(folder)):
             raise CheckpointError(f"{wrong}; all ranks have to reach the same {folder.parent}")
         publish(folder, facts)
         try:
@@ -173,7 +173,7 @@ class Saver:
 
 
 def _copy_file(source: Location, folder: Location, process: WriterProcess) -> None:
-    name, files = name_of_file(dist.get_rank()), read_index(source).files
+    name, files = name_of_file(dist.get_rank()), read_files(source)
     if name not in files:
         return
     copied = Written(*process.copy(str(source / name), str(folder / name)))

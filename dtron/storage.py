@@ -203,14 +203,9 @@ def read_index(folder: Location) -> Index:
             the tensor; names it.
     """
     path = folder / INDEX
-    table = read_json(path)
-    if table.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} has format {table.get('format')!r}, not {_FORMAT}")
+    table = _table(path)
+    files = _files(table, path)
     try:
-        files = {
-            plain_name(name, path): Written(int(f["bytes"]), str(f["sha256"]))
-            for name, f in table["files"].items()
-        }
         tensors, places = {}, {}
         for fqn, entry in table["tensors"].items():
             chunks = []
@@ -225,6 +220,30 @@ def read_index(folder: Location) -> Index:
         if wrong := untiled(tensor.size, tensor.chunks):
             raise CheckpointError(f"{path} is damaged: {fqn} of shape {list(tensor.size)} {wrong}")
     return Index(files, tensors, places)
+
+
+def read_files(folder: Location) -> dict[str, Written]:
+    """The files that index.json names, and nothing more. Raises CheckpointError: it is damaged."""
+    return _files(_table(folder / INDEX), folder / INDEX)
+
+
+def _table(path: Location) -> dict[str, Any]:
+    table = read_json(path)
+    if table.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {table.get('format')!r}, not {_FORMAT}")
+    return table
+
+
+def _files(table: dict[str, Any], path: Location) -> dict[str, Written]:
+    try:
+        return {
+            plain_name(name, path): Written(int(f["bytes"]), str(f["sha256"]))
+            for name, f in table["files"].items()
+        }
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from None
 
 
 def untiled(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
