@@ -126,6 +126,20 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(tmp_path: Path) -> None
         assert same_checkpoint(tmp_path / "sync" / folder, tmp_path / "async" / folder)
 
 
+@pytest.mark.gpu
+def test_copies_of_a_gpu_lie_in_pinned_memory_that_is_used_again() -> None:
+    staging, places = Staging(), set()
+    for _ in range(2):
+        tensor = torch.randn(1000, device="cuda")
+        copy = staging.start({"x": tensor})["x"]
+        staging.finish()
+        assert copy.is_pinned()
+        assert torch.equal(copy, tensor.cpu())
+        places.add(copy.data_ptr())
+    staging.end()
+    assert len(places) == 1
+
+
 def order_of_saves(config: Any) -> list[str]:
     """What happens when a save takes until after the next one has begun."""
     events: list[str] = []
