@@ -7,9 +7,7 @@ the config's.
 
 import functools
 import logging
-import shutil
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,39 +25,43 @@ from torch.distributed.tensor import DTensor
 
 from dtron.config import Checkpoint
 from dtron.errors import CheckpointError
+from dtron.files import Location
 from dtron.parallelisms.apply import Applied
-from dtron.published import Facts, clear_partial, publish, retire, unreadable, write_facts
+from dtron.published import Facts, unreadable
 from dtron.saveplan import KeptPlan
+from dtron.saving import Saver, why
 from dtron.staging import Background, Staging
-from dtron.storage import ShardReader, ShardWriter
+from dtron.storage import ShardReader, WriteFile, write_here
+from dtron.tensorfile import Written
+from dtron.tiers import Tier
+from dtron.writer import WriterProcess
 
 log = logging.getLogger("dtron")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Checkpointer:
-    """Saves and loads the state of one run.
+    """Saves and loads the state of one run; all ranks make it together.
 
     Tensors are stored under their names in the whole model and without padding, so that any layout
     of ranks and stages reads what any other wrote.
 
     Args:
-        directory: RUN/checkpoints.
+        tiers: where to, the durable one last.
         applied: the parallelised model.
-        group: a host-side group over all ranks; with `mode = "async"` one that nothing else uses.
         options: the config's section.
     """
 
     def __init__(
         self,
-        directory: Path,
+        tiers: Sequence[Tier],
         applied: Applied,
         optimizer: torch.optim.Optimizer,
-        group: dist.ProcessGroup,
         options: Checkpoint,
     ) -> None:
-        self.directory, self.optimizer = directory, optimizer
-        self.group, self.options = group, options
+        self.tiers, self.optimizer, self.options = tiers, optimizer, options
+        self.saver = Saver(options.timeout_seconds)
+        self.copier = Saver(options.timeout_seconds) if len(tiers) > 1 else None
         self.model = nn.ModuleDict({str(stage): part for stage, part in applied.parts.items()})
         self.names = {
             f"{stage}.{fqn}": applied.names[fqn]
@@ -74,93 +76,126 @@ class Checkpointer:
         self.rows = applied.padded_rows
         self.plan, self.staging = KeptPlan(), Staging()
         self._running: Background | None = None
+        self._written: int | None = None
+        """The step that is in the first tier, or on its way there."""
+        self._copying: Background | None = None
+        self._copied: Location | None = None
+        """The checkpoint that is being copied."""
+        self._copies: WriterProcess | None = None
         optimizer.register_step_pre_hook(lambda *_: self.staging.before_change())
 
-    def save(self, facts: Facts) -> None:
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """For collectives that wait for disks, whose limit is `checkpoint.timeout_seconds`'."""
+        return self.saver.group
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step."""
+        return any(tier.interval and step % tier.interval == 0 for tier in self.tiers)
+
+    def lasts(self, step: int) -> bool:
+        """Whether one is due in the durable tier."""
+        interval = self.tiers[-1].interval
+        return bool(interval) and step % interval == 0
+
+    def save(self, facts: Facts, durable: bool = False) -> None:
         """Write a checkpoint and publish it; all ranks call it together.
 
         With `mode = "async"` it returns at once, and the optimizer's next step waits until the
-        state is copied; what is left of an earlier save is waited for first.
+        state is copied; what is left of an earlier save is waited for first. Copying to the durable
+        tier is waited for neither, but by the next copying.
 
+        Args:
+            durable: copy it to the durable tier though it is not due there.
         Raises:
             CheckpointError: this save, or the last one that ran beside training, could not be
                 written; what it left is deleted, and older checkpoints are as they were.
         """
+        durable = durable or self.lasts(facts.step)
         if self._running is not None and self._running.running:
             log.warning("the last checkpoint is still being written: waiting for it")
+        if durable and self._copying is not None and self._copying.running:
+            log.warning("the last checkpoint is still being copied: waiting for it")
         try:
-            self.wait()
+            self._wait_for_write()
+            if durable or (self._copying is not None and self._copying.failed):
+                self._wait_for_copy()
         except CheckpointError as error:
             if self.options.on_error == "stop":
                 raise
             # Ranks learn of it at different steps, and all of them have to begin the next one.
             log.error("%s; training goes on without it (checkpoint.on_error)", error)
+        if self._written != facts.step:
+            self._written = facts.step
+            self._begin(facts)
+        if durable and len(self.tiers) > 1:
+            self._begin_copy(facts, self._running)
+
+    def _begin(self, facts: Facts) -> None:
+        """Write a checkpoint to the first tier, or begin to."""
         state = {**self._stored(self._held()), "rng": _get_rng()}
         flat = {f"{kind}.{name}": value for kind, v in state.items() for name, value in v.items()}
         if self.options.mode == "sync":
-            self._write(flat, facts)
+            self._write(flat, facts, write_here)
             return
-        self.plan.staged = self.staging.start(flat)
-        self._running = Background(functools.partial(self._write, flat, facts))
+        write = self.staging.write
+        try:
+            self.plan.staged = self.staging.start(flat)
+        except OSError as error:
+            write = functools.partial(_raise, error)  # so that all ranks hear of it
+        self._running = Background(functools.partial(self._write, flat, facts, write))
+
+    def _begin_copy(self, facts: Facts, written: Background | None) -> None:
+        """Copy a checkpoint from the first tier to the last one, when it is `written`."""
+        assert self.copier is not None, "there are several tiers"
+        if self._copies is None or not self._copies.alive:
+            self._copies = WriterProcess()
+        self._copied = self.tiers[0].folder / f"step-{facts.step}"
+        copy = functools.partial(
+            self.copier.copy, self._copied, facts, self.tiers[-1], self._copies
+        )
+
+        def act() -> None:
+            try:
+                if written is None or written.succeeded():
+                    copy()
+            finally:
+                self._copied = None
+
+        self._copying = Background(act)
 
     @property
     def failed(self) -> bool:
         """Whether a save beside training has failed, which `wait` will raise."""
-        return self._running is not None and self._running.failed
+        return any(each is not None and each.failed for each in (self._running, self._copying))
 
     def wait(self) -> None:
-        """Wait for a save that runs beside training. Raises CheckpointError: it failed."""
+        """Wait for what runs beside training. Raises CheckpointError: it failed."""
+        self._wait_for_write()
+        self._wait_for_copy()
+
+    def _wait_for_write(self) -> None:
         running, self._running = self._running, None
         if running is not None:
             running.wait()
 
-    def _write(self, flat: dict[str, Any], facts: Facts) -> None:
-        final = self.directory / f"step-{facts.step}"
-        partial = final.with_name(final.name + ".partial")
+    def _wait_for_copy(self) -> None:
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.wait()
+
+    def _write(self, flat: dict[str, Any], facts: Facts, write: WriteFile) -> None:
+        kept = [] if self._copied is None else [self._copied]
         try:
             self.staging.finish()
-            self._first(lambda: self._begin(partial))
-            self._check_shared(partial)
-            dcp.save(
-                flat,
-                storage_writer=ShardWriter(partial),
-                planner=self.plan,
-                process_group=self.group,
-            )
-            self._first(lambda: self._publish(partial, final, facts))
-        except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
+            self.saver.write(flat, facts, self.tiers[0], self.plan, write, kept)
+        except CheckpointError:
             self.plan = KeptPlan()  # ranks may have got to know different parts of the plan
-            if dist.get_rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            cause = why(error) if isinstance(error, dcp.CheckpointException) else error
-            raise CheckpointError(f"{final} could not be written: {cause}") from error
-        log.info("checkpoint: %s", final)
+            self.staging.end()  # it may wait for a disk
+            self._written = None
+            raise
 
-    def _begin(self, partial: Path) -> None:
-        clear_partial(self.directory)
-        partial.mkdir(parents=True)
-
-    def _publish(self, partial: Path, final: Path, facts: Facts) -> None:
-        write_facts(partial, facts)
-        publish(partial, final)
-        try:
-            retire(self.directory, final, self.options.keep, self.options.keep_every)
-        except OSError as error:  # it is written all the same
-            log.warning("%s: an older checkpoint could not be deleted: %s", final, error)
-
-    def _first(self, act: Callable[[], None]) -> None:
-        """Act on the first rank while the others wait; a failure there is raised on all."""
-        failure: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            try:
-                act()
-            except Exception as error:  # the others wait for word of it
-                failure = [str(error) or type(error).__name__]
-        dist.broadcast_object_list(failure, src=0, group=self.group)
-        if failure[0] is not None:
-            raise CheckpointError(failure[0])
-
-    def load(self, path: Path) -> None:
+    def load(self, path: Location) -> None:
         """Load weights, optimizer state and RNG state in place; all ranks call it together.
 
         Raises:
@@ -182,7 +217,7 @@ class Checkpointer:
         if "rng" in state:
             _set_rng(state["rng"])
 
-    def load_weights(self, reader: dcp.StorageReader, where: Path) -> None:
+    def load_weights(self, reader: dcp.StorageReader, where: Location) -> None:
         """Load weights alone in place; all ranks call it together.
 
         Args:
@@ -250,27 +285,9 @@ class Checkpointer:
                 if isinstance(value, torch.Tensor) and read is not value:
                     value.copy_(read)
 
-    def _check_shared(self, partial: Path) -> None:
-        """Every rank must see the directory that rank 0 made. Raises CheckpointError on all."""
-        try:
-            seen = partial.exists()
-        except OSError:
-            seen = False
-        unseen = torch.tensor([int(not seen)])
-        dist.all_reduce(unseen, group=self.group)
-        if unseen.item():
-            raise CheckpointError(
-                f"{int(unseen.item())} ranks do not see {partial}; run.dir must be on a file "
-                "system that all hosts share"
-            )
 
-
-def why(error: dcp.CheckpointException) -> CheckpointError:
-    """What went wrong on the first rank where something did, as a user is told."""
-    rank, (cause, _) = next(iter(sorted(error.failures.items())))
-    if isinstance(cause, CheckpointError):
-        return cause
-    return CheckpointError(f"rank {rank}: {str(cause) or type(cause).__name__}")
+def _raise(error: OSError, *_: Any) -> Written:
+    raise error
 
 
 def _parts_of(key: str) -> tuple[str, str, str]:

@@ -224,6 +224,11 @@ class RunConfig(Section):
             (("compile.backend",), self.compile.enable, "compile.enable = true"),
             (("checkpoint.keep_every",), self.checkpoint.keep > 0, "checkpoint.keep"),
             (
+                ("checkpoint.fast_interval", "checkpoint.fast_keep"),
+                self.checkpoint.fast_dir != "",
+                "checkpoint.fast_dir",
+            ),
+            (
                 ("checkpoint.verify",),
                 bool(self.checkpoint.resume or self.checkpoint.initial),
                 "checkpoint.resume or checkpoint.initial",

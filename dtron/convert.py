@@ -23,11 +23,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dtron.checkpoint import why
 from dtron.config import RunConfig
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.errors import ArgumentParser, CheckpointError
-from dtron.files import read_json, sync_directory, write_synced
+from dtron.files import Location, read_json, sync_directory, write_synced
 from dtron.initial import model_settings, open_initial
 from dtron.models import BACKENDS, build_model, hf_folder, hf_of
 from dtron.models.hf_export import Export
@@ -40,7 +39,9 @@ from dtron.published import (
     read_facts,
     write_facts,
 )
+from dtron.remote import Remote
 from dtron.runtime import Place, process_group, set_up_logging
+from dtron.saving import why
 from dtron.storage import ShardReader, ShardWriter
 
 log = logging.getLogger("dtron")
@@ -88,7 +89,7 @@ def convert_parser() -> argparse.ArgumentParser:
     one.set_defaults(run=lambda given: from_hf_folder(given.folder, given.out, given.dtype))
     told = "a checkpoint becomes a folder that transformers loads"
     two = commands.add_parser("to-hf", help=told, description=told)
-    two.add_argument("checkpoint", type=Path, help="a checkpoint, or a run, whose newest is taken")
+    two.add_argument("checkpoint", help="a checkpoint, or a run, whose newest is taken; or its URL")
     two.add_argument("out", type=Path, help="a folder that is not there yet")
     two.add_argument("--dtype", choices=_DTYPES, help="of the files; default: as it is stored")
     two.add_argument(
@@ -148,7 +149,7 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
 
 def to_hf_from(given: argparse.Namespace) -> None:
     """`dtron convert to-hf`; all ranks call it together."""
-    path = find_weights(given.checkpoint.expanduser())
+    path = find_weights(given.checkpoint)
     everyone = dist.group.WORLD
     assert everyone is not None
     check_agreement(path, everyone)
@@ -157,8 +158,10 @@ def to_hf_from(given: argparse.Namespace) -> None:
     to_hf_folder(path, given.out, given.dtype, tokenizer, round(given.file_gb * _GB))
 
 
-def tokenizer_of(checkpoint: Path) -> Path | str | None:
+def tokenizer_of(checkpoint: Location) -> Path | str | None:
     """The folder with a checkpoint's tokenizer files, or "byte"; None: it is not known."""
+    if isinstance(checkpoint, Remote):
+        return None
     if (checkpoint / "tokenizer.json").is_file():
         return checkpoint
     run = checkpoint.parent.parent / "config.toml"
@@ -169,7 +172,7 @@ def tokenizer_of(checkpoint: Path) -> Path | str | None:
 
 
 def to_hf_folder(
-    checkpoint: Path,
+    checkpoint: Location,
     out: Path,
     dtype: str | None = None,
     tokenizer: Path | str | None = None,

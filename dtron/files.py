@@ -1,14 +1,27 @@
-"""Small files: read with errors a user can act on, written so that the disk has them."""
+"""Small files, on a disk or in a store: read with errors a user can act on, written to last."""
 
+import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 from dtron.errors import CheckpointError
+from dtron.remote import Remote
+
+Location = Path | Remote
+"""Where a file or a folder is."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def location(text: str | Location) -> Location:
+    """What a path or a URL of a config names. Raises ConfigError: the URL cannot be used."""
+    if isinstance(text, str) and "://" in text:
+        return Remote.of(text)
+    return text if isinstance(text, Remote) else Path(text).expanduser()
+
+
+def read_json(path: Location) -> dict[str, Any]:
     """An object in a file. Raises CheckpointError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -19,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def plain_name(name: Any, where: Path) -> str:
+def plain_name(name: Any, where: Location) -> str:
     """A file's name in an index, which must not lead out of the folder. Raises CheckpointError."""
     plain = isinstance(name, str) and Path(name).name == name and not {"\\", "\0"} & set(name)
     if not plain or name in ("", ".", ".."):
@@ -27,18 +40,63 @@ def plain_name(name: Any, where: Path) -> str:
     return name
 
 
-def write_synced(path: Path, text: str) -> None:
+def write_synced(path: Location, text: str) -> None:
     """Write a file and wait until the disk has it. Raises OSError."""
+    if isinstance(path, Remote):
+        path.write_bytes(text.encode())
+        return
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def sync_directory(path: Path) -> None:
+def appear(path: Location, text: str) -> None:
+    """Write or replace a file so that it is never seen in part. Raises OSError."""
+    if isinstance(path, Remote):
+        path.write_bytes(text.encode())
+        return
+    partial = path.with_name(path.name + ".partial")
+    write_synced(partial, text)
+    os.replace(partial, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Location) -> None:
     """Wait until the names in a directory are on the disk. Raises OSError."""
+    if isinstance(path, Remote):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def names_in(folder: Location) -> list[str]:
+    """What is in a folder; nothing if it is not there. Raises OSError."""
+    if isinstance(folder, Remote):
+        return folder.names()
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+
+
+def size_of(path: Location) -> int:
+    """Bytes of a file. Raises OSError."""
+    return path.size() if isinstance(path, Remote) else path.stat().st_size
+
+
+def make_folder(path: Location) -> None:
+    """A new folder; stores have none. Raises OSError."""
+    if isinstance(path, Path):
+        path.mkdir(parents=True)
+
+
+def delete(path: Location) -> None:
+    """Delete a file, or a folder with all that is in it. Raises OSError."""
+    if isinstance(path, Remote):
+        path.delete()
+    elif path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dtron.errors import CheckpointError
+from dtron.files import Location, location
 from dtron.models import MODELS, hf_folder, model_config
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import differences
@@ -25,7 +26,7 @@ from dtron.storage import ShardReader, StoredReader, tensor_metadata
 class Initial:
     """Where initial weights are, and of which model."""
 
-    path: Path
+    path: Location
     name: str
     """Row of MODELS."""
     config: DecoderConfig
@@ -58,7 +59,7 @@ class HuggingFaceReader(StoredReader):
         return self.folder.read(index.fqn.removeprefix("model."), region)
 
 
-def open_initial(path: str | Path, zero_centered: bool = False) -> Initial:
+def open_initial(path: str | Location, zero_centered: bool = False) -> Initial:
     """Find out what a folder holds.
 
     Args:
@@ -67,11 +68,11 @@ def open_initial(path: str | Path, zero_centered: bool = False) -> Initial:
     Raises:
         CheckpointError: it holds neither, or not whole.
     """
-    path = Path(path).expanduser()
-    if (path / CONFIG).is_file():
-        folder = hf_folder(path, zero_centered)
-        return Initial(path, folder.family, folder.config, folder)
-    found = find_weights(path)
+    where = location(path)
+    if isinstance(where, Path) and (where / CONFIG).is_file():
+        folder = hf_folder(where, zero_centered)
+        return Initial(where, folder.family, folder.config, folder)
+    found = find_weights(where)
     model = dict(read_facts(found).model)
     name = str(model.pop("name", ""))
     try:

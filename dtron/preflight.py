@@ -6,6 +6,7 @@ for it, so that an error is found and told once.
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dtron.data import (
     wait_for,
 )
 from dtron.errors import CheckpointError, ConfigError
+from dtron.files import Location
 from dtron.flops import FlopsModel, flops_per_token
 from dtron.initial import Initial, check_same_model, open_initial
 from dtron.models import MODELS, model_config
@@ -34,9 +36,10 @@ from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.layout import StageNames, build_layout
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan, plan_float8
-from dtron.published import Facts, check_model, find, read_facts
+from dtron.published import Facts, check_model, complete, find, read_facts
 from dtron.rundir import RunDir
 from dtron.runtime import Place, check_writable
+from dtron.tiers import Tier, owner, tiers_of
 
 log = logging.getLogger("dtron")
 
@@ -55,15 +58,20 @@ class Checked:
     tokenizer: Tokenizer
     train: TrainingSource
     validation: ValidationSource | None
-    checkpoint: Path | None
+    resume: str
+    """`checkpoint.resume`, or `latest` where torchrun has restarted the job."""
+    tiers: list[Tier]
+    """Where checkpoints go."""
+    checkpoint: Location | None
     facts: Facts | None
     initial: Initial | None
     """Of a run that does not resume."""
 
     @property
     def finished(self) -> bool:
-        """Whether `checkpoint.resume = "latest"` found a run that has nothing left to do."""
-        return self.facts is not None and self.facts.step >= self.steps
+        """Whether what is resumed has nothing left to do, and is where it lasts."""
+        lasting = self.tiers[0] is self.tiers[-1] or owner(self.tiers[:-1], self.checkpoint) is None
+        return self.facts is not None and self.facts.step >= self.steps and lasting
 
 
 def preflight(config: RunConfig, place: Place) -> Checked:
@@ -82,11 +90,16 @@ def preflight(config: RunConfig, place: Place) -> Checked:
             f"than model.override.vocab_size = {model.vocab_size}; raise the latter"
         )
     rundir = RunDir(config.run.dir)
-    checkpoint, facts = find_checkpoint(config, model)
+    tiers = tiers_of(config)
+    resume, checkpoint, facts = _resumed(config, model, place, tiers)
+    _check_tiers(config, place, tiers, checkpoint)
     initial = None
     if config.checkpoint.initial and not checkpoint:
         initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
         check_same_model(initial, config.model.name, model)
+        _check_verify(config, initial)
+    if place.rank == 0 and place.attempt == 0:
+        rundir.begun.unlink(missing_ok=True)
     if place.local_rank == 0:
         _check_writable(rundir.path)
         prepare(config.data)
@@ -102,25 +115,66 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         tokenizer,
         train,
         validation,
+        resume,
+        tiers,
         checkpoint,
         facts,
         initial,
     )
 
 
+def _resumed(
+    config: RunConfig, model: DecoderConfig, place: Place, tiers: Sequence[Tier]
+) -> tuple[str, Location | None, Facts | None]:
+    """How this attempt resumes, and from what.
+
+    The first attempt of a job takes what `checkpoint.resume` says. One that torchrun has restarted
+    goes on from what the job has written, and if that is nothing, does as the first.
+    """
+    folders = [tier.folder for tier in tiers]
+    if place.attempt and RunDir(config.run.dir).begun.exists():
+        found = find_checkpoint(config, model, "latest", folders)
+        if found[0] is not None:
+            return "latest", *found
+    resume = config.checkpoint.resume
+    return resume, *find_checkpoint(config, model, resume, folders)
+
+
 def find_checkpoint(
-    config: RunConfig, model: DecoderConfig, below: int | None = None
-) -> tuple[Path | None, Facts | None]:
+    config: RunConfig,
+    model: DecoderConfig,
+    resume: str,
+    folders: Sequence[Location],
+) -> tuple[Location | None, Facts | None]:
     """The checkpoint to resume and what it says of itself; None where the run starts afresh.
 
     Args:
-        below: with `checkpoint.resume = "latest"`, only those of earlier steps than this.
+        resume, folders: as for `published.find`.
+    Raises:
+        CheckpointError: it is damaged or of another model, optimizer or kind.
+        ConfigError: it was named, and has all steps.
+    """
+    try:
+        checkpoint = find(resume, folders)
+    except OSError as error:
+        raise CheckpointError(f"checkpoints cannot be looked for: {error}") from error
+    if checkpoint is None:
+        return None, None
+    facts = checked_facts(config, model, checkpoint)
+    if facts.step >= config.train.steps and resume != "latest":
+        raise ConfigError(
+            f"train.steps = {config.train.steps} is already reached by the checkpoint of step "
+            f"{facts.step}; raise it to train on"
+        )
+    return checkpoint, facts
+
+
+def checked_facts(config: RunConfig, model: DecoderConfig, checkpoint: Location) -> Facts:
+    """What a checkpoint says of itself, if a run of this config can resume it.
+
     Raises:
         CheckpointError: it is damaged or of another model, optimizer or kind.
     """
-    checkpoint = find(config.checkpoint.resume, RunDir(config.run.dir).checkpoints, below)
-    if checkpoint is None:
-        return None, None
     facts = read_facts(checkpoint)
     if facts.weights_only:
         raise CheckpointError(
@@ -128,7 +182,47 @@ def find_checkpoint(
         )
     check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
     _check_settings(checkpoint, config, facts)
-    return checkpoint, facts
+    return facts
+
+
+def _check_tiers(
+    config: RunConfig, place: Place, tiers: Sequence[Tier], checkpoint: Location | None
+) -> None:
+    """Refuse tiers that cannot do what they are for, or hold another run's checkpoints."""
+    options, own = config.checkpoint, owner(tiers, checkpoint)
+    if options.fast_dir and not options.fast_interval:
+        raise ConfigError(
+            f"checkpoint.fast_dir = {options.fast_dir!r} needs checkpoint.fast_interval; set the "
+            "steps between checkpoints there, fewer than checkpoint.interval"
+        )
+    beside = options.mode == "async" or options.fast_dir or place.world_size > 1
+    if options.dir.startswith("memory://") and beside:
+        raise ConfigError(
+            f"checkpoint.dir = {options.dir!r} is this process's own memory; use it with one rank, "
+            'checkpoint.mode = "sync" and no checkpoint.fast_dir'
+        )
+    local = RunDir(config.run.dir).checkpoints  # which is set aside
+    for tier in tiers:
+        if own is None and tier.folder != local and _used(tier.folder) and not place.attempt:
+            raise ConfigError(
+                f"{tier.folder} holds checkpoints of an earlier start; set "
+                "checkpoint.resume=latest to go on from them, delete them, or use another folder"
+            )
+
+
+def _used(folder: Location) -> bool:
+    try:
+        return bool(complete(folder))
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error}; set another folder") from error
+
+
+def _check_verify(config: RunConfig, initial: Initial) -> None:
+    if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):
+        raise ConfigError(
+            f"checkpoint.verify = false has no effect: checkpoint.initial = {str(initial.path)!r} "
+            "is in Hugging Face's format, which has no checksums; leave it out"
+        )
 
 
 def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Layout | None]:
@@ -400,7 +494,7 @@ def resume_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _check_settings(checkpoint: Path, config: RunConfig, facts: Facts) -> None:
+def _check_settings(checkpoint: Location, config: RunConfig, facts: Facts) -> None:
     defaults = {key: default for key, default, _ in fields(RunConfig)}
     for key, value in resume_settings(config).items():
         saved = facts.settings.get(key, defaults[key])  # not there: a key that came later
@@ -417,11 +511,6 @@ def _check_settings(checkpoint: Path, config: RunConfig, facts: Facts) -> None:
             value,
             checkpoint,
             saved,
-        )
-    if facts.step >= config.train.steps and config.checkpoint.resume != "latest":
-        raise ConfigError(
-            f"train.steps = {config.train.steps} is already reached by the checkpoint of step "
-            f"{facts.step}; raise it to train on"
         )
 
 

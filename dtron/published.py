@@ -1,31 +1,41 @@
-"""Checkpoints on a disk: what one says of itself, the newest good one, publishing, retiring.
+"""Checkpoints in a folder: what one says of itself, the newest good one, publishing, retiring.
 
     RUN/checkpoints/step-N/     `storage.py`'s files, and dtron.json: step, data position, model
     RUN/checkpoints/latest      names the one that was published last, for people and scripts
 
-A checkpoint is written beside its final name and renamed when all of it has reached the disk, so
-that a half-written one is never taken for a checkpoint. dtron.json has a checksum of itself and of
+A folder is a checkpoint if it has a dtron.json, which appears at once, when all the rest has
+reached the disk or the store, and goes first. So a half-written or half-deleted one is never taken
+for a checkpoint, not even on stores that cannot rename. dtron.json has a checksum of itself and of
 the index, and the index has those of all files.
 """
 
 import hashlib
 import json
 import logging
-import os
-import shutil
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 
 from dtron.errors import CheckpointError
-from dtron.files import read_json, sync_directory, write_synced
+from dtron.files import (
+    Location,
+    appear,
+    delete,
+    location,
+    make_folder,
+    names_in,
+    read_json,
+    sync_directory,
+)
 from dtron.storage import INDEX, corrupt, missing_or_short, read_index
 
 log = logging.getLogger("dtron")
 FACTS = "dtron.json"
+_ABANDONED = "abandoned.json"
+"""The name of FACTS where training went on from an earlier step."""
 RESUME = "set checkpoint.resume ="
 """How an error says which checkpoint to resume from instead."""
 
@@ -61,14 +71,15 @@ class Facts:
         return not self.data
 
 
-def write_facts(path: Path, facts: Facts) -> None:
-    """Write dtron.json of a checkpoint whose index is there. Raises OSError."""
+def write_facts(path: Location, facts: Facts) -> None:
+    """Make a checkpoint of a folder that holds all else. Raises OSError."""
     content = asdict(facts)
     content["sha256"] = _checksum(path, content)
-    write_synced(path / FACTS, json.dumps(content, indent=1) + "\n")
+    sync_directory(path)
+    appear(path / FACTS, json.dumps(content, indent=1) + "\n")
 
 
-def read_facts(path: Path) -> Facts:
+def read_facts(path: Location) -> Facts:
     """Read dtron.json of one checkpoint.
 
     Raises:
@@ -86,13 +97,13 @@ def read_facts(path: Path) -> Facts:
         raise CheckpointError(f"{path / FACTS} is of another kind: {error}") from None
 
 
-def _checksum(path: Path, facts: dict[str, Any]) -> str:
+def _checksum(path: Location, facts: dict[str, Any]) -> str:
     """Of what a checkpoint says of itself and of its index, which has those of all files."""
     text = json.dumps(facts, sort_keys=True).encode()
     return hashlib.sha256(text + (path / INDEX).read_bytes()).hexdigest()
 
 
-def problem(path: Path) -> str | None:
+def problem(path: Location) -> str | None:
     """What is wrong with a checkpoint, as far as names, sizes and what it says of itself tell."""
     try:
         read_facts(path)
@@ -103,23 +114,22 @@ def problem(path: Path) -> str | None:
     return None
 
 
-def find(resume: str, checkpoints: Path, below: int | None = None) -> Path | None:
+def find(resume: str, folders: Sequence[Location]) -> Location | None:
     """The checkpoint that `checkpoint.resume` names; None to start afresh.
 
     Args:
-        resume: `latest`, a run, a checkpoint, or empty.
-        checkpoints: of this run.
-        below: with `latest`, only those of earlier steps than this.
+        resume: `latest`, a run, a folder of checkpoints, a checkpoint, or empty.
+        folders: where this run's checkpoints are.
     Raises:
         CheckpointError: a path that holds no checkpoint, or a damaged one; `latest`, and all that
             are there are damaged. Damaged ones are named.
+        OSError: a store cannot be reached.
     """
     if not resume:
         return None
     if resume == "latest":
-        return newest_good(checkpoints, below)
-    path = Path(resume).expanduser()
-    found = path if (path / FACTS).exists() else newest_good(path / "checkpoints")
+        return newest_good(folders)
+    found = _within(resume)
     if found is None:
         raise CheckpointError(
             f"checkpoint.resume = {resume!r} is neither a checkpoint (a folder step-N with "
@@ -130,9 +140,9 @@ def find(resume: str, checkpoints: Path, below: int | None = None) -> Path | Non
     return found
 
 
-def find_weights(path: Path) -> Path:
+def find_weights(path: Location | str) -> Location:
     """The checkpoint in a folder that is one, or a run. Raises CheckpointError."""
-    found = path if (path / FACTS).exists() else newest_good(path / "checkpoints")
+    found = _within(path)
     if found is None:
         raise CheckpointError(
             f"{path} is neither a Hugging Face folder (with config.json) nor a checkpoint (with "
@@ -143,28 +153,44 @@ def find_weights(path: Path) -> Path:
     return found
 
 
-def newest_good(checkpoints: Path, below: int | None = None) -> Path | None:
-    """The newest checkpoint of a run without a `problem`; each newer one is warned of.
+def _within(path: Location | str) -> Location | None:
+    """The checkpoint that a path is, or the newest good one below it."""
+    where = location(path)
+    if (where / FACTS).exists():
+        return where
+    return newest_good([where / "checkpoints", where])
 
+
+def newest_good(folders: Sequence[Location], after: Location | None = None) -> Location | None:
+    """The newest checkpoint of a run without a `problem`; each newer one is warned of. Of two of
+    one step, that of the first folder is taken.
+
+    Args:
+        after: one that was taken before and proved to be damaged: the next one is wanted.
     Raises:
         CheckpointError: there are some, and all have one.
     """
-    wrong = ""
-    for path in sorted(complete(checkpoints), key=step_of, reverse=True):
-        if below is not None and step_of(path) >= below:
-            continue
+    wrong, paths = "", newest_first(folders)
+    for path in paths[paths.index(after) + 1 :] if after is not None else paths:
         if not (found := problem(path)):
             return path
         wrong = wrong or found
         log.warning("%s; looking for an older checkpoint", found)
-    if wrong or below is not None:
+    if wrong or after is not None:
         raise CheckpointError(
-            f"no good checkpoint is left in {checkpoints}{wrong and ': ' + wrong}"
+            f"no good checkpoint is left in {' and '.join(map(str, folders))}"
+            f"{wrong and ': ' + wrong}"
         )
     return None
 
 
-def check_model(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def newest_first(folders: Sequence[Location]) -> list[Location]:
+    """All checkpoints of a run; those of one step in the order of their folders."""
+    found = [path for folder in folders for path in complete(folder)]
+    return sorted(found, key=lambda path: -step_of(path))
+
+
+def check_model(path: Location, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Refuse a checkpoint of another model, naming what differs. Raises CheckpointError."""
     keys = [key for key in {**saved, **wanted} if saved.get(key) != wanted.get(key)]
     if keys:
@@ -172,11 +198,11 @@ def check_model(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> No
         raise CheckpointError(f"{path} is of another model ({shown}); set the same model")
 
 
-def check_agreement(path: Path | None, group: dist.ProcessGroup) -> None:
+def check_agreement(path: Location | None, group: dist.ProcessGroup) -> None:
     """Refuse to start when ranks found different checkpoints, as with run directories that hosts
     do not share. All ranks call it together. Raises CheckpointError on all of them."""
     found: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, _identity(path) if path else None, group=group)
+    dist.all_gather_object(found, identity(path) if path else None, group=group)
     if len(set(found)) > 1:
         names = ", ".join(each[0] if each else "None" for each in found)
         raise CheckpointError(
@@ -185,65 +211,129 @@ def check_agreement(path: Path | None, group: dist.ProcessGroup) -> None:
         )
 
 
-def _identity(path: Path) -> tuple[str, str]:
+def agree(
+    found: Location | None, folders: Sequence[Location], group: dist.ProcessGroup
+) -> Location | None:
+    """The newest checkpoint without a `problem` that all ranks see, each in one of its folders;
+    None: no rank sees any. All ranks call it together.
+
+    Args:
+        found: the newest one that this rank sees.
+    Raises:
+        CheckpointError: on all of them; some see good checkpoints, but no one is seen by all.
+    """
+    newest: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(newest, identity(found) if found else None, group=group)
+    if len(set(newest)) == 1:
+        return found
+    mine: dict[tuple[str, str], Location] = {}
+    for path in newest_first(folders):
+        if not problem(path):
+            mine.setdefault(identity(path), path)
+    seen: list[list[tuple[str, str]]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(seen, list(mine), group=group)
+    for each in seen[0]:
+        if all(each in others for others in seen):
+            log.warning("%s is the newest checkpoint that all ranks see", mine[each])
+            return mine[each]
+    if any(seen):
+        names = ", ".join(others[0][0] if others else "None" for others in seen)
+        raise CheckpointError(
+            f"ranks see different checkpoints ({names}) and none that all of them see; they must "
+            "be on a file system that all hosts share"
+        )
+    return None
+
+
+def identity(path: Location) -> tuple[str, str]:
     """Name and content, as far as a folder says what it holds."""
     said = path / FACTS
     return path.name, hashlib.sha256(said.read_bytes()).hexdigest() if said.exists() else ""
 
 
-def check_content(path: Path, group: dist.ProcessGroup, fix: str = "take") -> None:
+def check_content(path: Location, group: dist.ProcessGroup, fix: str = "take") -> None:
     """Refuse a checkpoint whose files are not what was written. All ranks call it together, and
     raise CheckpointError together; `fix` as for `unreadable`."""
     if wrong := corrupt(path, read_index(path).files, group):
         raise unreadable(path, wrong[0], fix)
 
 
-def unreadable(path: Path, reason: str, fix: str = RESUME) -> CheckpointError:
+def unreadable(path: Location, reason: str, fix: str = RESUME) -> CheckpointError:
     """That a checkpoint cannot be loaded, with the one to take instead, which follows `fix`."""
-    others = sorted(set(complete(path.parent)) - {path}, key=step_of)
-    instead = f"{fix} {str(others[-1])!r}" if others else "no other one is there"
+    others = [other for other in newest_first([path.parent]) if other != path]
+    instead = f"{fix} {str(others[0])!r}" if others else "no other one is there"
     return CheckpointError(f"{path} cannot be loaded: {reason}; {instead}")
 
 
-def publish(partial: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, once the disk has it. Raises OSError."""
-    sync_directory(partial)
-    replaced = final.with_name(f"{final.name}.old.partial")
-    if final.exists():  # the same step again, after resuming from an earlier one
-        os.replace(final, replaced)
-    os.replace(partial, final)
-    pointer = final.parent / "latest.partial"
-    write_synced(pointer, final.name + "\n")
-    os.replace(pointer, final.parent / "latest")
-    sync_directory(final.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+def begin(folder: Location, kept: Collection[Location] = ()) -> None:
+    """An empty folder to write a checkpoint to; what killed runs have left beside it is deleted.
+
+    Args:
+        kept: folders that somebody still reads or writes.
+    Raises:
+        OSError
+    """
+    clear(folder.parent, kept)
+    if folder in kept or (folder / FACTS).exists():
+        raise CheckpointError(f"{folder} is there already")
+    delete(folder)  # abandoned: its step is done again
+    make_folder(folder)
 
 
-def retire(checkpoints: Path, newest: Path, keep: int, keep_every: int) -> None:
-    """Delete what is older than the `keep` newest, but for steps that `keep_every` divides and the
-    one just written. Raises OSError."""
+def publish(folder: Location, facts: Facts) -> None:
+    """Make a checkpoint of a folder that holds all else, the newest one. Raises OSError."""
+    write_facts(folder, facts)
+    sync_directory(folder.parent)
+    appear(folder.parent / "latest", folder.name + "\n")
+
+
+def retire(
+    checkpoints: Location,
+    newest: Location,
+    keep: int,
+    keep_every: int,
+    kept: Collection[Location] = (),
+) -> None:
+    """Delete what is older than the `keep` newest, but for steps that `keep_every` divides, the
+    one just written and `kept`; and what was abandoned. Raises OSError."""
+    clear(checkpoints, {newest, *kept}, abandoned=True)
     if not keep:
         return
     for old in sorted(complete(checkpoints), key=step_of)[:-keep]:
-        if old != newest and not (keep_every and step_of(old) % keep_every == 0):
-            gone = old.with_name(f"{old.name}.old.partial")
-            os.replace(old, gone)  # so that it is no checkpoint if deletion is interrupted
-            shutil.rmtree(gone)
+        spared = old == newest or old in kept
+        if not spared and not (keep_every and step_of(old) % keep_every == 0):
+            delete(old / FACTS)  # so that it is no checkpoint if deletion is interrupted
+            delete(old)
 
 
-def clear_partial(checkpoints: Path) -> None:
-    """Delete what runs that were killed have left half-written or half-deleted."""
-    for left in checkpoints.glob("step-*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
+def abandon_after(checkpoints: Location, step: int) -> None:
+    """Make checkpoints of a future that is about to be trained again no checkpoints. They are there
+    until the next one is published: a renamed dtron.json brings them back. Raises OSError."""
+    for path in complete(checkpoints):
+        if step_of(path) > step:
+            appear(path / _ABANDONED, (path / FACTS).read_text(encoding="utf-8"))
+            delete(path / FACTS)
 
 
-def complete(checkpoints: Path) -> list[Path]:
+def clear(checkpoints: Location, kept: Collection[Location] = (), abandoned: bool = False) -> None:
+    """Delete what runs that were killed have left half-written or half-deleted, and on demand what
+    was abandoned, but `kept`. Raises OSError."""
+    for name in names_in(checkpoints):
+        path = checkpoints / name
+        if path in kept or not (step_of(path) or name.endswith(".partial")):
+            continue
+        if (path / FACTS).exists() or ((path / _ABANDONED).exists() and not abandoned):
+            continue
+        delete(path)
+
+
+def complete(checkpoints: Location) -> list[Location]:
     """Folders that were published, in any order."""
-    return [path.parent for path in checkpoints.glob(f"step-*/{FACTS}") if step_of(path.parent)]
+    found = (checkpoints / name for name in names_in(checkpoints))
+    return [path for path in found if step_of(path) and (path / FACTS).exists()]
 
 
-def step_of(path: Path) -> int:
+def step_of(path: Location) -> int:
     """N of a folder step-N; 0 for any other name."""
     number = path.name.removeprefix("step-")
-    return int(number) if number.isdigit() else 0
+    return int(number) if number.isdigit() and number != path.name else 0

@@ -4,6 +4,7 @@
     run.json         what really ran
     metrics.jsonl    one object a logged step
     steps.json       the time of every step, if metrics.step_times
+    begun            that this job has begun, for attempts that torchrun restarts
     tensorboard/  checkpoints/  trace/
 
 A run resumed from its own checkpoint continues these files. Any other start in a used directory
@@ -14,8 +15,6 @@ import json
 import os
 from pathlib import Path
 from typing import Any
-
-from dtron.published import step_of
 
 _KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace")
 
@@ -32,6 +31,7 @@ class RunDir:
         self.trace = self.path / "trace"
         self.run_json = self.path / "run.json"
         self.steps_json = self.path / "steps.json"
+        self.begun = self.path / "begun"
 
     def open(self, config_toml: str, resumed_step: int | None) -> None:
         """Make the directory ready for a run that starts after `resumed_step`, or afresh (None)."""
@@ -41,14 +41,9 @@ class RunDir:
                 _set_aside(self.path / name)
         else:
             self._drop_rows_after(resumed_step)
-            self._drop_checkpoints_after(resumed_step)
         if self.config.exists() and self.config.read_text() != config_toml:
             _set_aside(self.config)
         _write(self.config, config_toml)
-
-    def owns(self, checkpoint: Path) -> bool:
-        """Whether a checkpoint is this run's own, so that resuming it continues the files here."""
-        return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def write_run_json(self, facts: dict[str, Any]) -> None:
         """Replace run.json."""
@@ -65,12 +60,6 @@ class RunDir:
         kept = [row for row in rows if (at := _row_step(row)) is not None and at <= step]
         _write(self.metrics, "".join(row + "\n" for row in kept))
 
-    def _drop_checkpoints_after(self, step: int) -> None:
-        """Rename checkpoints of a future that is about to be trained again."""
-        for path in self.checkpoints.glob("step-*"):
-            if step_of(path) > step:
-                _set_aside(path, "abandoned-")
-
 
 def _row_step(row: str) -> int | None:
     """Step of a metrics row; None for one that a killed run left half-written."""
@@ -80,11 +69,11 @@ def _row_step(row: str) -> int | None:
         return None
 
 
-def _set_aside(path: Path, prefix: str = "") -> None:
+def _set_aside(path: Path) -> None:
     if not path.exists():
         return
     number = 1
-    while (aside := path.with_name(f"{prefix}{path.stem}-{number}{path.suffix}")).exists():
+    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
     path.rename(aside)
 

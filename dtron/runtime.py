@@ -34,12 +34,15 @@ class Place:
     rank: int
     local_rank: int
     world_size: int
+    attempt: int = 0
+    """How often torchrun has restarted the job."""
 
     @classmethod
     def of_environment(cls) -> "Place":
-        """Read RANK, LOCAL_RANK and WORLD_SIZE."""
-        get = os.environ.get
-        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(get("WORLD_SIZE", "1")))
+        """Read RANK, LOCAL_RANK, WORLD_SIZE and TORCHELASTIC_RESTART_COUNT."""
+        names = ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")
+        names = (*names, ("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(*(int(os.environ.get(*name)) for name in names))
 
     @property
     def device(self) -> torch.device:

@@ -296,13 +296,24 @@ class Float8(Section):
 class Checkpoint(Section):
     """Saving and resuming."""
 
+    dir: str = ""
+    """Where checkpoints go, as a folder that all ranks share or a URL that fsspec knows (`s3://`,
+    `gs://`, ...), of this run alone; empty: RUN/checkpoints."""
     interval: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only after the last step."""
+    fast_dir: str = ""
+    """A faster folder that all ranks share, such as the disk or /dev/shm of a run's only node:
+    checkpoints are written there, and copied to `dir` where they are due there; empty: none."""
+    fast_interval: int = Field(default=0, ge=0)
+    """Steps between checkpoints in `fast_dir`; those of `interval` come by it too."""
+    fast_keep: int = Field(default=1, ge=1)
+    """How many of the newest checkpoints are kept in `fast_dir`."""
     last: bool = True
     """Save after the last step."""
     resume: str = ""
-    """`latest` (of this run directory; starts afresh if there is none), or the path of a run or
-    of one checkpoint; empty: start afresh."""
+    """`latest` (of this run; starts afresh if there is none), or the path or URL of a run or of one
+    checkpoint; empty: start afresh. Where torchrun restarts a job, it goes on from the newest
+    checkpoint that the job has written."""
     initial: str = ""
     """Where a run that does not resume takes its weights from: a Hugging Face folder, a run, or a
     checkpoint, of whose state nothing else is taken; empty: they are drawn."""
@@ -314,9 +325,12 @@ class Checkpoint(Section):
     keep_every: int = Field(default=0, ge=0)
     """Checkpoints of steps that this divides are kept beside them; 0: none."""
     mode: Literal["sync", "async"] = "sync"
-    """`async`: a thread copies the state to host memory (of the size of this rank's weights and
-    optimizer state) and writes it; the next update waits for the copy alone. `sync`: training waits
-    until it is written."""
+    """`async`: the state is copied to host memory (of the size of this rank's weights and optimizer
+    state), which a process of its own writes; the next update waits for the copy alone. `sync`:
+    training waits until it is written."""
+    timeout_seconds: int = Field(default=1800, ge=1)
+    """How long a rank's disk or store may take for its part of a checkpoint before the save is
+    given up, on all ranks; `parallel.timeout_seconds` is for training alone."""
     on_error: Literal["stop", "continue"] = "stop"
     """A checkpoint that cannot be written, as on a full disk, ends the run, or is reported and
     tried again at the next one."""

@@ -1,24 +1,73 @@
-"""Saving beside training: copies on the host, and the thread that makes and writes them.
+"""Saving beside training: copies on the host, the process that writes them, the thread that leads.
 
 Weights and moments change in the optimizer's step alone. So copies are made while the next forward
 and backward run, on CUDA by a stream of their own into pinned memory, else by the thread, and only
-the next step waits for them, if they are not there by then. A thread is enough: copying, hashing
-and writing run without Python's lock.
+the next step waits for them, if they are not there by then. The copies lie in memory that a process
+shares, which hashes and writes them (`writer.py`); the thread waits for it, and for other ranks.
 """
 
+import mmap
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtron.files import Location
+from dtron.tensorfile import Described, Written, header_of, order_of
+from dtron.writer import WriterProcess
+
+_ALIGNED = 64  # bytes: a line of the processor's cache
+
+
+class SharedMemory:
+    """Memory that another process can read too; pinned where there is a GPU.
+
+    Raises:
+        OSError: there is too little.
+    """
+
+    def __init__(self, size: int) -> None:
+        if hasattr(os, "memfd_create"):  # not bound to the size of /dev/shm
+            self.descriptor = os.memfd_create("dtron-checkpoint")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.descriptor = os.dup(file.fileno())
+        os.ftruncate(self.descriptor, size)
+        self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+        self._pinned = torch.cuda.is_available()
+        if self._pinned:
+            failed = _cuda().cudaHostRegister(self.bytes.data_ptr(), size, 0)
+            if int(failed):
+                raise OSError(f"{size} bytes of host memory cannot be pinned (CUDA error {failed})")
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+    def free(self) -> None:
+        """Give it back; nobody may use it any more."""
+        if self._pinned:
+            _cuda().cudaHostUnregister(self.bytes.data_ptr())
+        os.close(self.descriptor)
+        del self.bytes
+
+
+def _cuda() -> Any:
+    """Functions of CUDA's runtime."""
+    return torch.cuda.cudart()
+
 
 class Staging:
-    """Host memory for a copy of the local parts of some tensors; the same memory each time."""
+    """Host memory for a copy of the local parts of some tensors, one piece that is used again each
+    time, and the process that writes files of it."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._memory: SharedMemory | None = None
+        self._process: WriterProcess | None = None
         self._left: list[tuple[Tensor, Tensor]] = []
         self._host_done = threading.Event()
         self._host_done.set()
@@ -31,14 +80,15 @@ class Staging:
         Args:
             tensors: by name, plain or DTensors, on any device. They must not change before
                 `before_change` returns.
+        Raises:
+            OSError: there is too little host memory.
         """
-        pairs = {}
-        for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            pairs[name] = (self._buffer(name, local), local)
-        self._left = [pair for pair in pairs.values() if not pair[1].is_cuda]
+        here = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+        buffers = self._buffers(here)
+        pairs = [(buffers[name], local) for name, local in here.items()]
+        self._left = [pair for pair in pairs if not pair[1].is_cuda]
         self._host_done.clear()
-        if on_device := [pair for pair in pairs.values() if pair[1].is_cuda]:
+        if on_device := [pair for pair in pairs if pair[1].is_cuda]:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -46,7 +96,7 @@ class Staging:
                     buffer.copy_(local, non_blocking=True)
             self._device_done = torch.cuda.Event()
             self._device_done.record(stream)
-        return {name: buffer for name, (buffer, _) in pairs.items()}
+        return buffers
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -66,12 +116,44 @@ class Staging:
         if self._device_done is not None:
             torch.cuda.current_stream().wait_event(self._device_done)
 
-    def _buffer(self, name: str, like: Tensor) -> Tensor:
-        found = self._buffers.get(name)
-        if found is None or (found.shape, found.dtype) != (like.shape, like.dtype):
-            found = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-            self._buffers[name] = found
-        return found
+    def write(
+        self, target: Location, tensors: Mapping[str, Described], get: Callable[[str], Tensor]
+    ) -> Written:
+        """Write a safetensors file of copies, in the other process. Raises OSError."""
+        assert self._memory is not None, "nothing was copied"
+        assert self._process is not None, "nothing was copied"
+        order, base = order_of(tensors), self._memory.bytes.data_ptr()
+        copies = ((get(name), tensors[name]) for name in order)
+        parts = [(copy.data_ptr() - base, told.nbytes) for copy, told in copies if told.nbytes]
+        return Written(*self._process.write(str(target), header_of(tensors), parts))
+
+    def end(self) -> None:
+        """End the process, as when its disk does not answer; the next `start` starts another."""
+        if self._process is not None:
+            self._process.kill()
+        self._process = None
+
+    def _buffers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        offsets, size = {}, 0
+        for name, tensor in tensors.items():
+            offsets[name] = size
+            size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        self._reserve(size)
+        assert self._memory is not None
+        cut = {n: self._memory.bytes[o : o + tensors[n].nbytes] for n, o in offsets.items()}
+        return {n: cut[n].view(t.dtype).reshape(t.shape) for n, t in tensors.items()}
+
+    def _reserve(self, size: int) -> None:
+        """Have memory of this size, and a process that sees it.
+
+        The calling thread has to outlive the process, which Linux ends with it."""
+        if self._memory is None or len(self._memory) < size:
+            self.end()
+            if self._memory is not None:
+                self._memory.free()
+            self._memory = SharedMemory(size)
+        if self._process is None or not self._process.alive:
+            self._process = WriterProcess(self._memory.descriptor, len(self._memory))
 
 
 class Background:
@@ -98,8 +180,15 @@ class Background:
         """Whether it is not over."""
         return self._thread.is_alive()
 
-    def wait(self) -> None:
-        """Wait for its end; raises what it has raised."""
+    def succeeded(self) -> bool:
+        """Wait for its end; whether it has not raised."""
         self._thread.join()
+        return self._error is None
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for its end; raises what it has raised, or TimeoutError and leaves it."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise TimeoutError
         if self._error is not None:
             raise self._error

@@ -10,10 +10,10 @@ synced. Of the ranks that hold the same part one writes it.
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +38,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dtron.errors import CheckpointError
-from dtron.files import plain_name, read_json, write_synced
-from dtron.tensorfile import DTYPE_NAMES, DTYPES_BY_NAME, Described, TensorFile, Written
+from dtron.files import Location, plain_name, read_json, size_of, write_synced
+from dtron.remote import Remote
+from dtron.tensorfile import (
+    DTYPE_NAMES,
+    DTYPES_BY_NAME,
+    Described,
+    RemoteTensors,
+    TensorFile,
+    Written,
+)
 
 INDEX = "index.json"
 _FORMAT = 1
@@ -52,15 +60,45 @@ class _Place(NamedTuple):
     written: Written
 
 
+WriteFile = Callable[[Location, Mapping[str, Described], Callable[[str], torch.Tensor]], Written]
+"""Writes a safetensors file of tensors that it is told of and may then get, one after the other."""
+
+
+def write_here(
+    target: Location, tensors: Mapping[str, Described], get: Callable[[str], torch.Tensor]
+) -> Written:
+    """Write a file in this process. Raises OSError."""
+    file = TensorFile(str(target), tensors, {})
+    try:
+        for key in file.order:
+            file.write(key, get(key))
+        return file.close()
+    finally:
+        file.abandon()
+
+
+def without_limit(act: Callable[[], None]) -> None:
+    """Call what may take as long as it takes."""
+    act()
+
+
 class ShardWriter(dcp.StorageWriter):
     """Writes the files of one checkpoint into a folder that is there already.
 
+    Args:
+        write: writes this rank's file.
+        limited: calls what reaches the disk, and raises OSError when it takes too long.
     Raises:
         OSError: from within `dcp.save`, as a CheckpointException on all ranks.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Location,
+        write: WriteFile = write_here,
+        limited: Callable[[Callable[[], None]], None] = without_limit,
+    ) -> None:
+        self.folder, self._write_file, self._limited = folder, write, limited
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """Nothing is kept between saves."""
@@ -79,24 +117,24 @@ class ShardWriter(dcp.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file."""
         items = {_key(item.index): item for item in plan.items}
+        results: list[WriteResult] = []
+        if items:
+            self._limited(lambda: results.extend(self._write(plan.storage_data, items, planner)))
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan.storage_data, items, planner) if items else [])
+        done.set_result(results)
         return done
 
     def _write(
         self, name: str, items: Mapping[str, WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
         tensors = {key: _described(item) for key, item in items.items()}
-        file = TensorFile(self.folder / name, tensors, {})
-        try:
-            for key in file.order:
-                data = planner.resolve_data(items[key])
-                assert isinstance(data, torch.Tensor), f"{key} is no tensor"
-                file.write(key, data)
-            written = file.close()
-        finally:
-            file.abandon()
-        place = _Place(name, written)
+
+        def get(key: str) -> torch.Tensor:
+            data = planner.resolve_data(items[key])
+            assert isinstance(data, torch.Tensor), f"{key} is no tensor"
+            return data
+
+        place = _Place(name, self._write_file(self.folder / name, tensors, get))
         return [WriteResult(item.index, tensors[k].nbytes, place) for k, item in items.items()]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -111,7 +149,8 @@ class ShardWriter(dcp.StorageWriter):
                 for fqn, tensor in metadata.state_dict_metadata.items()
             },
         }
-        write_synced(self.folder / INDEX, json.dumps(table, separators=(",", ":")) + "\n")
+        text = json.dumps(table, separators=(",", ":")) + "\n"
+        self._limited(lambda: write_synced(self.folder / INDEX, text))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
@@ -156,17 +195,17 @@ class Index:
     """The file of each part."""
 
 
-def read_index(folder: Path) -> Index:
-    """Read index.json. Raises CheckpointError: it is damaged, or names files elsewhere."""
+def read_index(folder: Location) -> Index:
+    """Read index.json.
+
+    Raises:
+        CheckpointError: it is damaged, names files elsewhere, or the parts of a tensor do not make
+            the tensor; names it.
+    """
     path = folder / INDEX
-    table = read_json(path)
-    if table.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} has format {table.get('format')!r}, not {_FORMAT}")
+    table = _table(path)
+    files = _files(table, path)
     try:
-        files = {
-            plain_name(name, path): Written(int(f["bytes"]), str(f["sha256"]))
-            for name, f in table["files"].items()
-        }
         tensors, places = {}, {}
         for fqn, entry in table["tensors"].items():
             chunks = []
@@ -177,22 +216,83 @@ def read_index(folder: Path) -> Index:
             tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
+    for fqn, tensor in tensors.items():
+        if wrong := untiled(tensor.size, tensor.chunks):
+            raise CheckpointError(f"{path} is damaged: {fqn} of shape {list(tensor.size)} {wrong}")
     return Index(files, tensors, places)
 
 
-def missing_or_short(folder: Path, files: Mapping[str, Written]) -> str | None:
+def read_files(folder: Location) -> dict[str, Written]:
+    """The files that index.json names, and nothing more. Raises CheckpointError: it is damaged."""
+    return _files(_table(folder / INDEX), folder / INDEX)
+
+
+def _table(path: Location) -> dict[str, Any]:
+    table = read_json(path)
+    if table.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {table.get('format')!r}, not {_FORMAT}")
+    return table
+
+
+def _files(table: dict[str, Any], path: Location) -> dict[str, Written]:
+    try:
+        return {
+            plain_name(name, path): Written(int(f["bytes"]), str(f["sha256"]))
+            for name, f in table["files"].items()
+        }
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from None
+
+
+def untiled(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
+    """Why parts do not make up a tensor, each element once; None: they do."""
+    boxes = []
+    for chunk in chunks:
+        box = [(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=False)]
+        same_rank = len(chunk.offsets) == len(chunk.sizes) == len(shape)
+        if not same_rank or any(
+            a < 0 or b < a or b > n for (a, b), n in zip(box, shape, strict=True)
+        ):
+            return f"has a part that is not inside it, {list(chunk.sizes)} at {list(chunk.offsets)}"
+        if math.prod(chunk.sizes):
+            boxes.append(box)
+    if (overlap := _overlap(boxes)) is not None:
+        return f"has parts that overlap, at {[a for a, _ in overlap]}"
+    missing = math.prod(shape) - sum(math.prod(b - a for a, b in box) for box in boxes)
+    return f"lacks {missing} elements" if missing else None
+
+
+def _overlap(boxes: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None:
+    """A box that overlaps with another; swept along the dim that parts them most, so that a box
+    meets few others."""
+    if not boxes or not boxes[0]:
+        return boxes[1] if len(boxes) > 1 else None
+    along = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
+    active: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes, key=lambda box: box[along]):
+        active = [other for other in active if other[along][1] > box[along][0]]
+        for other in active:
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
+                return box
+        active.append(box)
+    return None
+
+
+def missing_or_short(folder: Location, files: Mapping[str, Written]) -> str | None:
     """What is wrong with the files of a checkpoint, told by their sizes; None: nothing."""
     for name, written in files.items():
         try:
-            size = (folder / name).stat().st_size
+            size = size_of(folder / name)
         except OSError as error:
-            return f"{name} is missing ({error.strerror})"
+            return f"{name} is missing ({error.strerror or error})"
         if size != written.bytes:
             return f"{name} has {size} bytes, not {written.bytes}"
     return None
 
 
-def corrupt(folder: Path, files: Mapping[str, Written], group: dist.ProcessGroup) -> list[str]:
+def corrupt(folder: Location, files: Mapping[str, Written], group: dist.ProcessGroup) -> list[str]:
     """What is wrong with the files of a checkpoint, told by their content: all ranks call it
     together, each reads some of the files, and all get the same answer."""
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -203,12 +303,12 @@ def corrupt(folder: Path, files: Mapping[str, Written], group: dist.ProcessGroup
     return [why for rank_wrong in gathered for why in rank_wrong]
 
 
-def _differs(path: Path, written: Written) -> str | None:
+def _differs(path: Location, written: Written) -> str | None:
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
+        return f"{path.name} cannot be read ({error.strerror or error})"
     return None if found == written.sha256 else f"{path.name} is corrupt: its SHA-256 differs"
 
 
@@ -261,7 +361,7 @@ class ShardReader(StoredReader):
         CheckpointError: the index is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self.folder, self.index = folder, read_index(folder)
         self._open: dict[str, Any] = {}
 
@@ -290,14 +390,28 @@ class ShardReader(StoredReader):
         return out
 
     def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
-        """A region of one stored part. Raises CheckpointError: the file does not hold it."""
+        """A region of one stored part. Raises CheckpointError: the file does not hold it as the
+        index says."""
         name = self.index.places[index]
         try:
             if name not in self._open:
-                self._open[name] = safe_open(self.folder / name, framework="pt")
-            return self._open[name].get_slice(_key(index))[region]
-        except (OSError, SafetensorError) as error:
+                where = self.folder / name
+                remote = isinstance(where, Remote)
+                self._open[name] = (
+                    RemoteTensors(where) if remote else safe_open(where, framework="pt")
+                )
+            stored = self._open[name].get_slice(_key(index))
+            self._check(index, stored.get_dtype(), stored.get_shape(), name)
+            return stored[region]
+        except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from None
+
+    def _check(self, index: MetadataIndex, dtype: str, shape: list[int], file: str) -> None:
+        tensor = self.index.tensors[index.fqn]
+        (sizes,) = [chunk.sizes for chunk in tensor.chunks if chunk.offsets == index.offset]
+        wanted = (DTYPE_NAMES[tensor.properties.dtype], list(sizes))
+        if (dtype, list(shape)) != wanted:
+            raise ValueError(f"{index.fqn} is {dtype} {list(shape)} in {file}, not {wanted}")
 
 
 def tensor_metadata(dtype: torch.dtype, shape: Sequence[int]) -> TensorStorageMetadata:

@@ -7,7 +7,6 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
 from dtron.errors import CheckpointError, TrainingError
+from dtron.files import Location
 from dtron.float8.statistics import Statistics
 from dtron.flops import FlopsModel, n_parameters
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
@@ -33,16 +33,23 @@ from dtron.parallelisms.expert import ExpertLayers
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
-from dtron.preflight import find_checkpoint, model_facts, preflight, resume_settings
+from dtron.preflight import checked_facts, model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
-from dtron.published import RESUME, Facts, check_agreement, check_content
+from dtron.published import (
+    RESUME,
+    Facts,
+    abandon_after,
+    agree,
+    check_agreement,
+    check_content,
+    newest_good,
+)
 from dtron.routing import Routing
 from dtron.rundir import RunDir
 from dtron.runtime import (
     Place,
     StopSignal,
     host_group,
-    new_host_group,
     process_group,
     seed_everything,
     set_timeouts,
@@ -59,6 +66,7 @@ from dtron.step import (
 )
 from dtron.steptimes import StepTimes
 from dtron.storage import corrupt, read_index
+from dtron.tiers import owner
 
 log = logging.getLogger("dtron")
 
@@ -87,7 +95,8 @@ class Trainer:
             TrainingError: too many steps in a row had gradients that were not finite.
         """
         if self.checked.finished:
-            log.info("%s has all %d steps", self.checked.checkpoint, self.config.train.steps)
+            steps, where = self.config.train.steps, self.checked.checkpoint
+            log.info("the run is finished: %s has all %d steps; nothing is done", where, steps)
             return
         with process_group(self.place, self.config.parallel.timeout_seconds):
             self._build()
@@ -107,7 +116,7 @@ class Trainer:
         config = self.config
         seed_everything(config.train.seed, config.debug.deterministic)
         self.host_group = host_group(config.parallel.timeout_seconds)
-        check_agreement(self.checked.checkpoint, self.host_group)
+        self._agree_on_checkpoint()
         degrees = config.degrees(self.place.world_size)
         self.mesh = Mesh(
             **degrees,
@@ -144,11 +153,7 @@ class Trainer:
             self._after_update(),
         )
         self.checkpointer = Checkpointer(
-            self.rundir.checkpoints,
-            self.applied,
-            self.optimizer,
-            self._checkpoint_group(),
-            config.checkpoint,
+            self.checked.tiers, self.applied, self.optimizer, config.checkpoint
         )
         for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
             self.mesh.group(*axes)  # made now, to get the time-out and a name too
@@ -159,11 +164,16 @@ class Trainer:
             self.train_step.after_update(taken)  # of the weights that were drawn or loaded
         self._open_run()
 
-    def _checkpoint_group(self) -> dist.ProcessGroup:
-        """Collectives of a save beside training must not mix with those of training."""
-        if self.config.checkpoint.mode == "sync":
-            return self.host_group
-        return new_host_group(self.config.parallel.timeout_seconds)
+    def _agree_on_checkpoint(self) -> None:
+        """All ranks resume the same state, each from a tier where it sees it."""
+        checked, config = self.checked, self.config
+        if checked.resume != "latest" or len(checked.tiers) == 1:
+            check_agreement(checked.checkpoint, self.host_group)
+            return
+        folders = [tier.folder for tier in checked.tiers]
+        found = agree(checked.checkpoint, folders, self.host_group)
+        facts = checked_facts(config, checked.model, found) if found else None
+        self.checked = replace(checked, checkpoint=found, facts=facts)
 
     def _build_model(self) -> Applied:
         config, checked = self.config, self.checked
@@ -256,11 +266,11 @@ class Trainer:
         self.step = self.tokens = 0
         if self.checked.checkpoint is None or self.checked.facts is None:
             if self.config.checkpoint.resume:
-                log.info("no checkpoint in %s yet: starting afresh", self.rundir.checkpoints)
+                log.info("no checkpoint in %s yet: starting afresh", self.checked.tiers[-1].folder)
             if initial := self.checked.initial:
                 check_agreement(initial.path, self.host_group)
                 if self.config.checkpoint.verify and initial.folder is None:
-                    check_content(initial.path, self.host_group)
+                    check_content(initial.path, self.checkpointer.group)
                 self.checkpointer.load_weights(initial.reader(), initial.path)
                 log.info("weights of %s", initial.path)
             return
@@ -273,20 +283,19 @@ class Trainer:
         self.train_step.skipped_in_a_row += facts.skipped_in_a_row
         log.info("resumed from %s", checkpoint)
 
-    def _verified(self, checkpoint: Path, facts: Facts) -> tuple[Path, Facts]:
+    def _verified(self, checkpoint: Location, facts: Facts) -> tuple[Location, Facts]:
         """The checkpoint, or of `latest` the newest one whose files are what was written."""
-        config = self.config
+        config, group = self.config, self.checkpointer.group
         if not config.checkpoint.verify:
             return checkpoint, facts
-        if config.checkpoint.resume != "latest":
-            check_content(checkpoint, self.host_group, RESUME)
+        if self.checked.resume != "latest":
+            check_content(checkpoint, self.checkpointer.group, RESUME)
             return checkpoint, facts
-        while wrong := corrupt(checkpoint, read_index(checkpoint).files, self.host_group):
+        while wrong := corrupt(checkpoint, read_index(checkpoint).files, group):
             log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(wrong))
-            older, said = find_checkpoint(config, self.checked.model, below=facts.step)
+            older = newest_good([tier.folder for tier in self.checked.tiers], after=checkpoint)
             assert older is not None, "none is left, which raises"
-            assert said is not None, "it was read"
-            checkpoint, facts = older, said
+            checkpoint, facts = older, checked_facts(config, self.checked.model, older)
             check_agreement(checkpoint, self.host_group)
         return checkpoint, facts
 
@@ -294,9 +303,12 @@ class Trainer:
         config = self.config
         first = self.place.rank == 0
         checkpoint, facts = self.checked.checkpoint, self.checked.facts
-        own = checkpoint is not None and self.rundir.owns(checkpoint)
+        own = owner(self.checked.tiers, checkpoint) is not None
         if first:
             self.rundir.open(config.to_toml(), facts.step if own and facts else None)
+            for tier in self.checked.tiers:
+                abandon_after(tier.folder, self.step if own else 0)
+            self.rundir.begun.touch()
         self.facts = self._run_facts()
         if first:
             self.rundir.write_run_json(self.facts)
@@ -400,7 +412,8 @@ class Trainer:
 
     def _train(self) -> None:
         config = self.config
-        saved = self.step
+        tiers = self.checked.tiers
+        saved = -1 if owner(tiers[:-1], self.checked.checkpoint) else self.step
         self.throughput.restart()
         if self.times is not None:
             self.times.begin()
@@ -411,14 +424,13 @@ class Trainer:
                 if stopped:
                     break
                 self._one_step()
-                interval = config.checkpoint.interval
-                if interval and self.step % interval == 0 and self._save():
-                    saved = self.step
+                if self.checkpointer.due(self.step) and self._save():
+                    saved = self.step if self.checkpointer.lasts(self.step) else saved
             finished = self.step == config.train.steps
             if not self._saved(self.checkpointer.wait):  # a failure beside training ends it here
                 saved = -1
             if saved != self.step and (config.checkpoint.last or not finished):
-                self._begin_save()  # a second signal does not interrupt it
+                self._begin_save(durable=True)  # a second signal does not interrupt it
             self.checkpointer.wait()  # nothing comes after it that could save what it did not
         self._write_times()
         if finished:
@@ -576,7 +588,7 @@ class Trainer:
         self.throughput.restart()
         return saved
 
-    def _begin_save(self) -> None:
+    def _begin_save(self, durable: bool = False) -> None:
         self.checkpointer.save(
             Facts(
                 step=self.step,
@@ -587,7 +599,8 @@ class Trainer:
                 world_size=self.place.world_size,
                 model=model_facts(self.config, self.checked.model),
                 data=self.loader.state_dict(),
-            )
+            ),
+            durable,
         )
 
     def _finish(self) -> None:

@@ -27,8 +27,10 @@ ALLOWED = {
         "dtron.files",
         "dtron.tensorfile",
     },
-    "dtron.files": {"dtron.errors"},
-    "dtron.tensorfile": set(),
+    "dtron.files": {"dtron.errors", "dtron.remote"},
+    "dtron.remote": {"dtron.errors"},
+    "dtron.writer": {"dtron.remote"},
+    "dtron.tensorfile": {"dtron.writer"},
     "dtron.parallelisms": {
         "dtron.parallelisms",
         "dtron.config",

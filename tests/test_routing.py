@@ -77,6 +77,32 @@ def test_resumed_run_equals_uninterrupted_bitwise(tmp_path: Path) -> None:
     assert same_checkpoint(whole / "checkpoints/step-6", split / "checkpoints/step-6")
 
 
+def test_a_mixture_walks_through_all_layouts(tmp_path: Path) -> None:
+    """Two steps in each layout, by checkpoints; moments, biases, data and counters come along."""
+    common = {**SMALL, "train__steps": 8, "train__micro_batch": 1}
+    common |= {"optim__name": "adamw", "optim__lr": 1e-3}
+    walk: list[tuple[int, dict[str, Any]]] = [
+        (4, {"parallel__tp": 2}),
+        (4, {"checkpoint__mode": "async"}),
+        (4, {"parallel__pp": 2, "parallel__cp": 2}),
+        (4, {"parallel__ep": 4}),
+    ]
+    saves = {"checkpoint__interval": 2, "checkpoint__keep": 0, "checkpoint__last": False}
+    run_ranks(1, fit, tiny(tmp_path / "whole", **common, **saves))
+    wanted, resume = rows(tmp_path / "whole"), {}
+    for i, (world, changes) in enumerate(walk):
+        run_dir, step = tmp_path / str(i), 2 * (i + 1)
+        run_ranks(world, fit, tiny(run_dir, **common, **saves, **changes, **resume))
+        resume = {"checkpoint__resume": str(run_dir / f"checkpoints/step-{step}")}
+        found = {row["step"]: row for row in rows(run_dir)}
+        for row in wanted[step - 2 : step]:
+            for key in ("loss", "grad_norm", "lr", "tokens", "max_expert_load"):
+                assert found[row["step"]][key] == pytest.approx(row[key], rel=1e-4), (i, key)
+        folder = f"checkpoints/step-{step}"
+        moved, first = biases(run_dir / folder), biases(tmp_path / "whole" / folder)
+        assert all(torch.equal(moved[name], first[name]) for name in first)
+
+
 def test_checkpoint_loads_under_other_experts(tmp_path: Path) -> None:
     """Parameters, moments and biases of 2 x 2 ranks of experts go on over 4, and on one process."""
     adamw = {"optim__name": "adamw", "optim__lr": 1e-3}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from dtron.convert import convert_parser, from_hf_folder, to_hf_folder, to_hf_from
-from dtron.errors import CheckpointError
+from dtron.errors import CheckpointError, ConfigError
 from dtron.initial import HuggingFaceReader, model_settings
 from dtron.models import from_hf, hf_folder, model_config
 from dtron.models.hf_weights import Folder
@@ -220,6 +220,9 @@ def test_another_model_and_another_folder_are_refused(tmp_path: Path, llama: Pat
         Trainer(tiny(run, checkpoint__initial=str(llama), model__name="qwen3"))
     with pytest.raises(CheckpointError, match="neither a Hugging Face folder"):
         Trainer(tiny(run, checkpoint__initial=str(tmp_path)))
+    unverified = {"checkpoint__initial": str(llama), "checkpoint__verify": False, **SAME}
+    with pytest.raises(ConfigError, match=r"checkpoint\.verify = false has no effect"):
+        Trainer(tiny(run, **unverified))
 
 
 def convert_there_and_back(hf: Path, out: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,16 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from dtron import checkpoint, storage
+from dtron import saving, storage
 from dtron.checkpoint import Checkpointer
 from dtron.errors import CheckpointError, ConfigError
 from dtron.published import complete, step_of
 from dtron.saveplan import KeptPlan
 from dtron.staging import Staging
-from dtron.tensorfile import TensorFile
 from dtron.trainer import Trainer
+from dtron.writer import WriterProcess
+from tests.checkpoints.faulty_writer import fail_at
 from tests.harness import run_ranks
 from tests.test_trainer import contents, fit, losses, same_checkpoint, tiny
+
+FAULTY = Path(__file__).parent / "faulty_writer.py"
 
 
 def steps(run: Path) -> list[int]:
@@ -122,15 +126,29 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(tmp_path: Path) -> None
         assert same_checkpoint(tmp_path / "sync" / folder, tmp_path / "async" / folder)
 
 
+@pytest.mark.gpu
+def test_copies_of_a_gpu_lie_in_pinned_memory_that_is_used_again() -> None:
+    staging, places = Staging(), set()
+    for _ in range(2):
+        tensor = torch.randn(1000, device="cuda")
+        copy = staging.start({"x": tensor})["x"]
+        staging.finish()
+        assert copy.is_pinned()
+        assert torch.equal(copy, tensor.cpu())
+        places.add(copy.data_ptr())
+    staging.end()
+    assert len(places) == 1
+
+
 def order_of_saves(config: Any) -> list[str]:
     """What happens when a save takes until after the next one has begun."""
     events: list[str] = []
     write = Checkpointer._write
 
-    def slowly(self: Checkpointer, flat: Any, facts: Any) -> None:
+    def slowly(self: Checkpointer, flat: Any, facts: Any, how: Any) -> None:
         assert threading.current_thread() is not threading.main_thread()
         time.sleep(0.5)
-        write(self, flat, facts)
+        write(self, flat, facts, how)
         events.append(f"written {facts.step}")
 
     Checkpointer._write = slowly  # type: ignore[method-assign]
@@ -156,16 +174,15 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
 
 def fit_with_full_disk(config: Any, step: int, rank: int) -> list[str]:
     """Train; at one save a rank's disk is full in the middle of its file. Returns the log."""
-    put, messages = TensorFile._put, []
+    return fit_with_faults(config, "full", f"step-{step}/rank-{rank}.")
 
-    def full(self: TensorFile, data: Any) -> None:
-        name = self._file.name
-        if f"step-{step}." in str(name) and f"rank-{rank}." in str(name) and self._bytes > 2000:
-            self._file.write(bytes(data)[:100])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        put(self, data)
 
-    TensorFile._put = full  # type: ignore[method-assign]
+def fit_with_faults(config: Any, act: str, name: str) -> list[str]:
+    """Train; what writes one file fails in the middle of it. Returns the log."""
+    messages = []
+    if config.checkpoint.mode == "sync":
+        fail_at(act, name)
+    WriterProcess.COMMAND = (sys.executable, str(FAULTY), act, name)
     trainer = Trainer(config)
     logging.getLogger("dtron").addFilter(lambda r: messages.append(r.getMessage()) or True)
     try:
@@ -207,7 +224,7 @@ def publish_fails(config: Any) -> str:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    checkpoint.publish = full  # type: ignore[assignment]
+    saving.publish = full  # type: ignore[assignment]
     with pytest.raises(CheckpointError) as error:
         Trainer(config).fit()
     return str(error.value)

@@ -1,0 +1,189 @@
+"""Writing checkpoints and publishing them, by all ranks together.
+
+A disk that does not answer ends a save, not a run and not never: what reaches the disk runs in a
+thread that is given up after `checkpoint.timeout_seconds`, which every rank then hears of. So no
+collective waits for a disk longer than that, in a group whose own limit is beyond it; those of
+training keep `parallel.timeout_seconds`.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from dtron.errors import CheckpointError
+from dtron.files import Location, delete, write_synced
+from dtron.published import Facts, begin, publish, retire
+from dtron.runtime import new_host_group
+from dtron.saveplan import KeptPlan
+from dtron.staging import Background
+from dtron.storage import (
+    INDEX,
+    ShardWriter,
+    WriteFile,
+    missing_or_short,
+    name_of_file,
+    read_files,
+)
+from dtron.tensorfile import Written
+from dtron.tiers import Tier
+from dtron.writer import WriterProcess
+
+log = logging.getLogger("dtron")
+
+
+class Saver:
+    """Writes checkpoints of one run; all ranks make it and call each method together.
+
+    One for what is written beside training and one for what is copied meanwhile: each has a group
+    of its own, so that their collectives cannot mix.
+
+    Args:
+        seconds: how long a rank's disk may take for one thing.
+    """
+
+    def __init__(self, seconds: int) -> None:
+        self.group = new_host_group(2 * seconds + 60)
+        self.seconds = seconds
+
+    def write(
+        self,
+        tensors: dict[str, Any],
+        facts: Facts,
+        tier: Tier,
+        plan: KeptPlan,
+        write: WriteFile,
+        kept: Collection[Location] = (),
+    ) -> None:
+        """Write and publish a checkpoint.
+
+        Args:
+            tensors: by the names under which they are stored.
+            kept: folders that somebody reads.
+        Raises:
+            CheckpointError: on all ranks; it could not be written, and what there is is deleted.
+        """
+
+        def act(folder: Location) -> None:
+            writer = ShardWriter(folder, write, self._limited)
+            dcp.save(tensors, storage_writer=writer, planner=plan, process_group=self.group)
+
+        self._publish(act, facts, tier, kept)
+
+    def copy(self, source: Location, facts: Facts, tier: Tier, process: WriterProcess) -> None:
+        """Copy a checkpoint to another tier and publish it there. Each rank copies the file that it
+        has written, and compares it with what it wrote.
+
+        Raises:
+            CheckpointError: as `write`.
+        """
+
+        def act(folder: Location) -> None:
+            self._everyone(lambda: _copy_file(source, folder, process))
+            index = source / INDEX
+            self._first(lambda: write_synced(folder / INDEX, index.read_text(encoding="utf-8")))
+
+        try:
+            self._publish(act, facts, tier)
+        except CheckpointError:
+            process.kill()  # it may wait for a disk
+            raise
+
+    def _publish(
+        self,
+        act: Callable[[Location], None],
+        facts: Facts,
+        tier: Tier,
+        kept: Collection[Location] = (),
+    ) -> None:
+        folder = tier.folder / f"step-{facts.step}"
+        try:
+            self._first(lambda: begin(folder, kept))
+            self._check_shared(folder)
+            act(folder)
+            self._first(lambda: self._complete(folder, facts, tier, kept))
+        except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
+            if dist.get_rank() == 0:
+                with contextlib.suppress(OSError):
+                    self._limited(lambda: delete(folder))
+            cause = why(error) if isinstance(error, dcp.CheckpointException) else error
+            raise CheckpointError(f"{folder} could not be written: {cause}") from error
+        log.info("checkpoint: %s", folder)
+
+    def _complete(
+        self, folder: Location, facts: Facts, tier: Tier, kept: Collection[Location]
+    ) -> None:
+        if wrong := missing_or_short(folder, read_files(folder)):
+            raise CheckpointError(f"{wrong}; all ranks have to reach the same {folder.parent}")
+        publish(folder, facts)
+        try:
+            retire(tier.folder, folder, tier.keep, tier.keep_every, kept)
+        except OSError as error:  # it is written all the same
+            log.warning("%s: an older checkpoint could not be deleted: %s", folder, error)
+
+    def _first(self, act: Callable[[], None]) -> None:
+        """Act on the first rank while the others wait; a failure there is raised on all."""
+        self._everyone(act if dist.get_rank() == 0 else lambda: None)
+
+    def _everyone(self, act: Callable[[], None]) -> None:
+        """Act on every rank; the first failure is raised on all. Raises CheckpointError."""
+        failure: str | None = None
+        try:
+            self._limited(act)
+        except Exception as error:  # the others wait for word of it
+            failure = str(error) or type(error).__name__
+        failures: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(failures, failure, group=self.group)
+        for rank, told in enumerate(failures):
+            if told is not None:
+                raise CheckpointError(f"rank {rank}: {told}")
+
+    def _limited(self, act: Callable[[], None]) -> None:
+        """Call what may wait for a disk. Raises TimeoutError, an OSError, and leaves it."""
+        try:
+            Background(act).wait(self.seconds)
+        except TimeoutError:
+            raise TimeoutError(
+                "its disk or store did not answer within checkpoint.timeout_seconds = "
+                f"{self.seconds}"
+            ) from None
+
+    def _check_shared(self, folder: Location) -> None:
+        """Every rank must see the directory that rank 0 made. Raises CheckpointError on all."""
+        if not isinstance(folder, Path):
+            return  # stores have no empty folders; whether all files are there is seen at the end
+        unseen = torch.tensor([1])
+
+        def look() -> None:
+            unseen[0] = int(not folder.exists())
+
+        with contextlib.suppress(OSError):
+            self._limited(look)
+        dist.all_reduce(unseen, group=self.group)
+        if unseen.item():
+            raise CheckpointError(
+                f"{int(unseen.item())} ranks do not see {folder}; it must be on a file system that "
+                "all ranks share"
+            )
+
+
+def _copy_file(source: Location, folder: Location, process: WriterProcess) -> None:
+    name, files = name_of_file(dist.get_rank()), read_files(source)
+    if name not in files:
+        return
+    copied = Written(*process.copy(str(source / name), str(folder / name)))
+    if copied != files[name]:
+        raise CheckpointError(f"{source / name} is corrupt: its SHA-256 differs")
+
+
+def why(error: dcp.CheckpointException) -> CheckpointError:
+    """What went wrong on the first rank where something did, as a user is told."""
+    rank, (cause, _) = next(iter(sorted(error.failures.items())))
+    if isinstance(cause, CheckpointError):
+        return cause
+    return CheckpointError(f"rank {rank}: {str(cause) or type(cause).__name__}")

@@ -1,0 +1,415 @@
+"""Publication, processes that write, slow disks, tiers, stores, and which checkpoint is resumed."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from dtron import files, published
+from dtron.convert import convert_parser, to_hf_from
+from dtron.errors import CheckpointError, ConfigError
+from dtron.files import location
+from dtron.published import Facts, agree, begin, complete, newest_good, publish, retire, step_of
+from dtron.remote import Remote
+from dtron.storage import read_index, untiled
+from dtron.tensorfile import Described, RemoteTensors, TensorFile
+from dtron.tiers import tiers_of
+from dtron.trainer import Trainer
+from tests.checkpoints.test_damage import fit_and_listen, flipped
+from tests.checkpoints.test_saving import fit_with_faults, steps
+from tests.harness import run_ranks
+from tests.test_architecture import ROOT
+from tests.test_trainer import fit, losses, rows, same_checkpoint, tiny
+
+FACTS = Facts(1, 0, 0, 1, 0, {}, {}, {"next": 0})
+
+# -- what an index says ---------------------------------------------------------------------
+
+TILINGS: list[tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]], str | None]] = [
+    ((), [((), ())], None),
+    ((4, 6), [((0, 0), (4, 6))], None),
+    ((4, 6), [((0, 0), (4, 2)), ((0, 2), (1, 4)), ((1, 2), (3, 4)), ((4, 0), (0, 6))], None),
+    ((), [], "lacks 1"),
+    ((), [((), ()), ((), ())], "overlap"),
+    ((4, 6), [((0, 0), (3, 6))], "lacks 6"),
+    ((4, 6), [((0, 0), (3, 6)), ((2, 0), (2, 6))], "overlap, at [2, 0]"),
+    ((4, 6), [((0, 0), (2, 4)), ((2, 2), (2, 4)), ((1, 3), (2, 1))], "overlap"),
+    ((4, 6), [((0, 0), (4, 7))], "not inside"),
+    ((4, 6), [((-1, 0), (5, 6))], "not inside"),
+    ((4, 6), [((0,), (24,))], "not inside"),
+]
+
+
+@pytest.mark.parametrize(("shape", "parts", "wrong"), TILINGS)
+def test_parts_that_do_not_make_up_a_tensor(shape: Any, parts: Any, wrong: str | None) -> None:
+    chunks = [ChunkStorageMetadata(torch.Size([]), torch.Size([])) for _ in parts]
+    for chunk, (offsets, sizes) in zip(chunks, parts, strict=True):
+        chunk.offsets, chunk.sizes = offsets, sizes
+    found = untiled(shape, chunks)
+    assert (found is None) if wrong is None else (found is not None and wrong in found)
+
+
+def make(folder: Path, step: int) -> Path:
+    """A small checkpoint that is not published yet."""
+    path = folder / f"step-{step}"
+    begin(path)
+    file = TensorFile(path / "rank-0.safetensors", {"x": Described(torch.float32, (2, 3))}, {})
+    file.write("x", torch.full((2, 3), float(step)))
+    written = file.close()
+    told = {"bytes": written.bytes, "sha256": written.sha256}
+    entry = {"dtype": "F32", "shape": [2, 3], "parts": [[[0, 0], [2, 3], "rank-0.safetensors"]]}
+    index = {"format": 1, "files": {"rank-0.safetensors": told}, "tensors": {"x": entry}}
+    (path / "index.json").write_text(json.dumps(index))
+    return path
+
+
+def test_a_damaged_index_names_the_tensor(tmp_path: Path) -> None:
+    path = make(tmp_path, 1)
+    text = (path / "index.json").read_text()
+    (path / "index.json").write_text(text.replace("[[0, 0], [2, 3]", "[[0, 0], [1, 3]"))
+    with pytest.raises(CheckpointError, match=r"x of shape \[2, 3\] lacks 3 elements"):
+        read_index(path)
+
+
+# -- publication ----------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """What nothing catches, as SIGKILL."""
+
+
+def dying_at(monkeypatch: pytest.MonkeyPatch, deadly: int) -> None:
+    """Die before the n-th change of the disk."""
+    count = iter(range(1000))
+
+    def wrap(owner: Any, name: str) -> None:
+        act = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == deadly:
+                raise Killed
+            return act(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for name in ("replace", "fsync"):
+        wrap(os, name)
+    for name in ("mkdir", "unlink", "open"):
+        wrap(Path, name)
+    wrap(shutil, "rmtree")
+
+
+def test_a_kill_at_any_point_of_publication_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+    """One checkpoint is kept, the next one published; killed before each change of the disk."""
+    outcomes = set()
+    for deadly in range(100):
+        folder = tmp_path / str(deadly)
+        publish(make(folder, 1), FACTS)
+        second = make(folder, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            dying_at(patch, deadly)
+            try:
+                publish(second, FACTS)
+                retire(folder, second, 1, 0)
+                break
+            except Killed:
+                pass
+        found = newest_good([folder])
+        assert found is not None
+        outcomes.add(step_of(found))
+        third = make(folder, 3)
+        publish(third, FACTS)
+        retire(folder, third, 1, 0)
+        assert {path.name for path in folder.iterdir()} == {"step-3", "latest"}
+    assert deadly > 5
+    assert outcomes == {1, 2}
+
+
+# -- processes that write -------------------------------------------------------------------
+
+LEADER = """
+import sys, time
+from dtron.writer import WriterProcess
+process = WriterProcess()
+(n, sha256) = process.copy(sys.argv[1], sys.argv[2])
+print(process.pid, n, sha256, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_process_that_writes_ends_with_its_parent(tmp_path: Path) -> None:
+    """Of a script without a guard, which is not imported again."""
+    (tmp_path / "script.py").write_text(LEADER)
+    (tmp_path / "source").write_bytes(b"x" * 1000)
+    words = [str(tmp_path / name) for name in ("script.py", "source", "target")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    leader = subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert leader.stdout is not None
+    pid, size, found = leader.stdout.readline().split()
+    assert (size, found) == ("1000", sha256(b"x" * 1000).hexdigest())
+    assert (tmp_path / "target").read_bytes() == b"x" * 1000
+    leader.send_signal(signal.SIGKILL)
+    leader.wait()
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{pid} lives on")
+
+
+@pytest.mark.parametrize(("act", "told"), [("die", "has died"), ("hang", "timeout_seconds = 3")])
+def test_a_process_or_a_disk_that_fails_costs_one_checkpoint(
+    tmp_path: Path, act: str, told: str
+) -> None:
+    run = tmp_path / "run"
+    config = tiny(
+        run, checkpoint__interval=2, checkpoint__mode="async", checkpoint__on_error="continue",
+        checkpoint__keep=0, checkpoint__timeout_seconds=3,
+    )  # fmt: skip
+    found = run_ranks(2, fit_with_faults, config, act, "step-4/rank-1.")
+    said = [message for message in found[0] if "could not be written" in message]
+    assert len(said) == 1
+    assert "step-4 could not be written: rank 1: " in said[0]
+    assert told in said[0]
+    assert steps(run) == [2, 6]
+
+
+def test_a_disk_that_does_not_answer_ends_a_synchronous_save_too(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny(
+        run, checkpoint__interval=2, checkpoint__on_error="continue", checkpoint__keep=0,
+        checkpoint__timeout_seconds=1,
+    )  # fmt: skip
+    found = run_ranks(2, fit_with_faults, config, "hang", "step-4/rank-0.")
+    assert any("rank 0" in m and "timeout_seconds = 1" in m for m in found[0])
+    assert steps(run) == [2, 6]
+
+
+# -- which one is resumed -------------------------------------------------------------------
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    messages: list[str] = []
+    log = logging.getLogger("dtron")
+
+    def listen(record: logging.LogRecord) -> bool:
+        messages.append(record.getMessage())
+        return True
+
+    log.addFilter(listen)
+    yield messages
+    log.removeFilter(listen)
+
+
+def test_a_restarted_attempt_goes_on_from_what_the_job_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a checkpoint named explicitly, and with none."""
+    run_ranks(1, fit, tiny(tmp_path / "first", train__steps=2))
+    named = str(tmp_path / "first/checkpoints/step-2")
+    for resume in (named, ""):
+        config = tiny(tmp_path / "run", checkpoint__resume=resume, checkpoint__interval=4)
+
+        def resumed(attempt: int, config: Any = config) -> tuple[str, str]:
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+            checked = Trainer(config).checked
+            return checked.resume, str(checked.checkpoint)
+
+        wanted = (resume, resume or "None")
+        assert resumed(0) == wanted
+        assert resumed(1) == wanted  # the first attempt has begun nothing
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        run_ranks(1, fit, config)
+        newest = str(tmp_path / "run/checkpoints/step-6")
+        assert resumed(1) == ("latest", newest)
+        assert resumed(0) == wanted  # another job
+        assert resumed(1) == wanted
+
+
+def test_a_finished_run_says_so_and_verifies_nothing(tmp_path: Path, told: list[str]) -> None:
+    run = tmp_path / "run"
+    run_ranks(1, fit, tiny(run, train__steps=2))
+    file = run / "checkpoints/step-2/rank-0.safetensors"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    Trainer(tiny(run, train__steps=2, checkpoint__resume="latest")).fit()
+    assert not dist.is_initialized()
+    assert any("the run is finished" in message for message in told)
+
+
+def test_ranks_agree_on_the_newest_one_that_all_see(tmp_path: Path) -> None:
+    """Where a node has lost its fast tier, of both tiers."""
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    for folder, step in ((durable, 1), (durable, 2), (fast, 2), (fast, 3)):
+        publish(make(folder, step), FACTS)
+    found = run_ranks(2, agreed, fast, durable)
+    assert found == [fast / "step-2", durable / "step-2"]
+    shutil.rmtree(durable)
+    assert run_ranks(2, agreed, fast, durable) == ["refused", "refused"]
+    shutil.rmtree(fast)
+    assert run_ranks(2, agreed, fast, durable) == [None, None]
+
+
+def agreed(fast: Path, durable: Path) -> Any:
+    folders = [fast if dist.get_rank() == 0 else fast / "lost", durable]
+    assert dist.group.WORLD is not None
+    try:
+        return agree(newest_good(folders), folders, dist.group.WORLD)
+    except CheckpointError:
+        return "refused"
+
+
+# -- tiers ----------------------------------------------------------------------------------
+
+
+def test_a_fast_tier_before_a_durable_one(tmp_path: Path) -> None:
+    """Losses are those of an undisturbed run, whichever tier is left, and damaged ones are left
+    out."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    same = {"schedule__name": "constant"}
+    run_ranks(2, fit, tiny(whole, checkpoint__interval=3, checkpoint__keep=0, **same))
+    tiered = {
+        **same,
+        "checkpoint__fast_dir": str(tmp_path / "fast"),
+        "checkpoint__fast_interval": 2,
+    }
+    tiered |= {"checkpoint__interval": 3, "checkpoint__keep": 0, "checkpoint__mode": "async"}
+    config = tiny(run, checkpoint__last=False, train__steps=5, **tiered)
+    run_ranks(2, fit, config)
+    fast = tiers_of(config)[0].folder
+    assert isinstance(fast, Path)
+    assert max(map(step_of, complete(fast))) == 4  # and what was copied meanwhile
+    assert steps(run) == [3]
+    copies = {name: tmp_path / name for name in ("lost", "damaged")}
+    for name in copies:
+        shutil.copytree(run, copies[name])
+    resumed = {**tiered, "checkpoint__resume": "latest"}
+    for name, copy in copies.items():
+        config = tiny(copy, **resumed)
+        if name == "damaged":
+            folder = tiers_of(config)[0].folder
+            assert isinstance(folder, Path)
+            shutil.copytree(fast / "step-4", folder / "step-4")
+            flipped(folder / "step-4")
+        (said, error), _ = run_ranks(2, fit_and_listen, config)
+        assert error is None
+        assert any(f"resumed from {copy}/checkpoints/step-3" in message for message in said)
+    (said, error), _ = run_ranks(2, fit_and_listen, tiny(run, **resumed))
+    assert error is None
+    assert any(f"resumed from {fast}/step-4" in message for message in said)
+    assert steps(run) == [3, 6]
+    for name in ("run", *copies):
+        last = tmp_path / name / "checkpoints/step-6"
+        assert losses(tmp_path / name)[-1] == losses(whole)[-1]
+        assert same_checkpoint(last, whole / "checkpoints/step-6")
+    with pytest.raises(ConfigError, match="holds checkpoints of an earlier start"):
+        Trainer(tiny(run, **tiered))
+
+
+# -- stores ---------------------------------------------------------------------------------
+
+
+def test_checkpoints_in_a_store(tmp_path: Path) -> None:
+    """Two ranks write to a URL, one of whose puts fails; another layout goes on from it, past a
+    damaged one; what is old is retired; transformers' format is made of it."""
+    pytest.importorskip("fsspec")
+    whole, run, store = tmp_path / "whole", tmp_path / "run", tmp_path / "store"
+    same = {"schedule__name": "constant"}
+    run_ranks(1, fit, tiny(whole, **same))
+    away = {**same, "checkpoint__dir": f"file://{store}", "checkpoint__interval": 1}
+    away |= {"checkpoint__on_error": "continue", "checkpoint__last": False}
+    config = tiny(run, checkpoint__mode="async", train__steps=5, **away)
+    found = run_ranks(2, fit_with_faults, config, "full", "step-5/rank-1.")
+    assert any("No space left on device" in message for message in found[0])
+    assert sorted(map(step_of, complete(store))) == [3, 4]
+    assert not list(run.glob("checkpoints/step-*"))
+    flipped(store / "step-4")
+    changes = {"checkpoint__resume": "latest", "parallel__tp": 2}
+    (said, error), *_ = run_ranks(2, fit_and_listen, tiny(run, **changes, **away))
+    assert error is None
+    assert any("resumed from" in message and "step-3" in message for message in said)
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-4)
+    assert sorted(map(step_of, complete(store))) == [5, 6]
+    given = convert_parser().parse_args(["to-hf", f"file://{store}", str(tmp_path / "hf")])
+    run_ranks(1, to_hf_from, given)
+    assert (tmp_path / "hf/model.safetensors").exists()
+    with pytest.raises(ConfigError, match="holds checkpoints of an earlier start"):
+        Trainer(tiny(run, **away))
+
+
+def test_a_store_that_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(ConfigError, match="this process's own memory"):
+        Trainer(tiny(tmp_path, checkpoint__dir="memory://x", checkpoint__mode="async"))
+    with pytest.raises(ConfigError, match="nowhere"):
+        Trainer(tiny(tmp_path, checkpoint__dir="nowhere://x"))
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ConfigError, match=r"pip install dtron\[remote\]"):
+        Trainer(tiny(tmp_path, checkpoint__dir="s3://bucket/run"))
+
+
+def test_a_store_shows_a_checkpoint_when_its_manifest_is_there() -> None:
+    """In fsspec's memory: nothing is renamed, and regions of tensors are read alone."""
+    pytest.importorskip("fsspec")
+    folder = location("memory://bucket/run")
+    assert isinstance(folder, Remote)
+    folder.delete()
+    path = folder / "step-2"
+    begin(path)
+    (path / "index.json").write_bytes(b'{"format": 1, "files": {}, "tensors": {}}')
+    assert complete(folder) == []
+    publish(path, FACTS)
+    assert complete(folder) == [path]
+    assert newest_good([folder]) == path
+    published.abandon_after(folder, 1)
+    assert complete(folder) == []
+    begin(folder / "step-3")
+    assert files.names_in(path)  # what was abandoned is there until the next one is
+    retire(folder, folder / "step-3", 1, 0)
+    assert not files.names_in(path)
+    with pytest.raises(OSError, match="nothing"):
+        (folder / "nothing").read_bytes()
+
+
+def test_regions_of_a_file_in_a_store(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    tensors = {"a": torch.randn(5, 4, 3), "b": torch.arange(6).reshape(2, 3).bfloat16()}
+    tensors |= {"c": torch.tensor(3.0), "d": torch.empty(0, 3)}
+    described = {name: Described(t.dtype, t.shape) for name, t in tensors.items()}
+    file = TensorFile(tmp_path / "x.safetensors", described, {})
+    for name in file.order:
+        file.write(name, tensors[name])
+    file.close()
+    where = location(f"file://{tmp_path}/x.safetensors")
+    assert isinstance(where, Remote)
+    read = RemoteTensors(where)
+    for name, tensor in tensors.items():
+        whole = tuple(slice(0, n) for n in tensor.shape)
+        assert torch.equal(read.get_slice(name)[whole], tensor)
+    part = (slice(1, 4), slice(2, 4), slice(0, 1))
+    assert torch.equal(read.get_slice("a")[part], tensors["a"][part])
+    content = bytearray((tmp_path / "x.safetensors").read_bytes())
+    (tmp_path / "x.safetensors").write_bytes(content[:-200])
+    with pytest.raises(ValueError, match="lies outside of the file"):
+        RemoteTensors(where).get_slice("b")
+    (tmp_path / "x.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match="no header"):
+        RemoteTensors(where)
