@@ -3,11 +3,9 @@
 import functools
 import gc
 import logging
-import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +13,13 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-import dtron
 from dtron.checkpoint import Checkpointer
 from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
-from dtron.errors import CheckpointError, TrainingError
+from dtron.errors import TrainingError
 from dtron.float8.statistics import Statistics
-from dtron.flops import FlopsModel, n_parameters
+from dtron.flops import FlopsModel
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.metrics import MetricsWriter, Throughput
 from dtron.models import MODELS, build_model
@@ -33,11 +30,12 @@ from dtron.parallelisms.expert import ExpertLayers
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
-from dtron.preflight import find_checkpoint, model_facts, preflight, resume_settings
+from dtron.preflight import model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
-from dtron.published import RESUME, Facts, check_agreement, check_content
+from dtron.published import Facts, check_agreement, check_content
 from dtron.routing import Routing
 from dtron.rundir import RunDir
+from dtron.runfacts import RunFacts
 from dtron.runtime import (
     Place,
     StopSignal,
@@ -49,6 +47,7 @@ from dtron.runtime import (
     set_up_logging,
 )
 from dtron.sample import sample_text
+from dtron.saving import Saving, verified
 from dtron.step import (
     Loss,
     StepResult,
@@ -58,7 +57,6 @@ from dtron.step import (
     share_of,
 )
 from dtron.steptimes import StepTimes
-from dtron.storage import corrupt, read_index
 
 log = logging.getLogger("dtron")
 
@@ -95,7 +93,7 @@ class Trainer:
             try:
                 self._train()
             except TrainingError:  # all ranks raise it: what they began to save is completed
-                self._saved(self.checkpointer.wait)
+                self.saving.try_wait()
                 raise
             finally:
                 gc.enable()
@@ -150,6 +148,7 @@ class Trainer:
             self._checkpoint_group(),
             config.checkpoint,
         )
+        self.saving = Saving(self.checkpointer, config.checkpoint.on_error, self._save_facts)
         for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
             self.mesh.group(*axes)  # made now, to get the time-out and a name too
         set_timeouts(self.mesh.groups(), config.parallel.timeout_seconds)
@@ -254,41 +253,27 @@ class Trainer:
 
     def _resume(self) -> None:
         self.step = self.tokens = 0
-        if self.checked.checkpoint is None or self.checked.facts is None:
+        checked = self.checked
+        if checked.checkpoint is None or checked.facts is None:
             if self.config.checkpoint.resume:
                 log.info("no checkpoint in %s yet: starting afresh", self.rundir.checkpoints)
-            if initial := self.checked.initial:
+            if initial := checked.initial:
                 check_agreement(initial.path, self.host_group)
                 if self.config.checkpoint.verify and initial.folder is None:
                     check_content(initial.path, self.host_group)
                 self.checkpointer.load_weights(initial.reader(), initial.path)
                 log.info("weights of %s", initial.path)
             return
-        checkpoint, facts = self._verified(self.checked.checkpoint, self.checked.facts)
-        self.checked = replace(self.checked, checkpoint=checkpoint, facts=facts)
+        checkpoint, facts = verified(
+            self.config, checked.model, checked.checkpoint, checked.facts, self.host_group
+        )
+        self.checked = replace(checked, checkpoint=checkpoint, facts=facts)
         self.checkpointer.load(checkpoint)
         self.loader.load_state_dict(facts.data)
         self.step, self.tokens = facts.step, facts.tokens
         self.train_step.skipped += facts.skipped
         self.train_step.skipped_in_a_row += facts.skipped_in_a_row
         log.info("resumed from %s", checkpoint)
-
-    def _verified(self, checkpoint: Path, facts: Facts) -> tuple[Path, Facts]:
-        """The checkpoint, or of `latest` the newest one whose files are what was written."""
-        config = self.config
-        if not config.checkpoint.verify:
-            return checkpoint, facts
-        if config.checkpoint.resume != "latest":
-            check_content(checkpoint, self.host_group, RESUME)
-            return checkpoint, facts
-        while wrong := corrupt(checkpoint, read_index(checkpoint).files, self.host_group):
-            log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(wrong))
-            older, said = find_checkpoint(config, self.checked.model, below=facts.step)
-            assert older is not None, "none is left, which raises"
-            assert said is not None, "it was read"
-            checkpoint, facts = older, said
-            check_agreement(checkpoint, self.host_group)
-        return checkpoint, facts
 
     def _open_run(self) -> None:
         config = self.config
@@ -297,7 +282,17 @@ class Trainer:
         own = checkpoint is not None and self.rundir.owns(checkpoint)
         if first:
             self.rundir.open(config.to_toml(), facts.step if own and facts else None)
-        self.facts = self._run_facts()
+        said = RunFacts(
+            config,
+            self.place,
+            self.checked,
+            self.mesh,
+            self.policy,
+            self.applied,
+            self.context,
+            self.float8,
+        )
+        self.facts = said.gather(self.train_step.parameters, self.step, self.host_group)
         if first:
             self.rundir.write_run_json(self.facts)
         self.writer = MetricsWriter(
@@ -313,88 +308,7 @@ class Trainer:
         self.padding = self.padded_of = 0
         self.profile = ProfileWindow(config.metrics, self.rundir.trace)
         self.times = StepTimes(self.place.device) if config.metrics.step_times else None
-        self._announce()
-
-    def _run_facts(self) -> dict[str, Any]:
-        """What run.json says; every rank calls it."""
-        config, applied, layout = self.config, self.applied, self.checked.layout
-        waste = self.checked.train.waste()
-        held: list[int] = [0] * self.place.world_size
-        local = sum(p.to_local().nbytes for p in self.train_step.parameters)  # type: ignore[attr-defined]
-        dist.all_gather_object(held, local, group=self.host_group)
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-        return {
-            "dtron": dtron.__version__,
-            "torch": torch.__version__,
-            "device": device,
-            "world_size": self.place.world_size,
-            "mesh": self.mesh.degrees,
-            "experts": self.mesh.expert_degrees if self.checked.model.n_experts else None,
-            "micro_batches": config.micro_batches(self.place.world_size),
-            "context": self._context_facts(),
-            "schedule": config.parallel.schedule if layout else None,
-            "stages": [list(stage) for stage in layout.stages] if layout else None,
-            "zero": config.parallel.zero,
-            "reduce": "micro_batch" if self.policy.reduce_each_micro_batch else "step",
-            "dtype": config.train.dtype,
-            "parameters": n_parameters(self.checked.model),
-            "attention": self.checked.attention.name,
-            "packing": {"mode": config.data.packing, **(asdict(waste) if waste else {})},
-            "recomputed_blocks": applied.recomputed_blocks,
-            "compiled": list(applied.compiled),
-            "float8": self._float8_facts(),
-            "fsdp_units": applied.units,
-            "parameter_bytes_per_rank": held,
-            "start_step": self.step,
-        }
-
-    def _context_facts(self) -> dict[str, Any] | None:
-        if self.context is None:
-            return None
-        layouts = self.context.layouts(self.mesh.size("cp")).items()
-        inner = {name: shape.inner for name, shape in layouts if shape.inner > 1}
-        return {"methods": list(self.context.methods), "all_to_all_ranks": inner}
-
-    def _float8_facts(self) -> dict[str, Any] | None:
-        plan = self.float8
-        if plan is None:
-            return None
-        why = plan.why_emulated(self.place.device, DTYPES[self.config.train.dtype])
-        return {"recipe": plan.recipe.name, "emulated": why or False, "layers": list(plan.layers)}
-
-    def _announce(self) -> None:
-        applied = self.applied
-        facts, train = self.facts, self.config.train
-        wide = ", ".join(f"{axis} {n}" for axis, n in facts["mesh"].items() if n > 1)
-        if facts["experts"]:
-            apart = ("edp_shard", "ep", "etp")
-            split = {axis: n for axis, n in facts["experts"].items() if axis in apart and n > 1}
-            wide += "; experts: " + (", ".join(f"{k} {n}" for k, n in split.items()) or "whole")
-        if facts["context"]:
-            wide += f", attention by {' and '.join(dict.fromkeys(facts['context']['methods']))}"
-        log.info(
-            "%s %s: %s parameters, %s attention, %s",
-            self.config.model.name,
-            self.config.model.size,
-            f"{facts['parameters']:,}",
-            facts["attention"],
-            train.dtype,
-        )
-        log.info(
-            "%d ranks on %s (%s), %d micro-batches of %d x %d tokens",
-            facts["world_size"],
-            facts["device"],
-            wide or "no parallelism",
-            facts["micro_batches"],
-            train.micro_batch,
-            train.seq_len,
-        )
-        compiled = f"{len(applied.compiled)} blocks and the loss" if applied.compiled else "nothing"
-        log.info("compiled: %s; recomputed: %d blocks", compiled, applied.recomputed_blocks)
-        if self.float8 is not None:
-            self.float8.announce(self.place.device, DTYPES[train.dtype])
-        waste = self.checked.train.waste() or "a stream, whose waste is not known in advance"
-        log.info("packing %s: %s", self.config.data.packing, waste)
+        said.announce(self.facts)
 
     # -- running ----------------------------------------------------------------------------
 
@@ -406,7 +320,7 @@ class Trainer:
             self.times.begin()
         with StopSignal(self.host_group) as stop:
             while self.step < config.train.steps:
-                self._report_failed_save(stop)
+                self.saving.report_failed(stop)
                 stopped = stop.agreed()
                 if stopped:
                     break
@@ -415,10 +329,10 @@ class Trainer:
                 if interval and self.step % interval == 0 and self._save():
                     saved = self.step
             finished = self.step == config.train.steps
-            if not self._saved(self.checkpointer.wait):  # a failure beside training ends it here
+            if not self.saving.try_wait():  # a failure beside training ends it here
                 saved = -1
             if saved != self.step and (config.checkpoint.last or not finished):
-                self._begin_save()  # a second signal does not interrupt it
+                self.saving.begin()  # a second signal does not interrupt it
             self.checkpointer.wait()  # nothing comes after it that could save what it did not
         self._write_times()
         if finished:
@@ -553,41 +467,21 @@ class Trainer:
         self.throughput.restart()
         return loss.item()
 
-    def _report_failed_save(self, stop: StopSignal) -> None:
-        """A save beside training has failed on all ranks, which learn of it at different steps."""
-        if self.checkpointer.failed and self.config.checkpoint.on_error == "stop":
-            stop.request()
-        elif self.checkpointer.failed:
-            self._saved(self.checkpointer.wait)
-
-    def _saved(self, act: Callable[[], None]) -> bool:
-        """Save; whether it worked. Raises CheckpointError where the run does not go on without."""
-        try:
-            act()
-        except CheckpointError as error:
-            if self.config.checkpoint.on_error == "stop":
-                raise
-            log.error("%s; training goes on without it (checkpoint.on_error)", error)
-            return False
-        return True
-
     def _save(self) -> bool:
-        saved = self._saved(self._begin_save)
+        saved = self.saving.try_begin()
         self.throughput.restart()
         return saved
 
-    def _begin_save(self) -> None:
-        self.checkpointer.save(
-            Facts(
-                step=self.step,
-                tokens=self.tokens,
-                skipped=int(self.train_step.skipped),
-                skipped_in_a_row=int(self.train_step.skipped_in_a_row),
-                settings=resume_settings(self.config),
-                world_size=self.place.world_size,
-                model=model_facts(self.config, self.checked.model),
-                data=self.loader.state_dict(),
-            )
+    def _save_facts(self) -> Facts:
+        return Facts(
+            step=self.step,
+            tokens=self.tokens,
+            skipped=int(self.train_step.skipped),
+            skipped_in_a_row=int(self.train_step.skipped_in_a_row),
+            settings=resume_settings(self.config),
+            world_size=self.place.world_size,
+            model=model_facts(self.config, self.checked.model),
+            data=self.loader.state_dict(),
         )
 
     def _finish(self) -> None:

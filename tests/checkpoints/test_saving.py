@@ -18,6 +18,7 @@ from dtron.checkpoint import Checkpointer
 from dtron.errors import CheckpointError, ConfigError
 from dtron.published import complete, step_of
 from dtron.saveplan import KeptPlan
+from dtron.saving import Saving
 from dtron.staging import Staging
 from dtron.tensorfile import TensorFile
 from dtron.trainer import Trainer
@@ -134,15 +135,14 @@ def order_of_saves(config: Any) -> list[str]:
         events.append(f"written {facts.step}")
 
     Checkpointer._write = slowly  # type: ignore[method-assign]
-    trainer = Trainer(config)
-    begin = trainer._begin_save
+    begin = Saving.begin
 
-    def began() -> None:
-        begin()
-        events.append(f"begun {trainer.step}")
+    def began(self: Saving) -> None:
+        begin(self)
+        events.append(f"begun {self.facts().step}")
 
-    trainer._begin_save = began  # type: ignore[method-assign]
-    trainer.fit()
+    Saving.begin = began  # type: ignore[method-assign]
+    Trainer(config).fit()
     return events
 
 
