@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Facts:
     """Name and resolved config of the model."""
     data: dict[str, int | str]
     """State of the data loader."""
+    faults: dict[str, Any] = field(default_factory=dict)
+    """Of the run's guards: means of the loss, rollbacks."""
 
     @classmethod
     def of_weights(cls, model: dict[str, Any], world_size: int) -> "Facts":

@@ -4,6 +4,7 @@
     run.json         what really ran
     metrics.jsonl    one object a logged step
     steps.json       the time of every step, if metrics.step_times
+    hangs/step-N/    where each rank was when a step did not end
     tensorboard/  checkpoints/  trace/
 
 A run resumed from its own checkpoint continues these files. Any other start in a used directory
@@ -17,7 +18,7 @@ from typing import Any
 
 from dtron.published import step_of
 
-_KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace")
+_KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace", "hangs")
 
 
 class RunDir:
@@ -32,6 +33,7 @@ class RunDir:
         self.trace = self.path / "trace"
         self.run_json = self.path / "run.json"
         self.steps_json = self.path / "steps.json"
+        self.hangs = self.path / "hangs"
 
     def open(self, config_toml: str, resumed_step: int | None) -> None:
         """Make the directory ready for a run that starts after `resumed_step`, or afresh (None)."""
@@ -41,7 +43,7 @@ class RunDir:
                 _set_aside(self.path / name)
         else:
             self._drop_rows_after(resumed_step)
-            self._drop_checkpoints_after(resumed_step)
+            self.drop_checkpoints_after(resumed_step)
         if self.config.exists() and self.config.read_text() != config_toml:
             _set_aside(self.config)
         _write(self.config, config_toml)
@@ -65,7 +67,7 @@ class RunDir:
         kept = [row for row in rows if (at := _row_step(row)) is not None and at <= step]
         _write(self.metrics, "".join(row + "\n" for row in kept))
 
-    def _drop_checkpoints_after(self, step: int) -> None:
+    def drop_checkpoints_after(self, step: int) -> None:
         """Rename checkpoints of a future that is about to be trained again."""
         for path in self.checkpoints.glob("step-*"):
             if step_of(path) > step:

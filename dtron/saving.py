@@ -9,10 +9,17 @@ import torch.distributed as dist
 from dtron.checkpoint import Checkpointer
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError
+from dtron.faults.signals import StopSignal
 from dtron.models.config import DecoderConfig
 from dtron.preflight import find_checkpoint
-from dtron.published import RESUME, Facts, check_agreement, check_content
-from dtron.runtime import StopSignal
+from dtron.published import (
+    RESUME,
+    Facts,
+    check_agreement,
+    check_content,
+    newest_good,
+    read_facts,
+)
 from dtron.storage import corrupt, read_index
 
 log = logging.getLogger("dtron")
@@ -82,3 +89,17 @@ def verified(
         checkpoint, facts = older, said
         check_agreement(checkpoint, group)
     return checkpoint, facts
+
+
+def before_step(checkpoints: Path, below: int, group: dist.ProcessGroup) -> tuple[Path, Facts]:
+    """The newest checkpoint of a run, of an earlier step than `below`, whose files are what was
+    written. All ranks call it together. Raises CheckpointError on all of them."""
+    while True:
+        path = newest_good(checkpoints, below)
+        assert path is not None, "none is left, which raises"
+        check_agreement(path, group)
+        facts = read_facts(path)
+        if not (wrong := corrupt(path, read_index(path).files, group)):
+            return path, facts
+        log.warning("%s: %s; looking for an older checkpoint", path, ", ".join(wrong))
+        below = facts.step

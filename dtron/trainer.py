@@ -17,7 +17,11 @@ from dtron.checkpoint import Checkpointer
 from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
-from dtron.errors import TrainingError
+from dtron.data.fingerprint import BITS, fingerprint
+from dtron.errors import CheckpointError, TrainingError
+from dtron.faults.guards import Guards
+from dtron.faults.signals import StopSignal
+from dtron.faults.spikes import Spike
 from dtron.float8.statistics import Statistics
 from dtron.flops import FlopsModel
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
@@ -38,7 +42,6 @@ from dtron.rundir import RunDir
 from dtron.runfacts import RunFacts
 from dtron.runtime import (
     Place,
-    StopSignal,
     host_group,
     new_host_group,
     process_group,
@@ -47,7 +50,7 @@ from dtron.runtime import (
     set_up_logging,
 )
 from dtron.sample import sample_text
-from dtron.saving import Saving, verified
+from dtron.saving import Saving, before_step, verified
 from dtron.step import (
     Loss,
     StepResult,
@@ -89,6 +92,7 @@ class Trainer:
             return
         with process_group(self.place, self.config.parallel.timeout_seconds):
             self._build()
+            self.guards.begin(self.step)
             gc.disable()  # collections come at the same step on all ranks
             try:
                 self._train()
@@ -97,6 +101,7 @@ class Trainer:
                 raise
             finally:
                 gc.enable()
+                self.guards.end()
                 self.writer.close()
 
     # -- building ---------------------------------------------------------------------------
@@ -131,6 +136,15 @@ class Trainer:
         self.routing = Routing.of(
             self.applied, self.mesh, config.micro_batches(self.place.world_size)
         )
+        self.guards = Guards(
+            config.faults,
+            config.faults.watched_seconds(config.parallel.timeout_seconds),
+            self.rundir.hangs,
+            self.applied,
+            self.mesh,
+            self.place.device,
+            self.host_group,
+        )
         self.train_step = TrainStep(
             self.execution,
             self.applied,
@@ -140,6 +154,7 @@ class Trainer:
             config.train.max_grad_norm,
             config.train.seed if self.checked.model.draws else None,
             self._after_update(),
+            self.guards.spikes,
         )
         self.checkpointer = Checkpointer(
             self.rundir.checkpoints,
@@ -252,7 +267,7 @@ class Trainer:
         )
 
     def _resume(self) -> None:
-        self.step = self.tokens = 0
+        self.step = self.tokens = self.rollbacks = 0
         checked = self.checked
         if checked.checkpoint is None or checked.facts is None:
             if self.config.checkpoint.resume:
@@ -273,7 +288,13 @@ class Trainer:
         self.step, self.tokens = facts.step, facts.tokens
         self.train_step.skipped += facts.skipped
         self.train_step.skipped_in_a_row += facts.skipped_in_a_row
+        self._resume_guards(facts)
         log.info("resumed from %s", checkpoint)
+
+    def _resume_guards(self, facts: Facts) -> None:
+        self.rollbacks = max(self.rollbacks, facts.faults.get("rollbacks", 0))
+        if self.guards.spikes is not None:
+            self.guards.spikes.load_state_dict(facts.faults.get("spikes", {}))
 
     def _open_run(self) -> None:
         config = self.config
@@ -305,7 +326,7 @@ class Trainer:
         )
         flops = FlopsModel.of(self.checked.model)
         self.throughput = Throughput(flops, self.place.world_size)
-        self.padding = self.padded_of = 0
+        self.padding = self.padded_of = self.batch_hash = 0
         self.profile = ProfileWindow(config.metrics, self.rundir.trace)
         self.times = StepTimes(self.place.device) if config.metrics.step_times else None
         said.announce(self.facts)
@@ -318,17 +339,21 @@ class Trainer:
         self.throughput.restart()
         if self.times is not None:
             self.times.begin()
-        with StopSignal(self.host_group) as stop:
+        with StopSignal(self.host_group, config.faults.stop_seconds) as stop:
             while self.step < config.train.steps:
                 self.saving.report_failed(stop)
                 stopped = stop.agreed()
                 if stopped:
                     break
                 self._one_step()
+                if (spike := self.guards.after_step(self.step)) is not None:
+                    saved = self._roll_back(spike)
+                    continue
                 interval = config.checkpoint.interval
                 if interval and self.step % interval == 0 and self._save():
                     saved = self.step
             finished = self.step == config.train.steps
+            self.guards.alive(self.step)
             if not self.saving.try_wait():  # a failure beside training ends it here
                 saved = -1
             if saved != self.step and (config.checkpoint.last or not finished):
@@ -351,7 +376,7 @@ class Trainer:
         number = self.step + 1
         self.accuracy: dict[str, float] = {}
         self.profile.before(number)
-        with phase("step"):
+        with phase("step"), self.guards.sampling(number):
             result, lr, attended = self._next_update()
         self.step = number
         if self.times is not None:
@@ -376,7 +401,10 @@ class Trainer:
         attended = _attended(batches, self.checked.model.windows)
         self.padding += sum(batch.padding for batch in batches)
         self.padded_of += sum(batch.tokens.numel() for batch in batches)
+        if config.metrics.batch_hash:
+            self.batch_hash += fingerprint(batches)
         batches = [self._on_device(batch) for batch in batches]
+        self.guards.data_is_there(self.step + 1)
         lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
         float8 = self.float8
         if config.debug.collectives and self.step == self.facts["start_step"]:
@@ -384,7 +412,7 @@ class Trainer:
         elif float8 is not None and float8.reports(self.step + 1):
             result = self._measured(float8.statistics(self.applied, self.place.device), batches, lr)
         else:
-            result = self.train_step(batches, self.step, lr)
+            result = self.train_step(batches, self.step, lr, self.guards.compute(self.step + 1))
         if self.step == self.facts["start_step"]:
             self._after_first_step()
         return result, lr, attended
@@ -428,6 +456,8 @@ class Trainer:
         row |= self.accuracy
         if self.routing is not None:
             row |= self.routing.read()
+        if self.config.metrics.batch_hash:
+            row["batch"] = self._batch_hash()
         if self.config.data.packing != "cut":
             row["padding"] = self._padding_share()
         if validates and (validation_loss := self._validate()) is not None:
@@ -440,6 +470,15 @@ class Trainer:
                 f"(train.max_skipped = {self.config.train.max_skipped}); lower optim.lr or resume "
                 "from an earlier checkpoint"
             )
+
+    def _batch_hash(self) -> int:
+        """Of all ranks' sequences since the last row."""
+        counted = self.mesh.rank("pp", "cp", "tp") == 0  # the others have the same sequences
+        own = (self.batch_hash if counted else 0) % 2**BITS
+        total = torch.tensor([own])
+        dist.all_reduce(total, group=self.host_group)
+        self.batch_hash = 0
+        return int(total) % 2**BITS
 
     def _padding_share(self) -> float:
         """Share of padding among all ranks' tokens since the last row."""
@@ -482,7 +521,54 @@ class Trainer:
             world_size=self.place.world_size,
             model=model_facts(self.config, self.checked.model),
             data=self.loader.state_dict(),
+            faults=self._guard_facts(),
         )
+
+    def _guard_facts(self) -> dict[str, Any]:
+        spikes = self.guards.spikes
+        return {"rollbacks": self.rollbacks, "spikes": spikes.state_dict()} if spikes else {}
+
+    def _roll_back(self, spike: Spike) -> int:
+        """Go back to a checkpoint from before a spike; the data goes on where it is, so that all
+        batches since that checkpoint are left out. Its step, which is saved.
+
+        Raises:
+            TrainingError: no good checkpoint is old enough, or this was done too often; on all
+                ranks.
+        """
+        faults = self.config.faults
+        self.saving.try_wait()
+        if self.rollbacks >= faults.max_rollbacks:
+            raise TrainingError(
+                f"{spike}, after {self.rollbacks} rollbacks (faults.max_rollbacks); lower optim.lr"
+            )
+        try:
+            checkpoint, facts = before_step(
+                self.rundir.checkpoints, spike.step - faults.rollback_steps + 1, self.host_group
+            )
+        except CheckpointError as error:
+            raise TrainingError(f"{spike}, and there is nothing to go back to: {error}") from error
+        left_out = range(facts.step + 1, self.step + 1)
+        self.rollbacks += 1
+        self.checkpointer.load(checkpoint)
+        self.step, self.tokens = facts.step, facts.tokens
+        self.train_step.skipped_in_a_row.zero_()
+        self._resume_guards(facts)
+        if self.train_step.after_update is not None:
+            taken = torch.ones((), dtype=torch.bool, device=self.place.device)
+            self.train_step.after_update(taken)
+        if self.place.rank == 0:
+            self.rundir.drop_checkpoints_after(self.step)
+        dist.barrier(group=self.host_group)
+        self.throughput.restart()
+        self.guards.alive(self.step)
+        log.warning(
+            "rolled back to %s; the batches of steps %d to %d are left out",
+            checkpoint,
+            left_out[0],
+            left_out[-1],
+        )
+        return self.step
 
     def _finish(self) -> None:
         train = self.config.train
