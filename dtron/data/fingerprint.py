@@ -12,13 +12,13 @@ BITS = 48
 
 
 def fingerprint(batches: Iterable[Batch]) -> int:
-    """Sum modulo 2^64, as a signed integer, of a hash of (sequence's index, place, token) over all
+    """Sum modulo 2^64 of a hash of (sequence's index, place, token) over all
     tokens of whole sequences on the host; of several ranks' batches the numbers add up."""
-    total = np.uint64(0)
+    total = 0
     for batch in batches:
         tokens = batch.tokens.numpy().astype(np.uint64)
         places = np.arange(tokens.shape[1], dtype=np.uint64)[None, :]
         rows = hash64(batch.sequence.numpy())[:, None]
         hashed = hash64(hash64(rows ^ places) ^ tokens)
-        total = total + hashed.sum(dtype=np.uint64)
-    return int(total.astype(np.int64))
+        total += int(hashed.sum(dtype=np.uint64))
+    return total % 2**64
