@@ -3,13 +3,12 @@
 A thread looks at the time since the rank last finished a step. Nothing is recorded while training
 goes on; when the limit is reached the stacks of all threads are read instead. The innermost frame
 of torch.distributed names the collective, its group and tensor; the innermost module that a frame
-belongs to names the layer; NCCL's flight recorder, which torch keeps by itself
-(TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE), names collectives that were enqueued and are
-not done. All of it is written to RUN/hangs/step-S/rank-R.txt, and the first rank says which ranks
+belongs to names the layer; torch's flight recorder names collectives that were enqueued and are not
+done. All of it is written to RUN/hangs/step-S/rank-R.txt, and the first rank says which ranks
 wait in a collective and which do not: these the others wait for.
 
-Private names of torch: `_C._distributed_c10d._dump_nccl_trace_json` (tested with 2.13; absent in
-builds without NCCL) and `_module_fqn` of FSDP's parameter groups.
+Private names of torch: `_dump_fr_trace_json` (gloo; of 2.13) and `_dump_nccl_trace_json` (builds
+with NCCL) of `_C._distributed_c10d`, and `_module_fqn` of FSDP's parameter groups.
 """
 
 import faulthandler
@@ -124,7 +123,8 @@ class Watchdog:
             path = folder / f"rank-{self.rank}.txt"
             with path.open("w") as file:
                 file.write(json.dumps(where.__dict__) + "\n" + told + "\n")
-                file.writelines(line + "\n" for line in flight_recorder(self.groups))
+                enqueued = flight_recorder(self.groups)
+                file.writelines(f"enqueued and not done: {line}\n" for line in enqueued)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             told += f"; stacks: {path}"
@@ -141,6 +141,9 @@ class Watchdog:
         found = [self._of_stack(frame) for frame in self._stacks()]
         found.sort(key=lambda each: (bool(each[0]), bool(each[1])), reverse=True)
         collective, module, _ = found[0]
+        enqueued = flight_recorder(self.groups)
+        if "wait" in collective and enqueued:  # the frame does not know for what
+            collective = enqueued[0]
         return Where(self.rank, step, round(late, 1), collective, module, self._innermost())
 
     def _innermost(self) -> str:
@@ -171,18 +174,14 @@ class Watchdog:
 
     def _described(self, name: str, local: Mapping[str, Any]) -> str:
         parts = [name]
-        group = local.get("group")
-        group_name = getattr(group, "group_name", None if group else _world())
-        if axis := self.groups.get(str(group_name)):
-            parts.append(f"over {axis}")
+        if "group" in local:
+            group = local["group"] or dist.group.WORLD
+            axis = self.groups.get(str(getattr(group, "group_name", group)))
+            parts += [f"over {axis}"] if axis else []
         tensors = [v for v in local.values() if isinstance(v, torch.Tensor)]
         if tensors:
             parts.append(f"of {str(tensors[0].dtype).split('.')[-1]} {tuple(tensors[0].shape)}")
         return " ".join(parts)
-
-
-def _world() -> str | None:
-    return str(dist.group.WORLD.group_name) if dist.group.WORLD is not None else None
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -196,18 +195,22 @@ def _place(frame: FrameType) -> str:
 
 
 def flight_recorder(groups: Mapping[str, str]) -> list[str]:
-    """A line for each collective that NCCL's flight recorder knows to be enqueued and not done."""
-    dump = getattr(_c10d, "_dump_nccl_trace_json", None)
-    if dump is None:
-        return []
-    lines = []
-    for entry in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []):
-        name, _ = (entry.get("process_group") or ["", ""])[:2]
-        lines.append(
-            f"enqueued and not done: {entry.get('profiling_name')} over "
-            f"{groups.get(str(name), name)}, {entry.get('state')}, sizes {entry.get('input_sizes')}"
-        )
-    return lines
+    """Each collective that torch's flight recorder knows to be enqueued and not done, the oldest
+    first: `all_gather over tp of Float [[2, 16, 32]]`."""
+    found = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo and of NCCL
+        dump = getattr(_c10d, name, None)
+        entries = json.loads(dump(True, True)).get("entries", []) if dump else []
+        found += [entry for entry in entries if not entry.get("retired")]
+    found.sort(key=lambda entry: entry["time_created_ns"])
+    return [_entry(entry, groups) for entry in found]
+
+
+def _entry(entry: dict[str, Any], groups: Mapping[str, str]) -> str:
+    group = str((entry.get("process_group") or [""])[0])
+    name = str(entry.get("profiling_name")).partition(":")[2]
+    dtypes = ", ".join(entry.get("input_dtypes", []))
+    return f"{name} over {groups.get(group, group)} of {dtypes} {entry.get('input_sizes')}"
 
 
 def summary(folder: Path, world_size: int) -> list[str]:

@@ -6,7 +6,7 @@ and ends each attempt in one of these ways, drawn from the seed:
 
     time     SIGKILL of a random rank, a random time after training has begun again
     save     a random rank kills itself inside a save, after a random number of writes
-    disk     a random rank can write no file larger than a few KB (RLIMIT_FSIZE), as on a full disk
+    disk     a random rank cannot write its part: no file above 4 KB (RLIMIT_FSIZE), or ENOSPC
 
 The other ranks are then killed, as torchrun does, and the next attempt resumes by itself, some of
 the time in another layout.
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dtron.config import RunConfig
+from dtron.saving import Saving
 from dtron.tensorfile import TensorFile
 from dtron.trainer import Trainer
 from tests.faults.processes import finish, start, told
@@ -85,19 +86,19 @@ def attempt(config: RunConfig, kind: str, rank: int, after: int) -> None:
     if trainer.place.rank == rank and kind == "save":
         _die_inside_save(after)
     if trainer.place.rank == rank and kind == "disk":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writes fail with EFBIG
-        limit = Path(config.run.dir, "metrics.jsonl").stat().st_size if _resumed(config) else 0
-        if rank == 0:  # which writes the metrics too
-            limit += 1_000_000
-            _fail_after(after)
-        else:
-            limit = 4000
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        _fail_after(after) if rank == 0 else _limit_files()
     trainer.fit()
 
 
-def _resumed(config: RunConfig) -> bool:
-    return Path(config.run.dir, "metrics.jsonl").exists()
+def _limit_files() -> None:
+    begin = Saving.begin
+
+    def limited(self: Saving) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writes fail with EFBIG
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+        begin(self)
+
+    Saving.begin = limited  # type: ignore[method-assign]
 
 
 def _fail_after(writes: int) -> None:

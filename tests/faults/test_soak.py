@@ -26,7 +26,7 @@ def test_a_soak(
 ) -> None:
     minutes = pytestconfig.getoption("--soak-minutes")
     seed = pytestconfig.getoption("--soak-seed")
-    soak = Soak(tmp_path, seed, steps=100, changes=changes)
+    soak = Soak(tmp_path, seed, steps=40, changes=changes)
     counts = soak.until(time.monotonic() + 30 * minutes, kills=10**6)
     with capsys.disabled():
         print(f"\nseed {seed}: {counts}")
