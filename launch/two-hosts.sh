@@ -42,7 +42,7 @@ first=$!
 host "$b" 10.77.0.2 "vb$id" 1 "$@" &
 agents="$first $!"
 
-until ls "$run"/checkpoints/step-* >/dev/null 2>&1; do
+until [ -e "$run/checkpoints/latest" ]; do
     kill -0 "$first"
     sleep 0.2
 done

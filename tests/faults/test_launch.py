@@ -58,7 +58,7 @@ def namespaces() -> str:
 def test_two_hosts_that_lose_each_other_go_on(tmp_path: Path) -> None:
     if why := namespaces():
         pytest.skip(f"no network namespaces: {why}")
-    keys = {"train__steps": 400, "checkpoint__interval": 20, "optim__lr": 3e-4}
+    keys = {"train__steps": 250, "checkpoint__interval": 20, "optim__lr": 3e-4}
     whole = tiny(tmp_path / "whole", **keys)
     run_ranks(2, fit, whole, seconds=300)
     words = write(tmp_path / "c.toml", tmp_path / "run", **keys)
