@@ -351,9 +351,9 @@ class Faults(Section):
     """After SIGTERM, SIGINT or SIGUSR1: seconds in which the run has to have saved and ended; then
     it is ended without, with exit code 74. 0: as long as it takes."""
     hang_seconds: float = Field(default=-1, ge=-1)
-    """Seconds without a finished step (validations count), after which a rank says where it is,
-    writes its stacks to RUN/hangs/ and ends with exit code 75; the first step may take four times
-    as long. -1: nine tenths of parallel.timeout_seconds; 0: never."""
+    """Seconds without a finished step, after which a rank says where it is, writes its stacks to
+    RUN/hangs/ and ends with exit code 75. A save or a validation between steps has as long; the
+    first step has four times that. -1: nine tenths of parallel.timeout_seconds; 0: never."""
     on_spike: Literal["", "warn", "skip_data", "rollback"] = ""
     """What is done about a loss that is far above those before. `skip_data`: its step is not taken.
     `rollback`: and the run goes back to a checkpoint from before it; all batches since then are

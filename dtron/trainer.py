@@ -504,7 +504,9 @@ class Trainer:
         on_device = [self._on_device(batch) for batch in batches]
         loss = evaluate(self.execution, self.applied, self.mesh, on_device, self.loss)
         self.throughput.restart()
-        return loss.item()
+        mean = loss.item()
+        self.guards.alive(self.step)
+        return mean
 
     def _save(self) -> bool:
         saved = self.saving.try_begin()
