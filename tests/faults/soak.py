@@ -62,21 +62,18 @@ class Counts:
     layout_changes: int = 0
     runs: int = 0
     steps: int = 0
-    repeated: int = 0
-    """Steps trained again after a restart, each with the batch and loss of before."""
     worst: float = 0.0
     """Largest relative difference of a loss after a change of layout."""
     restarts: list[float] = field(default_factory=list)
-    """Seconds from the start of an attempt to its first step."""
+    """Seconds from the start of an attempt until it trains."""
 
     def __str__(self) -> str:
         middle = sorted(self.restarts)[len(self.restarts) // 2] if self.restarts else 0.0
         return (
             f"{self.kills} SIGKILLs ({self.inside_saves} inside saves), {self.full_disks} full "
             f"disks, {self.layout_changes} layout changes, {self.attempts} attempts, {self.runs} "
-            f"runs, {self.steps} steps compared, {self.repeated} of them again after a restart; "
-            f"largest relative difference {self.worst:.1e}; median start to first step "
-            f"{middle:.1f} s"
+            f"runs, {self.steps} rows compared; largest relative difference {self.worst:.1e}; "
+            f"median start to training {middle:.1f} s"
         )
 
 
@@ -180,7 +177,7 @@ class Soak:
         counts, begun = self.counts, time.monotonic()
         rank, after = self.random.randrange(n), self.random.randrange(0, 60)
         folder = self.folder / f"attempt-{counts.attempts}"
-        wait = self.random.uniform(0.0, 1.5)
+        wait = self.random.uniform(0.0, 3.0)
         counts.attempts += 1
         metrics = Path(config.run.dir) / "metrics.jsonl"
         before = metrics.stat().st_mtime_ns if metrics.exists() else 0

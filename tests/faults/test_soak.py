@@ -24,8 +24,8 @@ def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 def test_a_soak(
     tmp_path: Path, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture, changes: bool
 ) -> None:
-    minutes = pytestconfig.getoption("--soak-minutes")
-    seed = pytestconfig.getoption("--soak-seed")
+    minutes: float = pytestconfig.option.soak_minutes
+    seed: int = pytestconfig.option.soak_seed
     soak = Soak(tmp_path, seed, steps=40, changes=changes)
     counts = soak.until(time.monotonic() + 30 * minutes, kills=10**6)
     with capsys.disabled():
