@@ -27,13 +27,13 @@ from dtron.config import Checkpoint
 from dtron.errors import CheckpointError
 from dtron.files import Location
 from dtron.parallelisms.apply import Applied
-from dtron.published import Facts, unreadable
+from dtron.published import Facts, step_of, unreadable
 from dtron.saveplan import KeptPlan
 from dtron.saving import Saver, why
 from dtron.staging import Background, Staging
 from dtron.storage import ShardReader, WriteFile, write_here
 from dtron.tensorfile import Written
-from dtron.tiers import Tier
+from dtron.tiers import Tier, owner
 from dtron.writer import WriterProcess
 
 log = logging.getLogger("dtron")
@@ -216,6 +216,7 @@ class Checkpointer:
         set_optimizer_state_dict(self.model, self.optimizer, held["optimizer"], options=_FLAT)
         if "rng" in state:
             _set_rng(state["rng"])
+        self._written = step_of(path) if owner(self.tiers[:-1], path) else None
 
     def load_weights(self, reader: dcp.StorageReader, where: Location) -> None:
         """Load weights alone in place; all ranks call it together.

@@ -23,6 +23,7 @@ from dtron.sections import (
     Debug,
     Degree,
     ExpertDegree,
+    Faults,
     Float8,
     Metrics,
     Model,
@@ -44,6 +45,7 @@ __all__ = [
     "Debug",
     "Degree",
     "ExpertDegree",
+    "Faults",
     "Float8",
     "Metrics",
     "Model",
@@ -77,6 +79,7 @@ class RunConfig(Section):
     float8: Float8 = Float8()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
+    faults: Faults = Faults()
     debug: Debug = Debug()
 
     @classmethod
@@ -203,7 +206,10 @@ class RunConfig(Section):
         adamw = tuple(
             f"optim.{key}" for key in ("beta1", "beta2", "eps", "weight_decay", "moments")
         )
-        tp = self.parallel.tp > 1
+        parallel, replicas = self.parallel, self.faults.replicas_interval
+        spikes = ("faults.spike_window", "faults.spike_deviations")
+        rollback = ("faults.rollback_steps", "faults.max_rollbacks")
+        tp = parallel.tp > 1
         hierarchical = self.parallel.cp > 1 and "hierarchical" in self.parallel.cp_methods()
         pipeline = tuple(
             f"parallel.{key}" for key in ("schedule", "stages_per_rank", "pp_layout", "defer_head")
@@ -238,6 +244,14 @@ class RunConfig(Section):
             (("data.paths",), not hf, 'data.source = "files"'),
             (("train.eval_interval",), validates, "train.eval_sequences"),
             (("train.sample_prompt",), self.train.sample_tokens > 0, "train.sample_tokens"),
+            (spikes, self.faults.on_spike != "", "faults.on_spike"),
+            (rollback, self.faults.on_spike == "rollback", 'faults.on_spike = "rollback"'),
+            (("faults.on_corruption",), replicas > 0, "faults.replicas_interval"),
+            (
+                ("faults.replicas_interval",),
+                parallel.dp_replicate * parallel.tp * parallel.pp > 1,
+                "ranks that hold copies: parallel.dp_replicate, tp or pp > 1",
+            ),
             (profile, self.metrics.profile_start > 0, "metrics.profile_start"),
         ]
 
@@ -277,6 +291,22 @@ class RunConfig(Section):
                 parallel.async_tp and not parallel.sequence_parallel,
                 "parallel.async_tp overlaps the all-gathers and reduce-scatters of "
                 "parallel.sequence_parallel, which is false; set it to true",
+            ),
+            (
+                self.faults.on_spike == "rollback" and not self.checkpoint.interval,
+                'faults.on_spike = "rollback" with checkpoint.interval = 0: there would be no '
+                "checkpoint to go back to; set checkpoint.interval",
+            ),
+            (
+                self.faults.hang_seconds >= parallel.timeout_seconds,
+                f"faults.hang_seconds = {self.faults.hang_seconds} is not below "
+                f"parallel.timeout_seconds = {parallel.timeout_seconds}, at which collectives end "
+                "the run before the watchdog can tell why; lower the first or raise the second",
+            ),
+            (
+                self.faults.verify_step > self.train.steps,
+                f"faults.verify_step = {self.faults.verify_step} is after the last step "
+                f"(train.steps = {self.train.steps}); use at most that",
             ),
             (
                 self.schedule.warmup + self.schedule.decay > 1 and self.schedule.name == "wsd",

@@ -104,7 +104,7 @@ class MetricsWriter:
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no NaN
         if self._board is not None:
             for name, value in row.items():
-                if name != "step" and value is not None:
+                if name not in ("step", "batch") and value is not None:
                     self._board.add_scalar(name, value, row["step"])
         text = _line(row)
         if self._progress is not None:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -59,6 +59,8 @@ class Facts:
     """Name and resolved config of the model."""
     data: dict[str, int | str]
     """State of the data loader."""
+    faults: dict[str, Any] = field(default_factory=dict)
+    """Of the run's guards: means of the loss, rollbacks."""
 
     @classmethod
     def of_weights(cls, model: dict[str, Any], world_size: int) -> "Facts":
@@ -161,16 +163,21 @@ def _within(path: Location | str) -> Location | None:
     return newest_good([where / "checkpoints", where])
 
 
-def newest_good(folders: Sequence[Location], after: Location | None = None) -> Location | None:
+def newest_good(
+    folders: Sequence[Location], after: Location | None = None, below: int | None = None
+) -> Location | None:
     """The newest checkpoint of a run without a `problem`; each newer one is warned of. Of two of
     one step, that of the first folder is taken.
 
     Args:
         after: one that was taken before and proved to be damaged: the next one is wanted.
+        below: of an earlier step than this.
     Raises:
         CheckpointError: there are some, and all have one.
     """
     wrong, paths = "", newest_first(folders)
+    if below is not None:
+        paths = [path for path in paths if step_of(path) < below]
     for path in paths[paths.index(after) + 1 :] if after is not None else paths:
         if not (found := problem(path)):
             return path

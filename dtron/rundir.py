@@ -5,6 +5,7 @@
     metrics.jsonl    one object a logged step
     steps.json       the time of every step, if metrics.step_times
     begun            that this job has begun, for attempts that torchrun restarts
+    hangs/step-N/    where each rank was when a step did not end
     tensorboard/  checkpoints/  trace/
 
 A run resumed from its own checkpoint continues these files. Any other start in a used directory
@@ -16,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace")
+_KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace", "hangs")
 
 
 class RunDir:
@@ -32,6 +33,7 @@ class RunDir:
         self.run_json = self.path / "run.json"
         self.steps_json = self.path / "steps.json"
         self.begun = self.path / "begun"
+        self.hangs = self.path / "hangs"
 
     def open(self, config_toml: str, resumed_step: int | None) -> None:
         """Make the directory ready for a run that starts after `resumed_step`, or afresh (None)."""

@@ -9,7 +9,6 @@ import datetime
 import logging
 import os
 import random
-import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -134,53 +133,6 @@ def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> N
     """Give groups that a device mesh made with torch's default the run's time-out."""
     for group in groups:
         set_group_timeout(datetime.timedelta(seconds=timeout_seconds), group)
-
-
-class StopSignal:
-    """SIGTERM, SIGINT and SIGUSR1 (which Slurm can send before a time limit) as a flag that all
-    ranks agree on, one step late and without waiting.
-
-    Each step starts a 1-element all-reduce over the host group and reads the last step's.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._raised = False
-        self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
-        self._previous = {}
-
-    def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            with contextlib.suppress(ValueError):  # not in the main thread: no signals to catch
-                self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        if error is None and self._pending is not None and self._pending[0] is not None:
-            self._pending[0].wait()
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        log.warning(
-            "%s: stopping after the next step, with a checkpoint", signal.Signals(number).name
-        )
-        self._raised = True
-
-    def request(self) -> None:
-        """Stop as after a signal."""
-        self._raised = True
-
-    def agreed(self) -> bool:
-        """Whether any rank had been signalled at the last call; the same on every rank."""
-        previous, flag = self._pending, torch.tensor([int(self._raised)])
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = (work, flag)
-        if previous is None:
-            return False
-        if previous[0] is not None:
-            previous[0].wait()
-        return bool(previous[1].item())
 
 
 def check_writable(path: Path) -> None:

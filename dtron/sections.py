@@ -350,9 +350,48 @@ class Metrics(Section):
     """Length of that window; the trace goes to RUN/trace/."""
     profile_shapes: bool = False
     """Keep the shapes of operators' inputs in the trace, at some cost while it is taken."""
+    batch_hash: bool = False
+    """Add to each row `batch`, a hash of all sequences since the last one, the same in every
+    layout."""
     step_times: bool = False
     """Write the time of every step to RUN/steps.json when the run ends. On GPUs an event is put
     behind each step and read at the end: nothing is waited for."""
+
+
+class Faults(Section):
+    """What is done about signals, hangs, loss spikes, slow ranks and corrupted memory."""
+
+    stop_seconds: int = Field(default=300, ge=0)
+    """After SIGTERM, SIGINT or SIGUSR1: seconds in which the run has to have saved and ended; then
+    it is ended without, with exit code 74. 0: as long as it takes."""
+    hang_seconds: float = Field(default=-1, ge=-1)
+    """Seconds without a finished step, after which a rank says where it is, writes its stacks to
+    RUN/hangs/ and ends with exit code 75. A save or a validation between steps has as long; the
+    first step has four times that. -1: nine tenths of parallel.timeout_seconds; 0: never."""
+    on_spike: Literal["", "warn", "skip_data", "rollback"] = ""
+    """What is done about a loss that is far above those before. `skip_data`: its step is not taken.
+    `rollback`: and the run goes back to a checkpoint from before it; all batches since then are
+    left out. Empty: nothing."""
+    spike_window: int = Field(default=100, ge=2)
+    """Steps over which the loss's mean and deviation run."""
+    spike_deviations: float = Field(default=8.0, gt=0)
+    """How many deviations above the mean a loss is a spike."""
+    rollback_steps: int = Field(default=1, ge=1)
+    """The checkpoint to go back to is at least this many steps older than the spike."""
+    max_rollbacks: int = Field(default=3, ge=1)
+    """The run ends at the next spike after so many."""
+    stragglers_interval: int = Field(default=0, ge=0)
+    """Steps between tables of the slowest ranks; 0: none. Such a step waits for the device."""
+    replicas_interval: int = Field(default=0, ge=0)
+    """Steps between comparisons of the parameters that several ranks hold; 0: none."""
+    on_corruption: Literal["stop", "warn"] = "stop"
+    """What is done when they differ."""
+    verify_step: int = Field(default=0, ge=0)
+    """A step whose loss and gradients are computed twice and compared bit for bit; 0: none."""
+
+    def watched_seconds(self, timeout_seconds: int) -> float:
+        """`hang_seconds`, resolved; 0: no watchdog."""
+        return 0.9 * timeout_seconds if self.hang_seconds < 0 else self.hang_seconds
 
 
 class Debug(Section):

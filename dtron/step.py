@@ -4,8 +4,10 @@ Nothing here waits for the device; a non-finite gradient skips the update on eve
 decision taken there, and counters that the trainer reads at logging steps tell of it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,19 @@ from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
 from dtron.profile import phase
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Compute = Callable[[Callable[[], Tensor]], Tensor]
+"""Given what computes a step's gradients and this rank's share of the loss, does so."""
+
+
+class Guard(Protocol):
+    """Judges the loss of a step, on the device."""
+
+    skips: bool
+    """Whether steps that it objects to are not taken."""
+
+    def observe(self, share: Tensor, step: int) -> Tensor:
+        """Whether it objects, from this rank's share of the loss of a step (1-based)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,7 @@ class TrainStep:
         loss: (logits (B, T, V), labels (B, T)) -> the summed loss; where the model's head computes
             it (`Applied.loss_in_head`), what the model gives comes in place of the logits.
         dropout_seed: seed of the dropout masks; None if the model has no dropout.
+        guard: may object to a step for its loss.
         after_update: what depends on the new weights, such as their float8 scales; it is told
             whether the step was taken, by a bool on the device.
     """
@@ -56,6 +72,7 @@ class TrainStep:
         max_grad_norm: float,
         dropout_seed: int | None,
         after_update: Callable[[Tensor], None] | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.execution, self.applied, self.mesh, self.optimizer = (
             execution,
@@ -64,22 +81,35 @@ class TrainStep:
             optimizer,
         )
         self.loss, self.max_grad_norm, self.dropout_seed = loss, max_grad_norm, dropout_seed
-        self.after_update = after_update
+        self.after_update, self.guard = after_update, guard
         self.parameters = [p for _, p in applied.named_parameters() if p.requires_grad]
         self.skipped = torch.zeros((), dtype=torch.int64, device=mesh.device_type)
         self.skipped_in_a_row = torch.zeros_like(self.skipped)
         self.most_in_a_row = torch.zeros_like(self.skipped)
 
-    def __call__(self, batches: Sequence[Batch], step: int, lr: float) -> StepResult:
-        """Run update `step` (0-based) at learning rate `lr` on this rank's micro-batches."""
+    def __call__(
+        self, batches: Sequence[Batch], step: int, lr: float, compute: Compute | None = None
+    ) -> StepResult:
+        """Run update `step` (0-based) at learning rate `lr` on this rank's micro-batches.
+
+        Args:
+            compute: calls what it is given, which computes all gradients; None: once.
+        """
         with phase("forward_backward"):
-            loss = self.accumulate(batches, step)
+            accumulate = functools.partial(self.accumulate, batches, step)
+            loss = compute(accumulate) if compute else accumulate()
         with phase("optimizer"):
             norm = global_norm(self.parameters, self.mesh, self.applied.shared.copies)
-            update(self.optimizer, clip_scale(norm, self.max_grad_norm), lr)
-            finite = norm.isfinite()
+            finite = taken = norm.isfinite()
+            scale = clip_scale(norm, self.max_grad_norm)
+            if self.guard is not None:
+                spike = self.guard.observe(loss, step + 1)
+                if self.guard.skips:
+                    scale = torch.where(spike, torch.nan, scale)
+                    taken = finite & ~spike
+            update(self.optimizer, scale, lr)
             if self.after_update is not None:
-                self.after_update(finite)
+                self.after_update(taken)
             self.optimizer.zero_grad()
         self.skipped += ~finite
         self.skipped_in_a_row = torch.where(finite, 0, self.skipped_in_a_row + 1)

@@ -3,10 +3,9 @@
 import functools
 import gc
 import logging
-import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,15 +13,18 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-import dtron
 from dtron.checkpoint import Checkpointer
 from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
+from dtron.data.fingerprint import BITS, fingerprint
 from dtron.errors import CheckpointError, TrainingError
+from dtron.faults.guards import Guards
+from dtron.faults.signals import StopSignal
+from dtron.faults.spikes import Spike
 from dtron.files import Location
 from dtron.float8.statistics import Statistics
-from dtron.flops import FlopsModel, n_parameters
+from dtron.flops import FlopsModel
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.metrics import MetricsWriter, Throughput
 from dtron.models import MODELS, build_model
@@ -35,20 +37,13 @@ from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
 from dtron.preflight import checked_facts, model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
-from dtron.published import (
-    RESUME,
-    Facts,
-    abandon_after,
-    agree,
-    check_agreement,
-    check_content,
-    newest_good,
-)
+from dtron.published import Facts, abandon_after, agree, check_agreement, check_content
 from dtron.routing import Routing
 from dtron.rundir import RunDir
+from dtron.runfacts import RunFacts
+from dtron.runsaves import Saving, before_step, verified
 from dtron.runtime import (
     Place,
-    StopSignal,
     host_group,
     process_group,
     seed_everything,
@@ -65,7 +60,6 @@ from dtron.step import (
     share_of,
 )
 from dtron.steptimes import StepTimes
-from dtron.storage import corrupt, read_index
 from dtron.tiers import owner
 
 log = logging.getLogger("dtron")
@@ -100,14 +94,16 @@ class Trainer:
             return
         with process_group(self.place, self.config.parallel.timeout_seconds):
             self._build()
+            self.guards.begin(self.step)
             gc.disable()  # collections come at the same step on all ranks
             try:
                 self._train()
             except TrainingError:  # all ranks raise it: what they began to save is completed
-                self._saved(self.checkpointer.wait)
+                self.saving.try_wait()
                 raise
             finally:
                 gc.enable()
+                self.guards.end()
                 self.writer.close()
 
     # -- building ---------------------------------------------------------------------------
@@ -142,6 +138,15 @@ class Trainer:
         self.routing = Routing.of(
             self.applied, self.mesh, config.micro_batches(self.place.world_size)
         )
+        self.guards = Guards(
+            config.faults,
+            config.faults.watched_seconds(config.parallel.timeout_seconds),
+            self.rundir.hangs,
+            self.applied,
+            self.mesh,
+            self.place.device,
+            self.host_group,
+        )
         self.train_step = TrainStep(
             self.execution,
             self.applied,
@@ -151,10 +156,12 @@ class Trainer:
             config.train.max_grad_norm,
             config.train.seed if self.checked.model.draws else None,
             self._after_update(),
+            self.guards.spikes,
         )
         self.checkpointer = Checkpointer(
             self.checked.tiers, self.applied, self.optimizer, config.checkpoint
         )
+        self.saving = Saving(self.checkpointer, config.checkpoint.on_error, self._save_facts)
         for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
             self.mesh.group(*axes)  # made now, to get the time-out and a name too
         set_timeouts(self.mesh.groups(), config.parallel.timeout_seconds)
@@ -263,41 +270,32 @@ class Trainer:
         )
 
     def _resume(self) -> None:
-        self.step = self.tokens = 0
-        if self.checked.checkpoint is None or self.checked.facts is None:
+        self.step = self.tokens = self.rollbacks = 0
+        checked = self.checked
+        if checked.checkpoint is None or checked.facts is None:
             if self.config.checkpoint.resume:
-                log.info("no checkpoint in %s yet: starting afresh", self.checked.tiers[-1].folder)
-            if initial := self.checked.initial:
+                log.info("no checkpoint in %s yet: starting afresh", checked.tiers[-1].folder)
+            if initial := checked.initial:
                 check_agreement(initial.path, self.host_group)
                 if self.config.checkpoint.verify and initial.folder is None:
                     check_content(initial.path, self.checkpointer.group)
                 self.checkpointer.load_weights(initial.reader(), initial.path)
                 log.info("weights of %s", initial.path)
             return
-        checkpoint, facts = self._verified(self.checked.checkpoint, self.checked.facts)
-        self.checked = replace(self.checked, checkpoint=checkpoint, facts=facts)
+        checkpoint, facts = verified(self.config, checked, self.checkpointer.group)
+        self.checked = replace(checked, checkpoint=checkpoint, facts=facts)
         self.checkpointer.load(checkpoint)
         self.loader.load_state_dict(facts.data)
         self.step, self.tokens = facts.step, facts.tokens
         self.train_step.skipped += facts.skipped
         self.train_step.skipped_in_a_row += facts.skipped_in_a_row
+        self._resume_guards(facts)
         log.info("resumed from %s", checkpoint)
 
-    def _verified(self, checkpoint: Location, facts: Facts) -> tuple[Location, Facts]:
-        """The checkpoint, or of `latest` the newest one whose files are what was written."""
-        config, group = self.config, self.checkpointer.group
-        if not config.checkpoint.verify:
-            return checkpoint, facts
-        if self.checked.resume != "latest":
-            check_content(checkpoint, self.checkpointer.group, RESUME)
-            return checkpoint, facts
-        while wrong := corrupt(checkpoint, read_index(checkpoint).files, group):
-            log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(wrong))
-            older = newest_good([tier.folder for tier in self.checked.tiers], after=checkpoint)
-            assert older is not None, "none is left, which raises"
-            checkpoint, facts = older, checked_facts(config, self.checked.model, older)
-            check_agreement(checkpoint, self.host_group)
-        return checkpoint, facts
+    def _resume_guards(self, facts: Facts) -> None:
+        self.rollbacks = max(self.rollbacks, facts.faults.get("rollbacks", 0))
+        if self.guards.spikes is not None:
+            self.guards.spikes.load_state_dict(facts.faults.get("spikes", {}))
 
     def _open_run(self) -> None:
         config = self.config
@@ -309,7 +307,17 @@ class Trainer:
             for tier in self.checked.tiers:
                 abandon_after(tier.folder, self.step if own else 0)
             self.rundir.begun.touch()
-        self.facts = self._run_facts()
+        said = RunFacts(
+            config,
+            self.place,
+            self.checked,
+            self.mesh,
+            self.policy,
+            self.applied,
+            self.context,
+            self.float8,
+        )
+        self.facts = said.gather(self.train_step.parameters, self.step, self.host_group)
         if first:
             self.rundir.write_run_json(self.facts)
         self.writer = MetricsWriter(
@@ -322,120 +330,46 @@ class Trainer:
         )
         flops = FlopsModel.of(self.checked.model)
         self.throughput = Throughput(flops, self.place.world_size)
-        self.padding = self.padded_of = 0
+        self.padding = self.padded_of = self.batch_hash = 0
         self.profile = ProfileWindow(config.metrics, self.rundir.trace)
         self.times = StepTimes(self.place.device) if config.metrics.step_times else None
-        self._announce()
-
-    def _run_facts(self) -> dict[str, Any]:
-        """What run.json says; every rank calls it."""
-        config, applied, layout = self.config, self.applied, self.checked.layout
-        waste = self.checked.train.waste()
-        held: list[int] = [0] * self.place.world_size
-        local = sum(p.to_local().nbytes for p in self.train_step.parameters)  # type: ignore[attr-defined]
-        dist.all_gather_object(held, local, group=self.host_group)
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-        return {
-            "dtron": dtron.__version__,
-            "torch": torch.__version__,
-            "device": device,
-            "world_size": self.place.world_size,
-            "mesh": self.mesh.degrees,
-            "experts": self.mesh.expert_degrees if self.checked.model.n_experts else None,
-            "micro_batches": config.micro_batches(self.place.world_size),
-            "context": self._context_facts(),
-            "schedule": config.parallel.schedule if layout else None,
-            "stages": [list(stage) for stage in layout.stages] if layout else None,
-            "zero": config.parallel.zero,
-            "reduce": "micro_batch" if self.policy.reduce_each_micro_batch else "step",
-            "dtype": config.train.dtype,
-            "parameters": n_parameters(self.checked.model),
-            "attention": self.checked.attention.name,
-            "packing": {"mode": config.data.packing, **(asdict(waste) if waste else {})},
-            "recomputed_blocks": applied.recomputed_blocks,
-            "compiled": list(applied.compiled),
-            "float8": self._float8_facts(),
-            "fsdp_units": applied.units,
-            "parameter_bytes_per_rank": held,
-            "start_step": self.step,
-        }
-
-    def _context_facts(self) -> dict[str, Any] | None:
-        if self.context is None:
-            return None
-        layouts = self.context.layouts(self.mesh.size("cp")).items()
-        inner = {name: shape.inner for name, shape in layouts if shape.inner > 1}
-        return {"methods": list(self.context.methods), "all_to_all_ranks": inner}
-
-    def _float8_facts(self) -> dict[str, Any] | None:
-        plan = self.float8
-        if plan is None:
-            return None
-        why = plan.why_emulated(self.place.device, DTYPES[self.config.train.dtype])
-        return {"recipe": plan.recipe.name, "emulated": why or False, "layers": list(plan.layers)}
-
-    def _announce(self) -> None:
-        applied = self.applied
-        facts, train = self.facts, self.config.train
-        wide = ", ".join(f"{axis} {n}" for axis, n in facts["mesh"].items() if n > 1)
-        if facts["experts"]:
-            apart = ("edp_shard", "ep", "etp")
-            split = {axis: n for axis, n in facts["experts"].items() if axis in apart and n > 1}
-            wide += "; experts: " + (", ".join(f"{k} {n}" for k, n in split.items()) or "whole")
-        if facts["context"]:
-            wide += f", attention by {' and '.join(dict.fromkeys(facts['context']['methods']))}"
-        log.info(
-            "%s %s: %s parameters, %s attention, %s",
-            self.config.model.name,
-            self.config.model.size,
-            f"{facts['parameters']:,}",
-            facts["attention"],
-            train.dtype,
-        )
-        log.info(
-            "%d ranks on %s (%s), %d micro-batches of %d x %d tokens",
-            facts["world_size"],
-            facts["device"],
-            wide or "no parallelism",
-            facts["micro_batches"],
-            train.micro_batch,
-            train.seq_len,
-        )
-        compiled = f"{len(applied.compiled)} blocks and the loss" if applied.compiled else "nothing"
-        log.info("compiled: %s; recomputed: %d blocks", compiled, applied.recomputed_blocks)
-        if self.float8 is not None:
-            self.float8.announce(self.place.device, DTYPES[train.dtype])
-        waste = self.checked.train.waste() or "a stream, whose waste is not known in advance"
-        log.info("packing %s: %s", self.config.data.packing, waste)
+        said.announce(self.facts)
 
     # -- running ----------------------------------------------------------------------------
 
     def _train(self) -> None:
         config = self.config
-        tiers = self.checked.tiers
-        saved = -1 if owner(tiers[:-1], self.checked.checkpoint) else self.step
+        saved = self._durable_step(self.checked.checkpoint)
         self.throughput.restart()
         if self.times is not None:
             self.times.begin()
-        with StopSignal(self.host_group) as stop:
+        with StopSignal(self.host_group, config.faults.stop_seconds) as stop:
             while self.step < config.train.steps:
-                self._report_failed_save(stop)
+                self.saving.report_failed(stop)
                 stopped = stop.agreed()
                 if stopped:
                     break
                 self._one_step()
+                if (spike := self.guards.after_step(self.step)) is not None:
+                    saved = self._durable_step(self._roll_back(spike))
+                    continue
                 if self.checkpointer.due(self.step) and self._save():
                     saved = self.step if self.checkpointer.lasts(self.step) else saved
             finished = self.step == config.train.steps
-            if not self._saved(self.checkpointer.wait):  # a failure beside training ends it here
+            self.guards.alive(self.step)
+            if not self.saving.try_wait():  # a failure beside training ends it here
                 saved = -1
             if saved != self.step and (config.checkpoint.last or not finished):
-                self._begin_save(durable=True)  # a second signal does not interrupt it
+                self.saving.begin(durable=True)  # a second signal does not interrupt it
             self.checkpointer.wait()  # nothing comes after it that could save what it did not
         self._write_times()
         if finished:
             self._finish()
         log.info("run directory: %s", self.rundir.path)
+
+    def _durable_step(self, checkpoint: Location | None) -> int:
+        """The step that the run is at, if it needs no saving; else -1."""
+        return -1 if owner(self.checked.tiers[:-1], checkpoint) else self.step
 
     def _write_times(self) -> None:
         if self.times is None:
@@ -449,7 +383,7 @@ class Trainer:
         number = self.step + 1
         self.accuracy: dict[str, float] = {}
         self.profile.before(number)
-        with phase("step"):
+        with phase("step"), self.guards.sampling(number):
             result, lr, attended = self._next_update()
         self.step = number
         if self.times is not None:
@@ -474,7 +408,10 @@ class Trainer:
         attended = _attended(batches, self.checked.model.windows)
         self.padding += sum(batch.padding for batch in batches)
         self.padded_of += sum(batch.tokens.numel() for batch in batches)
+        if config.metrics.batch_hash:
+            self.batch_hash += fingerprint(batches)
         batches = [self._on_device(batch) for batch in batches]
+        self.guards.data_is_there(self.step + 1)
         lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
         float8 = self.float8
         if config.debug.collectives and self.step == self.facts["start_step"]:
@@ -482,7 +419,7 @@ class Trainer:
         elif float8 is not None and float8.reports(self.step + 1):
             result = self._measured(float8.statistics(self.applied, self.place.device), batches, lr)
         else:
-            result = self.train_step(batches, self.step, lr)
+            result = self.train_step(batches, self.step, lr, self.guards.compute(self.step + 1))
         if self.step == self.facts["start_step"]:
             self._after_first_step()
         return result, lr, attended
@@ -526,6 +463,8 @@ class Trainer:
         row |= self.accuracy
         if self.routing is not None:
             row |= self.routing.read()
+        if self.config.metrics.batch_hash:
+            row["batch"] = self._batch_hash()
         if self.config.data.packing != "cut":
             row["padding"] = self._padding_share()
         if validates and (validation_loss := self._validate()) is not None:
@@ -538,6 +477,15 @@ class Trainer:
                 f"(train.max_skipped = {self.config.train.max_skipped}); lower optim.lr or resume "
                 "from an earlier checkpoint"
             )
+
+    def _batch_hash(self) -> int:
+        """Of all ranks' sequences since the last row."""
+        counted = self.mesh.rank("pp", "cp", "tp") == 0  # the others have the same sequences
+        own = (self.batch_hash if counted else 0) % 2**BITS
+        total = torch.tensor([own])
+        dist.all_reduce(total, group=self.host_group)
+        self.batch_hash = 0
+        return int(total) % 2**BITS
 
     def _padding_share(self) -> float:
         """Share of padding among all ranks' tokens since the last row."""
@@ -563,45 +511,76 @@ class Trainer:
         on_device = [self._on_device(batch) for batch in batches]
         loss = evaluate(self.execution, self.applied, self.mesh, on_device, self.loss)
         self.throughput.restart()
-        return loss.item()
-
-    def _report_failed_save(self, stop: StopSignal) -> None:
-        """A save beside training has failed on all ranks, which learn of it at different steps."""
-        if self.checkpointer.failed and self.config.checkpoint.on_error == "stop":
-            stop.request()
-        elif self.checkpointer.failed:
-            self._saved(self.checkpointer.wait)
-
-    def _saved(self, act: Callable[[], None]) -> bool:
-        """Save; whether it worked. Raises CheckpointError where the run does not go on without."""
-        try:
-            act()
-        except CheckpointError as error:
-            if self.config.checkpoint.on_error == "stop":
-                raise
-            log.error("%s; training goes on without it (checkpoint.on_error)", error)
-            return False
-        return True
+        mean = loss.item()
+        self.guards.alive(self.step)
+        return mean
 
     def _save(self) -> bool:
-        saved = self._saved(self._begin_save)
+        saved = self.saving.try_begin()
         self.throughput.restart()
         return saved
 
-    def _begin_save(self, durable: bool = False) -> None:
-        self.checkpointer.save(
-            Facts(
-                step=self.step,
-                tokens=self.tokens,
-                skipped=int(self.train_step.skipped),
-                skipped_in_a_row=int(self.train_step.skipped_in_a_row),
-                settings=resume_settings(self.config),
-                world_size=self.place.world_size,
-                model=model_facts(self.config, self.checked.model),
-                data=self.loader.state_dict(),
-            ),
-            durable,
+    def _save_facts(self) -> Facts:
+        return Facts(
+            step=self.step,
+            tokens=self.tokens,
+            skipped=int(self.train_step.skipped),
+            skipped_in_a_row=int(self.train_step.skipped_in_a_row),
+            settings=resume_settings(self.config),
+            world_size=self.place.world_size,
+            model=model_facts(self.config, self.checked.model),
+            data=self.loader.state_dict(),
+            faults=self._guard_facts(),
         )
+
+    def _guard_facts(self) -> dict[str, Any]:
+        spikes = self.guards.spikes
+        return {"rollbacks": self.rollbacks, "spikes": spikes.state_dict()} if spikes else {}
+
+    def _roll_back(self, spike: Spike) -> Location:
+        """Go back to a checkpoint from before a spike and give it. The data goes on where it is, so
+        that all batches since that checkpoint are left out.
+
+        Raises:
+            TrainingError: no good checkpoint is old enough, or this was done too often; on all
+                ranks.
+        """
+        faults = self.config.faults
+        self.saving.try_wait()
+        if self.rollbacks >= faults.max_rollbacks:
+            raise TrainingError(
+                f"{spike}, after {self.rollbacks} rollbacks (faults.max_rollbacks); lower optim.lr"
+            )
+        try:
+            checkpoint, facts = before_step(
+                self.checked.tiers,
+                spike.step - faults.rollback_steps + 1,
+                self.checkpointer.group,
+            )
+        except CheckpointError as error:
+            raise TrainingError(f"{spike}, and there is nothing to go back to: {error}") from error
+        left_out = range(facts.step + 1, self.step + 1)
+        self.rollbacks += 1
+        self.checkpointer.load(checkpoint)
+        self.step, self.tokens = facts.step, facts.tokens
+        self.train_step.skipped_in_a_row.zero_()
+        self._resume_guards(facts)
+        if self.train_step.after_update is not None:
+            taken = torch.ones((), dtype=torch.bool, device=self.place.device)
+            self.train_step.after_update(taken)
+        if self.place.rank == 0:
+            for tier in self.checked.tiers:
+                abandon_after(tier.folder, self.step)
+        dist.barrier(group=self.host_group)
+        self.throughput.restart()
+        self.guards.alive(self.step)
+        log.warning(
+            "rolled back to %s; the batches of steps %d to %d are left out",
+            checkpoint,
+            left_out[0],
+            left_out[-1],
+        )
+        return checkpoint
 
     def _finish(self) -> None:
         train = self.config.train

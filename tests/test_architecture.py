@@ -43,6 +43,13 @@ ALLOWED = {
         "dtron.kernels",
         "dtron.errors",
     },
+    "dtron.faults": {
+        "dtron.faults",
+        "dtron.parallelisms",
+        "dtron.config",
+        "dtron.errors",
+        "dtron.step",
+    },
     "dtron.data": {"dtron.data", "dtron.config", "dtron.errors"},
 }
 

@@ -228,6 +228,7 @@ FREE = {
         f"checkpoint.{key}" for key in ("keep", "keep_every", "mode", "on_error")
     ),  # nothing is saved
     "checkpoint.verify",
+    *(key for key, _, _ in fields(RunConfig) if key.startswith("faults.")),  # dtron alone is slower
     "debug.collectives",  # of the first step
     "debug.deterministic",  # dtron alone is slower
 }

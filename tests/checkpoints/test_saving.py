@@ -18,6 +18,7 @@ from dtron import saving, storage
 from dtron.checkpoint import Checkpointer
 from dtron.errors import CheckpointError, ConfigError
 from dtron.published import complete, step_of
+from dtron.runsaves import Saving
 from dtron.saveplan import KeptPlan
 from dtron.staging import Staging
 from dtron.trainer import Trainer
@@ -152,15 +153,14 @@ def order_of_saves(config: Any) -> list[str]:
         events.append(f"written {facts.step}")
 
     Checkpointer._write = slowly  # type: ignore[method-assign]
-    trainer = Trainer(config)
-    begin = trainer._begin_save
+    begin = Saving.begin
 
-    def began() -> None:
-        begin()
-        events.append(f"begun {trainer.step}")
+    def began(self: Saving, durable: bool = False) -> None:
+        begin(self, durable)
+        events.append(f"begun {self.facts().step}")
 
-    trainer._begin_save = began  # type: ignore[method-assign]
-    trainer.fit()
+    Saving.begin = began  # type: ignore[method-assign]
+    Trainer(config).fit()
     return events
 
 
@@ -182,7 +182,7 @@ def fit_with_faults(config: Any, act: str, name: str) -> list[str]:
     messages = []
     if config.checkpoint.mode == "sync":
         fail_at(act, name)
-    WriterProcess.COMMAND = (sys.executable, str(FAULTY), act, name)
+    WriterProcess.COMMAND = (sys.executable, str(FAULTY), act, name, "2000")
     trainer = Trainer(config)
     logging.getLogger("dtron").addFilter(lambda r: messages.append(r.getMessage()) or True)
     try:

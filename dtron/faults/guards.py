@@ -1,0 +1,136 @@
+"""The guards of one run, as its section [faults] says, and when each of them acts."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtron.config import Faults
+from dtron.errors import TrainingError
+from dtron.faults.replicas import Replicas, computed_twice
+from dtron.faults.spikes import Spike, Spikes
+from dtron.faults.stragglers import Stragglers
+from dtron.faults.watchdog import Watchdog
+from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.mesh import Mesh
+from dtron.step import Compute
+
+log = logging.getLogger("dtron")
+
+
+class Guards:
+    """What watches a run's steps. Every rank has one, made by all together.
+
+    Args:
+        options: the config's section.
+        hang_seconds: resolved; 0: no watchdog.
+        hangs: RUN/hangs.
+        host: a group over all ranks, on the host.
+    """
+
+    def __init__(
+        self,
+        options: Faults,
+        hang_seconds: float,
+        hangs: Path,
+        applied: Applied,
+        mesh: Mesh,
+        device: torch.device,
+        host: dist.ProcessGroup,
+    ) -> None:
+        self.options, self.applied, self.host = options, applied, host
+        self.spikes = self.stragglers = self.replicas = self.watchdog = None
+        if options.on_spike:
+            skips = options.on_spike != "warn"
+            self.spikes = Spikes(
+                options.spike_window, options.spike_deviations, skips, mesh.size("tp"), device
+            )
+        if options.stragglers_interval:
+            self.stragglers = Stragglers(options.stragglers_interval, device, host)
+        if options.replicas_interval:
+            self.replicas = Replicas(applied, host)
+            if not self.replicas.found:
+                log.warning("faults.replicas_interval: no rank holds a copy of another's part")
+        if hang_seconds:
+            self.watchdog = Watchdog(hang_seconds, hangs, _modules(applied), mesh.group_names())
+
+    def begin(self, step: int) -> None:
+        """Training begins after `step`."""
+        if self.watchdog is not None:
+            self.watchdog.begin(step)
+
+    def end(self) -> None:
+        """Training has ended, in whatever way."""
+        if self.watchdog is not None:
+            self.watchdog.end()
+
+    def alive(self, step: int) -> None:
+        """`step` is the last one done; something has gone on since."""
+        if self.watchdog is not None:
+            self.watchdog.beat(step)
+
+    def sampling(self, step: int) -> contextlib.AbstractContextManager:
+        """Around step `step` (1-based): takes it apart, where it is its turn."""
+        if self.stragglers is not None and self.stragglers.samples(step):
+            return self.stragglers.sampling()
+        return contextlib.nullcontext()
+
+    def data_is_there(self, step: int) -> None:
+        """Inside `sampling`: the batch of the step is on its way to the device."""
+        if self.stragglers is not None and self.stragglers.samples(step):
+            self.stragglers.data_is_there()
+
+    def compute(self, step: int) -> Compute | None:
+        """What computes the gradients of step `step`, if not just once."""
+        return self._twice if step == self.options.verify_step else None
+
+    def _twice(self, accumulate: Callable[[], Tensor]) -> Tensor:
+        share, wrong = computed_twice(self.applied, accumulate, self.host)
+        step = self.options.verify_step
+        if wrong:
+            raise TrainingError(
+                f"step {step}, computed twice, gave other bits in {wrong}; with "
+                "debug.deterministic = true that is a fault of the hardware, without it kernels "
+                "may differ by themselves"
+            )
+        log.info("step %d, computed twice: loss and gradients have the same bits", step)
+        return share
+
+    def after_step(self, step: int) -> Spike | None:
+        """Step `step` (1-based) has been enqueued; a spike that the run has to go back before.
+
+        Raises:
+            TrainingError: copies of a parameter differ, on all ranks.
+        """
+        self.alive(step)
+        if self.stragglers is not None and self.stragglers.samples(step):
+            self.stragglers.report(step)
+        if self.replicas is not None and step % self.options.replicas_interval == 0:
+            self._compare(self.replicas, step)
+        return self._told(step) if self.spikes is not None else None
+
+    def _compare(self, replicas: Replicas, step: int) -> None:
+        found = replicas.differences()
+        if not found:
+            return
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        told = f"silent corruption by step {step}: {found[0]}{more}"
+        if self.options.on_corruption == "stop":
+            raise TrainingError(f"{told}; resume from a checkpoint of before, without that rank")
+        log.error("%s (faults.on_corruption)", told)
+
+    def _told(self, step: int) -> Spike | None:
+        assert self.spikes is not None, "there is something to read"
+        found = self.spikes.read(before=step)
+        acts = {"warn": "", "skip_data": "; the step was not taken", "rollback": "; going back"}
+        for spike in found:
+            log.warning("%s%s", spike, acts[self.options.on_spike])
+        return found[0] if found and self.options.on_spike == "rollback" else None
+
+
+def _modules(applied: Applied) -> dict[nn.Module, str]:
+    return {m: fqn for part in applied.parts.values() for fqn, m in part.named_modules() if fqn}

@@ -1,0 +1,128 @@
+"""A run that is told to stop: all ranks end at one step, save, and exit 0 before a deadline.
+
+A rank that is signalled tells the others by a 1-element all-reduce a step, read one step late, so
+that nothing waits. The deadline runs from the signal, also while the main thread is inside a
+collective and Python's handlers cannot run: the interpreter writes the number of a signal to a
+socket at once (`signal.set_wakeup_fd`), which a thread reads.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+log = logging.getLogger("dtron")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+EXIT_UNSAVED = 74
+"""A signalled run ended before what it had to do; sysexits.h's EX_IOERR."""
+
+
+class Deadline:
+    """Ends the process some seconds after it has begun, unless it is called off.
+
+    Args:
+        seconds: 0 for no deadline.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._timer: threading.Timer | None = None
+
+    def begin(self, why: str) -> None:
+        """Count from now, if it does not already."""
+        if self.seconds and self._timer is None:
+            self._timer = threading.Timer(self.seconds, _end, (self.seconds, why))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def call_off(self) -> None:
+        """All is done."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _end(seconds: float, why: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    print(
+        f"rank {rank}: not done {seconds:g} seconds after {why} (faults.stop_seconds): what is "
+        f"being saved is abandoned, exit code {EXIT_UNSAVED}; older checkpoints are as they were",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_UNSAVED)
+
+
+class StopSignal:
+    """SIGTERM, SIGINT and SIGUSR1 (which Slurm can send before a time limit) as a flag that all
+    ranks agree on, one step late and without waiting.
+
+    Args:
+        group: over all ranks, on the host.
+        seconds: after a signal, or after the agreement on ranks without one, until the process is
+            ended if it has not left the context; 0: for ever.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float = 0) -> None:
+        self._group = group
+        self._raised = False
+        self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
+        self._previous: dict[int, Any] = {}
+        self._deadline = Deadline(seconds)
+        self._wakeup: tuple[int, socket.socket] | None = None
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # no signals to catch
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False), theirs
+        threading.Thread(target=self._listen, args=(ours,), daemon=True).start()
+        for number in SIGNALS:  # the handler does nothing: the thread is told
+            self._previous[number] = signal.signal(number, lambda *_: None)
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._wakeup[0])
+            self._wakeup[1].close()
+        if error is None and self._pending is not None and self._pending[0] is not None:
+            self._pending[0].wait()
+        self._deadline.call_off()
+
+    def _listen(self, ours: socket.socket) -> None:
+        with contextlib.closing(ours):
+            while received := ours.recv(16):
+                for number in set(received) & set(SIGNALS):
+                    name = signal.Signals(number).name
+                    self._deadline.begin(name)
+                    if not self._raised:
+                        log.warning("%s: stopping after the next step, with a checkpoint", name)
+                    self._raised = True
+
+    def request(self) -> None:
+        """Stop as after a signal."""
+        self._raised = True
+
+    def agreed(self) -> bool:
+        """Whether any rank had been signalled at the last call; the same on every rank."""
+        previous, flag = self._pending, torch.tensor([int(self._raised)])
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = (work, flag)
+        if previous is None:
+            return False
+        if previous[0] is not None:
+            previous[0].wait()
+        stops = bool(previous[1].item())
+        if stops:
+            self._deadline.begin("ranks had agreed to stop")
+        return stops

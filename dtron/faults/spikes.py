@@ -1,0 +1,115 @@
+"""Losses far above those before, found on the device, the same on all ranks.
+
+With decay d = 1 - 1 / window, and of each step the loss x, cut to c = min(x, mean + k * deviation)
+once `window` steps have been seen, so that one outlier hardly moves what comes after is held to:
+
+    spike        x > mean + k * deviation,  deviation = max(1.2533 * a, 0.005 * |mean|)
+    a         <- d * a + (1 - d) * |c - mean|      mean absolute deviation; 1.2533 = sqrt(pi / 2)
+    mean      <- d * mean + (1 - d) * c            makes it the standard one of a normal law
+
+During the first `window` steps nothing is a spike and d is 1 - 1 / (steps + 1): plain means. Losses
+that are not finite change nothing here: their gradients are not finite either, and that step is
+skipped in any case. The flag is read one step late, so that nothing waits for the device.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_NORMAL = math.sqrt(math.pi / 2)
+_SMALLEST = 0.005
+"""Share of the mean that a deviation is at least: losses that hardly vary are no reason."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A loss beyond its limit."""
+
+    step: int
+    """1-based."""
+    loss: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"loss spike at step {self.step}: {self.loss:.4f}, above {self.limit:.4f}"
+
+
+class Spikes:
+    """Spikes of one run; every rank has one, and all come to the same answers.
+
+    Args:
+        window: steps that the means go over.
+        deviations: k of the formula.
+        skips: whether the step of a spike is not taken.
+        copies: ranks that hold each share of the loss (tp).
+    """
+
+    def __init__(
+        self, window: int, deviations: float, skips: bool, copies: int, device: torch.device | str
+    ) -> None:
+        self.window, self.deviations, self.skips, self.copies = window, deviations, skips, copies
+        self.state = torch.zeros(3, dtype=torch.float64, device=device)  # mean, a, steps
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self._unread: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
+
+    @torch.no_grad()
+    def observe(self, share: Tensor, step: int) -> Tensor:
+        """Whether this step's loss is a spike: a bool on the device.
+
+        Args:
+            share: of the loss, on this rank, before the update.
+            step: 1-based.
+        """
+        loss = share.double() / self.copies
+        dist.all_reduce(loss)  # over the world: the same bits everywhere
+        mean, absolute, steps = self.state.unbind()
+        deviation = torch.maximum(_NORMAL * absolute, _SMALLEST * mean.abs())
+        limit = mean + self.deviations * deviation
+        ready = steps >= self.window
+        spike = ready & (loss > limit)
+        cut = torch.where(ready, torch.minimum(loss, limit), loss)
+        weight = 1 / torch.clamp(steps + 1, max=self.window)
+        # Of the first step there is no mean to deviate from.
+        away = torch.where(steps > 0, (cut - mean).abs(), 0.0)
+        moved = torch.stack(
+            [mean + weight * (cut - mean), absolute + weight * (away - absolute), steps + 1]
+        )
+        self.state = torch.where(loss.isfinite(), moved, self.state)
+        self.count += spike
+        self._unread.append((step, *_to_host(torch.stack([spike.double(), loss, limit]))))
+        return spike
+
+    def read(self, before: int) -> list[Spike]:
+        """Spikes of steps before this one that were not read yet."""
+        found = []
+        while self._unread and self._unread[0][0] < before:
+            step, values, event = self._unread.pop(0)
+            if event is not None:
+                event.synchronize()
+            spiked, loss, limit = values.tolist()
+            found += [Spike(step, loss, limit)] if spiked else []
+        return found
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps; waits for the device."""
+        mean, absolute, steps = self.state.tolist()
+        return {"mean": mean, "absolute": absolute, "steps": steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what `state_dict` gave, or from nothing."""
+        names = ("mean", "absolute", "steps")
+        self.state = self.state.new_tensor([state.get(name, 0.0) for name in names])
+        self._unread = []
+
+
+def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    if values.device.type != "cuda":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event

@@ -1,0 +1,128 @@
+"""Which rank is slow, and in which part of its step: a table every N steps.
+
+Ranks that work together end each step together, so the time of a step tells nothing: the others
+wait for the slow one inside collectives. A sampled step therefore takes its waiting apart. On CPUs
+the interpreter's profile hook, on for that step alone, times calls that wait for a collective; on
+GPUs it is the sum of what NCCL's flight recorder says collectives took, which needs
+TORCH_NCCL_ENABLE_TIMING=1. What is left is what the rank was busy with itself.
+
+    data     until the batch is on its way to the device
+    busy     the rest of the step, less waiting
+    wait     in collectives: least on the rank for which the others wait
+"""
+
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
+
+log = logging.getLogger("dtron")
+PARTS = ("data", "busy", "wait")
+_SHOWN = 4
+
+
+class Stragglers:
+    """Samples of one rank's steps.
+
+    Args:
+        interval: steps between samples.
+        group: over all ranks, on the host.
+    """
+
+    def __init__(self, interval: int, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.interval, self.device, self.group = interval, device, group
+        self._waits = _CpuWaits() if device.type == "cpu" else _NcclWaits()
+
+    def samples(self, step: int) -> bool:
+        """Whether this step (1-based) is taken apart."""
+        return step % self.interval == 0
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Around a whole step, with `data_is_there` inside; the sample is then in `seconds`."""
+        self._synchronize()
+        begun = self._data = time.perf_counter()
+        with self._waits:
+            yield
+            self._synchronize()
+        whole, data = time.perf_counter() - begun, self._data - begun
+        wait = self._waits.seconds
+        self.seconds = {"data": data, "busy": max(0.0, whole - data - wait), "wait": wait}
+
+    def data_is_there(self) -> None:
+        """The batch has been read and is on its way."""
+        self._data = time.perf_counter()
+
+    def report(self, step: int) -> list[dict[str, float]]:
+        """Gather all ranks' samples (all of them call it) and tell of the slowest ones."""
+        own = torch.tensor([self.seconds[part] for part in PARTS], dtype=torch.float64)
+        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(ranks, own, group=self.group)
+        rows: list[dict[str, float]] = [
+            dict(zip(PARTS, rank.tolist(), strict=True)) for rank in ranks
+        ]
+        for line in table(rows, step):
+            log.info(line)
+        return rows
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def table(rows: list[dict[str, float]], step: int) -> list[str]:
+    """The slowest ranks: seconds of each part, and the time that is not waiting over its median.
+
+    Args:
+        rows: of each rank, seconds by part.
+    """
+    own = [row["data"] + row["busy"] for row in rows]
+    median = statistics.median(own)
+    slowest = sorted(range(len(rows)), key=lambda rank: -own[rank])[:_SHOWN]
+    lines = [f"step {step}, slowest ranks:   data     busy     wait   data + busy over median"]
+    for rank in slowest:
+        parts = " ".join(f"{rows[rank][part] * 1e3:6.1f}ms" for part in PARTS)
+        lines.append(f"    rank {rank:<14} {parts}   {own[rank] / median - 1:+.0%}")
+    return lines
+
+
+class _CpuWaits:
+    """Times this thread's calls that wait for a collective (`Work.wait`, `wait_tensor`)."""
+
+    def __enter__(self) -> None:
+        self.seconds, self._since = 0.0, 0.0
+        sys.setprofile(self._on_event)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _on_event(self, _frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ in ("wait", "wait_tensor"):
+            self._since = time.perf_counter()
+        elif event == "c_return" and called.__name__ in ("wait", "wait_tensor"):
+            self.seconds += time.perf_counter() - self._since
+
+
+class _NcclWaits:
+    """Sums what collectives took, by NCCL's flight recorder; 0 where it does not time them."""
+
+    def __enter__(self) -> None:
+        self.seconds, self._since = 0.0, time.time_ns()
+
+    def __exit__(self, *_: object) -> None:
+        dump = getattr(_c10d, "_dump_nccl_trace_json", None)
+        if dump is None or os.environ.get("TORCH_NCCL_ENABLE_TIMING") != "1":
+            return
+        entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+        recent = [each for each in entries if each["time_created_ns"] >= self._since]
+        self.seconds = sum(each.get("duration_ms", 0.0) for each in recent) / 1e3

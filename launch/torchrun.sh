@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# torchrun whose ranks are told to stop by SIGUSR1, SIGTERM or SIGINT, and which then exits 0.
+#
+# torchrun itself ends its ranks 30 seconds after SIGTERM, dies of SIGUSR1, and reports both as a
+# failure. Here the signal goes to the ranks: they save, exit 0, and so does torchrun.
+#
+#     launch/torchrun.sh --standalone --nproc-per-node 8 train.py --config my.toml
+set -u
+setsid torchrun "$@" &
+agent=$!
+trap 'pkill -USR1 -P "$agent"' USR1 TERM INT
+while true; do
+    wait "$agent"
+    code=$?
+    kill -0 "$agent" 2>/dev/null || exit "$code" # a trap ends `wait` before torchrun has ended
+done

@@ -1,0 +1,218 @@
+"""Loss spikes, corrupted copies and slow ranks are found, on the ranks where they are planted."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtron.config import RunConfig
+from dtron.errors import ConfigError, TrainingError
+from dtron.faults.replicas import bit_hash
+from dtron.faults.spikes import Spikes
+from dtron.faults.stragglers import Stragglers, table
+from dtron.runtime import Place
+from dtron.trainer import Trainer
+from tests.harness import run_ranks
+from tests.test_trainer import fit, losses, rows, tiny
+
+
+class Planted(Trainer):
+    """Acts before each step, on the rank where it is."""
+
+    def before(self, number: int) -> None: ...
+
+    def _one_step(self) -> None:
+        self.before(self.step + 1)
+        super()._one_step()
+
+
+class Spiking(Planted):
+    """Its loss is trebled at a step, until it has gone back."""
+
+    at = 7
+
+    def before(self, number: int) -> None:
+        loss = self._build_loss()
+        factor = 3.0 if number == self.at and not self.rollbacks else 1.0
+        self.train_step.loss = lambda logits, labels: factor * loss(logits, labels)
+
+
+def fit_spiking(config: RunConfig) -> None:
+    Spiking(config).fit()
+
+
+MIXED = {"parallel__tp": 2, "parallel__pp": 2, "train__micro_batch": 4}
+WATCHED = {
+    "faults__spike_window": 4,
+    "faults__spike_deviations": 8.0,
+    "checkpoint__interval": 2,
+    "checkpoint__keep": 0,
+    "metrics__batch_hash": True,
+    "train__eval_sequences": 0,
+    "optim__lr": 1e-3,
+}
+
+
+def test_a_spike_is_rolled_back_and_its_batches_are_left_out(tmp_path: Path) -> None:
+    """tp 2 x pp 2: the flag is read a step late, so steps 5 to 8 have run when it is known."""
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    run_ranks(1, fit, tiny(whole, train__steps=12, metrics__batch_hash=True))
+    batches = [row["batch"] for row in rows(whole)]
+    assert len(set(batches)) == 12
+    options = {**WATCHED, **MIXED, "faults__on_spike": "rollback", "faults__rollback_steps": 3}
+    run_ranks(4, fit_spiking, tiny(run_dir, train__steps=8, **options))
+    found = rows(run_dir)
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 8]
+    assert [row["batch"] for row in found] == batches  # 5 to 8 went to nothing, 9 to 12 instead
+    kept = sorted(path.name for path in (run_dir / "checkpoints").glob("*step-*"))
+    assert kept == [f"step-{n}" for n in (2, 4, 6, 8)]  # the first step-6 was abandoned
+
+
+def test_the_step_of_a_spike_is_not_taken(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", train__steps=8, faults__on_spike="skip_data", **WATCHED)
+    run_ranks(1, fit_spiking, config)
+    checkpoints = tmp_path / "run/checkpoints"
+    told = rows(tmp_path / "run")
+    assert told[6]["loss"] > 2 * told[5]["loss"]
+    assert told[7]["loss"] < told[5]["loss"] * 1.05
+    assert (checkpoints / "step-8").is_dir()
+
+
+def means_of(values: list[float]) -> list[int]:
+    spikes = Spikes(4, 6.0, skips=False, copies=1, device="cpu")
+    for step, value in enumerate(values, 1):
+        spikes.observe(torch.tensor(value, dtype=torch.float64), step)
+    again = Spikes(4, 6.0, skips=False, copies=1, device="cpu")
+    again.load_state_dict(spikes.state_dict())
+    assert torch.equal(again.state, spikes.state)
+    return [spike.step for spike in spikes.read(before=len(values) + 1)]
+
+
+def test_spikes_stand_out_and_do_not_hide_the_next() -> None:
+    calm = [4.0, 3.9, 4.1, 3.95, 4.0, 3.9]
+    assert run_ranks(1, means_of, [*calm, 9.0, 3.9, float("nan"), 9.0, 3.9, 4.1]) == [[7, 10]]
+    assert run_ranks(1, means_of, [9.0, 8.0, 7.0, 6.5, 6.0, 5.6, 5.2, 4.9]) == [[]]
+
+
+class Flipping(Planted):
+    """One bit of one rank's copy of a norm is flipped at a step."""
+
+    def before(self, number: int) -> None:
+        if number == 2 and self.place.rank == 3:
+            named = dict(self.applied.named_parameters())
+            weight = named["blocks.1.ffn_norm.weight"]
+            weight.to_local().view(torch.int32)[0] ^= 1  # type: ignore[attr-defined]
+
+
+class Wavering(Planted):
+    """The second computation of a step is not quite the first one, on one rank."""
+
+    def before(self, number: int) -> None:
+        loss, calls = self._build_loss(), 0
+
+        def wavers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            wrong = self.place.rank == 1 and calls == self.facts["micro_batches"] + 1
+            return loss(logits, labels) * (1.0 + 1e-6 * wrong)
+
+        self.train_step.loss = wavers
+
+
+def told_of_corruption(flipped: RunConfig, wavering: RunConfig, steady: RunConfig) -> list[str]:
+    messages = []
+    for kind, config in ((Flipping, flipped), (Wavering, wavering)):
+        with pytest.raises(TrainingError) as error:
+            kind(config).fit()
+        messages.append(str(error.value))
+    fit(steady)
+    return messages
+
+
+def test_corrupted_memory_and_computation_are_named(tmp_path: Path) -> None:
+    """dp_replicate 2 x tp 2: a norm has four copies."""
+    wide = {"parallel__dp_replicate": 2, "parallel__tp": 2, "train__eval_sequences": 0}
+    runs = {
+        "flipped": {"faults__replicas_interval": 2},
+        "wavering": {"faults__verify_step": 3},
+        "steady": {"faults__verify_step": 3, "faults__replicas_interval": 1},
+    }
+    configs = [tiny(tmp_path / name, **wide, **keys) for name, keys in runs.items()]
+    ranks = run_ranks(4, told_of_corruption, *configs)
+    assert all(rank == ranks[0] for rank in ranks)
+    flip, waver = ranks[0]
+    assert "by step 2: blocks.1.ffn_norm.weight of rank 3 differs from ranks 0, 1, 2" in flip
+    assert "step 3, computed twice, gave other bits in" in waver
+    assert "the loss of rank 1" in waver
+    run_ranks(4, fit, tiny(tmp_path / "plain", **wide))
+    assert losses(tmp_path / "steady") == losses(tmp_path / "plain")
+
+
+def test_every_bit_counts() -> None:
+    weight = torch.randn(7, 5)
+    before = bit_hash(weight)
+    for bit in range(32):
+        flipped = weight.clone()
+        flipped.view(-1).view(torch.int32)[17] ^= torch.tensor(-(2**31) if bit == 31 else 1 << bit)
+        assert bit_hash(flipped) != before
+    assert bit_hash(weight.flatten()[torch.arange(34, -1, -1)].view(7, 5)) != before
+
+
+class Slow(Planted):
+    """One rank is slow to read, another to compute."""
+
+    def before(self, number: int) -> None:
+        if number > 1:
+            return
+        if self.place.rank == 1:
+            read = self.loader.step
+            self.loader.step = lambda: (time.sleep(0.2), read())[1]  # type: ignore[method-assign]
+        if self.place.rank == 2:
+            block = self.applied.parts[0].get_submodule("blocks.1")
+            block.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+
+
+def slow_rows(config: RunConfig) -> list[dict[str, float]]:
+    kept: list[list[dict[str, float]]] = []
+    report = Stragglers.report
+
+    def keep(self: Stragglers, step: int) -> list[dict[str, float]]:
+        kept.append(report(self, step))
+        return kept[-1]
+
+    Stragglers.report = keep  # type: ignore[method-assign]
+    Slow(config).fit()
+    return kept[-1]
+
+
+def test_slow_ranks_stand_out_with_the_part_that_is_slow(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", faults__stragglers_interval=3, train__eval_sequences=0)
+    found = run_ranks(4, slow_rows, config)[0]
+    assert max(range(4), key=lambda rank: found[rank]["data"]) == 1
+    assert found[1]["data"] > 0.19
+    assert max(range(4), key=lambda rank: found[rank]["busy"]) == 2
+    assert found[2]["busy"] > 0.09
+    assert min(found[0]["wait"], found[3]["wait"]) > 0.1
+    lines = table(found, 3)
+    assert {lines[1].split()[1], lines[2].split()[1]} == {"1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"faults__on_spike": "rollback"}, "set checkpoint.interval"),
+        ({"faults__spike_window": 5}, "has no effect without faults.on_spike"),
+        ({"faults__replicas_interval": 5}, "ranks that hold copies"),
+        ({"faults__hang_seconds": 600.0}, "is not below parallel.timeout_seconds"),
+        ({"faults__verify_step": 7}, "after the last step"),
+    ],
+)
+def test_guards_that_cannot_act_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    logging.getLogger("dtron").setLevel(logging.ERROR)
+    with pytest.raises(ConfigError, match=message):
+        tiny(tmp_path, **changes).validate_for(Place(0, 0, 1).world_size)

@@ -1,0 +1,95 @@
+"""A rank that hangs in the middle of a step: every rank says where it is and ends."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from dtron.config import RunConfig
+from dtron.faults.signals import EXIT_UNSAVED
+from dtron.faults.watchdog import EXIT_HUNG
+from dtron.runsaves import Saving
+from dtron.trainer import Trainer
+from tests.faults.processes import finish, start, told
+from tests.test_trainer import tiny
+
+
+def sleep_in_a_step(config: RunConfig) -> None:
+    """Rank 2 sleeps in the second block's attention, in the third step."""
+    trainer = Trainer(config)
+    one_step = trainer._one_step
+
+    def then_sleep() -> None:
+        if trainer.step == 2 and trainer.place.rank == 2:
+            attention = trainer.applied.parts[0].get_submodule("blocks.1.attn")
+            attention.register_forward_pre_hook(lambda *_: time.sleep(60))
+        one_step()
+
+    trainer._one_step = then_sleep  # type: ignore[method-assign]
+    trainer.fit()
+
+
+def test_a_hang_is_reported_with_rank_collective_and_module(tmp_path: Path) -> None:
+    """dp_shard 2 x tp 2: rank 3 waits for rank 2 in tp, ranks 0 and 1 a little later."""
+    config = tiny(tmp_path / "run", parallel__tp=2, faults__hang_seconds=5.0)
+    processes = start(4, tmp_path / "ranks", sleep_in_a_step, config)
+    assert finish(processes) == [EXIT_HUNG] * 4
+    text = told(tmp_path / "ranks")
+    assert "hang: step 3 has not ended for" in text
+    assert "hang: ranks 0, 1, 3 wait in a collective" in text
+    assert "hang: rank 2 is in sleep_in_a_step.<locals>" in text
+    assert "module blocks.1.attn and is waited for" in text
+    of_rank_3 = next(line for line in text.splitlines() if "rank 3 waits in" in line)
+    assert "module blocks.1" in of_rank_3
+    assert "over tp" in of_rank_3
+    report = (tmp_path / "run/hangs/step-3/rank-2.txt").read_text()
+    assert "in <lambda>" in report  # where it sleeps
+    assert "File" in report
+
+
+def save_for_ever(config: RunConfig) -> None:
+    """Signalled in the second step; the save that follows does not end."""
+    Saving.begin = lambda _self, durable=False: time.sleep(60)  # type: ignore[method-assign]
+    trainer = Trainer(config)
+    one_step = trainer._one_step
+
+    def signalled() -> None:
+        one_step()
+        if trainer.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer._one_step = signalled  # type: ignore[method-assign]
+    trainer.fit()
+
+
+def test_a_save_that_does_not_end_by_the_deadline_is_abandoned(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", train__steps=20, faults__stop_seconds=2)
+    processes = start(2, tmp_path / "ranks", save_for_ever, config)
+    assert finish(processes) == [EXIT_UNSAVED] * 2
+    assert "rank 1: not done 2 seconds after SIGTERM (faults.stop_seconds)" in told(
+        tmp_path / "ranks"
+    )
+
+
+def stuck_when_signalled(config: RunConfig) -> None:
+    """Signalled while the main thread is in a collective that nobody joins: no handler runs."""
+    trainer = Trainer(config)
+
+    def stuck() -> None:
+        if trainer.place.rank == 0:
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            torch.distributed.all_reduce(torch.zeros(1))
+        time.sleep(60)
+
+    trainer._one_step = stuck  # type: ignore[method-assign]
+    trainer.fit()
+
+
+def test_the_deadline_runs_inside_a_collective_too(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", faults__stop_seconds=1)
+    processes = start(2, tmp_path / "ranks", stuck_when_signalled, config)
+    processes[0].join(60)
+    assert finish(processes, 0)[0] == EXIT_UNSAVED
