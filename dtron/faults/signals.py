@@ -85,8 +85,8 @@ class StopSignal:
         theirs.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False), theirs
         threading.Thread(target=self._listen, args=(ours,), daemon=True).start()
-        for number in SIGNALS:  # the handler does nothing: the thread is told
-            self._previous[number] = signal.signal(number, lambda *_: None)
+        for number in SIGNALS:  # the rest is the thread's, which is told in any case
+            self._previous[number] = signal.signal(number, lambda *_: self.request())
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -105,9 +105,8 @@ class StopSignal:
                 for number in set(received) & set(SIGNALS):
                     name = signal.Signals(number).name
                     self._deadline.begin(name)
-                    if not self._raised:
-                        log.warning("%s: stopping after the next step, with a checkpoint", name)
-                    self._raised = True
+                    log.warning("%s: stopping after the next step, with a checkpoint", name)
+                    self.request()
 
     def request(self) -> None:
         """Stop as after a signal."""

@@ -185,7 +185,7 @@ class Soak:
         )
         counts.inside_saves += kind == "save" and -signal.SIGKILL in ended
         refused = "could not be written" in told(folder)
-        counts.full_disks += refused
+        counts.full_disks += refused and kind == "disk"
         good = all(code == 0 for code in codes)
         assert good or killed or kind == "save" or refused, told(folder)
         return good
