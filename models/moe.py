@@ -18,6 +18,7 @@ Sources: arXiv:1701.06538; capacity GShard, arXiv:2006.16668; dropless grouped p
 arXiv:2211.15841; shared experts DeepSeekMoE, arXiv:2401.06066.
 """
 
+import functools
 import math
 
 import torch
@@ -159,10 +160,10 @@ def within_capacity(chosen: Tensor, n_experts: int, most: int) -> Tensor:
     expert to a later one of its sequence.
 
     Args:
-        chosen: int64 (N, k).
+        chosen: int64 (..., k), sequence after sequence.
         most: of `capacity`.
     Returns:
-        int64 (N, k), n_experts where a choice is dropped.
+        The same, n_experts where a choice is dropped.
     """
     order, _, offsets = slots_by_expert(chosen, n_experts)
     starts = F.pad(offsets, (1, 0))  # of the dropped too
@@ -176,16 +177,16 @@ class Dispatch(nn.Module):
     """Tokens to their experts and back. It has no parameters; `forward` may be replaced.
 
     Attributes:
-        factor: capacity factor; 0: nothing is dropped.
         pad: every expert computes as many rows as it may take.
     """
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.n_experts = config.n_experts
-        self.factor, self.pad = config.capacity_factor, config.capacity_pad
+        self.n_experts, self.pad = config.n_experts, config.capacity_pad
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.Module) -> Tensor:
+    def forward(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.Module, most: int = 0
+    ) -> Tensor:
         """The weighted sums of what its experts make of each token.
 
         Args:
@@ -193,17 +194,15 @@ class Dispatch(nn.Module):
             weights: (N, k), float32 at least.
             chosen: int64 (N, k), E where nothing is chosen.
             experts: (rows (N k, D) sorted by expert, offsets int32 (E,), tail) -> (N k, D).
+            most: how many choices each expert has at most; 0: a choice of every token.
         Returns:
             (N, D) in the dtype of the weights.
         """
-        if self.factor:
-            most = capacity(chosen.numel(), self.n_experts, self.factor)
-            chosen = within_capacity(chosen, self.n_experts, most)
-            if self.pad:
-                return combine(self._padded(x, chosen, most, experts), weights)
+        if self.pad:
+            return combine(self._padded(x, chosen, min(most, len(x)), experts), weights)
         order, inverse, offsets = slots_by_expert(chosen, self.n_experts)
         rows = repeated(x, order, inverse, chosen.shape[1])
-        out = experts(rows, offsets, tail=bool(self.factor))
+        out = experts(rows, offsets, tail=bool(most))
         return combine(reordered(out, inverse, order), weights)
 
     def _padded(self, x: Tensor, chosen: Tensor, most: int, experts: nn.Module) -> Tensor:
@@ -240,9 +239,14 @@ class MoE(nn.Module):
         width = config.n_shared_experts * config.expert_dim
         self.shared = FeedForward(config, width) if width else None
         self.shared_gate = nn.Linear(config.dim, 1, bias=False) if config.shared_gate else None
+        self.factor = config.capacity_factor
 
     def forward(
-        self, x: Tensor, keys: Tensor | None = None, loads: Tensor | None = None
+        self,
+        x: Tensor,
+        keys: Tensor | None = None,
+        loads: Tensor | None = None,
+        order: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Feed forward, each token by its experts.
 
@@ -250,15 +254,28 @@ class MoE(nn.Module):
             x: (B, T, D), normalised.
             keys: int64 (B, T) of `token_keys`; needed in training with jitter.
             loads: of `Router.loads`.
+            order: int64 (B, T of all ranks), where in its sequence each token of the ranks that
+                share the micro-batch is, rank after rank; None: they are in order. For capacity.
         Returns:
             (B, T, D) in x's dtype, and counts and losses for `Router.record`.
         """
         weights, chosen, counts, losses = self.router(x, keys, loads)
+        chosen, most = self._admitted(chosen, order)
         flat = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
-        out = self.dispatch(*flat, self.experts).view_as(x).to(x.dtype)
+        out = self.dispatch(*flat, self.experts, most).view_as(x).to(x.dtype)
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:
                 shared = shared * self.shared_gate(x).sigmoid()
             out = out + shared
         return out, counts, losses
+
+    def _admitted(self, chosen: Tensor, order: Tensor | None) -> tuple[Tensor, int]:
+        """Choices (B, T, k) without those over capacity, and what each expert may take of all."""
+        if not self.factor:
+            return chosen, 0
+        pool, n_experts = self.router.pool, self.router.n_experts
+        ranks = 1 if pool is None else pool.ranks
+        most = capacity(chosen.numel() * ranks, n_experts, self.factor)
+        drop = functools.partial(within_capacity, n_experts=n_experts, most=most)
+        return (drop(chosen) if pool is None else pool.in_order(drop, chosen, order)), most

@@ -212,9 +212,9 @@ def test_dispatch_can_be_replaced_from_outside():
     moe, seen = filled(MoE(small_config("mixtral"))), []
     whole = moe.dispatch.forward
 
-    def watched(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+    def watched(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts, most: int) -> Tensor:
         seen.append((x.shape, weights.dtype, chosen.shape, experts is moe.experts))
-        return whole(x, weights, chosen, experts)
+        return whole(x, weights, chosen, experts, most)
 
     moe.dispatch.forward = watched
     moe(torch.randn(2, 5, 64))
