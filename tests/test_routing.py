@@ -167,8 +167,8 @@ def test_layouts_that_experts_cannot_have(
             "train.loss_chunks = 2 with model.override.mtp = 1: chunks are summed before",
         ),
         (
-            {"train": {"global_batch": 8, "seq_len": 1}},
-            "model.override.mtp = 1 looks beyond train.seq_len = 1; use less",
+            {"train": {"seq_len": 4}, "model": {"name": "deepseek_v3", "override": {"mtp": 4}}},
+            "model.override.mtp = 4 looks beyond train.seq_len = 4; use less",
         ),
         (
             {"parallel": {"pp": 2, "pp_layout": "Ettttm|L"}},
@@ -181,6 +181,24 @@ def test_predictions_that_cannot_be_made(values: dict, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_layout(RunConfig.of({"model": model, **values}), 2)
     assert str(error.value).startswith(message)
+
+
+def test_float8_of_layers_that_see_a_part_of_the_tokens_is_refused() -> None:
+    """Latent attention's narrow products, under tp; without them it works."""
+    values = {
+        "model": {"name": "deepseek_v3", "override": {"expert_dim": 64}},
+        "parallel": {"tp": 2, "dp_shard": 1},
+        "train": {"seq_len": 64},
+        "float8": {"recipe": "tensorwise"},
+    }
+    with pytest.raises(ConfigError) as error:
+        check_layout(RunConfig.of(values), 2)
+    assert str(error.value) == (
+        "float8 with parallel.tp = 2: blocks.0.attn.wq_a takes a part of the tokens on each rank, "
+        "whose scales the others would have to share; name the layer in float8.skip"
+    )
+    values["float8"]["skip"] = [f"blocks.*.attn.{name}" for name in ("wq_a", "wkv_a")]
+    check_layout(RunConfig.of(values), 2)
 
 
 RULES: list[tuple[str, dict[str, Any], str]] = [

@@ -403,7 +403,8 @@ def test_layers_that_predict_further_tokens(tmp_path: Path) -> None:
     rewritten(path, lambda t: t.update({f"{layer}.embed_tokens.weight": embedding + 1}))
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight differs from model\.embed"):
         from_hf(path)
-    rewritten(path, lambda t: t.update({"model.layers.3.enorm.weight": torch.zeros(32)}))
+    more = {f"{layer}.embed_tokens.weight": embedding, "model.layers.3.enorm.weight": head[0]}
+    rewritten(path, lambda t: t.update({key: value.clone() for key, value in more.items()}))
     with pytest.raises(CheckpointError, match=r"layers\.3\.enorm\.weight is left over"):
         from_hf(path)
 

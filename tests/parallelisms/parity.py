@@ -449,7 +449,8 @@ def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:
 
 def context_of(case: Case) -> Context | None:
     """How attention gets at the tokens of other ranks."""
-    window, softcap = (case.override.get(key, 0) for key in ("window", "softcap"))
+    fields = {**SIZES[case.model], **case.override}
+    window, softcap = (fields.get(key, 0) for key in ("window", "softcap"))
     return Context.of(case.parallel, MODELS[case.model].cores, "math", window, softcap)
 
 
