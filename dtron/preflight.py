@@ -29,7 +29,7 @@ from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.context import shape_of
-from dtron.parallelisms.expert import shared_dim
+from dtron.parallelisms.expert import refuse_half_compiled, shared_dim
 from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.layout import StageNames, build_layout
 from dtron.parallelisms.pipeline import Layout
@@ -309,14 +309,7 @@ def _check_experts(config: RunConfig, model: DecoderConfig, world_size: int) -> 
             f"parallel.sequence_parallel = false with parallel.tp = {parallel.tp} and experts: "
             "each rank routes tokens of its own; use true"
         )
-    keeps_some = config.recompute.mode in ("attention", "selective")
-    if parallel.ep * parallel.etp > 1 and config.compile.enable and keeps_some:
-        raise ConfigError(
-            f'recompute.mode = "{config.recompute.mode}" with compile.enable and parallel.ep x '
-            f"parallel.etp = {parallel.ep * parallel.etp}: a block of which some results are "
-            "kept compiles whole or not at all, and experts that wait for the host break it; "
-            'use "full", or compile.enable = false'
-        )
+    refuse_half_compiled(config.recompute, config.compile, parallel.ep * parallel.etp)
     _check_expert_degrees(config, model, world_size)
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtron.kernels.permute import inverse_of, reordered, repeated
+from dtron.kernels.permute import inverse_of, repeated, summed
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS, FeedForward
 from dtron.models.router import Router
@@ -198,34 +198,26 @@ class Dispatch(nn.Module):
         Returns:
             (N, D) in the dtype of the weights.
         """
+        top_k = chosen.shape[1]
+        slots, rows, offsets = slots_by_expert(chosen, self.n_experts)
         if self.pad:
-            return combine(self._padded(x, chosen, min(most, len(x)), experts), weights)
-        order, inverse, offsets = slots_by_expert(chosen, self.n_experts)
-        rows = repeated(x, order, inverse, chosen.shape[1])
-        out = experts(rows, offsets, tail=bool(most))
-        return combine(reordered(out, inverse, order), weights)
+            slots, rows, offsets = self._padded(chosen, slots, rows, offsets, min(most, len(x)))
+        tail = bool(most) and not self.pad
+        out = experts(repeated(x, slots, rows, top_k), offsets, tail=tail)
+        return summed(out, weights, slots, rows)
 
-    def _padded(self, x: Tensor, chosen: Tensor, most: int, experts: nn.Module) -> Tensor:
-        """Results by slot (N k, D), of experts that compute `most` rows each."""
-        n_slots, top_k = chosen.numel(), chosen.shape[1]
-        order, inverse, offsets = slots_by_expert(chosen, self.n_experts)
+    def _padded(
+        self, chosen: Tensor, slots: Tensor, rows: Tensor, offsets: Tensor, most: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots by row and rows by slot, -1 for none, and offsets, of `most` rows an expert."""
         starts = F.pad(offsets, (1, 0)).long()
-        number = torch.arange(self.n_experts, device=x.device)
-        source = starts[:-1, None] + torch.arange(most, device=x.device)  # (E, most), sorted rows
+        source = starts[:-1, None] + torch.arange(most, device=slots.device)  # (E, most)
         filled = source < offsets[:, None]
-        tokens = order[source.clamp(max=n_slots - 1)] // top_k
-        rows = torch.where(filled.unsqueeze(-1), x[tokens], 0).flatten(0, 1)
-        ends = ((number + 1) * most).int()
-        out = experts(rows, ends, tail=False)
+        padded = torch.where(filled, slots[source.clamp(max=len(slots) - 1)], -1).flatten()
         expert = chosen.flatten()
-        row = (expert * most + inverse - starts[expert]).clamp(max=len(out) - 1)
-        return torch.where((expert < self.n_experts).unsqueeze(-1), out[row], 0)
-
-
-def combine(rows: Tensor, weights: Tensor) -> Tensor:
-    """Sum of k rows a token by weight: (N k, D), (N, k) -> (N, D) in the dtype of the weights."""
-    n, k = weights.shape
-    return (rows.view(n, k, -1).to(weights.dtype) * weights.unsqueeze(-1)).sum(1)
+        taken = torch.where(expert < self.n_experts, expert * most + rows - starts[expert], -1)
+        ends = (torch.arange(self.n_experts, device=slots.device) + 1) * most
+        return padded, taken, ends.int()
 
 
 class MoE(nn.Module):
