@@ -8,7 +8,7 @@ rank, mesh or process group: parallelism is applied to it from outside, by modul
     blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the others
     blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
-    blocks.<i>.ffn.{router,dispatch,experts,shared}    with experts (`moe.py`)
+    blocks.<i>.ffn.{router,experts,shared}             with experts (`moe.py`)
     norm, head                                         the projection to logits
     further_embed                                      with mtp: the embedding's weight once more
     blocks.<n_layers + k>, .{token_norm,hidden_norm,merge,norm}    with mtp: as a block, and these
@@ -112,7 +112,10 @@ class ExpertBlock(Block):
             order: of `MoE.forward`.
         """
         x = self._attended(x, rope, mask, dropout_keys)
-        h, counts, losses = self.ffn(self.ffn_norm(x), dropout_keys, loads, order)
+        ffn = self.ffn
+        assert isinstance(ffn, MoE)
+        rows, offsets, kept = ffn.send(self.ffn_norm(x), dropout_keys, loads, order)
+        h, counts, losses = ffn.receive(ffn.experts(rows, offsets, ffn.tail), kept)
         return x + self.ffn_drop(h, dropout_keys), counts, losses
 
 
