@@ -140,7 +140,16 @@ def _gathered_on_gpu(
     if y.numel():
         factors = x if weights is None else weights.contiguous()
         grid = (len(slots), -(-width // BLOCK))
-        gathered_kernel[grid](x, slots, factors, y, k, width, weights is not None, BLOCK)
+        gathered_kernel[grid](
+            x,
+            slots,
+            factors,
+            y,
+            k,
+            width,
+            WEIGHTED=weights is not None,  # pyright: ignore[reportArgumentType]
+            BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+        )
     return y
 
 
@@ -153,7 +162,16 @@ def _added_on_gpu(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.
     if out.numel():
         factors = y if weights is None else weights.contiguous()
         grid = (n, -(-width // BLOCK))
-        added_kernel[grid](y, rows.contiguous(), factors, out, k, width, weights is not None, BLOCK)
+        added_kernel[grid](
+            y,
+            rows.contiguous(),
+            factors,
+            out,
+            k,
+            width,
+            WEIGHTED=weights is not None,  # pyright: ignore[reportArgumentType]
+            BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+        )
     return out
 
 
@@ -164,7 +182,15 @@ def _dots_on_gpu(grad: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     k = rows.shape[1]
     out = grad.new_empty(rows.shape)
     if out.numel():
-        dots_kernel[(rows.numel(),)](grad, y, rows.contiguous(), out, k, grad.shape[1], BLOCK)
+        dots_kernel[(rows.numel(),)](
+            grad,
+            y,
+            rows.contiguous(),
+            out,
+            k,
+            grad.shape[1],
+            BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+        )
     return out
 
 
