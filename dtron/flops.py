@@ -3,7 +3,8 @@
     full     6 * P + 6 * L * H * (K + V) * S    attention over all S x S pairs (PaLM, torchtitan)
     causal   6 * P + 3 * L * H * (K + V) * S    over the half a causal mask needs (Megatron-Bridge)
 
-per token, forward and backward. P: parameters that are multiplied (embeddings are looked up), L
+per token, forward and backward. P: parameters that are multiplied (embeddings are looked up; the
+head once a prediction, of which multi-token prediction has several), L
 layers, H heads, K and V widths of query-key and value heads (with K = V the attention term of
 `full` is the usual 12 * L * H * K * S), S the sequence length. With packed documents of lengths l
 under a document mask, S is sum(l^2) / sum(l). Recomputation is not counted: MFU, not HFU.
@@ -50,8 +51,9 @@ class FlopsModel:
         return cls(
             matmul_params=n_parameters(config)
             - config.lookup_params
-            - config.n_expert_layers * idle,
-            n_layers=config.n_layers,
+            - (config.n_expert_layers + config.mtp) * idle
+            + config.mtp * config.vocab_size * config.dim,
+            n_layers=config.n_layers + config.mtp,
             n_heads=config.n_heads,
             qk_head_dim=config.head_size,
             v_head_dim=config.v_head_size,
@@ -65,6 +67,8 @@ def n_parameters(config: DecoderConfig) -> int:
     layers = config.n_layers * (attention + 2 * _norm(config, config.dim))
     layers += config.n_dense_layers * _feed_forward(config, config.ffn_dim)
     layers += config.n_expert_layers * _mixture(config)
+    further = attention + 5 * _norm(config, config.dim) + _mixture(config) + 2 * config.dim**2
+    layers += config.mtp * further
     embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
     if config.positions == "learned":
         embeddings += config.max_seq_len * config.dim

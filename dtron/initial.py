@@ -88,7 +88,8 @@ def check_same_model(initial: Initial, name: str, config: DecoderConfig) -> None
             f"checkpoint.initial = {str(initial.path)!r} is a {initial.name}, not a {name}; "
             f"set model.name={initial.name}"
         )
-    unlike = differences(initial.config, config)
+    given = initial.config if config.mtp else initial.config.model_copy(update={"mtp": 0})
+    unlike = differences(given, config)  # weights that predict further tokens may stay unread
     if initial.folder is None:
         kept = initial.config.norm_zero_centered
         if kept != config.norm_zero_centered:

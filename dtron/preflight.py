@@ -31,7 +31,7 @@ from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.context import shape_of
-from dtron.parallelisms.expert import shared_dim
+from dtron.parallelisms.expert import refuse_half_compiled, shared_dim
 from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.layout import StageNames, build_layout
 from dtron.parallelisms.pipeline import Layout
@@ -242,6 +242,7 @@ def resolve(
     config.validate_for(world_size)
     model = model_config(config.model.name, config.model.size, config.model.override)
     _check_sequence(config, model)
+    _check_further(config, model)
     _check_experts(config, model, world_size)
     _check_tensor_parallel(config, model)
     _check_padding(config, model, world_size)
@@ -319,6 +320,20 @@ def _check_sequence(config: RunConfig, model: DecoderConfig) -> None:
         )
 
 
+def _check_further(config: RunConfig, model: DecoderConfig) -> None:
+    """Refuse what multi-token prediction cannot have."""
+    if model.mtp and config.train.loss_chunks > 1:
+        raise ConfigError(
+            f"train.loss_chunks = {config.train.loss_chunks} with model.override.mtp = "
+            f"{model.mtp}: chunks are summed before they could be weighed; use 1, or mtp = 0"
+        )
+    if model.mtp >= config.train.seq_len:
+        raise ConfigError(
+            f"model.override.mtp = {model.mtp} looks beyond train.seq_len = "
+            f"{config.train.seq_len}; use less"
+        )
+
+
 def _check_context(config: RunConfig, model: DecoderConfig) -> None:
     """Refuse a cp that does not divide the sequence or, after an all-to-all, the heads."""
     parallel, tp = config.parallel, config.parallel.tp
@@ -345,9 +360,9 @@ def _check_context(config: RunConfig, model: DecoderConfig) -> None:
             "blocks that go round do not tell how far they lie apart; use "
             '"all_gather" or "ulysses"'
         )
-    if len(methods) not in (1, model.n_layers):
+    if len(methods) not in (1, n_layers := model.n_layers + model.mtp):
         raise ConfigError(
-            f"parallel.cp_method has {len(methods)} entries for the {model.n_layers} layers of the "
+            f"parallel.cp_method has {len(methods)} entries for the {n_layers} layers of the "
             "model; give one for each, or one for all"
         )
     for method in set(methods):
@@ -388,21 +403,7 @@ def _check_experts(config: RunConfig, model: DecoderConfig, world_size: int) -> 
             f"parallel.sequence_parallel = false with parallel.tp = {parallel.tp} and experts: "
             "each rank routes tokens of its own; use true"
         )
-    if model.capacity_factor and parallel.cp * parallel.tp > 1:
-        axis = "cp" if parallel.cp > 1 else "tp"
-        raise ConfigError(
-            f"model.override.capacity_factor = {model.capacity_factor} with parallel.{axis} = "
-            f"{getattr(parallel, axis)}: a rank would see the loads of its own tokens alone; use "
-            f"0.0 or parallel.{axis} = 1"
-        )
-    keeps_some = config.recompute.mode in ("attention", "selective")
-    if parallel.ep * parallel.etp > 1 and config.compile.enable and keeps_some:
-        raise ConfigError(
-            f'recompute.mode = "{config.recompute.mode}" with compile.enable and parallel.ep x '
-            f"parallel.etp = {parallel.ep * parallel.etp}: a block of which some results are "
-            "kept compiles whole or not at all, and experts that wait for the host break it; "
-            'use "full", or compile.enable = false'
-        )
+    refuse_half_compiled(config.recompute, config.compile, parallel.ep * parallel.etp)
     _check_expert_degrees(config, model, world_size)
 
 
@@ -473,12 +474,12 @@ def _layout(config: RunConfig, model: DecoderConfig, world_size: int) -> Layout 
     if config.parallel.pp == 1:
         return None
     spec = MODELS[config.model.name]
-    names = StageNames(spec.embedding(model), spec.layer, spec.head)
+    names = StageNames(spec.embedding(model), spec.layer, spec.head, spec.further(model))
     whole = flops_per_token(FlopsModel.of(model), config.train.seq_len, "causal")
-    head = 6 * model.vocab_size * model.dim
-    layer = (whole - head) / model.n_layers
-    micro_batches = config.micro_batches(world_size)
-    return build_layout(config.parallel, names, model.n_layers, micro_batches, head / layer)
+    head = 6 * model.vocab_size * model.dim * (1 + model.mtp)
+    layer = (whole - head) / (model.n_layers + model.mtp)
+    weight, micro_batches = head / layer + model.mtp, config.micro_batches(world_size)
+    return build_layout(config.parallel, names, model.n_layers, micro_batches, weight, model.mtp)
 
 
 def resume_settings(config: RunConfig) -> dict[str, Any]:

@@ -85,6 +85,26 @@ class Pooled:
         """See Pool."""
         return loads if self.loads is None else wait_tensor(all_reduce(loads, "sum", self.loads))
 
+    @property
+    def ranks(self) -> int:
+        """See Pool."""
+        return 1 if self.tokens is None else self.tokens.size()
+
+    def in_order(
+        self, drop: Callable[[Tensor], Tensor], chosen: Tensor, order: Tensor | None
+    ) -> Tensor:
+        """See Pool."""
+        if self.tokens is None:
+            return drop(chosen)
+        by_rank = wait_tensor(all_gather_tensor(chosen.contiguous(), 0, self.tokens))
+        whole = torch.cat(by_rank.chunk(self.ranks), 1)  # tp ranks of a cp rank are neighbours
+        if order is None:
+            kept = drop(whole)
+        else:
+            places = order.unsqueeze(-1).expand_as(whole)
+            kept = drop(torch.empty_like(whole).scatter(1, places, whole)).gather(1, places)
+        return kept.chunk(self.ranks, 1)[self.tokens.rank()]
+
     def together(self, evened: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
         """See Pool."""
         if self.tokens is None:

@@ -48,6 +48,8 @@ class StepResult:
     """This rank's share of the mean loss: summed over SHARE_AXES it is the loss."""
     grad_norm: Tensor
     """Global norm before clipping, the same on every rank."""
+    further_loss: Tensor
+    """As the loss, of multi-token prediction: the mean over its P predictions; else 0."""
 
 
 class TrainStep:
@@ -60,6 +62,7 @@ class TrainStep:
         guard: may object to a step for its loss.
         after_update: what depends on the new weights, such as their float8 scales; it is told
             whether the step was taken, by a bool on the device.
+        further_weight: of the loss of multi-token prediction; its gradient alone is added.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class TrainStep:
         dropout_seed: int | None,
         after_update: Callable[[Tensor], None] | None = None,
         guard: Guard | None = None,
+        further_weight: float = 0.0,
     ) -> None:
         self.execution, self.applied, self.mesh, self.optimizer = (
             execution,
@@ -82,7 +86,9 @@ class TrainStep:
         )
         self.loss, self.max_grad_norm, self.dropout_seed = loss, max_grad_norm, dropout_seed
         self.after_update, self.guard = after_update, guard
+        self.further_weight = further_weight
         self.parameters = [p for _, p in applied.named_parameters() if p.requires_grad]
+        self.further_loss = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
         self.skipped = torch.zeros((), dtype=torch.int64, device=mesh.device_type)
         self.skipped_in_a_row = torch.zeros_like(self.skipped)
         self.most_in_a_row = torch.zeros_like(self.skipped)
@@ -114,7 +120,7 @@ class TrainStep:
         self.skipped += ~finite
         self.skipped_in_a_row = torch.where(finite, 0, self.skipped_in_a_row + 1)
         self.most_in_a_row = torch.maximum(self.most_in_a_row, self.skipped_in_a_row)
-        return StepResult(loss, norm)
+        return StepResult(loss, norm, self.further_loss)
 
     def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
         """Forward and backward of all micro-batches; gradients are complete afterwards.
@@ -122,11 +128,23 @@ class TrainStep:
         Returns:
             This rank's share of the mean loss.
         """
-        n_valid = self._count(batches)
+        n_valid, *n_further = self._count(batches)
+        self.further_loss = torch.zeros_like(self.further_loss)
 
-        def share(output: Tensor, i: int) -> Tensor:
+        def share(output: Tensor | tuple[Tensor, ...], i: int) -> Tensor:
             with phase("loss"):
-                return self.loss(output, batches[i].labels) / n_valid
+                first, *others = output if isinstance(output, tuple) else (output,)
+                loss = self.loss(first, batches[i].labels) / n_valid
+                if not others:
+                    return loss
+                labels = batches[i].further_labels
+                assert labels is not None, "predictions have labels"
+                sums = [self.loss(x, y) for x, y in zip(others, labels.unbind(-1), strict=True)]
+                means = [total / n for total, n in zip(sums, n_further, strict=True)]
+                further = torch.stack(means).mean()
+                self.further_loss += further.detach()
+                weighed = self.further_weight * further
+                return loss + (weighed - weighed.detach())  # of no weight in what is logged
 
         labelled = self.applied.loss_in_head
         micro_batches = [
@@ -137,10 +155,11 @@ class TrainStep:
         return total
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
-        """Labelled tokens of the whole step: at least 1, a scalar on the device."""
-        n_valid = torch.stack([count_labels(batch.labels) for batch in batches]).sum()
-        dist.all_reduce(n_valid, group=self.mesh.group(*LOSS_AXES))
-        return n_valid.clamp(min=1)
+        """Labelled tokens of the whole step, and those of each further prediction: at least 1, on
+        the device (1 + P,)."""
+        counts = torch.stack([_count_all(batch) for batch in batches]).sum(0)
+        dist.all_reduce(counts, group=self.mesh.group(*LOSS_AXES))
+        return counts.clamp(min=1)
 
     def _dropout_keys(self, batch: Batch, step: int) -> Tensor | None:
         if self.dropout_seed is None:
@@ -151,12 +170,20 @@ class TrainStep:
         return token_keys(self.dropout_seed, step, batch.sequence, index.expand_as(batch.tokens))
 
 
-def share_of(batch: Batch, mesh: Mesh, context: Context | None) -> Batch:
+def _count_all(batch: Batch) -> Tensor:
+    further = () if batch.further_labels is None else batch.further_labels.unbind(-1)
+    return torch.stack([count_labels(labels) for labels in (batch.labels, *further)])
+
+
+def share_of(batch: Batch, mesh: Mesh, context: Context | None, further: int = 0) -> Batch:
     """This cp rank's tokens of a batch on the host; the batch itself where cp is 1.
 
     Args:
         context: how attention gets at the others'.
+        further: how many tokens ahead are predicted, which may be another rank's.
     """
+    if further:
+        batch = batch.look_ahead(further)
     cp, rank = mesh.size("cp"), mesh.rank("cp")
     if cp == 1:
         return batch
@@ -165,6 +192,10 @@ def share_of(batch: Batch, mesh: Mesh, context: Context | None) -> Batch:
     n_rows, length = batch.tokens.shape
     split = Split(batch.documents, (n_rows, length), cp)
     index = split.index(rank)
+
+    def part(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
     return replace(
         batch,
         tokens=batch.tokens.gather(1, index),
@@ -172,6 +203,9 @@ def share_of(batch: Batch, mesh: Mesh, context: Context | None) -> Batch:
         positions=index if batch.positions is None else batch.positions.gather(1, index),
         documents=split.tables(context.layouts(cp), rank),
         index=index,
+        order=torch.cat([split.index(r) for r in range(cp)], dim=1),
+        further_tokens=part(batch.further_tokens),
+        further_labels=part(batch.further_labels),
     )
 
 
@@ -184,6 +218,10 @@ def as_micro_batch(
     if positions is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).unsqueeze(0)
     others = {"positions": positions, "documents": batch.documents, "dropout_keys": dropout_keys}
+    if batch.further_tokens is not None:
+        others["further"] = batch.further_tokens
+    if batch.order is not None:
+        others["order"] = batch.order
     return batch.tokens, {**others, "labels": batch.labels} if labelled else others
 
 

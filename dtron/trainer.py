@@ -157,6 +157,7 @@ class Trainer:
             config.train.seed if self.checked.model.draws else None,
             self._after_update(),
             self.guards.spikes,
+            self.checked.model.mtp_coefficient,
         )
         self.checkpointer = Checkpointer(
             self.checked.tiers, self.applied, self.optimizer, config.checkpoint
@@ -203,7 +204,7 @@ class Trainer:
             compile=config.compile,
             init=(config.train.seed, fill),
             convert=self._build_conversion(),
-            vocabulary=spec.vocabulary,
+            vocabulary=spec.vocabulary(checked.model),
             layout=checked.layout,
             replicas="step",
             context=self.context,
@@ -410,7 +411,7 @@ class Trainer:
         self.padded_of += sum(batch.tokens.numel() for batch in batches)
         if config.metrics.batch_hash:
             self.batch_hash += fingerprint(batches)
-        batches = [self._on_device(batch) for batch in batches]
+        batches = [self._on_device(batch, self.checked.model.mtp) for batch in batches]
         self.guards.data_is_there(self.step + 1)
         lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
         float8 = self.float8
@@ -433,8 +434,8 @@ class Trainer:
         if offload is not None:
             log.info("offload: %.1f GiB of host memory a rank", offload.pool.reserved / 2**30)
 
-    def _on_device(self, batch: Batch) -> Batch:
-        part = share_of(batch, self.mesh, self.context)
+    def _on_device(self, batch: Batch, further: int = 0) -> Batch:
+        part = share_of(batch, self.mesh, self.context, further)
         described = self.checked.attention.described(part.documents)
         return replace(part, documents=described).to(self.place.device)
 
@@ -454,9 +455,8 @@ class Trainer:
 
     def _log(self, result: StepResult, lr: float, validates: bool) -> None:
         """Write the row of this step: here the device is waited for."""
-        loss = result.loss.clone()
-        dist.all_reduce(loss, group=self.mesh.group(*SHARE_AXES))
-        figures = {"loss": loss.item(), "grad_norm": result.grad_norm.item(), "lr": lr}
+        loss = self._over_ranks(result.loss)
+        figures = {"loss": loss, "grad_norm": result.grad_norm.item(), "lr": lr}
         row = {"step": self.step, **figures, "tokens": self.tokens, **self.throughput.read()}
         if skipped := int(self.train_step.skipped):
             row["skipped"] = skipped
@@ -465,6 +465,8 @@ class Trainer:
             row |= self.routing.read()
         if self.config.metrics.batch_hash:
             row["batch"] = self._batch_hash()
+        if self.checked.model.mtp:
+            row["mtp_loss"] = self._over_ranks(result.further_loss)
         if self.config.data.packing != "cut":
             row["padding"] = self._padding_share()
         if validates and (validation_loss := self._validate()) is not None:
@@ -486,6 +488,11 @@ class Trainer:
         dist.all_reduce(total, group=self.host_group)
         self.batch_hash = 0
         return int(total) % 2**BITS
+
+    def _over_ranks(self, share: torch.Tensor) -> float:
+        total = share.clone()
+        dist.all_reduce(total, group=self.mesh.group(*SHARE_AXES))
+        return total.item()
 
     def _padding_share(self) -> float:
         """Share of padding among all ranks' tokens since the last row."""

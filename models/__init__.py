@@ -148,8 +148,9 @@ def from_hf(
             setattr(owner, name, nn.Parameter(value))
         else:
             setattr(owner, name, value)
-    if config.tied:
-        model.get_submodule("head").weight = model.get_submodule("embed").weight
+    shared = [*(["head"] if config.tied else []), *(["further_embed"] if config.mtp else [])]
+    for name in shared:
+        model.get_submodule(name).weight = model.get_submodule("embed").weight
     return model.to(device).eval()  # what is not saved too, such as routers' counts
 
 

@@ -156,6 +156,11 @@ class DecoderConfig(BaseModel):
     what is over is dropped (GShard, arXiv:2006.16668). 0: nothing is dropped."""
     capacity_pad: bool = False
     """Every expert computes as many rows as it may take, zeros where fewer came."""
+    mtp: int = Field(default=0, ge=0)
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): blocks with experts
+    after the last, each of which predicts a token further; 0: none."""
+    mtp_coefficient: float = Field(default=0.3, gt=0)
+    """Weight of the mean of their losses."""
     force_balance: bool = False
     """For benchmarks: experts in turn instead of those of the router, so that loads are even."""
 

@@ -8,8 +8,10 @@ rank, mesh or process group: parallelism is applied to it from outside, by modul
     blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the others
     blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
-    blocks.<i>.ffn.{router,dispatch,experts,shared}    with experts (`moe.py`)
+    blocks.<i>.ffn.{router,experts,shared}             with experts (`moe.py`)
     norm, head                                         the projection to logits
+    further_embed                                      with mtp: the embedding's weight once more
+    blocks.<n_layers + k>, .{token_norm,hidden_norm,merge,norm}    with mtp: as a block, and these
 
 Given hidden states instead of tokens it goes on from there, so that a part of it works as a
 pipeline stage once the modules it lacks pass their input through (`parallelisms/stages.py`).
@@ -17,8 +19,18 @@ Between blocks the sequence may be split over ranks: nothing there reads its len
 of one kind (dense or with experts, with a window or not) differ in nothing but their weights and
 take tensors only, so that torch.compile compiles one for all.
 
-Shapes: B sequences, T tokens, D = dim, V vocabulary, K = head_dim.
-Sources: arXiv:1706.03762; pre-norm arXiv:2002.04745; initialisation GPT-2, arXiv:1909.08053.
+Multi-token prediction: with h the hidden states after the last norm and e the embedding of the
+token k + 1 ahead, prediction block k = 0, 1, ... makes of them
+
+    h <- norm(block(merge [token_norm(e), hidden_norm(h)]))
+
+from which the head predicts the token k + 2 ahead. It is computed where `further` is given, and its
+logits follow the others; where nothing is learned (evaluation, samples) it is left out.
+
+Shapes: B sequences, T tokens, D = dim, V vocabulary, K = head_dim, P = mtp.
+Sources: arXiv:1706.03762; pre-norm arXiv:2002.04745; initialisation GPT-2, arXiv:1909.08053;
+multi-token prediction DeepSeek-V3, arXiv:2412.19437, section 2.2, and the order in which its
+released weights take e and h.
 """
 
 import math
@@ -91,15 +103,58 @@ class ExpertBlock(Block):
         mask: Mask,
         dropout_keys: Tensor | None,
         loads: Tensor | None = None,
+        order: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, D) -> (B, T, D), and counts and losses of `MoE.forward`; arguments as a Block's.
 
         Args:
             loads: of `Router.loads`.
+            order: of `MoE.forward`.
         """
         x = self._attended(x, rope, mask, dropout_keys)
-        h, counts, losses = self.ffn(self.ffn_norm(x), dropout_keys, loads)
+        ffn = self.ffn
+        assert isinstance(ffn, MoE)
+        rows, offsets, kept = ffn.send(self.ffn_norm(x), dropout_keys, loads, order)
+        h, counts, losses = ffn.receive(ffn.experts(rows, offsets, ffn.tail), kept)
         return x + self.ffn_drop(h, dropout_keys), counts, losses
+
+
+class PredictionBlock(ExpertBlock):
+    """Hidden states and the token ahead of each -> hidden states that predict one further.
+
+    Attributes:
+        in_training_alone: other forwards leave it out.
+    """
+
+    in_training_alone = True
+
+    def __init__(self, config: DecoderConfig, backend: Backend):
+        super().__init__(config, backend, config.window)
+        self.token_norm = norm(config, config.dim)
+        self.hidden_norm = norm(config, config.dim)
+        self.merge = nn.Linear(2 * config.dim, config.dim, bias=False)
+        self.norm = norm(config, config.dim)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        rope: Tensor | None,
+        mask: Mask,
+        dropout_keys: Tensor | None,
+        loads: Tensor | None = None,
+        order: Tensor | None = None,
+        ahead: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As an ExpertBlock's.
+
+        Args:
+            x: (B, T, D), normalised.
+            ahead: (B, T, D), embeddings of the tokens ahead.
+        """
+        assert ahead is not None, "a prediction needs the tokens ahead"
+        x = self.merge(torch.cat([self.token_norm(ahead), self.hidden_norm(x)], dim=-1))
+        x, counts, losses = super().forward(x, rope, mask, dropout_keys, loads, order)
+        return self.norm(x), counts, losses
 
 
 class Decoder(nn.Module):
@@ -126,10 +181,15 @@ class Decoder(nn.Module):
                 for layer, window in enumerate(config.windows)
             }
         )
+        for layer in range(config.n_layers, config.n_layers + config.mtp):
+            self.blocks[str(layer)] = PredictionBlock(config, backend)
         self.norm = norm(config, config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
+        if config.mtp:
+            self.further_embed = nn.Embedding(config.vocab_size, config.dim)
+            self.further_embed.weight = self.embed.weight
 
     def forward(
         self,
@@ -138,7 +198,9 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         dropout_keys: Tensor | None = None,
         labels: Tensor | None = None,
-    ) -> Tensor:
+        further: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position.
 
         Args:
@@ -147,9 +209,11 @@ class Decoder(nn.Module):
             documents: int32 (B, T), equal within a document; None: one document a sequence.
             dropout_keys: int64 (B, T) of `dropout.token_keys`; read in training with dropout only.
             labels: int64 (B, T), handed to a head into which a loss was put from outside.
+            further: int64 (B, T, P), the tokens 1, 2, ... P ahead; None: no multi-token prediction.
+            order: of `MoE.forward`; read where experts have a capacity.
         Returns:
             Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without head;
-            with labels what that head gives.
+            with labels what that head gives. With `further`, where the head is, 1 + P such logits.
         """
         if positions is None:
             assert not x.is_floating_point(), "a later stage needs positions"
@@ -158,19 +222,39 @@ class Decoder(nn.Module):
         if not x.is_floating_point():
             x = self._embed(x, positions, dropout_keys)
         rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
+        order = order if self.config.capacity_factor else None
+        predictions = []
         for layer, block in self.blocks.items():
-            x = self._through(block, x, rope, mask, self._layer_keys(dropout_keys, int(layer)))
+            keys = self._layer_keys(dropout_keys, int(layer))
+            if int(layer) < self.config.n_layers:
+                x = self._through(block, x, rope, mask, keys, order)
+            elif isinstance(block, PredictionBlock):  # on the last stage
+                predictions.append((block, keys))
         x = self.norm(x)
-        return self.head(x) if labels is None else self.head(x, labels=labels)
+        if further is None or not predictions:
+            return self.head(x) if labels is None else self.head(x, labels=labels)
+        # One call of the embedding, and one of the head, in which sharding gathers its weight.
+        ahead = self.further_embed(further.movedim(-1, 0).flatten(0, 1)).chunk(len(predictions))
+        hidden = [x]
+        for (block, keys), e in zip(predictions, ahead, strict=True):
+            hidden.append(self._through(block, hidden[-1], rope, mask, keys, order, e))
+        return self.head(torch.cat(hidden)).chunk(len(hidden))
 
     def _through(
-        self, block: nn.Module, x: Tensor, rope: Tensor | None, mask: Mask, keys: Tensor | None
+        self,
+        block: nn.Module,
+        x: Tensor,
+        rope: Tensor | None,
+        mask: Mask,
+        keys: Tensor | None,
+        order: Tensor | None,
+        *ahead: Tensor,
     ) -> Tensor:
         if not isinstance(block, ExpertBlock):
             return block(x, rope, mask, keys)
         assert isinstance(block.ffn, MoE)
         router = block.ffn.router
-        x, counts, losses = block(x, rope, mask, keys, router.loads())
+        x, counts, losses = block(x, rope, mask, keys, router.loads(), order, *ahead)
         if self.training and torch.is_grad_enabled():
             router.record(counts, losses)
         return x

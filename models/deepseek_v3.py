@@ -6,8 +6,8 @@
     236b    DeepSeek-V2               softmax, 3 of 8 groups           loss a sequence
     16b-a3b Moonlight                 sigmoid                          bias, and a loss a sequence
 
-DeepSeek-V3's head for predicting a second token (multi-token prediction) is left out: 671b is the
-671.03 B of the main model. DeepSeek-V2's losses for devices and communication are left out too.
+671b predicts a second token (`mtp`), by 11.61 B parameters beside the 671.03 B of the main model.
+DeepSeek-V2's losses for devices and communication are left out.
 
 Sources: DeepSeek-V3, arXiv:2412.19437; DeepSeek-V2, arXiv:2405.04434; Moonlight, arXiv:2502.16982;
 the released configurations.
@@ -156,6 +156,7 @@ SIZES = {
         n_groups=8,
         top_groups=4,
         routed_scaling=2.5,
+        mtp=1,
         rope_mscale=1.0,
         rope_mscale_all_dim=1.0,
         **_HEADS,
@@ -229,10 +230,21 @@ def _write_query_rank(config: DecoderConfig) -> dict[str, Any]:
 _FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
-def _further_layers(given: Mapping[str, Any]) -> list[str]:
-    """Layers after the last, which predict further tokens (multi-token prediction)."""
-    first, number = given["num_hidden_layers"], max(given.get(key) or 0 for key in _FURTHER)
-    return [f"model.layers.{layer}." for layer in range(first, first + number)]
+def _read_further(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"mtp": max(given.get(key) or 0 for key in _FURTHER)}
+
+
+def _write_further(config: DecoderConfig) -> dict[str, Any]:
+    return {_FURTHER[0]: config.mtp}
+
+
+def _copies(config: DecoderConfig) -> dict[str, str]:
+    """Layers that predict further tokens have the embedding and the head once more."""
+    layers = [f"model.layers.{config.n_layers + i}" for i in range(config.mtp)]
+    return {
+        **{f"{layer}.embed_tokens.weight": "embed.weight" for layer in layers},
+        **{f"{layer}.shared_head.head.weight": "head.weight" for layer in layers},
+    }
 
 
 HF = HuggingFace(
@@ -250,6 +262,10 @@ HF = HuggingFace(
         ),
         Name("blocks.*.attn.kv_a_norm", "model.layers.*.self_attn.kv_a_layernorm"),
         Name("blocks.*.attn.wkv_b", "model.layers.*.self_attn.kv_b_proj"),
+        Name("blocks.*.token_norm", "model.layers.*.enorm"),
+        Name("blocks.*.hidden_norm", "model.layers.*.hnorm"),
+        Name("blocks.*.merge", "model.layers.*.eh_proj"),
+        Name("blocks.*.norm", "model.layers.*.shared_head.norm"),
         *LLAMA_NAMES,
         Name(
             "blocks.*.ffn.router.expert_bias",
@@ -291,12 +307,12 @@ HF = HuggingFace(
         Part(frozenset({"first_k_dense_replace", "intermediate_size"}), _read_dense, _write_dense),
         Part(frozenset({"n_group", "topk_group"}), _read_groups, _write_groups),
         Part(frozenset({"q_lora_rank"}), _read_query_rank, _write_query_rank),
-        Part(frozenset(_FURTHER), lambda given: {}, lambda config: {_FURTHER[0]: 0}),
+        Part(frozenset(_FURTHER), _read_further, _write_further),
     ),
     # widths that follow from others, and settings of training
     neutral=MOE_NEUTRAL | {"head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"},
     constants=LLAMA_CONSTANTS,
-    skipped=_further_layers,
+    copies=_copies,
 )
 
 DEEPSEEK_V3 = ModelSpec("deepseek_v3", SIZES, hf=HF)

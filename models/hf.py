@@ -74,9 +74,8 @@ class HuggingFace:
     """What all but the head's names begin with; files of the bare model lack it."""
     constants: Sequence[str] = ()
     """Patterns of tensors that old files hold and that are no weights, such as masks."""
-    skipped: Callable[[Mapping[str, Any]], Sequence[str]] = lambda given: ()
-    """config.json -> what the names of weights begin with that dtron's model is whole without;
-    the log says that they are not read."""
+    copies: Callable[[DecoderConfig], Mapping[str, str]] = lambda config: {}
+    """Tensors that are one of our parameters once more, and which one."""
 
     def read(self, given: Mapping[str, Any], where: str) -> DecoderConfig:
         """The model of a config.json.
@@ -177,6 +176,7 @@ TRAINING = (
     "dropout",
     "attention_dropout",
     "norm_zero_centered",
+    "mtp_coefficient",
     "balance",
     "balance_coefficient",
     "z_loss",

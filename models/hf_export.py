@@ -63,6 +63,10 @@ class Export:
             for number, theirs in enumerate(each.tensors()):
                 self._sources.setdefault(theirs, []).append((fqn, each, number))
         shapes = their_shapes(config, ours)
+        for theirs, fqn in hf.copies(config).items():
+            fqn = fqn if fqn in ours else "embed.weight"  # the head of a tied model
+            self._sources[theirs] = [(fqn, ours[fqn], 0)]
+            shapes[theirs] = shapes[ours[fqn].theirs]
         self._tensors = {}
         for key, shape in shapes.items():
             fqn, each, _ = self._sources[key][0]

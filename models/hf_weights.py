@@ -163,12 +163,11 @@ class Folder:
             )
         family = families[kind]
         self.family, self._hf = family.name, family.hf
-        self.config = family.hf.read(given, str(path / CONFIG))
-        with torch.device("meta"):
-            self.ours = placed(family.hf, family.build(self.config))
         self._open: dict[Path, Any] = {}
         self._tensors = self._headers()
-        self._skip(tuple(family.hf.skipped(given)))
+        self.config = self._without_absent(family.hf.read(given, str(path / CONFIG)))
+        with torch.device("meta"):
+            self.ours = placed(family.hf, family.build(self.config))
         self._check()
 
     @property
@@ -237,19 +236,19 @@ class Folder:
             return {self._hf.prefix + key if key != _HEAD else key: v for key, v in found.items()}
         return found
 
-    def _skip(self, prefixes: tuple[str, ...]) -> None:
-        """Forget tensors that the family skips."""
-        skipped = sorted(key for key in self._tensors if key.startswith(prefixes))
-        for key in skipped:
-            del self._tensors[key]
-        if skipped:
-            log.info(
-                "%s: %d tensors (%s, ...) are of layers that dtron's %s does not have; not read",
-                self.path,
-                len(skipped),
-                skipped[0],
-                self.family,
-            )
+    def _without_absent(self, config: DecoderConfig) -> DecoderConfig:
+        """Without layers that predict further tokens where the files lack them: transformers speaks
+        of them in config.json and neither reads nor writes them."""
+        layers = tuple(f"model.layers.{config.n_layers + i}." for i in range(config.mtp))
+        if not layers or any(key.startswith(layers) for key in self._tensors):
+            return config
+        log.info(
+            "%s: %s speaks of %d layers that predict further tokens, which the files lack",
+            self.path,
+            CONFIG,
+            config.mtp,
+        )
+        return config.model_copy(update={"mtp": 0})
 
     def _check(self) -> None:
         """All tensors are there, with their shapes, and no others. Raises CheckpointError."""
@@ -258,7 +257,7 @@ class Folder:
             key
             for key in sorted(self._tensors.keys() - wanted.keys())
             if not any(matches(pattern, key) for pattern in self._hf.constants)
-            and not self._repeats_embedding(key)
+            and not self._repeats(key)
         ]
         problems = {
             "is missing": sorted(wanted.keys() - self._tensors.keys()),
@@ -275,21 +274,25 @@ class Folder:
                     f"{CONFIG} has {list(shape)}"
                 )
 
-    def _repeats_embedding(self, key: str) -> bool:
-        """Whether it is the head of a model whose head is the embedding, stored once more."""
-        if not self.config.tied or key != _HEAD:
+    def _repeats(self, key: str) -> bool:
+        """Whether it is another tensor once more: the head of a model whose head is the embedding,
+        or a copy that the architecture stores."""
+        copies = dict(self._hf.copies(self.config))
+        reason = ""
+        if self.config.tied:
+            copies = dict.fromkeys([_HEAD, *copies], "embed.weight")
+            reason = f", to which tie_word_embeddings ties it in {CONFIG}"
+        if key not in copies:
             return False
-        head, embedding = self._tensors[key], self._tensors.get(self.ours["embed.weight"].theirs)
-        if embedding is None or (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+        theirs = self.ours[copies[key]].theirs
+        one, other = self._tensors[key], self._tensors.get(theirs)
+        if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
-        views = [self._open[t.file].get_slice(t.key) for t in (head, embedding)]
-        for start in range(0, head.shape[0], _ROWS):
-            one, other = (view[start : start + _ROWS] for view in views)
-            if not torch.equal(one, other):
-                raise CheckpointError(
-                    f"{self.path}: {key} differs from {self.ours['embed.weight'].theirs}, to which "
-                    f"tie_word_embeddings ties it in {CONFIG}"
-                )
+        views = [self._open[t.file].get_slice(t.key) for t in (one, other)]
+        for start in range(0, one.shape[0], _ROWS):
+            ours, its = (view[start : start + _ROWS] for view in views)
+            if not torch.equal(ours, its):
+                raise CheckpointError(f"{self.path}: {key} differs from {theirs}{reason}")
         return True
 
 

@@ -1,12 +1,13 @@
 """Mixture of experts: the feed-forward layer of a block whose tokens take k of E networks.
 
     router      x (B, T, D) -> for each token k experts and their weights (`router.py`)
-    dispatch    sorts the (token, expert) pairs by expert, has the experts compute, brings the
-                results back and adds them up by weight
+    send        sorts the (token, expert) pairs by expert: a row each
     experts     stacked matrices, multiplied by groups of rows: one grouped product each
+    receive     adds the results up by weight, and what comes of
     shared      a feed-forward layer that every token takes
 
-Only `dispatch` knows where experts are: expert parallelism replaces its `forward` from outside.
+Only `experts` may be elsewhere: expert parallelism replaces its `forward` from outside. A block
+calls the three in turn, so that a graph that breaks at the experts breaks once.
 In bfloat16 nothing waits for the device: the rows of each expert are told by offsets, int32 (E,),
 which are on it. Row r belongs to expert e where offsets[e - 1] <= r < offsets[e], with
 offsets[-1] = 0.
@@ -18,13 +19,15 @@ Sources: arXiv:1701.06538; capacity GShard, arXiv:2006.16668; dropless grouped p
 arXiv:2211.15841; shared experts DeepSeekMoE, arXiv:2401.06066.
 """
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtron.kernels.permute import inverse_of, reordered, repeated
+from dtron.kernels.permute import inverse_of, repeated, summed
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS, FeedForward
 from dtron.models.router import Router
@@ -159,10 +162,10 @@ def within_capacity(chosen: Tensor, n_experts: int, most: int) -> Tensor:
     expert to a later one of its sequence.
 
     Args:
-        chosen: int64 (N, k).
+        chosen: int64 (..., k), sequence after sequence.
         most: of `capacity`.
     Returns:
-        int64 (N, k), n_experts where a choice is dropped.
+        The same, n_experts where a choice is dropped.
     """
     order, _, offsets = slots_by_expert(chosen, n_experts)
     starts = F.pad(offsets, (1, 0))  # of the dropped too
@@ -172,8 +175,40 @@ def within_capacity(chosen: Tensor, n_experts: int, most: int) -> Tensor:
     return order.scatter(0, order, kept).view_as(chosen)
 
 
-class Dispatch(nn.Module):
-    """Tokens to their experts and back. It has no parameters; `forward` may be replaced.
+def padded_places(
+    chosen: Tensor, places: tuple[Tensor, Tensor, Tensor], n_experts: int, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `slots_by_expert`, whose results are given, but `most` rows an expert: -1 for the slot of
+    a row that is none's, and for the row of a choice that was dropped."""
+    slots, rows, offsets = places
+    starts = F.pad(offsets, (1, 0)).long()
+    source = starts[:-1, None] + torch.arange(most, device=slots.device)  # (E, most)
+    filled = source < offsets[:, None]
+    padded = torch.where(filled, slots[source.clamp(max=len(slots) - 1)], -1).flatten()
+    expert = chosen.flatten()
+    taken = torch.where(expert < n_experts, expert * most + rows - starts[expert], -1)
+    ends = (torch.arange(n_experts, device=slots.device) + 1) * most
+    return padded, taken, ends.int()
+
+
+class Kept(NamedTuple):
+    """What a layer keeps while rows are at their experts."""
+
+    x: Tensor
+    """(B, T, D), its input."""
+    weights: Tensor
+    """(N, k)."""
+    slots: Tensor
+    """int64 (R,), by row."""
+    rows: Tensor
+    """int64 (N k,), by slot."""
+    counts: Tensor
+    losses: Tensor
+    """Both for `Router.record`."""
+
+
+class MoE(nn.Module):
+    """Router, experts and shared experts, in the place of a block's feed-forward layer.
 
     Attributes:
         factor: capacity factor; 0: nothing is dropped.
@@ -182,83 +217,75 @@ class Dispatch(nn.Module):
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.n_experts = config.n_experts
-        self.factor, self.pad = config.capacity_factor, config.capacity_pad
-
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.Module) -> Tensor:
-        """The weighted sums of what its experts make of each token.
-
-        Args:
-            x: (N, D).
-            weights: (N, k), float32 at least.
-            chosen: int64 (N, k), E where nothing is chosen.
-            experts: (rows (N k, D) sorted by expert, offsets int32 (E,), tail) -> (N k, D).
-        Returns:
-            (N, D) in the dtype of the weights.
-        """
-        if self.factor:
-            most = capacity(chosen.numel(), self.n_experts, self.factor)
-            chosen = within_capacity(chosen, self.n_experts, most)
-            if self.pad:
-                return combine(self._padded(x, chosen, most, experts), weights)
-        order, inverse, offsets = slots_by_expert(chosen, self.n_experts)
-        rows = repeated(x, order, inverse, chosen.shape[1])
-        out = experts(rows, offsets, tail=bool(self.factor))
-        return combine(reordered(out, inverse, order), weights)
-
-    def _padded(self, x: Tensor, chosen: Tensor, most: int, experts: nn.Module) -> Tensor:
-        """Results by slot (N k, D), of experts that compute `most` rows each."""
-        n_slots, top_k = chosen.numel(), chosen.shape[1]
-        order, inverse, offsets = slots_by_expert(chosen, self.n_experts)
-        starts = F.pad(offsets, (1, 0)).long()
-        number = torch.arange(self.n_experts, device=x.device)
-        source = starts[:-1, None] + torch.arange(most, device=x.device)  # (E, most), sorted rows
-        filled = source < offsets[:, None]
-        tokens = order[source.clamp(max=n_slots - 1)] // top_k
-        rows = torch.where(filled.unsqueeze(-1), x[tokens], 0).flatten(0, 1)
-        ends = ((number + 1) * most).int()
-        out = experts(rows, ends, tail=False)
-        expert = chosen.flatten()
-        row = (expert * most + inverse - starts[expert]).clamp(max=len(out) - 1)
-        return torch.where((expert < self.n_experts).unsqueeze(-1), out[row], 0)
-
-
-def combine(rows: Tensor, weights: Tensor) -> Tensor:
-    """Sum of k rows a token by weight: (N k, D), (N, k) -> (N, D) in the dtype of the weights."""
-    n, k = weights.shape
-    return (rows.view(n, k, -1).to(weights.dtype) * weights.unsqueeze(-1)).sum(1)
-
-
-class MoE(nn.Module):
-    """Router, experts and shared experts, in the place of a block's feed-forward layer."""
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
         self.router = Router(config)
-        self.dispatch = Dispatch(config)
         self.experts = Experts(config)
         width = config.n_shared_experts * config.expert_dim
         self.shared = FeedForward(config, width) if width else None
         self.shared_gate = nn.Linear(config.dim, 1, bias=False) if config.shared_gate else None
+        self.factor, self.pad = config.capacity_factor, config.capacity_pad
 
     def forward(
-        self, x: Tensor, keys: Tensor | None = None, loads: Tensor | None = None
+        self,
+        x: Tensor,
+        keys: Tensor | None = None,
+        loads: Tensor | None = None,
+        order: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Feed forward, each token by its experts.
+        """Feed forward, each token by its experts; arguments as for `send`.
+
+        Returns:
+            (B, T, D) in x's dtype, and counts and losses for `Router.record`.
+        """
+        rows, offsets, kept = self.send(x, keys, loads, order)
+        return self.receive(self.experts(rows, offsets, self.tail), kept)
+
+    @property
+    def tail(self) -> bool:
+        """Whether rows may follow those of the last expert: of choices that were dropped."""
+        return bool(self.factor) and not self.pad
+
+    def send(
+        self, x: Tensor, keys: Tensor | None, loads: Tensor | None, order: Tensor | None
+    ) -> tuple[Tensor, Tensor, Kept]:
+        """What comes before the experts.
 
         Args:
             x: (B, T, D), normalised.
             keys: int64 (B, T) of `token_keys`; needed in training with jitter.
             loads: of `Router.loads`.
+            order: int64 (B, T of all ranks), where in its sequence each token of the ranks that
+                share the micro-batch is, rank after rank; None: they are in order. For capacity.
         Returns:
-            (B, T, D) in x's dtype, and counts and losses for `Router.record`.
+            Rows (R, D) sorted by expert and offsets int32 (E,), for the experts; what is kept.
         """
         weights, chosen, counts, losses = self.router(x, keys, loads)
-        flat = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
-        out = self.dispatch(*flat, self.experts).view_as(x).to(x.dtype)
+        chosen, most = self._admitted(chosen, order)
+        flat, weights, chosen = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
+        places = slots_by_expert(chosen, self.router.n_experts)
+        if self.pad:
+            most = min(most, len(flat))
+            places = padded_places(chosen, places, self.router.n_experts, most)
+        slots, by_slot, offsets = places
+        rows = repeated(flat, slots, by_slot, chosen.shape[1])
+        return rows, offsets, Kept(x, weights, slots, by_slot, counts, losses)
+
+    def receive(self, rows: Tensor, kept: Kept) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes after the experts, which gave (R, D); returns what `forward` does."""
+        x = kept.x
+        out = summed(rows, kept.weights, kept.slots, kept.rows).view_as(x).to(x.dtype)
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:
                 shared = shared * self.shared_gate(x).sigmoid()
             out = out + shared
-        return out, counts, losses
+        return out, kept.counts, kept.losses
+
+    def _admitted(self, chosen: Tensor, order: Tensor | None) -> tuple[Tensor, int]:
+        """Choices (B, T, k) without those over capacity, and what each expert may take of all."""
+        if not self.factor:
+            return chosen, 0
+        pool, n_experts = self.router.pool, self.router.n_experts
+        ranks = 1 if pool is None else pool.ranks
+        most = capacity(chosen.numel() * ranks, n_experts, self.factor)
+        drop = functools.partial(within_capacity, n_experts=n_experts, most=most)
+        return (drop(chosen) if pool is None else pool.in_order(drop, chosen, order)), most

@@ -14,7 +14,8 @@ tokens of its score, as a share of all experts' scores. It is 1 where loads are 
 gradient alone (`AddedLoss`), so that what a model returns is not changed by it.
 
 Where several ranks hold the tokens of a micro-batch, `Router.pool` looks at all of them: loads are
-summed, and sinkhorn sees all logits. All else is a mean over tokens, whose parts add up.
+summed, sinkhorn sees all logits, capacity all choices. All else is a mean over tokens, whose parts
+add up.
 
 State changes outside `forward`, by `record`, which the decoder calls once a micro-batch: what
 recomputation runs again must not count again. Hence `forward` returns counts and losses, and gets
@@ -139,6 +140,18 @@ class Pool(Protocol):
 
     def total(self, loads: Tensor) -> Tensor:
         """Loads int64 of any shape, summed over the ranks."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have tokens of the micro-batch, as many each."""
+        ...
+
+    def in_order(
+        self, drop: Callable[[Tensor], Tensor], chosen: Tensor, order: Tensor | None
+    ) -> Tensor:
+        """This rank's part of drop(the choices of all ranks, in the order of the sequences):
+        int64 (B, T, k) -> (B, T, k); order as for `MoE.forward`."""
         ...
 
     def together(self, evened: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:

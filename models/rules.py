@@ -29,6 +29,7 @@ _EXPERT_KEYS = (
     "jitter",
     "capacity_factor",
     "capacity_pad",
+    "mtp",
     "force_balance",
 )
 _RANKING = ("softmax", "sigmoid")
@@ -43,6 +44,8 @@ def broken_rules(config: "DecoderConfig") -> Iterator[str]:
     if every == 1:
         yield "full_attention_every = 1 leaves no layer its window; use 2 or more, or window = 0"
     yield from _latent_rules(config)
+    if not config.mtp:
+        yield from _without_effect(config, ("mtp_coefficient",), "mtp")
     if config.n_experts:
         yield from _expert_rules(config)
         yield from _router_rules(config)

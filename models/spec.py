@@ -33,15 +33,31 @@ def embedding_modules(config: DecoderConfig) -> tuple[str, ...]:
     return ("embed", "position_embed") if config.positions == "learned" else ("embed",)
 
 
+def vocabulary_modules(config: DecoderConfig) -> tuple[str, ...]:
+    """What has a row a token of the vocabulary."""
+    return ("embed", "head", "further_embed") if config.mtp else ("embed", "head")
+
+
+def prediction_modules(config: DecoderConfig) -> tuple[str, ...]:
+    """What predicts further tokens; all of it where the head is."""
+    if not config.mtp:
+        return ()
+    layers = range(config.n_layers, config.n_layers + config.mtp)
+    return ("further_embed", *(f"blocks.{layer}" for layer in layers))
+
+
 def decoder_units(config: DecoderConfig) -> tuple[Unit, ...]:
     """Which modules of a Decoder are gathered together under sharding.
 
     What no unit names stays in the root's group. With tied weights that is the embedding, the
-    last norm and the head, since a parameter that two modules share must be in one group. Norm
-    and head form one unit, since both are needed at the end only.
+    last norm and the head, since a parameter that two modules share must be in one group; with
+    multi-token prediction the two embeddings. Norm and head form one unit, since both are needed
+    at the end only.
     """
     if config.tied:
         return ("blocks.*",)
+    if config.mtp:
+        return ("blocks.*", ("norm", "head"))
     embeddings = ("embed", "position_embed") if config.positions == "learned" else "embed"
     return (embeddings, "blocks.*", ("norm", "head"))
 
@@ -67,6 +83,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         **_feed_forward_rows(config, between),
         **(_expert_rows(config, between, tokenwise, keyed) if config.n_experts else {}),
         "blocks.*.ffn_drop": keyed,
+        **(_prediction_rows(between, tokenwise) if config.mtp else {}),
         "norm": tokenwise,
         "head": colwise(inputs=between),
     }
@@ -131,6 +148,13 @@ def _expert_rows(
     return rows
 
 
+def _prediction_rows(between: Placement, tokenwise: Row) -> dict[str, Row]:
+    """All but the block works on the rank's own tokens."""
+    own = dict.fromkeys(("token_norm", "hidden_norm", "merge", "norm"), tokenwise)
+    rows = {f"blocks.*.{name}": row for name, row in own.items()}
+    return {"further_embed": rowwise(output=between), **rows}
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A family of models: its sizes, and how one of them is built, initialised and split."""
@@ -142,7 +166,7 @@ class ModelSpec:
     units: Callable[[DecoderConfig], tuple[Unit, ...]] = decoder_units
     placements: Callable[[DecoderConfig, bool], dict[str, Row]] = decoder_placements
     """(config, sequence parallelism) -> rows by pattern."""
-    vocabulary: tuple[str, ...] = ("embed", "head")
+    vocabulary: Callable[[DecoderConfig], tuple[str, ...]] = vocabulary_modules
     """Modules whose rows are the vocabulary, padded where tp does not divide it."""
     embedding: Callable[[DecoderConfig], tuple[str, ...]] = embedding_modules
     """What the first pipeline stage has beside its layers."""
@@ -150,6 +174,8 @@ class ModelSpec:
     """Name of a layer."""
     head: tuple[str, ...] = ("norm", "head")
     """What the last pipeline stage has beside its layers; the last one gives the logits."""
+    further: Callable[[DecoderConfig], tuple[str, ...]] = prediction_modules
+    """What the last pipeline stage has to predict further tokens."""
     cores: str = "blocks.*.attn.core"
     """Modules that attend, for context parallelism."""
     feed_forward: str = "blocks.*.ffn"

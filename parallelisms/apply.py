@@ -26,7 +26,13 @@ from dtron.parallelisms.compile import compile_blocks
 from dtron.parallelisms.context import Context, apply_context
 from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
 from dtron.parallelisms.execution import Accumulation, Execution
-from dtron.parallelisms.expert import ExpertLayers, apply_experts, stands_apart, waits_for_host
+from dtron.parallelisms.expert import (
+    ExpertLayers,
+    apply_experts,
+    refuse_half_compiled,
+    stands_apart,
+    waits_for_host,
+)
 from dtron.parallelisms.fsdp import DTYPES, Policy, free_gathered, shard
 from dtron.parallelisms.gradients import reduce_replicas
 from dtron.parallelisms.head_loss import HeadLoss, attach_loss
@@ -338,6 +344,8 @@ def _check_axes(mesh: Mesh, passes: Passes) -> None:
             f"ep x etp = {mesh.expert_degrees['ep'] * mesh.expert_degrees['etp']} needs `experts`: "
             'which modules are split, such as ExpertLayers("blocks.*.experts")'
         )
+    ranks = mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"]
+    refuse_half_compiled(passes.recompute, passes.compile, ranks)
     if mesh.size("tp") > 1 and passes.experts is None and experts() in _rows(passes):
         raise ConfigError("a row experts() needs `experts`: which modules are stacked experts")
     if mesh.size("tp") > 1 and not passes.placements:

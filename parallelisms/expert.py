@@ -49,6 +49,7 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from dtron.config import Compile, Recompute
 from dtron.errors import ConfigError
 from dtron.kernels.permute import inverse_of, reordered
 from dtron.parallelisms.mesh import Mesh
@@ -157,6 +158,23 @@ def _by_expert(counts: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
 def stands_apart(mesh: Mesh) -> bool:
     """Whether experts are on another mesh than the rest: they are split, or tp ranks share them."""
     return mesh.size("tp") > 1 or mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1
+
+
+def refuse_half_compiled(recompute: Recompute, compile: Compile, ranks: int) -> None:
+    """Refuse blocks that would be left uncompiled without a word.
+
+    Args:
+        ranks: ep x etp.
+    Raises:
+        ConfigError: experts on other ranks, compile, and recomputation that keeps some results.
+    """
+    if ranks > 1 and compile.enable and recompute.mode in ("attention", "selective"):
+        raise ConfigError(
+            f'recompute.mode = "{recompute.mode}" with compile.enable and parallel.ep x '
+            f"parallel.etp = {ranks}: a block of which some results are "
+            "kept compiles whole or not at all, and experts that wait for the host break it; "
+            'use "full", or compile.enable = false'
+        )
 
 
 def waits_for_host(block: str, experts: Iterable[str], mesh: Mesh) -> bool:

@@ -91,13 +91,17 @@ def shard(
         return Shard(1) if id(parameter) in columns else None
 
     order: list[list[nn.Module]] = []
+    alone: list[list[nn.Module]] = []
     for group in groups:
         reshard = policy.reshard_after_forward and not (keep_last and group is groups[-1])
         modules = list(group) if len(group) > 1 else group[0]
         inside = [(m, block) for block in group for m in block.modules() if m in experts]
         for module, block in inside:
             _shard_experts(module, block, mesh, reshard, precision)
-        order.append([group[0], *(module for module, _ in inside)])
+        if not getattr(group[0], "in_training_alone", False):
+            order.append([group[0], *(module for module, _ in inside)])
+        else:  # gathered ahead of a forward that leaves it out, it would be stale in the next one
+            alone.append([group[0], *(module for module, _ in inside)])
         fully_shard(
             modules,  # type: ignore[arg-type]
             mesh=device_mesh,
@@ -118,10 +122,12 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module)
-            alone = module in experts and mesh.expert_degrees["edp_shard"] == 1
-            if parallel.reduce_by == "all_to_all" and not alone:
+            unshared = module in experts and mesh.expert_degrees["edp_shard"] == 1
+            if parallel.reduce_by == "all_to_all" and not unshared:
                 module.set_custom_reduce_scatter(AllToAllSum(dtype))
     _prefetch(order, parallel.prefetch)
+    for unit in alone:
+        _prefetch([unit], 0)
 
 
 def _shard_experts(

@@ -9,7 +9,8 @@ the user (`parallel.pp_layout`) as counts of layers or as a string in the gramma
 
     E   embedding                          |      between two stages
     t   decoder layer                      x*n    x n times, where x is a letter, a | or (...)
-    m   multi-token-prediction layer       ,      nothing; for reading, as spaces are
+    m   multi-token-prediction layer,      ,      nothing; for reading, as spaces are
+        in the last stage
     L   final norm, head and loss
 """
 
@@ -43,6 +44,8 @@ class StageNames:
     layer: str
     """With `{}` for the layer's index, as in `blocks.{}`."""
     head: tuple[str, ...]
+    further: tuple[str, ...] = ()
+    """What the last stage has beside its head to predict further tokens."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,21 @@ class Stage:
 
 
 def build_layout(
-    parallel: Parallel, names: StageNames, n_layers: int, n_micro_batches: int, head_weight: float
+    parallel: Parallel,
+    names: StageNames,
+    n_layers: int,
+    n_micro_batches: int,
+    head_weight: float,
+    n_prediction_layers: int = 0,
 ) -> Layout:
     """The pipeline that the [parallel] section describes, checked for this many micro-batches.
 
     Args:
         parallel: its pp, schedule, stages_per_rank and pp_layout.
         n_micro_batches: micro-batches a step.
-        head_weight: time of norm, head and loss in layers, for the balance.
+        head_weight: time of norm, head and loss in layers, for the balance, and of what predicts
+            further tokens, which is where they are.
+        n_prediction_layers: multi-token-prediction layers of the model.
 
     Raises:
         ConfigError: the schedule does not take these numbers, or the layout is not legal.
@@ -103,10 +113,15 @@ def build_layout(
         _check_number(KEY, "stages", len(stages), p * v)
     else:
         split = (
-            parse_layout(given, n_layers, p * v)  # type: ignore[arg-type]
+            parse_layout(given, n_layers, p * v, n_prediction_layers)  # type: ignore[arg-type]
             if given
             else split_layers(n_layers, p * v, 0.0, head_weight, stage_ranks(placement, p, v))
         )
+        if any(stage.prediction_layers for stage in split[:-1]):
+            raise ConfigError(
+                f"{KEY} = {given!r} has m in another stage than L, whose norm and head it needs; "
+                "write mL"
+            )
         stages = tuple(stage_modules(stage, names) for stage in split)
     ranks = stage_ranks(placement, p, v)
     for rank in range(p):
@@ -128,7 +143,7 @@ def stage_modules(stage: "Stage", names: StageNames) -> tuple[str, ...]:
     """Patterns of a stage's modules."""
     layers = tuple(names.layer.format(i) for i in stage.layers)
     first = names.embedding if stage.embedding else ()
-    return (*first, *layers, *(names.head if stage.head else ()))
+    return (*first, *layers, *((*names.further, *names.head) if stage.head else ()))
 
 
 def _deferring(order: Callable[[int], Order], last_stage: int, limit: int, m: int) -> Order:

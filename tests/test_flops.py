@@ -60,7 +60,7 @@ def assert_counted(name: str, override: dict, size: str) -> None:
     assert n_parameters(config) == sum(sizes.values())
     experts = sum(size for fqn, size in sizes.items() if ".experts." in fqn)
     idle = experts * (1 - config.experts_per_token / config.n_experts) if experts else 0
-    active = sum(sizes.values()) - config.lookup_params - idle
+    active = sum(sizes.values()) - config.lookup_params - idle + config.mtp * sizes["embed.weight"]
     assert FlopsModel.of(config).matmul_params == active
 
 
@@ -76,14 +76,14 @@ def assert_counted(name: str, override: dict, size: str) -> None:
     ],
 )
 def test_active_parameters_are_as_published(name, size, billions):
-    config = model_config(name, size)
+    config = model_config(name, size).model_copy(update={"mtp": 0})
     active = FlopsModel.of(config).matmul_params + config.lookup_params
     assert active / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_latent_heads_are_counted_as_wide_as_they_are():
     model = FlopsModel.of(model_config("deepseek_v3", "671b"))
-    assert (model.n_layers, model.n_heads) == (61, 128)
+    assert (model.n_layers, model.n_heads) == (61 + 1, 128)
     assert (model.qk_head_dim, model.v_head_dim) == (192, 128)
 
 
@@ -91,6 +91,7 @@ def test_parameters_of_other_mixtures():
     shared = {"n_shared_experts": 2, "shared_gate": True, "bias": True}
     assert_counted("qwen3_moe", shared, "debug")
     assert_counted("deepseek_v3", {"q_lora_rank": 0, "bias": True, "tied": True}, "debug")
+    assert_counted("deepseek_v3", {"mtp": 2, "norm": "layernorm", "tied": True}, "debug")
     assert_counted("gpt_oss", {"activation": "relu2", "norm": "layernorm"}, "debug")
 
 

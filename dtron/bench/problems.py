@@ -392,7 +392,7 @@ PROBLEMS: dict[str, Problem] = {
         ),
     ),
     "permute": Problem(
-        modules=("permute",),
+        modules=("permute", "permute_triton"),
         dims="tokens, width, experts of each",
         shapes={"cuda": (16384, 2048, 6), "cpu": (512, 64, 2)},
         draw=_draw_rows,

@@ -13,7 +13,7 @@ Legend: B rows of a micro-batch, T tokens a sequence.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,6 +44,13 @@ class Batch:
     """Tokens of all rows that belong to no document."""
     index: Tensor | None = None
     """int64 (B, T), where in its sequence each token is; None: all are there, in order"""
+    order: Tensor | None = None
+    """int64 (B, T of all ranks), `index` of all ranks that share the sequences, rank after rank"""
+    further_tokens: Tensor | None = None
+    """int64 (B, T, P), with multi-token prediction: the tokens 1, 2, ... P ahead; the token itself
+    where that is in another document or sequence"""
+    further_labels: Tensor | None = None
+    """int64 (B, T, P), the labels there; -100 in another document or sequence"""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on a device; to CUDA through pinned memory, without waiting for it."""
@@ -52,10 +59,30 @@ class Batch:
             tokens=_move(self.tokens, device),
             labels=_move(self.labels, device),
             sequence=_move(self.sequence, device),
-            positions=None if self.positions is None else _move(self.positions, device),
+            positions=_move_optional(self.positions, device),
             documents=_move_documents(self.documents, device),
             padding=self.padding,
-            index=None if self.index is None else _move(self.index, device),
+            index=_move_optional(self.index, device),
+            order=_move_optional(self.order, device),
+            further_tokens=_move_optional(self.further_tokens, device),
+            further_labels=_move_optional(self.further_labels, device),
+        )
+
+    def look_ahead(self, n: int) -> "Batch":
+        """The same batch with what is to be predicted further, n tokens ahead; whole sequences."""
+        assert not isinstance(self.documents, Mapping), "sequences are looked at whole"
+        length = self.tokens.shape[1]
+        here = torch.arange(length, device=self.tokens.device)
+        tokens, labels = [], []
+        for ahead in range(1, n + 1):
+            there = (here + ahead).clamp(max=length - 1)
+            inside = (here + ahead < length).expand_as(self.tokens)
+            if self.documents is not None:
+                inside = inside & (self.documents[:, there] == self.documents)
+            tokens.append(torch.where(inside, self.tokens[:, there], self.tokens))
+            labels.append(torch.where(inside, self.labels[:, there], IGNORE))
+        return replace(
+            self, further_tokens=torch.stack(tokens, -1), further_labels=torch.stack(labels, -1)
         )
 
 
@@ -153,6 +180,10 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def _move_optional(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else _move(tensor, device)
 
 
 def _move_documents(

@@ -1,7 +1,21 @@
-"""Rows in another order, with gradients that are gatherings too.
+"""Rows in the order of their experts, and weighted sums of what comes back, with gradients that are
+gatherings too.
 
-Autograd's own gradient of x[order] adds rows up one by one, on a GPU in any order; where the
-inverse order is known it is a gathering, and of rows that were taken k times a sum of k neighbours.
+Token n's j-th choice is slot n k + j. A row holds one slot's copy of its token, or nothing and is
+zero; a slot has one row, or none. Both ways are known, slots by row and rows by slot:
+
+    repeated    y[r] = x[slots[r] // k]              x'[n] = sum_j y'[rows[n k + j]]
+    summed      y[n] = sum_j w[n, j] x[rows[n k + j]]
+                x'[r] = w[slots[r]] y'[slots[r] // k],  w'[n, j] = y'[n] . x[rows[n k + j]]
+
+so that nothing is added up atomically, in any order. Sums are in float32 at least. Autograd's own
+gradient of an indexing adds rows up one by one.
+
+Triton kernels on GPUs, of which each reads and writes every row once, the same formulas in torch
+elsewhere and in float64.
+
+Shapes: N tokens, k slots a token, R rows, D width.
+Source: MegaBlocks, arXiv:2211.15841, section 5.1.
 """
 
 from typing import Any
@@ -9,50 +23,187 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-class _Repeated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.k = k
-        return x[order // k]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return gradients[0][inverse].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+BLOCK = 1024
 
 
-class _Reordered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return gradients[0][inverse], None, None
-
-
-def repeated(x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
-    """Each row k times, in a given order: row r of the result is x[order[r] // k].
+def repeated(x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
+    """Each token's row, for each of its slots.
 
     Args:
         x: (N, D).
-        order: int64 (N k,), a permutation.
-        inverse: of it.
+        slots: int64 (R,), by row; -1 where a row is zero.
+        rows: int64 (N k,), by slot; -1 where a slot has no row.
     Returns:
-        (N k, D).
+        (R, D).
     """
-    return _Repeated.apply(x, order, inverse, k)  # type: ignore[return-value]
+    return _Repeated.apply(x, slots, rows, k)  # type: ignore[return-value]
+
+
+def summed(x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    """The sum of each token's rows by weight.
+
+    Args:
+        x: (R, D).
+        weights: (N, k), float32 at least.
+        slots, rows: as for `repeated`.
+    Returns:
+        (N, D) in the dtype of the weights.
+    """
+    return _Summed.apply(x, weights, slots, rows)  # type: ignore[return-value]
 
 
 def reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """x[order] for a permutation int64 (N,) whose inverse is given: (N, D) -> (N, D)."""
-    return _Reordered.apply(x, order, inverse)  # type: ignore[return-value]
+    return repeated(x, order, inverse, 1)
 
 
 def inverse_of(order: Tensor) -> Tensor:
     """The inverse of a permutation, int64 (N,)."""
     return order.scatter(0, order, torch.arange(len(order), device=order.device))
+
+
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.k = k
+        return gathered(x, slots, None, k, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (rows,) = ctx.saved_tensors
+        grad = gradients[0].contiguous()
+        return added(grad, rows.view(-1, ctx.k), None, grad.dtype), None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, slots, rows)
+        return added(x, rows.view_as(weights), weights, weights.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weights, slots, rows = ctx.saved_tensors
+        grad = gradients[0].contiguous()
+        by_rows = gathered(grad, slots, weights, weights.shape[1], x.dtype)
+        return by_rows, dots(grad, x, rows.view_as(weights)), None, None
+
+
+def _by_triton(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def gathered(
+    x: Tensor, slots: Tensor, weights: Tensor | None, k: int, dtype: torch.dtype
+) -> Tensor:
+    """Row r is x[slots[r] // k], times the slot's weight if there are any; see `repeated`."""
+    if _by_triton(x):
+        return _gathered_on_gpu(x.contiguous(), slots, weights, k, dtype)
+    held = slots.clamp(min=0)
+    y = x[held // k]
+    if weights is not None:
+        y = y * weights.flatten()[held].unsqueeze(1)
+    return torch.where((slots >= 0).unsqueeze(1), y, 0).to(dtype)
+
+
+def added(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(N, D): the sum of y[rows[n, j]] over j, by weight (N, k) if there are any."""
+    if _by_triton(y):
+        return _added_on_gpu(y.contiguous(), rows, weights, dtype)
+    picked = _picked(y, rows)
+    if weights is not None:
+        picked = picked.to(weights.dtype) * weights.unsqueeze(-1)
+    return picked.sum(1).to(dtype)
+
+
+def dots(grad: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """(N, k): grad[n] . y[rows[n, j]], in grad's dtype."""
+    if _by_triton(grad):
+        return _dots_on_gpu(grad, y.contiguous(), rows)
+    return (_picked(y, rows).to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
+
+
+def _picked(y: Tensor, rows: Tensor) -> Tensor:
+    """(N, k, D): y[rows], zero where a slot has none."""
+    return torch.where((rows >= 0).unsqueeze(-1), y[rows.clamp(min=0)], 0)
+
+
+@torch.library.custom_op("dtron::permute_gathered", mutates_args=())
+def _gathered_on_gpu(
+    x: Tensor, slots: Tensor, weights: Tensor | None, k: int, dtype: torch.dtype
+) -> Tensor:
+    from dtron.kernels.permute_triton import gathered_kernel  # Triton is a GPU's
+
+    width = x.shape[1]
+    y = x.new_empty(len(slots), width, dtype=dtype)
+    if y.numel():
+        factors = x if weights is None else weights.contiguous()
+        grid = (len(slots), -(-width // BLOCK))
+        gathered_kernel[grid](
+            x,
+            slots,
+            factors,
+            y,
+            k,
+            width,
+            WEIGHTED=weights is not None,  # pyright: ignore[reportArgumentType]
+            BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+        )
+    return y
+
+
+@torch.library.custom_op("dtron::permute_added", mutates_args=())
+def _added_on_gpu(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    from dtron.kernels.permute_triton import added_kernel  # Triton is a GPU's
+
+    (n, k), width = rows.shape, y.shape[1]
+    out = y.new_empty(n, width, dtype=dtype)
+    if out.numel():
+        factors = y if weights is None else weights.contiguous()
+        grid = (n, -(-width // BLOCK))
+        added_kernel[grid](
+            y,
+            rows.contiguous(),
+            factors,
+            out,
+            k,
+            width,
+            WEIGHTED=weights is not None,  # pyright: ignore[reportArgumentType]
+            BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+        )
+    return out
+
+
+@torch.library.custom_op("dtron::permute_dots", mutates_args=())
+def _dots_on_gpu(grad: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    from dtron.kernels.permute_triton import dots_kernel  # Triton is a GPU's
+
+    k = rows.shape[1]
+    out = grad.new_empty(rows.shape)
+    if out.numel():
+        dots_kernel[(rows.numel(),)](
+            grad,
+            y,
+            rows.contiguous(),
+            out,
+            k,
+            grad.shape[1],
+            BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+        )
+    return out
+
+
+@_gathered_on_gpu.register_fake
+def _(x: Tensor, slots: Tensor, weights: Tensor | None, k: int, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(slots.shape[0], x.shape[1], dtype=dtype)
+
+
+@_added_on_gpu.register_fake
+def _(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return y.new_empty(rows.shape[0], y.shape[1], dtype=dtype)
+
+
+@_dots_on_gpu.register_fake
+def _(grad: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    return grad.new_empty(rows.shape)

@@ -372,26 +372,41 @@ def test_a_tensor_of_an_expert_is_named(tmp_path: Path) -> None:
         from_hf(tmp_path)
 
 
-def test_layers_that_predict_further_tokens_are_skipped_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_that_predict_further_tokens(tmp_path: Path) -> None:
+    """Their names and the copies of embedding and head are those of the release; transformers
+    neither reads nor writes them."""
     theirs = reference("deepseek_v3", {"num_nextn_predict_layers": 1})
-    theirs.save_pretrained(tmp_path)
-    further = {"model.layers.2.eh_proj.weight": torch.zeros(32, 64)}
-    rewritten(
-        tmp_path,
-        lambda t: t.update(
-            {**further, "model.layers.2.enorm.weight": t["model.norm.weight"].clone()}
-        ),
-    )
-    with caplog.at_level("INFO", logger="dtron"):
-        model = from_hf(tmp_path)
-    assert "2 tensors (model.layers.2.eh_proj.weight, ...)" in caplog.text
-    x = tokens()
-    assert torch.allclose(model(x), theirs(x).logits, atol=1e-5)
-    rewritten(tmp_path, lambda t: t.update({"model.layers.3.enorm.weight": torch.zeros(32)}))
+    theirs.save_pretrained(tmp_path / "hf")
+    assert hf_folder(tmp_path / "hf").config.mtp == 0
+    main = from_hf(tmp_path / "hf")
+    config = main.config.model_copy(update={"mtp": 1})  # type: ignore[operator]
+    model = build_model("deepseek_v3", config, BACKENDS["math"])
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.load_state_dict(main.state_dict(), strict=False)
+    to_hf(model, tmp_path / "back", name="deepseek_v3")
+    tensors = folder_tensors(tmp_path / "back")
+    layer = "model.layers.2"
+    for name, shape in {"eh_proj": (32, 64), "enorm": (32,), "shared_head.norm": (32,)}.items():
+        assert tensors[f"{layer}.{name}.weight"].shape == shape
+    embedding, head = (tensors[f"{n}.weight"] for n in ("model.embed_tokens", "lm_head"))
+    assert torch.equal(tensors[f"{layer}.embed_tokens.weight"], embedding)
+    assert torch.equal(tensors[f"{layer}.shared_head.head.weight"], head)
+    back, x = from_hf(tmp_path / "back"), tokens()
+    further = x.roll(-1, 1).unsqueeze(-1)
+    for ours, again in zip(model.eval()(x, further=further), back(x, further=further), strict=True):
+        assert torch.allclose(ours, again, atol=1e-6)
+    assert torch.allclose(back(x), theirs(x).logits, atol=1e-5)
+    kept = type(theirs).from_pretrained(tmp_path / "back")
+    assert torch.equal(kept(x).logits, theirs(x).logits)
+    path = tmp_path / "back"
+    rewritten(path, lambda t: t.update({f"{layer}.embed_tokens.weight": embedding + 1}))
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight differs from model\.embed"):
+        from_hf(path)
+    more = {f"{layer}.embed_tokens.weight": embedding, "model.layers.3.enorm.weight": head[0]}
+    rewritten(path, lambda t: t.update({key: value.clone() for key, value in more.items()}))
     with pytest.raises(CheckpointError, match=r"layers\.3\.enorm\.weight is left over"):
-        from_hf(tmp_path)
+        from_hf(path)
 
 
 def test_biases_of_experts_stay_float32(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ there gradients are as far from those without float8, in dB, as one process's ar
 """
 
 import functools
+import itertools
 import math
 import pickle
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ EXPERTS = {
     "expert_dim": 16,
     "balance_coefficient": 0.5,
 }
+SINKHORN = {
+    **{"router": "sinkhorn", "renormalize": False, "bias_speed": 0.0},
+    **{"n_groups": 1, "top_groups": 1},
+}
+"""The router in any mixture."""
 SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},
@@ -266,7 +272,9 @@ def _reference(case: Case) -> dict[str, Any]:
     for router in (found := routers([model])):
         router.loss_scale.fill_(at_once / case.sequences)
     for step in range(case.steps):
-        n_valid = (make_batch(case, range(case.sequences), step).labels != -100).sum()
+        whole_batch = make_batch(case, range(case.sequences), step)
+        n_valid = (whole_batch.labels != -100).sum()
+        n_further = (_further(whole_batch, config.mtp)[1] != -100).sum((0, 1))
         optimizer.zero_grad()
         losses.append(0.0)
         for first in range(0, case.sequences, at_once):
@@ -274,10 +282,16 @@ def _reference(case: Case) -> dict[str, Any]:
             keys = None
             if config.draws:
                 keys = token_keys(SEED, step, batch.sequence, torch.arange(case.seq_len))
-            logits = model(batch.tokens, batch.positions, batch.documents, keys)
-            loss = cross_entropy_sum(logits, batch.labels) / n_valid
-            loss.backward()
+            inputs = (batch.tokens, batch.positions, batch.documents, keys)
+            ahead, labels = _further(batch, config.mtp)
+            outputs = model(*inputs, further=ahead) if config.mtp else (model(*inputs),)
+            loss = cross_entropy_sum(outputs[0], batch.labels) / n_valid
             losses[-1] += loss.item()
+            for i, n in enumerate(n_further):
+                mean = cross_entropy_sum(outputs[1 + i], labels[..., i]) / n
+                losses[-1] += mean.item() / config.mtp
+                loss = loss + config.mtp_coefficient / config.mtp * mean
+            loss.backward()
         if step == 0:
             gradients = {k: p.grad.clone() for k, p in model.named_parameters()}  # type: ignore[union-attr]
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
@@ -292,6 +306,22 @@ def _reference(case: Case) -> dict[str, Any]:
         "parameters": parameters,
         "loads": _by_router([model], loads),
     }
+
+
+def _further(batch: Batch, n: int) -> tuple[Tensor, Tensor]:
+    """The tokens 1 ... n ahead and their labels, int64 (B, T, n), one by one."""
+    rows, length = batch.tokens.shape
+    tokens = batch.tokens.unsqueeze(-1).repeat(1, 1, n)
+    labels = torch.full((rows, length, n), -100)
+    for row, i, k in itertools.product(range(rows), range(length), range(n)):
+        if (there := i + k + 1) >= length:
+            continue
+        documents = batch.documents
+        assert not isinstance(documents, Mapping), "sequences are whole"
+        if documents is None or documents[row, there] == documents[row, i]:
+            tokens[row, i, k] = batch.tokens[row, there]
+            labels[row, i, k] = batch.labels[row, there]
+    return tokens, labels
 
 
 def _by_router(parts: Iterable[nn.Module], loads: list[list[int]]) -> dict[str, list[list[int]]]:
@@ -338,12 +368,23 @@ def parallel_run(case: Case) -> dict[str, Any]:
         if refresh is not None:
             refresh()
 
-    train_step = RecordingStep(execution, applied, mesh, optimizer, loss, MAX_NORM, dropout, after)
+    train_step = RecordingStep(
+        execution,
+        applied,
+        mesh,
+        optimizer,
+        loss,
+        MAX_NORM,
+        dropout,
+        after,
+        config.mtp_coefficient,
+    )
     losses, norms, loads = [], [], []
     for step in range(case.steps):
-        result = train_step(micro_batches(case, mesh, step), step, LR)
-        dist.all_reduce(result.loss, group=mesh.group(*SHARE_AXES))
-        losses.append(result.loss.item())
+        result = train_step(micro_batches(case, mesh, step, config.mtp), step, LR)
+        both = result.loss + result.further_loss
+        dist.all_reduce(both, group=mesh.group(*SHARE_AXES))
+        losses.append(both.item())
         norms.append(result.grad_norm.item())
         loads += routing.counts.tolist() if routing else []
     parameters = whole(applied, [p.detach() for _, p in applied.named_parameters()])
@@ -379,7 +420,7 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         compile=case.compile,
         init=(SEED, initializer(case, config)),
         convert=float8.converter(mesh, torch.float32) if float8 else None,
-        vocabulary=spec.vocabulary,
+        vocabulary=spec.vocabulary(config),
         layout=layout,
         replicas="step",
         smallest_offload=1,
@@ -408,7 +449,8 @@ def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:
 
 def context_of(case: Case) -> Context | None:
     """How attention gets at the tokens of other ranks."""
-    window, softcap = (case.override.get(key, 0) for key in ("window", "softcap"))
+    fields = {**SIZES[case.model], **case.override}
+    window, softcap = (fields.get(key, 0) for key in ("window", "softcap"))
     return Context.of(case.parallel, MODELS[case.model].cores, "math", window, softcap)
 
 
@@ -435,13 +477,13 @@ def whole(applied: Applied, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     return full
 
 
-def micro_batches(case: Case, mesh: Mesh, step: int) -> list[Batch]:
+def micro_batches(case: Case, mesh: Mesh, step: int, further: int = 0) -> list[Batch]:
     """This rank's micro-batches of a step, as the loader cuts them."""
     ranks, rank = mesh.size(*BATCH_AXES), mesh.rank(*BATCH_AXES)
     first, stride = rank * case.micro_batch, ranks * case.micro_batch
     starts = range(first, case.sequences, stride)
     batches = [make_batch(case, range(s, s + case.micro_batch), step) for s in starts]
-    return [share_of(batch, mesh, context_of(case)) for batch in batches]
+    return [share_of(batch, mesh, context_of(case), further) for batch in batches]
 
 
 def deviations(case: Case, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:

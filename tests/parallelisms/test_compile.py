@@ -67,3 +67,12 @@ def test_depth_adds_no_graph(case: Case) -> None:
     case = replace(case, compile=COMPILED, steps=2, sequences=4)
     for few, many in run_ranks(case.world, compared, case):
         assert few == many > 0
+
+
+def test_experts_on_other_ranks_break_their_blocks_once() -> None:
+    """Into what comes before the experts and what comes after: with the loss three graphs, for all
+    layers, and for all loads of both steps."""
+    override = {"n_layers": 2}
+    case = Case("mixtral", 2, Parallel(ep=2), compile=COMPILED, steps=2, sequences=4)
+    found = run_ranks(2, graphs, replace(case, override=override), seconds=120)
+    assert found == [3, 3]

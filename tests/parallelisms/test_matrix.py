@@ -20,7 +20,14 @@ import torch
 from dtron.config import Compile, CpMethod, Parallel, Recompute
 from dtron.models import MODELS
 from dtron.parallelisms.schedules import SCHEDULES
-from tests.parallelisms.parity import DENSE, TOLERANCE, Case, Outcome, run_batch
+from tests.parallelisms.parity import (
+    DENSE,
+    SINKHORN,
+    TOLERANCE,
+    Case,
+    Outcome,
+    run_batch,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 WORLDS = (1, 2, 4, 8)
@@ -33,14 +40,12 @@ WIDTHS: dict[str, dict[str, Any]] = {
 }
 # What the whole matrix has to give: how many pass, and how many each rule refuses.
 EXPECTED: dict[str, int] = {
-    "passed": 1091,
+    "passed": 1103,
     'recompute.mode = "selective" with compile.enable and parallel.ep x parallel.etp = 2: a block'
     " of which some results are kept compiles whole or not at all, and experts that wait for the"
     ' host break it; use "full", or compile.enable = false': 8,
     "model.full_attention_every = 2 with parallel.cp = 2: context parallelism has one window for"
     " all layers; use parallel.cp = 1": 3,
-    "model.override.capacity_factor = 1.0 with parallel.tp = 2: a rank would see the loads of its"
-    " own tokens alone; use 0.0 or parallel.tp = 1": 4,
     "parallel.ep = 2 x parallel.etp = 1 does not divide the 3 ranks of dp_shard x cp x tp; use"
     " parallel.ep = 1, 3": 4,
     "parallel.sequence_parallel = false with parallel.tp = 2 and experts: each rank routes tokens"
@@ -237,6 +242,7 @@ def in_experts(model: str) -> list[Case]:
         {"override": {"balance": "global_batch", "balance_coefficient": 0.5}},
         {"override": {"capacity_factor": 1.0}},
         {"override": {"z_loss": 0.1, "jitter": 0.1}},
+        {"override": SINKHORN},
         {"documents": True},
         {"dtype": "float64"},
     ]

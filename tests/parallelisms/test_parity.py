@@ -5,7 +5,7 @@ The whole matrix is in test_matrix.py.
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +15,15 @@ from dtron.config import Compile, CpMethod, Float8, Parallel, Recompute
 from dtron.models import MODELS
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import SCHEDULES, order_of, write_csv
-from tests.parallelisms.parity import DENSE, Case, check
+from tests.parallelisms.parity import DENSE, SINKHORN, Case, check
 
-MOST_RANKS = 8
+MOST_RANKS, MOST_EXPERT_RANKS = 8, 4
 EAGER = Compile(enable=True, backend="aot_eager")
 
-# Axes of the subset; a value is the keys of a Case that it sets.
-AXES: dict[str, list[dict[str, Any]]] = {
+Axes = dict[str, list[dict[str, Any]]]
+"""Axes of a subset; a value is the keys of a Case that it sets."""
+
+AXES: Axes = {
     "model": [{"model": name} for name in DENSE],
     "replicas": [{}, {"parallel": {"dp_replicate": 2}}],
     "shards": [{}, {"parallel": {"dp_shard": 2}}],
@@ -59,11 +61,46 @@ AXES: dict[str, list[dict[str, Any]]] = {
 Choice = tuple[int, ...]
 """The index of a value on every axis."""
 
+# The same for mixtures of experts, on at most four ranks.
+EXPERT_AXES: Axes = {
+    "model": [{"model": name} for name in MODELS if name not in DENSE],
+    "data": [{}, {"parallel": {"dp_shard": 2}}, {"parallel": {"dp_replicate": 2}}],
+    "experts": [{}, {"parallel": {"ep": 2}}],
+    "width": [{}, {"parallel": {"etp": 2}}],
+    "tensor": [{}, {"parallel": {"tp": 2}}],
+    "context": [
+        {},
+        {
+            "parallel": {"cp": 2, "cp_method": "all_gather"},
+            "override": {"full_attention_every": 0},
+        },
+    ],
+    "pipeline": [
+        {},
+        *[{"parallel": {"pp": 2, "schedule": name}} for name in ("1F1B", "ZBVZeroBubble")],
+    ],
+    "recompute": [
+        {},
+        {"recompute": Recompute(mode="full")},
+        {"recompute": Recompute(mode="selective")},
+    ],
+    "compile": [{}, {"compile": EAGER}],
+    "routing": [
+        {},
+        {"override": {"balance": "global_batch"}},
+        {"override": {"z_loss": 0.1, "jitter": 0.1}},
+        {"override": SINKHORN},
+    ],
+    "documents": [{}, {"documents": True}],
+    "micro_batch": [{}, {"micro_batch": 2}],
+    "dtype": [{}, {"dtype": "float64"}],
+}
 
-def case_of(choice: Choice) -> Case:
-    """Four micro-batches of the chosen settings."""
-    keys: dict[str, Any] = {"parallel": {"dp_shard": 1}, "override": {}, "micro_batch": 1}
-    for values, index in zip(AXES.values(), choice, strict=True):
+
+def case_of(choice: Choice, axes: Axes = AXES, micro_batches: int = 4, **more: Any) -> Case:
+    """A case of the chosen settings, with at least so many micro-batches: four in a pipeline."""
+    keys: dict[str, Any] = {"parallel": {"dp_shard": 1}, "override": {}, "micro_batch": 1, **more}
+    for values, index in zip(axes.values(), choice, strict=True):
         for key, value in values[index].items():
             keys[key] = {**keys[key], **value} if isinstance(value, dict) else value
     parallel = Parallel(**keys.pop("parallel"))
@@ -71,8 +108,14 @@ def case_of(choice: Choice) -> Case:
         keys["override"].pop("attention_dropout", None)
     data_ranks = parallel.dp_replicate * parallel.dp_shard
     world = data_ranks * parallel.tp * parallel.pp * parallel.cp
-    sequences = 4 * data_ranks * keys["micro_batch"]
+    number = 4 if parallel.pp > 1 else micro_batches
+    sequences = number * data_ranks * keys["micro_batch"]
     return Case(world=world, parallel=parallel, sequences=sequences, **keys)
+
+
+def expert_case_of(choice: Choice) -> Case:
+    """Two steps of two micro-batches."""
+    return case_of(choice, EXPERT_AXES, 2, steps=2)
 
 
 def pairs(choice: Choice) -> set[tuple[int, int, int, int]]:
@@ -81,39 +124,41 @@ def pairs(choice: Choice) -> set[tuple[int, int, int, int]]:
     return {(*a, *b) for a, b in itertools.combinations(indexed, 2)}
 
 
-def all_pairs() -> set[tuple[int, int, int, int]]:
+def all_pairs(axes: Axes) -> set[tuple[int, int, int, int]]:
     """Those of any choice."""
-    sizes = [range(len(values)) for values in AXES.values()]
-    axes = itertools.combinations(range(len(sizes)), 2)
-    return {(a, i, b, j) for a, b in axes for i in sizes[a] for j in sizes[b]}
+    sizes = [range(len(values)) for values in axes.values()]
+    both = itertools.combinations(range(len(sizes)), 2)
+    return {(a, i, b, j) for a, b in both for i in sizes[a] for j in sizes[b]}
 
 
-def cost(choice: Choice) -> float:
-    """About how long a choice takes, in no unit: ranks share the cores."""
-    case = case_of(choice)
+def cost(case: Case) -> float:
+    """About how long a case takes, in no unit: ranks share the cores."""
     return 2 + case.world * (2 if case.parallel.tp > 1 else 1) * (3 if case.compile.enable else 1)
 
 
-def choose(candidates: int = 100) -> Iterator[Choice]:
+def choose(
+    axes: Axes, make: Callable[[Choice], Case], most_ranks: int, candidates: int = 100
+) -> Iterator[Choice]:
     """Choices that meet every pair: each time, of some random ones with a pair that is left, the
-    one that meets most new pairs for its cost."""
+    one that meets most new pairs for its cost, of those that are not refused."""
     draw = random.Random(0)
-    left = all_pairs()
+    left = all_pairs(axes)
     while left:
         axis, value, other, other_value = min(left)
         found = []
         while len(found) < candidates:
-            drawn = [draw.randrange(len(values)) for values in AXES.values()]
+            drawn = [draw.randrange(len(values)) for values in axes.values()]
             drawn[axis], drawn[other] = value, other_value
             choice = tuple(drawn)
-            if case_of(choice).world <= MOST_RANKS:
-                found.append((len(pairs(choice) & left) / cost(choice) ** 0.5, choice))
-        best = max(found)[-1]
+            if (case := make(choice)).world <= most_ranks:
+                found.append((len(pairs(choice) & left) / cost(case) ** 0.5, choice))
+        best = next(c for _, c in sorted(found, reverse=True) if not make(c).refusal())
         left -= pairs(best)
         yield best
 
 
-CHOICES = list(choose())
+CHOICES = list(choose(AXES, case_of, MOST_RANKS))
+EXPERT_CHOICES = list(choose(EXPERT_AXES, expert_case_of, MOST_EXPERT_RANKS))
 
 # What the pairs above do not meet.
 V, LOOP = "ZBVZeroBubble", "Interleaved1F1B"
@@ -129,48 +174,48 @@ EXCHANGED: Literal["all_to_all"] = "all_to_all"
 EACH: list[CpMethod] = ["ring", "all_gather", "ulysses", "hierarchical", "ring"]
 VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
 TIED, DROPPED = {"tied": True}, {"dropout": 0.1}
-GLOBAL = {"balance": "global_batch"}
-SINKHORN = {"router": "sinkhorn", "renormalize": False}
 ALL_DENSE: dict[str, Any] = {
     **{"n_experts": 0, "experts_per_token": 0, "expert_dim": 0, "first_dense_layers": 0},
     **{"n_shared_experts": 0, "n_groups": 1, "top_groups": 1, "routed_scaling": 1.0},
     **{"router": "softmax", "renormalize": False, "bias_speed": 0.0},
     **{"balance": "none", "balance_coefficient": 0.0},
 }
+SELECTIVE = Recompute(mode="selective")
+LIMITED = {"capacity_factor": 1.0}
+PADDED = {**LIMITED, "capacity_pad": True}
+MTP = {"n_layers": 3, "mtp": 2}
+PREDICTED: dict[str, Any] = {"override": MTP, "steps": 2, "sequences": 4}
 EXPERT_CASES = [
-    *[Case(model, 2, Parallel(dp_shard=2)) for model in MODELS if model not in DENSE],
-    Case("deepseek_v3", 4, Parallel(dp_replicate=2), micro_batch=2, dtype="float64"),
-    Case("deepseek_v3", 2, recompute=FULL, compile=EAGER),
-    Case("deepseek_v3", 2, recompute=Recompute(mode="selective"), compile=EAGER),
-    Case("deepseek_v3", 2, Parallel(pp=2, schedule=LOOP), recompute=FULL),
-    Case("qwen3_moe", 2, Parallel(pp=2, schedule=V), override={"z_loss": 0.1, "jitter": 0.1}),
-    Case("qwen3_moe", 2, Parallel(zero=2), override={"capacity_factor": 1.0}, micro_batch=2),
-    Case("mixtral", 2, Parallel(cp=2), micro_batch=2),
-    Case("deepseek_v3", 4, Parallel(cp=2, cp_method="ulysses"), documents=True),
-    Case("mixtral", 2, recompute=Recompute(mode="selective"), documents=True, loss_chunks=3),
-    Case("gpt_oss", 2, recompute=offloaded("selective"), micro_batch=2),
-    # experts and latent attention under tp: each rank routes its own tokens
-    Case("deepseek_v3", 2, Parallel(tp=2), documents=True, loss_chunks=3),
-    Case("deepseek_v3", 2, Parallel(tp=2), override={"q_lora_rank": 0}, dtype="float64"),
-    Case("deepseek_v3", 2, Parallel(tp=2, sequence_parallel=False), override=ALL_DENSE),
-    # experts on other ranks than their tokens
-    *[Case(model, 2, Parallel(ep=2), sequences=4) for model in MODELS if model not in DENSE],
-    Case("deepseek_v3", 4, Parallel(ep=2), override={"shared_gate": True}),
-    Case("deepseek_v3", 4, Parallel(ep=2, dp_replicate=2), dtype="float64"),
-    Case("deepseek_v3", 4, Parallel(ep=4, cp=2), documents=True, recompute=FULL),
-    Case("qwen3_moe", 4, Parallel(ep=2, tp=2), override={"z_loss": 0.1, "jitter": 0.1}),
-    Case("mixtral", 4, Parallel(ep=2, etp=2), micro_batch=2, dtype="float64"),
-    Case("gpt_oss", 2, Parallel(tp=2, etp=2), recompute=Recompute(mode="selective")),
-    Case("deepseek_v3", 4, Parallel(pp=2, ep=2, schedule=V), recompute=FULL),
-    Case("mixtral", 4, Parallel(pp=2, ep=2, tp=2, schedule="DualPipeV"), override=TIED),
-    Case("deepseek_v3", 2, Parallel(ep=2), FULL, EAGER),
-    Case("qwen3_moe", 2, Parallel(ep=2), offloaded("selective")),
-    Case("mixtral", 2, Parallel(ep=2), override={"capacity_factor": 1.0}),
-    Case("mixtral", 2, Parallel(ep=2), override={"capacity_factor": 1.0, "capacity_pad": True}),
-    # what ranks look at together
-    Case("qwen3_moe", 4, Parallel(ep=2), override=GLOBAL),
-    Case("mixtral", 4, Parallel(cp=2, tp=2), override=SINKHORN),
-    Case("deepseek_v3", 8, Parallel(pp=2, tp=2, cp=2, ep=4, schedule=V), documents=True),
+    Case("mixtral", 2, recompute=offloaded("selective"), documents=True, loss_chunks=3, steps=2),
+    Case("deepseek_v3", 2, Parallel(pp=2, schedule=LOOP), recompute=FULL, steps=2),
+    Case("deepseek_v3", 2, Parallel(tp=2, sequence_parallel=False), override=ALL_DENSE, steps=2),
+    Case("deepseek_v3", 2, Parallel(tp=2), override={"q_lora_rank": 0}, dtype="float64", steps=2),
+    Case("deepseek_v3", 2, Parallel(ep=2), override={"shared_gate": True}, sequences=4, steps=2),
+    # capacity over the tokens of all ranks of a micro-batch, in the order of the sequences
+    Case("mixtral", 2, Parallel(ep=2), override=LIMITED, sequences=4, steps=2),
+    Case("mixtral", 2, Parallel(cp=2), override=PADDED, documents=True, micro_batch=2, steps=2),
+    Case("deepseek_v3", 4, Parallel(cp=2, tp=2, ep=2), override=LIMITED, micro_batch=2, steps=1),
+    Case("mixtral", 4, Parallel(pp=2, tp=2, ep=2, schedule="DualPipeV"), override=TIED, steps=2),
+    # a second and a third token
+    Case("deepseek_v3", 2, Parallel(tp=2, ep=2), **PREDICTED, dtype="float64"),
+    Case("deepseek_v3", 2, Parallel(cp=2, ep=2), FULL, **PREDICTED, documents=True),
+    Case("deepseek_v3", 2, Parallel(pp=2, schedule=V), **PREDICTED, documents=True),
+    Case("deepseek_v3", 2, recompute=SELECTIVE, compile=EAGER, **PREDICTED),
+    Case(
+        "deepseek_v3",
+        2,
+        Parallel(pp=2, schedule="1F1B", pp_layout="Ett|tmmL"),
+        **{**PREDICTED, "override": {**MTP, **TIED}},
+    ),
+    # every axis at once
+    Case(
+        "deepseek_v3",
+        8,
+        Parallel(pp=2, tp=2, cp=2, ep=4, schedule=V),
+        documents=True,
+        sequences=4,
+        steps=1,
+    ),
 ]
 SPECIAL = [
     *[Case(model) for model in MODELS],
@@ -316,13 +361,21 @@ FLOAT8 = [
 ]
 
 
-def test_any_two_settings_meet() -> None:
-    met = set().union(*map(pairs, CHOICES))
-    assert met == all_pairs()
-    assert not [str(case_of(choice)) for choice in CHOICES if case_of(choice).refusal()]
+@pytest.mark.parametrize(
+    ("axes", "choices", "make"),
+    [(AXES, CHOICES, case_of), (EXPERT_AXES, EXPERT_CHOICES, expert_case_of)],
+    ids=["dense", "experts"],
+)
+def test_any_two_settings_meet(
+    axes: Axes, choices: list[Choice], make: Callable[[Choice], Case]
+) -> None:
+    assert set().union(*map(pairs, choices)) == all_pairs(axes)
+    assert not [str(make(choice)) for choice in choices if make(choice).refusal()]
 
 
-@pytest.mark.parametrize("case", map(case_of, CHOICES), ids=str)
+@pytest.mark.parametrize(
+    "case", [*map(case_of, CHOICES), *map(expert_case_of, EXPERT_CHOICES)], ids=str
+)
 def test_settings_together_equal_one_process(case: Case) -> None:
     check(case)
 

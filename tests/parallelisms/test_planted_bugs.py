@@ -47,7 +47,7 @@ def local_divisor() -> None:
     """The loss is a mean over the rank's own tokens, as cp would be without its scale."""
 
     def count(_self: Any, batches: list[Batch]) -> Tensor:
-        return torch.stack([loss.count_labels(batch.labels) for batch in batches]).sum().clamp(1)
+        return torch.stack([step._count_all(batch) for batch in batches]).sum(0).clamp(1)
 
     step.TrainStep._count = count  # type: ignore[method-assign]
 
@@ -180,12 +180,29 @@ def positions_of_the_part() -> None:
     """Tokens are rotated by their place on the rank, not in the sequence."""
     share = parity.share_of
 
-    def counted(batch: Batch, mesh: Mesh, how: Any) -> Batch:
-        part = share(batch, mesh, how)
+    def counted(batch: Batch, mesh: Mesh, how: Any, further: int) -> Batch:
+        part = share(batch, mesh, how, further)
         places = torch.arange(part.tokens.shape[1])
         return replace(part, positions=places.expand_as(part.tokens))
 
     parity.share_of = counted
+
+
+def further_tokens_of_the_part() -> None:
+    """What is predicted further is looked for among the rank's own tokens."""
+    share = parity.share_of
+    parity.share_of = lambda batch, mesh, how, further: share(batch, mesh, how).look_ahead(further)
+
+
+def predictions_by_all_labels() -> None:
+    """The mean of what is predicted further is over the labels of the next token."""
+    count = step.TrainStep._count
+
+    def first(self: Any, batches: list[Batch]) -> Tensor:
+        counts = count(self, batches)
+        return counts[:1].expand_as(counts)
+
+    step.TrainStep._count = first  # type: ignore[method-assign]
 
 
 def padding_not_masked() -> None:
@@ -263,6 +280,12 @@ def loads_of_own_tokens() -> None:
     routing.Pooled.total = lambda _self, loads: loads  # type: ignore[method-assign]
 
 
+def choices_in_order_of_the_ranks() -> None:
+    """Capacity goes to the tokens of the first rank first."""
+    in_order = routing.Pooled.in_order
+    routing.Pooled.in_order = lambda self, drop, chosen, _order: in_order(self, drop, chosen, None)  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -299,6 +322,8 @@ EP = Case("mixtral", 2, Parallel(ep=2), sequences=4)
 SHARED = Case("mixtral", 4, Parallel(ep=2), sequences=4)
 ETP = Case("mixtral", 2, Parallel(etp=2), sequences=4)
 POOLED = Case("mixtral", 2, Parallel(cp=2), sequences=4)
+LIMITED = replace(POOLED, override=test_parity.LIMITED)
+MTP = Case("deepseek_v3", 2, Parallel(cp=2), override=test_parity.MTP, sequences=4, steps=1)
 EXPERTS = r"gradient blocks\.\d+\.ffn\.experts\..*"
 BEFORE_EXPERTS = r"gradient (?!blocks\.4\.ffn\.|norm|head).*"
 BEFORE_RESULTS = r"gradient (?!blocks\.4\.ffn\.router|norm|head).*"
@@ -338,6 +363,9 @@ BUGS = [
     Bug(expert_gradients_of_own_rows, EP, BEFORE_RESULTS),
     Bug(part_of_results, ETP, ALSO_LOSS),
     Bug(loads_of_own_tokens, POOLED, BEFORE_ROUTER),
+    Bug(choices_in_order_of_the_ranks, LIMITED, ALSO_LOSS),
+    Bug(further_tokens_of_the_part, MTP, ALSO_LOSS),
+    Bug(predictions_by_all_labels, MTP, ALSO_LOSS),
     *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
     *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in SCALED],
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtron.config import Compile, Recompute
 from dtron.errors import ConfigError
 from dtron.models import build_model, model_config
 from dtron.models.attention import BACKENDS
@@ -15,6 +16,7 @@ from tests.harness import run_ranks
 from tests.parallelisms.test_plugin_context import compare, found_by, wanted_of
 
 ROWS, DIM, EXPERTS = 8, 12, 4
+HALF_COMPILED = {"compile": Compile(enable=True), "recompute": Recompute(mode="selective")}
 
 
 class OwnExperts(nn.Module):
@@ -113,6 +115,7 @@ def refused() -> list[str]:
         (Mesh(tp=2), {"units": "inner", "placements": {"experts": experts()}}),
         (Mesh(ep=2), {"units": "experts", "experts": ExpertLayers("experts")}),
         (Mesh(ep=2), {"units": "inner", "experts": ExpertLayers("experts")}),
+        (Mesh(ep=2), {"units": "inner", "experts": ExpertLayers("experts"), **HALF_COMPILED}),
     ]
     for mesh, arguments in tries:
         with pytest.raises(ConfigError) as error:
@@ -122,8 +125,9 @@ def refused() -> list[str]:
 
 
 def test_experts_that_are_not_named_are_refused() -> None:
-    ep, row, unit, width = run_ranks(2, refused)[0]
+    ep, row, unit, width, compiled = run_ranks(2, refused)[0]
     assert width.startswith("experts.wide is a parameter of experts, but ExpertLayers.widths")
+    assert compiled.startswith('recompute.mode = "selective" with compile.enable and parallel.ep x')
     assert ep.startswith("ep x etp = 2 needs `experts`")
     assert row.startswith("a row experts() needs `experts`")
     assert unit.startswith("experts is a unit, but experts are gathered with what they are inside")

@@ -87,6 +87,22 @@ def test_selective_keeps_grouped_products() -> None:
     assert found["full"] == found["attention"] > found["none"]
 
 
+@pytest.mark.slow
+def test_experts_are_chosen_once_under_inductor() -> None:
+    """What recomputation kept is of these choices; a kernel that rounds otherwise could make
+    others."""
+    torch._dynamo.reset()
+    model = initialized("mixtral", small_config("mixtral", n_layers=1), BACKENDS["sdpa"])
+    numbered = [(int(name), block) for name, block in model.blocks.items()]
+    recompute(numbered, Recompute(mode="selective"))
+    compile_blocks(dict(model.blocks.items()), Compile(enable=True, backend="inductor"))
+    model(tokens()).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        model(tokens()).sum().backward()
+    counts = Counter(event.name for event in profiled.events() or ())
+    assert (counts["aten::topk"], counts["aten::sort"]) == (1, 1)
+
+
 def test_modes_keep_nested_sets() -> None:
     assert set(SAVED_OPS["attention"]) < set(SAVED_OPS["selective"])
     assert not set(ATTENTION) & set(PRODUCTS)
