@@ -50,8 +50,15 @@ def _convert(arguments: Sequence[str]) -> int:
     return convert(arguments)
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    from dtron.plan.command import main as plan  # after `dtron --help`, which needs no torch
+
+    return plan(arguments)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (main, "train a model, under torchrun; the same as train.py"),
+    "plan": (_plan, "tell what a run needs and how fast it will be, without a GPU"),
     "bench": (_bench, "measure the speed of a run, for every combination of settings"),
     "convert": (
         _convert,
