@@ -54,6 +54,9 @@ class Unit:
     whole: int
     gathered: int
     shard: int
+    experts_gathered: int = 0
+    """Of the elements before, those of experts that have a mesh of their own."""
+    experts_shard: int = 0
 
     def __add__(self, other: "Unit") -> "Unit":
         return Unit(
@@ -62,6 +65,8 @@ class Unit:
             self.whole + other.whole,
             self.gathered + other.gathered,
             self.shard + other.shard,
+            self.experts_gathered + other.experts_gathered,
+            self.experts_shard + other.experts_shard,
         )
 
 
@@ -124,7 +129,9 @@ def unit(run: Resolved, part: str, name: str) -> Unit:
     """A part's elements on a rank of a run."""
     total = Unit(name, part, 0, 0, 0)
     for parameter in parts(run.config.model.name, run.model, run.tp).get(part, ()):
-        total += Unit(name, part, *_elements(run, parameter))
+        whole, gathered, shard = _elements(run, parameter)
+        apart = (gathered, shard) if parameter.expert and run.experts_apart else (0, 0)
+        total += Unit(name, part, whole, gathered, shard, *apart)
     return total
 
 

@@ -1,12 +1,12 @@
 """A run's settings with every degree resolved: what all other files of the planner start from."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dtron.config import DEGREES, Degree, ExpertDegree, RunConfig, resolve_expert_degrees
 from dtron.flops import FlopsModel, flops_per_token
-from dtron.models import MODELS
+from dtron.models import MODELS, model_config
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.actions import Order
 from dtron.parallelisms.fsdp import Policy
@@ -63,6 +63,18 @@ class Resolved:
         """
         config.validate_for(world_size)
         return cls(config, world_size, *resolve(shortened(config, world_size), world_size))
+
+    @staticmethod
+    def model_of(config: RunConfig) -> DecoderConfig:
+        """The model of a run, legal or not on any number of ranks."""
+        return model_config(config.model.name, config.model.size, config.model.override)
+
+    @staticmethod
+    def flops_of(config: RunConfig) -> dict[str, float]:
+        """FLOPs a token by convention."""
+        sizes, length = FlopsModel.of(Resolved.model_of(config)), config.train.seq_len
+        full = flops_per_token(sizes, length, "full")
+        return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
 
     @functools.cached_property
     def degrees(self) -> dict[Degree, int]:
@@ -171,9 +183,7 @@ class Resolved:
 
     def flops(self) -> dict[str, float]:
         """FLOPs a token by convention."""
-        sizes, length = FlopsModel.of(self.model), self.config.train.seq_len
-        full = flops_per_token(sizes, length, "full")
-        return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
+        return self.flops_of(self.config)
 
     def parallel(self) -> dict[str, Any]:
         """Every degree and choice that shapes the run, resolved."""
@@ -188,11 +198,3 @@ class Resolved:
             found["stages_per_rank"] = len(self.stages) // self.degrees["pp"]
             found["layers_by_stage"] = [len(stage.layers) for stage in self.stages]
         return found
-
-    def with_config(self, **sections: dict[str, Any]) -> "Resolved":
-        """The same run with some keys replaced: section={key: value}."""
-        changed = {
-            name: getattr(self.config, name).model_copy(update=values)
-            for name, values in sections.items()
-        }
-        return replace(self, config=self.config.model_copy(update=changed))

@@ -8,6 +8,7 @@ import pytest
 
 from dtron.cli import commands
 from dtron.config import RunConfig
+from dtron.plan.hardware import hardware
 from dtron.plan.legality import check
 from dtron.plan.whole import plan
 from dtron.preflight import resolve
@@ -17,7 +18,8 @@ BYTES = 1e9
 
 
 def planned(name: str, world: int, *overrides: str) -> dict[str, Any]:
-    return plan(RunConfig.load(CONFIGS / f"{name}.toml", overrides), world)
+    config = RunConfig.load(CONFIGS / f"{name}.toml", overrides)
+    return plan(config, world, hardware("h100"))
 
 
 @pytest.mark.parametrize(
@@ -73,8 +75,9 @@ def test_json_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> 
     arguments = ["--config", str(CONFIGS / "llama3_405b.toml"), "--world-size", "8", "--json"]
     one = ["parallel.tp=8", "parallel.pp=1", "parallel.cp=1", "parallel.schedule=1F1B"]
     none = ["parallel.stages_per_rank=0", "parallel.pp_layout=", "train.global_batch=8"]
-    assert commands(["plan", *arguments, *one, *none]) == 0
+    assert commands(["plan", *arguments, *one, *none]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["legal"]
-    assert found["memory"]["reserved"] > 140e9
+    assert found["memory"]["reserved"] > found["memory"]["limit"]
+    assert not found["memory"]["fits"]
     assert found["parallel"]["tp"] == 8
