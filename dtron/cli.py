@@ -15,10 +15,15 @@ _GRACE_SECONDS = 10
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the arguments say; returns the exit status."""
     try:
-        options = _parser().parse_args(arguments)
-        from dtron.trainer import Trainer  # after --help, which needs no torch
+        options = _parser().parse_intermixed_args(arguments)
+        config = RunConfig.load(options.config, options.overrides)
+        if options.dry_run:
+            from dtron.plan.command import dry_run  # after --help, which needs no torch
 
-        Trainer(RunConfig.load(options.config, options.overrides)).fit()
+            return dry_run(config)
+        from dtron.trainer import Trainer
+
+        Trainer(config).fit()
     except DtronError as error:
         return _refuse(error)
     return 0
@@ -94,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a TOML file")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all that a start checks, print the plan, end"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="replaces a key of the file"
     )

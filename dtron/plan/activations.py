@@ -148,8 +148,15 @@ def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
         whole: as without recomputation, while it is computed again.
     """
     mode = run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
+    mixture = run.has_experts(layer)
+    if ("kept", mixture, mode) not in run.memo:
+        run.memo["kept", mixture, mode] = _kept(run, mixture, mode)
+    return run.memo["kept", mixture, mode]
+
+
+def _kept(run: Resolved, mixture: bool, mode: str) -> dict[str, float]:
     found: dict[str, float] = {}
-    for row in block(run.model, run.has_experts(layer)):
+    for row in block(run.model, mixture):
         if row.eager == run.config.compile.enable and row.eager is not None:
             continue
         if mode in row.modes:
@@ -165,7 +172,10 @@ def _bytes(run: Resolved, row: Saved) -> float:
 
 def widest(run: Resolved, layer: int) -> float:
     """Bytes of the largest tensor that a layer saves."""
-    return max(_bytes(run, row) for row in block(run.model, run.has_experts(layer)))
+    key = ("widest", run.has_experts(layer))
+    if key not in run.memo:
+        run.memo[key] = max(_bytes(run, row) for row in block(run.model, key[1]))
+    return run.memo[key]
 
 
 def boundary(run: Resolved) -> float:

@@ -70,10 +70,16 @@ def collectives(run: Resolved, rank: int, domain: int = 8) -> list[Collective]:
     found: list[Collective] = []
     for stage in run.stages_of(rank):
         found += _fsdp(run, stage, domain)
-        found += [c for c in _tensor(run, stage, domain) if run.tp > 1]
-        found += [c for c in _context(run, stage, domain) if run.degrees["cp"] > 1]
-        found += _experts(run, stage, domain)
+        found += activation_collectives(run, stage, domain)
         found += _pipeline(run, stage, domain)
+    return [c for c in found if c.ranks > 1 and c.count and c.size]
+
+
+def activation_collectives(run: Resolved, stage: Stage, domain: int) -> list[Collective]:
+    """Those that a stage's computation waits for: of tp, cp and ep."""
+    found = list(_tensor(run, stage, domain)) if run.tp > 1 else []
+    found += _context(run, stage, domain) if run.degrees["cp"] > 1 else []
+    found += _experts(run, stage, domain)
     return [c for c in found if c.ranks > 1 and c.count and c.size]
 
 

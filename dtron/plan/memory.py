@@ -17,7 +17,6 @@ of reductions, come on top of the activations which they follow in time. That is
 `outside` the allocator are the context, NCCL's channels and libraries; hardware rows say how much.
 """
 
-import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -236,7 +235,6 @@ def in_flight(run: Resolved, rank: int) -> dict[int, int]:
     return best
 
 
-@functools.lru_cache(maxsize=4096)
 def _counts(order: Order, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Micro-batches in flight by stage after every forward of a rank, each combination once."""
     live: dict[int, int] = {action.stage: 0 for action in order[rank]}

@@ -11,7 +11,7 @@ of its own table of placements. What FSDP pads counts, since it is allocated:
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,11 +127,17 @@ def _splits(model: nn.Module, rows: Mapping[str, Sequence[Any]]) -> dict[str, in
 
 def unit(run: Resolved, part: str, name: str) -> Unit:
     """A part's elements on a rank of a run."""
-    total = Unit(name, part, 0, 0, 0)
+    if part not in run.memo:
+        run.memo[part] = _unit(run, part)
+    return replace(run.memo[part], name=name)
+
+
+def _unit(run: Resolved, part: str) -> Unit:
+    total = Unit("", part, 0, 0, 0)
     for parameter in parts(run.config.model.name, run.model, run.tp).get(part, ()):
         whole, gathered, shard = _elements(run, parameter)
         apart = (gathered, shard) if parameter.expert and run.experts_apart else (0, 0)
-        total += Unit(name, part, whole, gathered, shard, *apart)
+        total += Unit("", part, whole, gathered, shard, *apart)
     return total
 
 

@@ -6,7 +6,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dtron.plan.search import Searched
+
 GIB = 2**30
+_DEGREES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep", "zero", "micro_batch")
 
 
 def print_plan(console: Console, plan: dict[str, Any]) -> None:
@@ -24,6 +27,25 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
     console.print(_communication(plan["communication"]))
     console.print(_time(plan["time"]))
     _print_summary(console, plan)
+
+
+def print_search(console: Console, searched: Searched) -> None:
+    """The best layouts, each with what limits it."""
+    headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "recompute", "limited by"]
+    made = _table("fastest layouts", headings)
+    for found in searched.best:
+        parallel, time = found.run.parallel(), found.time
+        v = parallel.get("stages_per_rank", 1)
+        made.add_row(
+            f"{time.tokens_per_second_per_gpu:,.0f}",
+            f"{time.mfu['full']:.1%}",
+            *(str(parallel[key]) for key in _DEGREES),
+            f"{parallel.get('schedule', '')}{f' x {v}' if v > 1 else ''}",
+            found.run.config.recompute.mode,
+            found.limited,
+        )
+    console.print(made)
+    console.print(", ".join(f"{n:,} {what}" for what, n in searched.counts.items()))
 
 
 def _print_summary(console: Console, plan: dict[str, Any]) -> None:

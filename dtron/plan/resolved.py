@@ -1,7 +1,7 @@
 """A run's settings with every degree resolved: what all other files of the planner start from."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtron.config import DEGREES, Degree, ExpertDegree, RunConfig, resolve_expert_degrees
@@ -53,6 +53,8 @@ class Resolved:
     model: DecoderConfig
     layout: Layout | None
     float8: Float8Plan | None
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What is the same for many layers, once computed."""
 
     @classmethod
     def of(cls, config: RunConfig, world_size: int) -> "Resolved":

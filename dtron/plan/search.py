@@ -1,8 +1,8 @@
 """Which layout is fastest: all legal ones under the memory limit, by predicted tokens a second.
 
 Degrees are enumerated from divisors; what cannot be faster than the best ten found so far is not
-looked at: a layout's bound is its products at the ceiling, over the share of the step that the
-pipeline's bubble leaves at least. The legality of a layout is preflight's.
+looked at: a layout's bound is the time of its layers, were the pipeline's ranks even and parameters
+where they are needed. Layouts whose mean rank cannot fit go first. The legality is preflight's.
 
     tp x pp x cp x dp_replicate, dp_shard being the rest; ep x etp; schedule x stages a rank;
     micro-batch; recompute; zero
@@ -17,10 +17,13 @@ from typing import Any
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
+from dtron.models.config import DecoderConfig
+from dtron.plan.activations import block
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import RankMemory, memory, worst
-from dtron.plan.resolved import Resolved
-from dtron.plan.steptime import Prediction, predict
+from dtron.plan.parameters import parts
+from dtron.plan.resolved import ELEMENT, Resolved
+from dtron.plan.steptime import Prediction, busy_seconds, predict
 
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 MODES = ("none", "selective", "full")
@@ -70,13 +73,12 @@ def search(config: RunConfig, world: int, hardware: Hardware, most: int = 10) ->
     best: list[tuple[float, int, Found]] = []
     seen: list[tuple[float, float]] = []
     limit = hardware.memory - hardware.outside
-    for number, candidate in enumerate(_ordered(config, world, hardware)):
-        counts["enumerated"] += 1
+    for number, candidate in enumerate(_ordered(config, world, hardware, counts)):
         if len(best) == most and candidate.bound <= best[0][0]:
             counts["pruned"] += 1
             continue
         try:
-            run = Resolved.of(candidate.config, world)
+            run = Resolved.of(_with(config, candidate.choice), world)
         except ConfigError:
             counts["illegal"] += 1
             continue
@@ -103,22 +105,28 @@ def search(config: RunConfig, world: int, hardware: Hardware, most: int = 10) ->
 
 @dataclass(frozen=True)
 class _Candidate:
-    config: RunConfig
+    choice: dict[str, Any]
     bound: float
     """Tokens a second and GPU that it cannot exceed."""
 
 
-def _ordered(config: RunConfig, world: int, hardware: Hardware) -> list[_Candidate]:
+def _ordered(
+    config: RunConfig, world: int, hardware: Hardware, counts: dict[str, int]
+) -> list[_Candidate]:
     """Those with the highest bounds first, so that the others are pruned."""
-    made = [
-        _Candidate(_with(config, choice), _bound(config, choice, world, hardware))
-        for choice in _choices(config, world)
-    ]
+    model = Resolved.model_of(config)
+    weights, done = _weights(config, model), {}
+    made = []
+    for choice in _choices(config, model, world):
+        counts["enumerated"] += 1
+        if _least_bytes(config, model, choice, weights, world) > hardware.memory - hardware.outside:
+            counts["too large"] += 1
+            continue
+        made.append(_Candidate(choice, _bound(config, model, choice, world, hardware, done)))
     return sorted(made, key=lambda each: -each.bound)
 
 
-def _choices(config: RunConfig, world: int) -> Iterator[dict[str, Any]]:
-    model = Resolved.model_of(config)
+def _choices(config: RunConfig, model: DecoderConfig, world: int) -> Iterator[dict[str, Any]]:
     batch = config.train.global_batch
     for tp, cp in itertools.product(_divisors(world, 8), _divisors(world, 8)):
         if model.n_kv_heads % tp or (cp > 1 and config.train.seq_len < 8192):
@@ -197,16 +205,64 @@ def _with(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     )
 
 
-def _bound(config: RunConfig, choice: dict[str, Any], world: int, hardware: Hardware) -> float:
-    """Products at the ceiling, and the bubble of the schedule without communication."""
-    flops = Resolved.flops_of(config)["causal"]
-    p, m, v = choice["pp"], choice["micro_batches"], max(1, choice["stages_per_rank"])
+def _bound(
+    config: RunConfig,
+    model: DecoderConfig,
+    choice: dict[str, Any],
+    world: int,
+    hardware: Hardware,
+    done: dict[tuple[Any, ...], float],
+) -> float:
+    """The slowest rank is no faster than all are in the mean: computation, collectives that stand
+    between it, and the schedule's bubble; nothing of parameters and updates.
+
+    Args:
+        done: seconds of a micro-batch through all layers, by what they depend on.
+    """
+    p, m = choice["pp"], choice["micro_batches"]
+    key = tuple(choice[name] for name in ("tp", "cp", "ep", "mode", "micro"))
+    if key not in done:
+        whole = _with(config, {**choice, "pp": 1, "schedule": "1F1B", "stages_per_rank": 0})
+        ranks = world // p
+        each = ranks // choice["tp"] // choice["cp"] * choice["micro"]
+        train = whole.train.model_copy(update={"global_batch": each})
+        run = Resolved(whole.model_copy(update={"train": train}), ranks, model, None, None)
+        done[key] = busy_seconds(run, hardware)
+    v = max(1, choice["stages_per_rank"])
     bubble = 0.0 if choice["schedule"] == "ZBVZeroBubble" else (p - 1) / (v * m)
-    again = {"none": 1.0, "selective": 1.0, "full": 4 / 3}[choice["mode"]]
-    rate = hardware.ceiling_float8 if config.float8.recipe else hardware.ceiling
-    fast = rate / flops / again / (1 + bubble)
-    # Tensor parallelism's collectives stand between products; a little less is a tie-breaker.
-    return fast * (1 - 0.02 * math.log2(choice["tp"]))
+    step = done[key] * m / p * (1 + bubble)
+    return config.train.global_batch * config.train.seq_len / step / world
+
+
+def _weights(config: RunConfig, model: DecoderConfig) -> tuple[int, int]:
+    """Parameters of all blocks: of the dense part, and of experts."""
+    layers = {"dense": model.n_dense_layers, "mixture": model.n_expert_layers}
+    found = [0, 0]
+    for kind, number in layers.items():
+        for parameter in parts(config.model.name, model, 1).get(kind, ()):
+            found[parameter.expert] += number * math.prod(parameter.shape)
+    return found[0], found[1]
+
+
+def _least_bytes(
+    config: RunConfig,
+    model: DecoderConfig,
+    choice: dict[str, Any],
+    weights: tuple[int, int],
+    world: int,
+) -> float:
+    """Of a mean pipeline rank: its share of the state, and the least activations in flight."""
+    tp, pp, cp, ep = (choice[key] for key in ("tp", "pp", "cp", "ep"))
+    shards = world // (tp * pp * choice["dp_replicate"])
+    dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
+    whole = 6.0 if choice["micro_batches"] > 1 else 0.0  # gathered weights and whole gradients
+    state = dense * (whole + 12 / shards) + experts * (whole + 12 / max(1, shards * tp / ep))
+    mode = choice["mode"]
+    rows = [r for r in block(model, model.n_experts > 0) if mode in r.modes and r.eager is not True]
+    width = sum(r.width * (4 if r.wide else 2) for r in rows) / tp
+    tokens = choice["micro"] * config.train.seq_len / cp
+    flying = min(pp, choice["micro_batches"])
+    return state + width * tokens * (model.n_layers / pp) * flying
 
 
 def pareto(points: tuple[tuple[float, float], ...]) -> list[tuple[float, float]]:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtron.parallelisms.actions import Kind
-from dtron.plan.communication import Collective, collectives
+from dtron.parallelisms.timeline import Timeline
+from dtron.plan.communication import Collective, activation_collectives, collectives
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import held
 from dtron.plan.resolved import Resolved, Stage, shortened
@@ -89,6 +90,13 @@ def predict(run: Resolved, hardware: Hardware) -> Prediction:
     return Prediction(step, parts, bubble / step, each, flops, mfu)
 
 
+def busy_seconds(run: Resolved, hardware: Hardware) -> float:
+    """Computation of a micro-batch through all layers, and collectives that it waits for."""
+    (stage,) = run.stages
+    exposed = _exposed(run, activation_collectives(run, stage, hardware.domain), hardware)
+    return _total(stage_seconds(run, stage, hardware)) + sum(exposed.values())
+
+
 def _total(seconds: Seconds) -> float:
     return seconds.forward + seconds.inputs + seconds.weights
 
@@ -141,6 +149,14 @@ def _update(run: Resolved, hardware: Hardware) -> float:
     most = max(sum(u.shard for u in held(run, rank)) for rank in range(run.degrees["pp"]))
     moved = most * (ADAMW[run.config.optim.moments] + 4)  # and the norm reads gradients
     return moved / (ADAMW_RATE * hardware.copy)
+
+
+def timeline(run: Resolved, hardware: Hardware) -> Timeline:
+    """The schedule of a shortened step with the computation of each stage, in seconds."""
+    costs = _costs(run, hardware, dict.fromkeys(range(run.degrees["pp"]), 1.0))
+    _, spans = run_order(run.order, len(run.stages), costs)
+    ranks = tuple(stage.rank for stage in run.stages)
+    return Timeline(spans, len(run.stages) // run.degrees["pp"], ranks)
 
 
 def _pipelined(
