@@ -45,7 +45,13 @@ ROWS = [
         0,
         489.1,
     ),
-    Row("Bridge Llama-3-8B, float8, FSDP 8", "llama3_8b", 8, f"{_EIGHT} parallel.zero=3 train.micro_batch=1", 14451),
+    Row(
+        "Bridge Llama-3-8B, float8, FSDP 8",
+        "llama3_8b",
+        8,
+        f"{_EIGHT} parallel.zero=3 train.micro_batch=1",
+        14451,
+    ),
     Row(
         "Bridge Qwen3-8B, 16 GPUs",
         "llama3_8b",
@@ -87,7 +93,9 @@ def main() -> None:
         right, unit = (row.tokens, "tok/s") if row.tokens else (row.tflops, "TFLOP/s")
         errors.append(abs(told / right - 1))
         gib = worst(memory(run)).reserved / 2**30
-        print(f"| {row.name} | {right:,.0f} {unit} | {told:,.0f} | {told / right - 1:+.1%} | {gib:.0f} |")
+        print(
+            f"| {row.name} | {right:,.0f} {unit} | {told:,.0f} | {told / right - 1:+.1%} | {gib:.0f} |"
+        )
     print(f"\nmean error {sum(errors) / len(errors):.1%}")
 
 

@@ -96,7 +96,9 @@ def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         gathers = 1 if policy.keep_gathered else m * (1 if stays else 2)
         for axis, whole, shard, (ranks, inside) in _shared(run, each, domain):
             padded = shard * ranks
-            yield Collective(axis, "all_gather", padded * run.element, gathers, "fsdp", ranks, inside)
+            yield Collective(
+                axis, "all_gather", padded * run.element, gathers, "fsdp", ranks, inside
+            )
             kind = "all_to_all" if by_all_to_all else "reduce_scatter"
             size = padded * (run.element if by_all_to_all else reduced)
             yield Collective(axis, kind, size, reduces, "fsdp", ranks, inside)
@@ -126,10 +128,14 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     def made(kind: str, width: float, count: float) -> Collective:
         return Collective("tp", kind, width * token, count * m, "tp", ranks, inside)
 
-    def both(widths_in: list[int], widths_out: list[int], times: int, again: int) -> Iterator[Collective]:
+    def both(
+        widths_in: list[int], widths_out: list[int], times: int, again: int
+    ) -> Iterator[Collective]:
         """Gathered on the way in, reduced on the way out; the backward mirrors it."""
         if not split:
-            yield made("all_reduce", model.dim, times * (len(widths_out) + 2) + again * len(widths_out))
+            yield made(
+                "all_reduce", model.dim, times * (len(widths_out) + 2) + again * len(widths_out)
+            )
             return
         for width in widths_in:
             yield made("all_gather", width, times + again)
@@ -185,7 +191,9 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
             yield Collective("cp", "all_to_all", size, (times + 1) * m, "cp", shape.inner, near)
         if shape.rings:
             hops = shape.outer - 1
-            yield Collective("cp", "send", kv * run.element, (times + 1) * hops * m, "cp", ranks, inside)
+            yield Collective(
+                "cp", "send", kv * run.element, (times + 1) * hops * m, "cp", ranks, inside
+            )
             yield Collective("cp", "send", kv * 4.0, shape.outer * m, "cp", ranks, inside)
         elif shape.gathers:
             size = float(kv * run.element * cp)

@@ -96,7 +96,11 @@ class Hardware:
         if kind == "all_to_all":
             away = size * (ranks - inside) / ranks
             return 2 * hop + away / self.network
-        return 2 * hop + hop * (ranks / inside) ** 0.5 + moved / min(self.nvlink, self.network * inside)
+        return (
+            2 * hop
+            + hop * (ranks / inside) ** 0.5
+            + moved / min(self.nvlink, self.network * inside)
+        )
 
 
 _H100 = Hardware(

@@ -41,7 +41,9 @@ def page(run: Resolved, plan: dict[str, Any], hardware: Hardware, points: Points
     parts += ["<h2>Communication by link</h2>", _links(plan["communication"])]
     if points:
         parts += ["<h2>Layouts by memory and speed</h2>", _front(points)]
-    style = "body{font-family:Helvetica,Arial,sans-serif;max-width:1120px;margin:24px auto;color:#222}"
+    style = (
+        "body{font-family:Helvetica,Arial,sans-serif;max-width:1120px;margin:24px auto;color:#222}"
+    )
     head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{style}</style>"
     return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 

@@ -22,7 +22,7 @@ from dtron.plan.activations import block
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import RankMemory, memory, worst
 from dtron.plan.parameters import parts
-from dtron.plan.resolved import ELEMENT, Resolved
+from dtron.plan.resolved import Resolved
 from dtron.plan.steptime import Prediction, busy_seconds, predict
 
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))

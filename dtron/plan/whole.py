@@ -44,9 +44,7 @@ def plan(
     return found
 
 
-def memory_json(
-    run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware
-) -> dict[str, Any]:
+def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> dict[str, Any]:
     """Of all pipeline ranks, and of the one that holds most; bytes."""
     most = worst(ranks)
     limit = hardware.memory - hardware.outside

@@ -75,7 +75,11 @@ def products(run: Resolved, mixture: bool) -> list[Product]:
     width = model.expert_dim // run.experts["etp"]
     found = [Product(p.module, p.m, p.k, p.n, 1, eight) for p in found]
     found += [Product("experts", rows, d, width, groups)] * inward
-    return [*found, Product("router", part, d, model.n_experts), Product("experts", rows, width, d, groups)]
+    return [
+        *found,
+        Product("router", part, d, model.n_experts),
+        Product("experts", rows, width, d, groups),
+    ]
 
 
 def expert_rows(run: Resolved) -> int:
