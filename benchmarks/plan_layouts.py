@@ -1,10 +1,10 @@
-"""Predictions for layouts that were drawn before anything of them was measured, and their measurement.
+"""Predictions for layouts that were drawn before any was measured, and their measurement.
 
     python -m benchmarks.plan_layouts draw       writes plan_layouts.json: layouts and predictions
-    python -m benchmarks.plan_layouts measure    on a host of 4 H200: runs them, prints the comparison
+    python -m benchmarks.plan_layouts measure    on 4 H200: runs them, prints the comparison
 
-Layouts of Llama-3-8B, Qwen3-8B and DeepSeek-V2-Lite (16B, experts) on 1, 2 and 4 GPUs, drawn by SEED
-from those that are legal and that the planner says fit.
+Layouts of Llama-3-8B, Qwen3-8B and DeepSeek-V2-Lite (16B, experts) on 1, 2 and 4 GPUs, drawn by
+SEED from those that are legal and that the planner says fit.
 """
 
 import json
@@ -32,7 +32,8 @@ MODELS = {
     "llama 8b": ("model.name=llama model.size=8b train.seq_len=8192", (1, 2, 4)),
     "qwen3 8b": ("model.name=qwen3 model.size=8b train.seq_len=4096", (1, 2, 4)),
     "deepseek_v3 16b": (
-        "model.name=deepseek_v3 model.size=16b train.seq_len=4096 model.override.force_balance=true",
+        "model.name=deepseek_v3 model.size=16b train.seq_len=4096 "
+        "model.override.force_balance=true",
         (2, 4),
     ),
 }
@@ -86,9 +87,8 @@ def draw() -> list[dict[str, Any]]:
 
 def measure(layout: dict[str, Any], out: Path) -> dict[str, float]:
     """Run a layout by `dtron bench`; its step and memory."""
-    command = [sys.executable, "-m", "dtron.bench", "--config", CONFIG, "--out", str(out)]
-    command = ["dtron", "bench", CONFIG, "--nproc-per-node", str(layout["world"]), "--out", str(out)]
-    subprocess.run([*command, *layout["overrides"]], check=True)
+    options = ["--nproc-per-node", str(layout["world"]), "--out", str(out)]
+    subprocess.run(["dtron", "bench", CONFIG, *options, *layout["overrides"]], check=True)
     figures = json.loads((out / "bench.json").read_text())["points"][0]["figures"]
     return {"gib": figures["memory_gib"], "step_seconds": figures["step_seconds"]}
 
@@ -110,7 +110,10 @@ def compare(layouts: list[dict[str, Any]], found: list[dict[str, float]]) -> Non
             cells += [f"{layout[key]:.4g}", f"{real[key]:.4g}", f"{error:+.1%}"]
         print(f"| {' | '.join(cells)} |")
     speeds = [layout["tokens_per_second_per_gpu"] for layout in layouts]
-    ratio = [layout["step_seconds"] / real["step_seconds"] for layout, real in zip(layouts, found)]
+    ratio = [
+        layout["step_seconds"] / real["step_seconds"]
+        for layout, real in zip(layouts, found, strict=True)
+    ]
     real_speeds = [speed * share for speed, share in zip(speeds, ratio, strict=True)]
     print(f"\nSpearman's rank correlation of tok/s/GPU: {spearman(speeds, real_speeds):.3f}")
 

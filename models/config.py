@@ -13,11 +13,10 @@ from dtron.errors import ConfigError, config_error
 from dtron.models.rules import broken_rules, either
 
 
-class DecoderConfig(BaseModel):
+class DecoderConfig(BaseModel, frozen=True):
     """Shape and ingredients of a `dtron.models.decoder.Decoder`."""
 
     model_config = ConfigDict(
-        frozen=True,
         strict=True,
         extra="forbid",
         allow_inf_nan=False,

@@ -94,7 +94,7 @@ def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     for place, each in enumerate(listed):
         stays = each.name == "root" or (run.layout is None and place == len(listed) - 1)
         gathers = 1 if policy.keep_gathered else m * (1 if stays else 2)
-        for axis, whole, shard, (ranks, inside) in _shared(run, each, domain):
+        for axis, shard, (ranks, inside) in _shared(run, each, domain):
             padded = shard * ranks
             yield Collective(
                 axis, "all_gather", padded * run.element, gathers, "fsdp", ranks, inside
@@ -106,18 +106,16 @@ def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
             yield Collective("dp_replicate", "all_reduce", shard * reduced, 1, "fsdp", copies, near)
 
 
-def _shared(
-    run: Resolved, each: Unit, domain: int
-) -> Iterator[tuple[str, int, int, tuple[int, int]]]:
-    """(axis, gathered and shard elements, group) of a unit's dense part and of its experts'."""
+def _shared(run: Resolved, each: Unit, domain: int) -> Iterator[tuple[str, int, tuple[int, int]]]:
+    """(axis, elements of a shard, group) of a unit's dense part and of its experts'."""
     dense = group(run, ("dp_shard", "cp"), domain)
     name = "dp_shard+cp" if run.degrees["cp"] > 1 and run.degrees["dp_shard"] > 1 else "dp_shard"
     if run.degrees["dp_shard"] == 1 and run.degrees["cp"] > 1:
         name = "cp"
-    yield name, each.gathered - each.experts_gathered, each.shard - each.experts_shard, dense
+    yield name, each.shard - each.experts_shard, dense
     if each.experts_gathered:
         ranks = _expert_group(run, "edp_shard", domain)
-        yield "edp_shard", each.experts_gathered, each.experts_shard, ranks
+        yield "edp_shard", each.experts_shard, ranks
 
 
 def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:

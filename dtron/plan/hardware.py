@@ -6,9 +6,9 @@
     elementwise  bytes over the rate of a copy
     collectives  latency x hops + bytes on the busiest link / its rate
 
-Rates of collectives are bus bandwidths: what a rank sends of an all-gather of n bytes over r ranks is
-n (r - 1) / r. A group that spans hosts is as fast as its hosts' network: every GPU has an adapter of
-its own, and those of a group in one host share the way out.
+Rates of collectives are bus bandwidths: what a rank sends of an all-gather of n bytes over r ranks
+is n (r - 1) / r. A group that spans hosts is as fast as its hosts' network: every GPU has an
+adapter of its own, and those of a group in one host share the way out.
 """
 
 from dataclasses import dataclass, replace
@@ -105,8 +105,8 @@ class Hardware:
 
 _H100 = Hardware(
     name="h100",
-    source="NVIDIA H100 SXM data sheet (989 TFLOP/s, 80 GB, 3.35 TB/s, NVLink 900 GB/s, 8 x 400 Gb/s a "
-    "host); ceilings, attention and NVLink as h200's, whose multiprocessors and links are the same",
+    source="NVIDIA H100 SXM data sheet (989 TFLOP/s, 80 GB, 3.35 TB/s, NVLink 900 GB/s, 8 x "
+    "400 Gb/s a host); ceilings, attention and NVLink as h200's, with the same multiprocessors",
     peak=989e12,
     ceiling=715e12,
     ceiling_float8=1380e12,
@@ -152,8 +152,8 @@ HARDWARE: dict[str, Hardware] = {
         replace(
             _H100,
             name="b200",
-            source="NVIDIA B200 data sheet (2,250 TFLOP/s, 180 GB, 8 TB/s, NVLink 1.8 TB/s); nothing "
-            "measured: ceilings and rates are the h200's shares of peak",
+            source="NVIDIA B200 data sheet (2,250 TFLOP/s, 180 GB, 8 TB/s, NVLink 1.8 TB/s); "
+            "nothing measured: ceilings and rates are the h200's shares of peak",
             peak=2250e12,
             ceiling=1630e12,
             ceiling_float8=3100e12,

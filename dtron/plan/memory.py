@@ -116,8 +116,8 @@ def _has_head(run: Resolved, rank: int) -> bool:
 
 
 def _gathered(run: Resolved, rank: int, own: list[Unit]) -> float:
-    """FSDP gathers a unit, and `prefetch` more; the root and, without a pipeline, the last unit stay
-    gathered."""
+    """FSDP gathers a unit, and `prefetch` more; the root and, without a pipeline, the last unit
+    stay gathered."""
     if run.policy.keep_gathered:
         return float(run.element * sum(u.gathered for u in own))
     window = 1 + run.config.parallel.prefetch
@@ -163,8 +163,8 @@ def _buffers(run: Resolved, own: list[Unit]) -> float:
 
 
 def _activations(run: Resolved, flying: Mapping[int, int]) -> dict[str, float]:
-    """By module, of all micro-batches in flight. Offloaded ones are in host memory, but for those of
-    two blocks."""
+    """By module, of all micro-batches in flight. Offloaded ones are in host memory, but for those
+    of two blocks."""
     found: dict[str, float] = {}
     for stage in run.stages:
         layers = stage.layers

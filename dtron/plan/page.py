@@ -15,7 +15,8 @@ from dtron.plan.steptime import timeline
 
 GIB = 2**30
 COLOURS = (
-    "#3d7fd0", "#7fb0e8", "#2f9c8d", "#c96f16", "#e8b26f", "#7b5bb8", "#b9a3e0", "#c04a62", "#8a8f98",
+    "#3d7fd0", "#7fb0e8", "#2f9c8d", "#c96f16", "#e8b26f", "#7b5bb8", "#b9a3e0", "#c04a62",
+    "#8a8f98",
 )  # fmt: skip
 _WIDTH, _LEFT, _ROW = 1100, 90, 26
 Points = Sequence[tuple[float, float]]
@@ -55,8 +56,8 @@ def _degrees(parallel: dict[str, Any]) -> str:
 
 def _svg(height: float, parts: Sequence[str]) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" font-size="12" '
-        f'font-family="Helvetica, Arial, sans-serif">{"".join(parts)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
+        f'font-size="12" font-family="Helvetica, Arial, sans-serif">{"".join(parts)}</svg>'
     )
 
 
@@ -87,8 +88,7 @@ def _memory(memory: dict[str, Any]) -> str:
 
 def _pipeline(times: Timeline, run: Resolved) -> str:
     """The first micro-batches, drawn as docs/pipeline.md draws schedules."""
-    drawn = draw(times, f"{run.config.parallel.schedule}, times of each stage as predicted")
-    return drawn
+    return draw(times, f"{run.config.parallel.schedule}, times of each stage as predicted")
 
 
 def _links(rows: Sequence[dict[str, Any]]) -> str:

@@ -58,10 +58,11 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"memory: {memory['reserved'] / GIB:.1f} GiB on pipeline rank {memory['worst_rank']} of "
         f"{memory['limit'] / GIB:.1f} on {plan['hardware']}: {verdict}",
         f"step {time['step_seconds']:.4g} s, {time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
-        f"{time['flops_per_second']['full'] / 1e12:.0f} TFLOP/s, MFU {time['mfu']['full']:.1%} (full) "
-        f"{time['mfu']['causal']:.1%} (causal)",
-        f"{cost['tokens'] / 1e9:,.4g} B tokens: {cost['steps']:,.0f} steps, {cost['days']:,.3g} days, "
-        f"{cost['gpu_hours']:,.4g} GPU-hours, without restarts and validation",
+        f"{time['flops_per_second']['full'] / 1e12:.0f} TFLOP/s, "
+        f"MFU {time['mfu']['full']:.1%} (full) {time['mfu']['causal']:.1%} (causal)",
+        f"{cost['tokens'] / 1e9:,.4g} B tokens: {cost['steps']:,.0f} steps, "
+        f"{cost['days']:,.3g} days, {cost['gpu_hours']:,.4g} GPU-hours, without "
+        "restarts and validation",
     ]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)

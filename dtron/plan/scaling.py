@@ -40,7 +40,7 @@ def scaling(
     disorder: Disorder,
     strong: bool = False,
 ) -> list[Point]:
-    """Speeds of a layout of `base` GPUs in so many copies; those that are not legal are left out."""
+    """Speeds of a layout of `base` GPUs in so many copies; those not legal are left out."""
     found = []
     for n in copies:
         batch = config.train.global_batch * (1 if strong else n)
@@ -99,8 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--most", type=int, default=16384, help="GPUs of the largest run")
     parser.add_argument("--hardware", default="h100", choices=list(HARDWARE))
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args(arguments)
-    config, row = RunConfig.load(given.config), hardware(given.hardware)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    given = parser.parse_intermixed_args(arguments)
+    config, row = RunConfig.load(given.config, given.overrides), hardware(given.hardware)
+    Resolved.of(config, given.base)  # one copy is legal
     copies = [2**i for i in range((given.most // given.base).bit_length())]
     calm, rough = Disorder(0.005), Disorder(0.02, stragglers=1e-4, straggle=0.1)
     curves = {

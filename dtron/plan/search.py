@@ -28,6 +28,7 @@ from dtron.plan.steptime import Prediction, busy_seconds, predict
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 MODES = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
+COUNTS: tuple[str, ...] = ("enumerated", "pruned", "illegal", "too large", "predicted")
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def search(config: RunConfig, world: int, hardware: Hardware, most: int = 10) ->
     Raises:
         ConfigError: no layout is legal and fits; tells how many were looked at.
     """
-    counts = dict.fromkeys(("enumerated", "pruned", "illegal", "too large", "predicted"), 0)
+    counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
     best: list[tuple[float, int, Found]] = []
     seen: list[tuple[float, float]] = []
     limit = hardware.memory - hardware.outside
@@ -174,8 +175,8 @@ def _replicas(shards: int) -> list[int]:
 
 
 def _with(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
-    """The run with a choice. Weights stay gathered over a step of several micro-batches where that is
-    legal to ask for; layouts by hand and keys of other schedules go."""
+    """The run with a choice. Weights stay gathered over a step of several micro-batches; layouts by
+    hand and keys of other schedules go."""
     cp = {} if choice["cp"] > 1 else {"cp_method": "ring", "cp_inner": 0}
     parallel = config.parallel.model_copy(
         update={

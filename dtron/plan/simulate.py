@@ -1,14 +1,14 @@
 """A pipeline's step on a clock: every rank's actions with times of their own, transfers between
 ranks, and ranks that are slower than others.
 
-    run_order   one pipeline, exactly
-    scaled      many pipelines that reduce together: the slowest of all decides, since every step ends
-                with the update of all
+    run_order    one pipeline, action by action
+    slowest_of   many ranks that reduce together: the slowest decides, since all end a step at once
 """
 
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from dtron.parallelisms.actions import COMPUTE, Kind, Order, Span, needs, result
 
@@ -85,6 +85,4 @@ def slowest_of(ranks: int, disorder: Disorder, seed: int = 0, draws: int = 40) -
 
 def _normal(level: float) -> float:
     """Quantile of the standard normal distribution."""
-    from statistics import NormalDist
-
     return NormalDist().inv_cdf(min(level, 1 - 1e-12))

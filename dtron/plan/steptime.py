@@ -4,8 +4,8 @@
     tp, cp, ep collectives that stand between two computations; async tp hides most of tp's, a ring
                what its attention covers
     fsdp       gathers and reductions run beside the computation: those that are longer than it are
-               waited for, the others slow it down by a share of their time; the first gather and the
-               last reduction are alone
+               waited for, the others slow it down by a share of their time; the first gather and
+               the last reduction are alone
     bubble     the schedule run on a clock with each stage's own times, less what ranks compute
     update     norm, clip and AdamW, at the rate of memory
 
@@ -165,8 +165,8 @@ def _pipelined(
     compute: dict[int, float],
     exposed: dict[int, dict[str, float]],
 ) -> float:
-    """Length of the schedule with each stage's own times. What a rank waits for inside its stages is
-    spread over their actions."""
+    """Length of the schedule with each stage's own times. What a rank waits for inside its stages
+    is spread over their actions."""
     short = shortened(run.config, run.world_size).micro_batches(run.world_size)
     stretch = {rank: 1 + sum(exposed[rank].values()) / compute[rank] for rank in compute}
     costs = _costs(run, hardware, stretch)

@@ -16,7 +16,7 @@ EAGER_PASSES = 18
 
 @dataclass(frozen=True)
 class Product:
-    """(m, k) by (k, n), `groups` of them with m rows in all; its backward is two of the same size."""
+    """(m, k) by (k, n), `groups` of them with m rows in all; the backward is two of this size."""
 
     module: str
     m: int

@@ -50,7 +50,7 @@ def state_bytes(case: Case) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_model_state_of_real_ranks(case: Case) -> None:
-    """To the byte, of the first rank of each stage: shards of others are smaller by their padding."""
+    """To the byte, of the first rank of each stage: others' shards are smaller by their padding."""
     config = case.config().model_copy(update={"optim": Optim()})
     planned = memory(Resolved.of(config, case.world))
     found = run_ranks(case.world, state_bytes, case)

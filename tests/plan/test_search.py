@@ -8,7 +8,7 @@ from dtron.cli import commands
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.parallelisms.actions import Kind
-from dtron.parallelisms.schedules import SCHEDULES, order_of, stage_ranks
+from dtron.parallelisms.schedules import order_of, stage_ranks
 from dtron.parallelisms.timeline import simulate
 from dtron.plan.hardware import hardware
 from dtron.plan.resolved import Resolved
@@ -67,7 +67,6 @@ def test_schedules_bubbles_of_the_literature() -> None:
     }
     for (name, v), share in table.items():
         order = order_of(name, 8, v, 32)
-        ranks = stage_ranks(SCHEDULES[name].placement, 8, v)
         weights = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
         costs = {(s, k): w / v for s in range(8 * v) for k, w in weights.items()}
         length, _ = run_order(order, 8 * v, costs)
