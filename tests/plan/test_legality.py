@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtron.cli import commands
+from dtron.cli import commands, main
 from dtron.config import RunConfig
 from dtron.plan.hardware import hardware
 from dtron.plan.legality import check
@@ -69,6 +69,16 @@ def test_all_reasons_are_told_and_the_first_is_preflights() -> None:
         parallel = config.parallel.model_copy(update=change)
         resolve(config.model_copy(update={"parallel": parallel}), 8)
     assert legality.nearest
+
+
+def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All checks of a start, the plan, and nothing that a run leaves."""
+    config = str(CONFIGS / "quickstart.toml")
+    keys = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    assert main(["--config", config, "--dry-run", *keys]) == 0
+    assert "tok/s/GPU" in capsys.readouterr().out
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert main(["--config", config, "--dry-run", *keys, "parallel.tp=3"]) == 1
 
 
 def test_json_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
