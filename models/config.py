@@ -5,7 +5,7 @@ properties; nothing is written back.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -13,10 +13,11 @@ from dtron.errors import ConfigError, config_error
 from dtron.models.rules import broken_rules, either
 
 
-class DecoderConfig(BaseModel, frozen=True):
+class DecoderConfig(BaseModel):
     """Shape and ingredients of a `dtron.models.decoder.Decoder`."""
 
     model_config = ConfigDict(
+        frozen=True,
         strict=True,
         extra="forbid",
         allow_inf_nan=False,
@@ -157,6 +158,10 @@ class DecoderConfig(BaseModel, frozen=True):
     """Every expert computes as many rows as it may take, zeros where fewer came."""
     force_balance: bool = False
     """For benchmarks: experts in turn instead of those of the router, so that loads are even."""
+
+    if TYPE_CHECKING:  # pydantic gives frozen models one
+
+        def __hash__(self) -> int: ...
 
     @property
     def head_size(self) -> int:
