@@ -15,10 +15,15 @@ _GRACE_SECONDS = 10
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the arguments say; returns the exit status."""
     try:
-        options = _parser().parse_args(arguments)
-        from dtron.trainer import Trainer  # after --help, which needs no torch
+        options = _parser().parse_intermixed_args(arguments)
+        config = RunConfig.load(options.config, options.overrides)
+        if options.dry_run:
+            from dtron.plan.command import dry_run  # after --help, which needs no torch
 
-        Trainer(RunConfig.load(options.config, options.overrides)).fit()
+            return dry_run(config)
+        from dtron.trainer import Trainer
+
+        Trainer(config).fit()
     except DtronError as error:
         return _refuse(error)
     return 0
@@ -50,8 +55,15 @@ def _convert(arguments: Sequence[str]) -> int:
     return convert(arguments)
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    from dtron.plan.command import main as plan  # after `dtron --help`, which needs no torch
+
+    return plan(arguments)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (main, "train a model, under torchrun; the same as train.py"),
+    "plan": (_plan, "tell what a run needs and how fast it will be, without a GPU"),
     "bench": (_bench, "measure the speed of a run, for every combination of settings"),
     "convert": (
         _convert,
@@ -87,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a TOML file")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all that a start checks, print the plan, end"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="replaces a key of the file"
     )

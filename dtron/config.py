@@ -7,7 +7,7 @@ The sections and their keys are in `dtron/sections.py`. What depends on several 
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -151,12 +151,20 @@ class RunConfig(Section):
 
     def validate_for(self, world_size: int) -> None:
         """Refuse what cannot run on this many ranks, or settings that contradict each other."""
-        resolve_expert_degrees(self.degrees(world_size), self.parallel.ep, self.parallel.etp)
-        self.micro_batches(world_size)
-        self._refuse_narrow_accumulation(world_size)
-        self._refuse_idle_axes(world_size)
-        self._refuse_contradictions()
-        self._refuse_settings_without_effect()
+        for rule in self.rules(world_size):
+            rule()
+
+    def rules(self, world_size: int) -> tuple[Callable[[], object], ...]:
+        """The checks of `validate_for` in their order; each raises what it refuses."""
+        ep, etp = self.parallel.ep, self.parallel.etp
+        return (
+            lambda: resolve_expert_degrees(self.degrees(world_size), ep, etp),
+            lambda: self.micro_batches(world_size),
+            lambda: self._refuse_narrow_accumulation(world_size),
+            lambda: self._refuse_idle_axes(world_size),
+            self._refuse_contradictions,
+            self._refuse_settings_without_effect,
+        )
 
     def _refuse_narrow_accumulation(self, world_size: int) -> None:
         degrees = self.degrees(world_size)

@@ -6,7 +6,7 @@ for it, so that an error is found and told once.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -241,12 +241,8 @@ def resolve(
     """The same, and the float8 layers where there is a recipe."""
     config.validate_for(world_size)
     model = model_config(config.model.name, config.model.size, config.model.override)
-    _check_sequence(config, model)
-    _check_further(config, model)
-    _check_experts(config, model, world_size)
-    _check_tensor_parallel(config, model)
-    _check_padding(config, model, world_size)
-    _check_context(config, model)
+    for rule in _model_rules(config, model, world_size):
+        rule()
     layout = _layout(config, model, world_size)
     if layout is not None and layout.splits_backward and config.parallel.async_tp:
         raise ConfigError(
@@ -262,6 +258,44 @@ def resolve(
     if layout is not None and (layout.splits_backward or layout.head):
         _refuse_narrow_sums(config, world_size)
     return model, layout, plan_float8(config, model, world_size, layout)
+
+
+def reasons(config: RunConfig, world_size: int) -> list[str]:
+    """All that is wrong with a run, where `resolve` raises the first; empty where nothing is."""
+    found = _refusals(config.rules(world_size))
+    try:
+        model = model_config(config.model.name, config.model.size, config.model.override)
+    except ConfigError as error:
+        return [*found, str(error)]
+    found += _refusals(_model_rules(config, model, world_size))
+    found += _refusals([lambda: _layout(config, model, world_size)])
+    if not found:  # what is left depends on these
+        found = _refusals([lambda: resolve(config, world_size)])
+    return list(dict.fromkeys(found))
+
+
+def _refusals(rules: Iterable[Callable[[], object]]) -> list[str]:
+    found = []
+    for rule in rules:
+        try:
+            rule()
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def _model_rules(
+    config: RunConfig, model: DecoderConfig, world_size: int
+) -> tuple[Callable[[], object], ...]:
+    """Whether the model fits the settings and the ranks; each raises what it refuses."""
+    return (
+        lambda: _check_sequence(config, model),
+        lambda: _check_further(config, model),
+        lambda: _check_experts(config, model, world_size),
+        lambda: _check_tensor_parallel(config, model),
+        lambda: _check_padding(config, model, world_size),
+        lambda: _check_context(config, model),
+    )
 
 
 def _refuse_narrow_sums(config: RunConfig, world_size: int) -> None:

@@ -156,8 +156,8 @@ class Trainer:
             config.train.max_grad_norm,
             config.train.seed if self.checked.model.draws else None,
             self._after_update(),
-            self.guards.spikes,
-            self.checked.model.mtp_coefficient,
+            guard=self.guards.spikes,
+            further_weight=self.checked.model.mtp_coefficient,
         )
         self.checkpointer = Checkpointer(
             self.checked.tiers, self.applied, self.optimizer, config.checkpoint

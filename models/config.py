@@ -5,7 +5,7 @@ properties; nothing is written back.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -163,6 +163,10 @@ class DecoderConfig(BaseModel):
     """Weight of the mean of their losses."""
     force_balance: bool = False
     """For benchmarks: experts in turn instead of those of the router, so that loads are even."""
+
+    if TYPE_CHECKING:  # pydantic gives frozen models one
+
+        def __hash__(self) -> int: ...
 
     @property
     def head_size(self) -> int:

@@ -47,8 +47,12 @@ class Policy:
 
     @classmethod
     def of(cls, parallel: Parallel, mesh: Mesh) -> "Policy":
-        """Resolve `zero` and `reduce` on this mesh; parameters that none shares stay whole."""
-        sharded = mesh.size(*FSDP_AXES) > 1
+        """Resolve `zero` and `reduce` on this mesh."""
+        return cls.resolve(parallel, mesh.size(*FSDP_AXES) > 1)
+
+    @classmethod
+    def resolve(cls, parallel: Parallel, sharded: bool) -> "Policy":
+        """The same where ranks share parameters or not; those that none shares stay whole."""
         return cls(
             reshard_after_forward=parallel.zero == 3 and sharded,
             keep_gathered=parallel.zero < 3 or not sharded,

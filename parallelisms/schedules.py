@@ -11,6 +11,7 @@ name and three numbers:
 """
 
 import csv
+import functools
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -189,6 +190,7 @@ def stages_of(rank: int, placement: Placement, p: int, v: int) -> tuple[int, ...
     return tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
 
 
+@functools.lru_cache(maxsize=32)
 def order_of(name: str, p: int, v: int | None, m: int) -> Order:
     """The checked order of a named schedule.
 

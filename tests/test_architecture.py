@@ -106,6 +106,12 @@ def test_training_does_not_know_of_the_bench() -> None:
             assert not any(below(name, "dtron.bench") for name in imports_of(file)), module
 
 
+def test_the_planner_is_known_to_the_command_line_alone() -> None:
+    for module, file in MODULES.items():
+        if not below(module, "dtron.plan") and module != "dtron.cli":
+            assert not any(below(name, "dtron.plan") for name in imports_of(file)), module
+
+
 def test_models_do_not_know_of_ranks() -> None:
     for module, file in MODULES.items():
         if below(module, "dtron.models"):

@@ -377,7 +377,7 @@ def parallel_run(case: Case) -> dict[str, Any]:
         MAX_NORM,
         dropout,
         after,
-        config.mtp_coefficient,
+        further_weight=config.mtp_coefficient,
     )
     losses, norms, loads = [], [], []
     for step in range(case.steps):

@@ -21,7 +21,7 @@ from dtron.parallelisms.expert import ExpertLayers
 from dtron.preflight import check_layout
 from tests.harness import run_ranks
 
-CONFIG = Path(__file__).parents[2] / "configs/deepseek_v3_671b.toml"
+CONFIG = Path(__file__).parents[2] / "configs/deepseek_v3.toml"
 WORLD = 1024
 
 

@@ -1,0 +1,200 @@
+"""What a block keeps for its backward, a token: a list of tensors, as data.
+
+Each row is a tensor that autograd saves, with the modes of recomputation in which it is kept:
+
+    width    elements a token
+    split    how tp splits it: "neurons" (heads and neurons, over tp), "tokens" (over tp under
+             sequence parallelism), "none" (gathered: whole on every rank)
+    modes    none, selective, attention; the block's input is kept in all, and in `full` alone
+
+The rows are those of a compiled block: of what is elementwise, the compiler keeps what is cheapest
+to keep. An eager block keeps some more (`eager`). tests/plan/test_activations.py compares both with
+what torch's partitioner and autograd really save, for every family of models.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from dtron.models.config import DecoderConfig
+from dtron.models.layers import ACTIVATIONS
+from dtron.plan.resolved import Resolved
+
+NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
+ALL = (NONE, SELECTIVE, ATTENTION, "full")
+PRODUCT = (NONE, SELECTIVE)
+"""Results of matrix products that the backward reads."""
+Split = Literal["neurons", "tokens", "none"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One saved tensor."""
+
+    module: str
+    width: float
+    split: Split
+    modes: tuple[str, ...] = (NONE,)
+    wide: bool = False
+    """float32 whatever the computation's dtype."""
+    eager: bool | None = None
+    """Kept by eager blocks alone (True), by compiled ones alone (False), by both."""
+
+
+@functools.lru_cache(maxsize=64)
+def block(model: DecoderConfig, mixture: bool) -> tuple[Saved, ...]:
+    """Tensors that a block saves."""
+    rows = [Saved("input", model.dim, "tokens", ALL), *_norm_rows(model, "attn_norm")]
+    rows += _latent(model) if model.kv_lora_rank else _attention(model)
+    rows.append(Saved("wo", model.dim, "tokens", PRODUCT))
+    rows += _norm_rows(model, "ffn_norm", wide=mixture)
+    rows += _mixture(model) if mixture else _feed_forward(model, "ffn", model.ffn_dim)
+    return tuple(rows)
+
+
+def _statistics(model: DecoderConfig, module: str, number: float, split: Split) -> list[Saved]:
+    """Of `number` norms a token: a reciprocal root, and LayerNorm's mean."""
+    if model.norm == "layernorm":
+        return [Saved(module, 2 * number, split)]
+    return [Saved(module, number, split, wide=True)]
+
+
+def _norm_rows(model: DecoderConfig, module: str, wide: bool = False) -> list[Saved]:
+    """The normalised input of products, gathered; a router reads it in float32 too."""
+    rows = _statistics(model, module, 1, "tokens")
+    if wide:
+        return [*rows, Saved("router", model.dim, "tokens", wide=True)]
+    return [*rows, Saved(module, model.dim, "none")]
+
+
+def _attended(model: DecoderConfig, width: int) -> list[Saved]:
+    """Attention's output and its log-sum-exp."""
+    kept = (NONE, SELECTIVE, ATTENTION)
+    return [
+        Saved("attention", width, "neurons", kept),
+        Saved("attention", model.n_heads, "neurons", kept, wide=True),
+    ]
+
+
+def _attention(model: DecoderConfig) -> list[Saved]:
+    q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+    rows = [Saved("wq", q, "neurons", PRODUCT), Saved("wk", kv, "neurons", PRODUCT)]
+    if model.qk_norm:
+        rows += [Saved("q_norm", q, "neurons"), Saved("k_norm", kv, "neurons")]
+        rows += _statistics(model, "q_norm", model.n_heads + model.n_kv_heads, "neurons")
+    return [*rows, Saved("wv", kv, "neurons", PRODUCT), *_attended(model, q)]
+
+
+def _latent(model: DecoderConfig) -> list[Saved]:
+    """Queries, keys and padded values of all heads are as wide as queries."""
+    heads, rank, latent = model.n_heads, model.q_lora_rank, model.kv_lora_rank
+    q = heads * model.head_size
+    kv = heads * (model.nope_head_dim + model.v_head_size)
+    rows = [Saved("wq", q, "neurons", PRODUCT)]
+    if rank:
+        rows += [Saved("wq_a", rank, "tokens", PRODUCT), Saved("q_a_norm", rank, "none")]
+        rows += _statistics(model, "q_a_norm", 1, "tokens")
+    rows += [
+        Saved("wkv_a", latent + model.rope_head_dim, "tokens", PRODUCT),
+        *_statistics(model, "kv_a_norm", 1, "tokens"),
+        Saved("kv_a_norm", latent, "none"),
+        Saved("wkv_b", kv, "neurons", (SELECTIVE,)),
+        Saved("k", q, "neurons"),
+        Saved("v", q, "neurons"),
+        *_attended(model, q),
+    ]
+    if q != heads * model.v_head_size:  # what wo reads is a copy of a part
+        rows.append(Saved("attention", heads * model.v_head_size, "neurons"))
+    return rows
+
+
+def _feed_forward(model: DecoderConfig, module: str, width: int) -> list[Saved]:
+    gated = ACTIVATIONS[model.activation].gated
+    rows = [Saved(module, width, "neurons", PRODUCT)] * (2 if gated else 1)
+    rows.append(Saved(module, width, "neurons"))
+    if gated:
+        rows.append(Saved(module, width, "neurons", eager=True))
+    return rows
+
+
+def _mixture(model: DecoderConfig) -> list[Saved]:
+    """k rows a token: what experts read, their hidden rows, and what they give."""
+    k = model.experts_per_token
+    gated = ACTIVATIONS[model.activation].gated
+    chosen = (NONE, SELECTIVE, ATTENTION)
+    rows = [
+        Saved("router", model.n_experts, "tokens", PRODUCT, wide=True),
+        Saved("router", 2 * k, "tokens", chosen, wide=True),  # int64: which experts
+        Saved("router", k + 2, "tokens", wide=True),
+        Saved("dispatch", 2 * k, "tokens", chosen, wide=True),  # int64: order of rows
+        Saved("dispatch", 2 * k, "tokens", wide=True),  # and its inverse
+        Saved("experts", k * model.dim, "tokens"),
+        *[Saved("experts", k * model.expert_dim, "tokens", PRODUCT)] * (2 if gated else 1),
+        Saved("experts", k * model.expert_dim, "tokens"),
+        Saved("experts", k * model.dim, "tokens", PRODUCT),
+    ]
+    if gated:
+        rows.append(Saved("experts", k * model.expert_dim, "tokens", eager=True))
+    if width := model.n_shared_experts * model.expert_dim:
+        rows.append(Saved("shared", model.dim, "none"))
+        rows += _feed_forward(model, "shared", width)
+    return rows
+
+
+def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
+    """Bytes that a layer keeps of a micro-batch on a rank, by module.
+
+    Args:
+        whole: as without recomputation, while it is computed again.
+    """
+    mode = run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
+    mixture = run.has_experts(layer)
+    if ("kept", mixture, mode) not in run.memo:
+        run.memo["kept", mixture, mode] = _kept(run, mixture, mode)
+    return run.memo["kept", mixture, mode]
+
+
+def _kept(run: Resolved, mixture: bool, mode: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for row in block(run.model, mixture):
+        if row.eager == run.config.compile.enable and row.eager is not None:
+            continue
+        if mode in row.modes:
+            found[row.module] = found.get(row.module, 0.0) + _bytes(run, row)
+    return found
+
+
+def _bytes(run: Resolved, row: Saved) -> float:
+    shared = {"neurons": run.tp, "tokens": run.between, "none": 1}[row.split]
+    element = max(4, run.element) if row.wide else run.element
+    return row.width * element * run.tokens / shared
+
+
+def widest(run: Resolved, layer: int) -> float:
+    """Bytes of the largest tensor that a layer saves."""
+    key = ("widest", run.has_experts(layer))
+    if key not in run.memo:
+        run.memo[key] = max(_bytes(run, row) for row in block(run.model, key[1]))
+    return run.memo[key]
+
+
+def boundary(run: Resolved) -> float:
+    """Bytes of hidden states between two layers, of a micro-batch on a rank."""
+    return run.model.dim * run.element * run.tokens / run.between
+
+
+def logits(run: Resolved) -> float:
+    """Bytes of logits, softmax and their gradient at once; in chunks also the gradients of the
+    head's weight and of the hidden states, which wait for the backward.
+
+    A compiled loss holds about 2.75 times the logits (fitted to two runs, see docs/planning.md), an
+    eager one 12 bytes an element: its softmax and the gradient are float32.
+    """
+    vocabulary = -(-run.model.vocab_size // run.tp)
+    chunks = run.config.train.loss_chunks
+    tokens = -(-run.tokens // chunks)
+    each = 2.75 * run.element if run.config.compile.enable else 12.0
+    found = each * tokens * vocabulary
+    if chunks > 1:
+        found += run.model.dim * (vocabulary * (4 + run.element) + run.tokens * run.element)
+    return found

@@ -1,0 +1,96 @@
+"""The command line of `dtron plan`."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from dtron.config import RunConfig
+from dtron.errors import ArgumentParser, ConfigError
+from dtron.plan.hardware import HARDWARE, Hardware, hardware
+from dtron.plan.page import page
+from dtron.plan.report import print_plan, print_search
+from dtron.plan.resolved import Resolved
+from dtron.plan.search import search
+from dtron.plan.whole import plan
+from dtron.preflight import preflight
+from dtron.runtime import Place
+
+DEFAULT = "h100"
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """Arguments of `dtron plan`."""
+    parser = ArgumentParser(
+        prog="dtron plan",
+        description="What a run needs and how fast it will be, told without a GPU.",
+    )
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="a TOML file")
+    parser.add_argument("--world-size", type=int, default=8, metavar="N", help="GPUs; default 8")
+    parser.add_argument("--hardware", default=DEFAULT, help=f"{', '.join(HARDWARE)}; default h100")
+    parser.add_argument("--tokens", type=float, default=0.0, help="of the training, for its cost")
+    parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where --search writes its winner")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the plan as an HTML page")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a plan; 0 if the run is legal and fits, else 1.
+
+    Raises:
+        ConfigError: the arguments are wrong, or the file is no config.
+    """
+    given = plan_parser().parse_intermixed_args(arguments)
+    if given.world_size < 1:
+        raise ConfigError(f"--world-size {given.world_size} is no number of GPUs; use at least 1")
+    config = RunConfig.load(given.config, given.overrides)
+    row = hardware(given.hardware)
+    searched = None
+    if given.search:
+        searched = search(config, given.world_size, row)
+        config = searched.best[0].run.config
+        if not given.json:
+            print_search(_console(), searched)
+        if given.out:
+            given.out.write_text(config.to_toml())
+    elif given.out:
+        raise ConfigError("--out has no effect without --search")
+    found = plan(config, given.world_size, row, given.tokens)
+    if given.page and found["legal"]:
+        run = Resolved.of(config, given.world_size)
+        given.page.write_text(page(run, found, row, searched.seen if searched else ()))
+    if given.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print_plan(_console(), found)
+    return 0 if found["legal"] and found["memory"]["fits"] else 1
+
+
+def dry_run(config: RunConfig) -> int:
+    """The checks of a run that starts here, and the plan for its number of ranks, by the first one.
+
+    Raises:
+        DtronError: what a start would raise.
+    """
+    place = Place.of_environment()
+    preflight(config, place)
+    if place.rank == 0:
+        found = plan(config, place.world_size, _row_of(place))
+        print_plan(_console(), found)
+    return 0
+
+
+def _row_of(place: Place) -> Hardware:
+    """The row of this machine's GPUs; without any, the default one."""
+    name = torch.cuda.get_device_name(place.device).lower() if place.device.type == "cuda" else ""
+    return hardware(next((row for row in HARDWARE if row in name), DEFAULT))
+
+
+def _console() -> Console:
+    return Console(width=None if Console().is_terminal else 200)

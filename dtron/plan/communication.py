@@ -1,0 +1,219 @@
+"""The collectives of a rank's step: which, how many, how large, over which axis and link.
+
+Sizes are those of `dtron.collectives`: the larger of what goes in and what comes out of one rank.
+tests/plan/test_communication.py counts the same collectives in real runs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dtron.config import DEGREES
+from dtron.parallelisms.context import shape_of
+from dtron.plan import activations
+from dtron.plan.hardware import Hardware
+from dtron.plan.parameters import Unit, units
+from dtron.plan.resolved import ELEMENT, Resolved, Stage
+
+
+@dataclass(frozen=True)
+class Collective:
+    """So many collectives of one kind and size in a step of a pipeline rank."""
+
+    axis: str
+    kind: str
+    size: float
+    """Bytes of each."""
+    count: float
+    purpose: str
+    """fsdp, tp, cp, ep, pp or loss."""
+    ranks: int
+    inside: int
+    """Of the group's ranks, those in one NVLink domain."""
+
+    @property
+    def link(self) -> str:
+        """What the slowest part of it goes over."""
+        return "nvlink" if self.inside >= self.ranks else "network"
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Of all of them, one after another."""
+        return self.count * hardware.collective(self.kind, self.size, self.ranks, self.inside)
+
+
+def group(run: Resolved, axes: tuple[str, ...], domain: int) -> tuple[int, int]:
+    """Ranks of a group over neighbouring axes, and of these in one NVLink domain of GPUs."""
+    stride = 1
+    for axis in reversed(DEGREES):
+        if axis in axes:
+            break
+        stride *= run.degrees[axis]
+    ranks = 1
+    for axis in axes:
+        ranks *= run.degrees[axis]  # type: ignore[index]
+    return ranks, max(1, min(ranks, domain // stride))
+
+
+def _expert_group(run: Resolved, axis: str, domain: int) -> tuple[int, int]:
+    ep_etp = run.experts["ep"] * run.experts["etp"]
+    if axis == "ep":
+        return ep_etp, min(ep_etp, domain)
+    ranks = run.experts["edp_shard"]
+    return ranks, max(1, min(ranks, domain // ep_etp))
+
+
+def collectives(run: Resolved, rank: int, domain: int = 8) -> list[Collective]:
+    """Of a pipeline rank's step.
+
+    Args:
+        domain: GPUs that reach each other by NVLink.
+    """
+    found: list[Collective] = []
+    for stage in run.stages_of(rank):
+        found += _fsdp(run, stage, domain)
+        found += activation_collectives(run, stage, domain)
+        found += _pipeline(run, stage, domain)
+    return [c for c in found if c.ranks > 1 and c.count and c.size]
+
+
+def activation_collectives(run: Resolved, stage: Stage, domain: int) -> list[Collective]:
+    """Those that a stage's computation waits for: of tp, cp and ep."""
+    found = list(_tensor(run, stage, domain)) if run.tp > 1 else []
+    found += _context(run, stage, domain) if run.degrees["cp"] > 1 else []
+    found += _experts(run, stage, domain)
+    return [c for c in found if c.ranks > 1 and c.count and c.size]
+
+
+def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
+    """A unit is gathered by each forward and backward, or once a step; the last one of a model that
+    is no stage, and the root, once a micro-batch."""
+    m, policy = run.micro_batches, run.policy
+    listed = units(run, stage)
+    reduces = m if policy.reduce_each_micro_batch else 1
+    reduced = ELEMENT[run.config.parallel.reduce_dtype]
+    by_all_to_all = run.config.parallel.reduce_by == "all_to_all"
+    for place, each in enumerate(listed):
+        stays = each.name == "root" or (run.layout is None and place == len(listed) - 1)
+        gathers = 1 if policy.keep_gathered else m * (1 if stays else 2)
+        for axis, shard, (ranks, inside) in _shared(run, each, domain):
+            padded = shard * ranks
+            yield Collective(
+                axis, "all_gather", padded * run.element, gathers, "fsdp", ranks, inside
+            )
+            kind = "all_to_all" if by_all_to_all else "reduce_scatter"
+            size = padded * (run.element if by_all_to_all else reduced)
+            yield Collective(axis, kind, size, reduces, "fsdp", ranks, inside)
+            copies, near = group(run, ("dp_replicate",), domain)
+            yield Collective("dp_replicate", "all_reduce", shard * reduced, 1, "fsdp", copies, near)
+
+
+def _shared(run: Resolved, each: Unit, domain: int) -> Iterator[tuple[str, int, tuple[int, int]]]:
+    """(axis, elements of a shard, group) of a unit's dense part and of its experts'."""
+    dense = group(run, ("dp_shard", "cp"), domain)
+    name = "dp_shard+cp" if run.degrees["cp"] > 1 and run.degrees["dp_shard"] > 1 else "dp_shard"
+    if run.degrees["dp_shard"] == 1 and run.degrees["cp"] > 1:
+        name = "cp"
+    yield name, each.shard - each.experts_shard, dense
+    if each.experts_gathered:
+        ranks = _expert_group(run, "edp_shard", domain)
+        yield "edp_shard", each.experts_shard, ranks
+
+
+def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
+    ranks, inside = group(run, ("tp",), domain)
+    m, split, model = run.micro_batches, run.between > 1, run.model
+    token = run.tokens * run.element
+
+    def made(kind: str, width: float, count: float) -> Collective:
+        return Collective("tp", kind, width * token, count * m, "tp", ranks, inside)
+
+    def both(
+        widths_in: list[int], widths_out: list[int], times: int, again: int
+    ) -> Iterator[Collective]:
+        """Gathered on the way in, reduced on the way out; the backward mirrors it."""
+        if not split:
+            yield made(
+                "all_reduce", model.dim, times * (len(widths_out) + 2) + again * len(widths_out)
+            )
+            return
+        for width in widths_in:
+            yield made("all_gather", width, times + again)
+            yield made("reduce_scatter", width, times)
+        for width in widths_out:
+            yield made("reduce_scatter", width, times + again)
+            yield made("all_gather", width, times)
+
+    for mixture in (False, True):
+        layers = [i for i in stage.layers if run.has_experts(i) == mixture]
+        again = sum(run.recomputes(i) for i in layers)
+        again = again if run.config.recompute.mode in ("full", "attention") else 0
+        if layers:
+            yield from both(*_widths(run, mixture), len(layers), again)
+    kind, other = ("reduce_scatter", "all_gather") if split else ("all_reduce", "")
+    if stage.embedding:
+        yield made(kind, model.dim, 1)
+        yield made(other, model.dim, 1 if other else 0)
+    if stage.head:
+        yield made(kind, model.dim, 1)
+        yield made(other, model.dim, 1 if other else 0)
+        rounds = 2 * run.config.train.loss_chunks
+        size = 6 * run.tokens * 4 / rounds / 2  # a maximum, then two sums a token, float32
+        yield Collective("tp", "all_reduce", size, rounds * m, "loss", ranks, inside)
+
+
+def _widths(run: Resolved, mixture: bool) -> tuple[list[int], list[int]]:
+    """Widths a token that a layer gathers, and that it reduces, forward."""
+    model = run.model
+    inward, outward = [model.dim], [model.dim]
+    if model.kv_lora_rank:
+        inward = [model.q_lora_rank or model.dim, model.kv_lora_rank, model.rope_head_dim]
+    if not mixture or model.n_shared_experts:
+        return [*inward, model.dim], [*outward, model.dim]
+    return inward, outward
+
+
+def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
+    """Keys and values; of ulysses queries and outputs too. Gradients of keys and values that go
+    round are float32."""
+    cp, parallel = run.degrees["cp"], run.config.parallel
+    ranks, inside = group(run, ("cp",), domain)
+    model, m = run.model, run.micro_batches
+    kv = 2 * model.n_kv_heads * model.head_size // run.tp * run.tokens
+    q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
+    methods = parallel.cp_methods()
+    for layer in stage.layers:
+        shape = shape_of(methods[layer % len(methods)], cp, parallel.cp_inner)
+        times = 2 if run.recomputes(layer) and run.config.recompute.mode == "full" else 1
+        if shape.inner > 1:
+            size = float((q + kv) * run.element)
+            near = min(shape.inner, inside)
+            yield Collective("cp", "all_to_all", size, (times + 1) * m, "cp", shape.inner, near)
+        if shape.rings:
+            hops = shape.outer - 1
+            yield Collective(
+                "cp", "send", kv * run.element, (times + 1) * hops * m, "cp", ranks, inside
+            )
+            yield Collective("cp", "send", kv * 4.0, shape.outer * m, "cp", ranks, inside)
+        elif shape.gathers:
+            size = float(kv * run.element * cp)
+            yield Collective("cp", "all_gather", size, (times + 1) * m, "cp", ranks, inside)
+            yield Collective("cp", "reduce_scatter", size, m, "cp", ranks, inside)
+
+
+def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
+    """Rows there and back, forward and backward."""
+    layers = [i for i in stage.layers if run.has_experts(i)]
+    again = sum(run.recomputes(i) and run.config.recompute.mode != "none" for i in layers)
+    ranks, inside = _expert_group(run, "ep", domain)
+    rows = -(-run.tokens // run.between) * run.model.experts_per_token * run.experts["etp"]
+    size = float(rows * run.model.dim * run.element)
+    count = (4 * len(layers) + 2 * again) * run.micro_batches
+    yield Collective("ep", "all_to_all", size, count, "ep", ranks, inside)
+
+
+def _pipeline(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
+    """Hidden states onwards and gradients backwards, where the neighbour is another rank."""
+    ranks, inside = group(run, ("pp",), domain)
+    for other in (stage.index - 1, stage.index + 1):
+        if 0 <= other < len(run.stages) and run.stages[other].rank != stage.rank:
+            size = activations.boundary(run)
+            yield Collective("pp", "send", size, run.micro_batches, "pp", ranks, inside)

@@ -1,0 +1,181 @@
+"""What GPUs and the links between them do, as a table; every row says where it is from.
+
+    products     time = max(FLOPs / (ceiling x tiles x depth), bytes / bandwidth) + launch
+                 tiles: 128 x 256 tiles fill the multiprocessors in whole waves; depth: k / (k + 96)
+    attention    FLOPs of the causal half over measured rates
+    elementwise  bytes over the rate of a copy
+    collectives  latency x hops + bytes on the busiest link / its rate
+
+Rates of collectives are bus bandwidths: what a rank sends of an all-gather of n bytes over r ranks
+is n (r - 1) / r. A group that spans hosts is as fast as its hosts' network: every GPU has an
+adapter of its own, and those of a group in one host share the way out.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtron.errors import ConfigError, nearest
+
+_TILE = (128, 256)
+_DEPTH = 96
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of machine. Rates are in units a second, of one GPU."""
+
+    name: str
+    source: str
+    peak: float
+    """FLOP/s, dense bfloat16, of the data sheet."""
+    ceiling: float
+    """FLOP/s of large bfloat16 products, as measured."""
+    ceiling_float8: float
+    """The same with tensor-wise float8 operands; 0: it has none."""
+    multiprocessors: int
+    memory: float
+    """Bytes of the device."""
+    outside: float
+    """Bytes of it that the allocator does not get: context, NCCL, libraries."""
+    copy: float
+    """Bytes read and written a second by a copy."""
+    attention: tuple[float, float]
+    """FLOP/s forward and backward of causal attention, its best kernel, head width 128."""
+    host: int
+    """GPUs of a host."""
+    domain: int
+    """GPUs that reach each other by NVLink."""
+    nvlink: float
+    """Bytes a second of bus bandwidth of a large all-gather inside of the domain."""
+    network: float
+    """Bytes a second of a GPU's adapter, as collectives reach it."""
+    latency: tuple[float, float]
+    """Seconds a hop by NVLink and by network."""
+    launch: float
+    """Seconds between two kernels of a stream."""
+
+    def product(self, m: int, k: int, n: int, groups: int = 1, float8: bool = False) -> float:
+        """Seconds of an (m, k) by (k, n) product, or of `groups` products that share the m rows."""
+        if min(m, k, n) == 0:
+            return 0.0
+        flops, rows = 2.0 * m * k * n, -(-m // groups)
+        tiles = groups * -(-rows // _TILE[0]) * -(-n // _TILE[1])
+        waves = tiles / self.multiprocessors
+        filled = waves / -(-tiles // self.multiprocessors)
+        used = m * n / (tiles * _TILE[0] * _TILE[1])
+        rate = self.ceiling_float8 if float8 and self.ceiling_float8 else self.ceiling
+        # Deep schedulers split the last wave: half of what it leaves idle is won back.
+        filled = 0.5 + 0.5 * filled
+        compute = flops / (rate * filled * max(used, 0.05) * k / (k + _DEPTH))
+        traffic = 2.0 * (m * k + groups * k * n + m * n) / self.copy
+        return max(compute, traffic) + self.launch
+
+    def attend(self, flops: float, backward: bool, width: int) -> float:
+        """Seconds of causal attention, of which `flops` are those of the half that is computed."""
+        rate = self.attention[1 if backward else 0] * (1.0 if width >= 128 else 0.75)
+        return flops / rate + self.launch
+
+    def collective(self, kind: str, size: float, ranks: int, inside: int) -> float:
+        """Seconds of one collective.
+
+        Args:
+            kind: all_gather, reduce_scatter, all_reduce, all_to_all or send.
+            size: bytes of the larger of what goes in and what comes out, of one rank.
+            ranks: of the group.
+            inside: of these, in one NVLink domain.
+        """
+        if ranks == 1 or size == 0:
+            return 0.0
+        spans = inside < ranks
+        hop = self.latency[1 if spans else 0]
+        if kind == "send":
+            return hop + size / (self.network if spans else self.nvlink)
+        moved = size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+        if not spans:
+            return 2 * hop + self.latency[0] * ranks + moved / self.nvlink
+        if kind == "all_to_all":
+            away = size * (ranks - inside) / ranks
+            return 2 * hop + away / self.network
+        return (
+            2 * hop
+            + hop * (ranks / inside) ** 0.5
+            + moved / min(self.nvlink, self.network * inside)
+        )
+
+
+_H100 = Hardware(
+    name="h100",
+    source="NVIDIA H100 SXM data sheet (989 TFLOP/s, 80 GB, 3.35 TB/s, NVLink 900 GB/s, 8 x "
+    "400 Gb/s a host); ceilings, attention and NVLink as h200's, with the same multiprocessors",
+    peak=989e12,
+    ceiling=715e12,
+    ceiling_float8=1380e12,
+    multiprocessors=132,
+    memory=80e9,
+    outside=3.0e9,
+    copy=2.9e12,
+    attention=(647e12, 510e12),
+    host=8,
+    domain=8,
+    nvlink=280e9,
+    network=40e9,
+    latency=(6e-6, 15e-6),
+    launch=3e-6,
+)
+HARDWARE: dict[str, Hardware] = {
+    row.name: row
+    for row in (
+        _H100,
+        replace(
+            _H100,
+            name="h200",
+            source="measured 2026-11-21 on 4 x H200, torch 2.11, cuDNN 9.19, NCCL 2.28.9 "
+            "(benchmarks/RESULTS.md); 141 GB of the data sheet; network as h100's",
+            memory=150.7e9,  # 140.4 GiB that the driver reports
+            copy=4.2e12,
+        ),
+        replace(
+            _H100,
+            name="a100",
+            source="NVIDIA A100 SXM data sheet (312 TFLOP/s, 80 GB, 2.0 TB/s, NVLink 600 GB/s); "
+            "ceilings scaled from the h200's shares of peak, attention FlashAttention-2's "
+            "(arXiv:2307.08691); network 8 x 200 Gb/s",
+            peak=312e12,
+            ceiling=265e12,
+            ceiling_float8=0.0,
+            multiprocessors=108,
+            copy=1.7e12,
+            attention=(190e12, 165e12),
+            nvlink=230e9,
+            network=20e9,
+        ),
+        replace(
+            _H100,
+            name="b200",
+            source="NVIDIA B200 data sheet (2,250 TFLOP/s, 180 GB, 8 TB/s, NVLink 1.8 TB/s); "
+            "nothing measured: ceilings and rates are the h200's shares of peak",
+            peak=2250e12,
+            ceiling=1630e12,
+            ceiling_float8=3100e12,
+            multiprocessors=148,
+            memory=180e9,
+            copy=6.8e12,
+            attention=(1300e12, 1000e12),
+            nvlink=620e9,
+            network=40e9,
+        ),
+    )
+}
+
+
+def hardware(name: str, **changed: Any) -> Hardware:
+    """A row of HARDWARE.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in HARDWARE:
+        raise ConfigError(
+            f"--hardware {name} is not known{nearest(name, HARDWARE)}; use {', '.join(HARDWARE)}"
+        )
+    return replace(HARDWARE[name], **changed)

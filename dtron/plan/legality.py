@@ -1,0 +1,96 @@
+"""Whether a run is legal on a number of ranks, why not, and which layouts near it are.
+
+The reasons are preflight's own, so that what is planned is what would start. Near layouts differ in
+one or two degrees, by as small a factor as possible; the rest of the world goes to dp_shard.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.plan.resolved import Resolved, shortened
+from dtron.preflight import reasons
+
+_VARIED = ("tp", "pp", "cp", "ep", "etp", "stages_per_rank")
+_FACTORS = (1 / 8, 1 / 4, 1 / 2, 2, 4)
+_NEAR = 3  # layouts told
+_TRIES = 120
+
+
+@dataclass(frozen=True)
+class Legality:
+    """Of a run on a number of ranks."""
+
+    reasons: tuple[str, ...]
+    nearest: tuple[dict[str, Any], ...]
+    """Keys of [parallel] to change, the smallest changes first; empty for a legal run."""
+
+    @property
+    def legal(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.reasons
+
+
+def check(config: RunConfig, world_size: int) -> Legality:
+    """All that is wrong, and what near is right."""
+    found = tuple(reasons(_short(config, world_size), world_size))
+    near = tuple(_nearest(config, world_size)) if found else ()
+    return Legality(found, near)
+
+
+def _nearest(config: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
+    told = 0
+    for _, change in sorted(_changes(config), key=lambda pair: pair[0])[:_TRIES]:
+        parallel = config.parallel.model_copy(update=change)
+        try:
+            Resolved.of(config.model_copy(update={"parallel": parallel}), world_size)
+        except ConfigError:
+            continue
+        yield change
+        told += 1
+        if told == _NEAR:
+            return
+
+
+def _short(config: RunConfig, world_size: int) -> RunConfig:
+    try:
+        return shortened(config, world_size)
+    except ConfigError:  # degrees that do not multiply have no micro-batches; reasons tells it
+        return config
+
+
+def _changes(config: RunConfig) -> Iterator[tuple[float, dict[str, Any]]]:
+    """(size of the change, keys) of one degree and of two."""
+    parallel = config.parallel
+    free = {} if parallel.dp_shard == -1 else {"dp_shard": -1}
+    options = {key: _near(key, getattr(parallel, key)) for key in _VARIED}
+    if free:
+        yield 0.5, dict(free)
+    if parallel.pp_layout:
+        yield 0.5, {"pp_layout": ""}
+    for count in (1, 2):
+        for keys in combinations(_VARIED, count):
+            for values in product(*(options[key] for key in keys)):
+                changed = dict(zip(keys, values, strict=True))
+                moved = sum(
+                    abs(math.log2(value / (getattr(parallel, key) or 1)))
+                    for key, value in changed.items()
+                )
+                # A layout of stages by hand fits one number of stages alone.
+                by_hand = parallel.pp_layout and {"pp", "stages_per_rank"} & changed.keys()
+                yield (
+                    moved + 2 * count,
+                    {**free, **changed, **({"pp_layout": ""} if by_hand else {})},
+                )
+
+
+def _near(key: str, value: int) -> list[int]:
+    """Degrees some factors away; stages_per_rank = 0 is the schedule's own choice and stays."""
+    if key == "stages_per_rank" and value == 0:
+        return []
+    near = {int(value * factor) for factor in _FACTORS} | {1}
+    return sorted(n for n in near if n >= 1 and n != value)

@@ -1,0 +1,123 @@
+"""A plan as one HTML page that stands alone: memory by class and rank, the pipeline's timeline with
+the predicted time of each action, communication by link, and the search's layouts by memory and
+speed. Pictures are SVG; nothing is loaded from anywhere."""
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from dtron.parallelisms.timeline import Timeline, draw
+from dtron.plan.hardware import Hardware
+from dtron.plan.memory import CLASSES
+from dtron.plan.resolved import Resolved
+from dtron.plan.search import pareto
+from dtron.plan.steptime import timeline
+
+GIB = 2**30
+COLOURS = (
+    "#3d7fd0", "#7fb0e8", "#2f9c8d", "#c96f16", "#e8b26f", "#7b5bb8", "#b9a3e0", "#c04a62",
+    "#8a8f98",
+)  # fmt: skip
+_WIDTH, _LEFT, _ROW = 1100, 90, 26
+Points = Sequence[tuple[float, float]]
+
+
+def page(run: Resolved, plan: dict[str, Any], hardware: Hardware, points: Points = ()) -> str:
+    """The page.
+
+    Args:
+        plan: of `whole.plan`, legal.
+        points: (bytes, tokens a second and GPU) of a search.
+    """
+    title = f"{run.config.model.name} {run.config.model.size} on {run.world_size} x {hardware.name}"
+    time = plan["time"]
+    told = (
+        f"Predicted, not measured: {time['step_seconds']:.4g} s a step, "
+        f"{time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, MFU {time['mfu']['full']:.1%} (full)."
+    )
+    parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{told}</p>", _degrees(plan["parallel"])]
+    parts += ["<h2>Memory by pipeline rank</h2>", _memory(plan["memory"])]
+    if run.layout is not None:
+        parts += ["<h2>Pipeline</h2>", _pipeline(timeline(run, hardware), run)]
+    parts += ["<h2>Communication by link</h2>", _links(plan["communication"])]
+    if points:
+        parts += ["<h2>Layouts by memory and speed</h2>", _front(points)]
+    style = (
+        "body{font-family:Helvetica,Arial,sans-serif;max-width:1120px;margin:24px auto;color:#222}"
+    )
+    head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{style}</style>"
+    return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def _degrees(parallel: dict[str, Any]) -> str:
+    shown = (f"{k} <b>{html.escape(str(v))}</b>" for k, v in parallel.items() if k[:6] != "layers")
+    return f"<p>{' &middot; '.join(shown)}</p>"
+
+
+def _svg(height: float, parts: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
+        f'font-size="12" font-family="Helvetica, Arial, sans-serif">{"".join(parts)}</svg>'
+    )
+
+
+def _memory(memory: dict[str, Any]) -> str:
+    """A bar a rank, in classes; a line where the device ends."""
+    ranks, limit = memory["ranks"], memory["limit"]
+    most = max(limit, *(sum(rank["classes"].values()) for rank in ranks))
+    scale, parts = (_WIDTH - _LEFT - 60) / most, []
+    for row, rank in enumerate(ranks):
+        x, y = float(_LEFT), 8 + row * _ROW
+        parts.append(f'<text x="4" y="{y + 15}">pp rank {rank["rank"]}</text>')
+        for colour, name in zip(COLOURS, CLASSES, strict=True):
+            size = rank["classes"][name]
+            told = f"<title>{name}: {size / GIB:.1f} GiB</title>"
+            shape = f'x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{_ROW - 5}"'
+            parts.append(f'<rect {shape} fill="{colour}">{told}</rect>')
+            x += size * scale
+        parts.append(f'<text x="{x + 4:.0f}" y="{y + 15}">{rank["reserved"] / GIB:.1f}</text>')
+    end, bottom = _LEFT + limit * scale, 8 + len(ranks) * _ROW
+    parts.append(f'<path d="M{end:.0f} 0V{bottom}" stroke="#c00" stroke-dasharray="4"/>')
+    for i, (colour, name) in enumerate(zip(COLOURS, CLASSES, strict=True)):
+        x = _LEFT + i * 110
+        parts.append(f'<rect x="{x}" y="{bottom + 8}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 14}" y="{bottom + 18}">{name}</text>')
+    told = f"<p>GiB that the allocator holds; the dashed line is {limit / GIB:.1f} GiB.</p>"
+    return _svg(bottom + 30, parts) + told
+
+
+def _pipeline(times: Timeline, run: Resolved) -> str:
+    """The first micro-batches, drawn as docs/pipeline.md draws schedules."""
+    return draw(times, f"{run.config.parallel.schedule}, times of each stage as predicted")
+
+
+def _links(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [
+        f"<tr><td>{row['purpose']}</td><td>{row['axis']}</td><td>{row['kind']}</td>"
+        f"<td>{row['ranks']}</td><td>{row['link']}</td><td>{row['count']:,.0f}</td>"
+        f"<td>{row['bytes'] / 1e9:,.2f}</td><td>{row['seconds']:.3g}</td></tr>"
+        for row in rows
+    ]
+    names = ("purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s")
+    heads = "".join(f"<th align='left'>{name}</th>" for name in names)
+    return f"<table cellpadding='4'><tr>{heads}</tr>{''.join(cells)}</table>"
+
+
+def _front(points: Points) -> str:
+    """Every layout a dot; those that none beats in both are joined."""
+    height = 320
+    x_most, y_most = (max(point[i] for point in points) * 1.05 for i in (0, 1))
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        x = _LEFT + point[0] / x_most * (_WIDTH - _LEFT - 20)
+        return x, height - 30 - point[1] / y_most * (height - 50)
+
+    parts = [
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a9cdf5"/>' for x, y in map(at, points)
+    ]
+    front = [at(point) for point in pareto(tuple(points))]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
+    parts.append(f'<polyline points="{line}" fill="none" stroke="#c96f16" stroke-width="2"/>')
+    parts.append(f'<text x="{_LEFT}" y="{height - 6}">0 to {x_most / GIB:.0f} GiB reserved</text>')
+    parts.append(f'<text x="4" y="14">to {y_most:,.0f} tok/s/GPU</text>')
+    return _svg(height, parts)

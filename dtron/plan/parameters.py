@@ -1,0 +1,198 @@
+"""Which parameters a rank holds, and how many of their elements: whole, gathered, shared.
+
+Shapes are those of the model itself, built with one layer of each kind on meta; splits are those
+of its own table of placements. What FSDP pads counts, since it is allocated:
+
+    whole      elements of the unsharded parameter
+    gathered   after tp, or ep and etp: what a FSDP unit gathers
+    shard      of that, one of dp_shard x cp ranks (of experts edp_shard): dim 0 in equal chunks
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtron.models import MODELS, build_model
+from dtron.models.attention import BACKENDS
+from dtron.models.config import DecoderConfig
+from dtron.parallelisms.expert import WIDTHS, shared_dim
+from dtron.parallelisms.tensor import pad_vocabulary, plan
+from dtron.plan.resolved import Resolved, Stage
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a part of the model.
+
+    Args:
+        name: FQN inside of the part.
+        shape: whole, its vocabulary padded.
+        split: the dim that tp splits; None: all ranks have it.
+        expert: whether it is of stacked experts.
+        padded: whether its vocabulary is padded, so that width is shared instead of rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None
+    expert: bool
+    padded: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered together: elements of a rank."""
+
+    name: str
+    kind: str
+    """embedding, dense, mixture, head or root."""
+    whole: int
+    gathered: int
+    shard: int
+    experts_gathered: int = 0
+    """Of the elements before, those of experts that have a mesh of their own."""
+    experts_shard: int = 0
+
+    def __add__(self, other: "Unit") -> "Unit":
+        return Unit(
+            self.name,
+            self.kind,
+            self.whole + other.whole,
+            self.gathered + other.gathered,
+            self.shard + other.shard,
+            self.experts_gathered + other.experts_gathered,
+            self.experts_shard + other.experts_shard,
+        )
+
+
+Parts = dict[str, tuple[Parameter, ...]]
+"""Parameters of embedding, dense (block), mixture (block) and head (norm and head)."""
+
+
+@functools.lru_cache(maxsize=64)
+def parts(name: str, model: DecoderConfig, tp: int) -> Parts:
+    """Parameters of each part of a model; a tied weight is in embedding and head."""
+    spec, small = MODELS[name], _smallest(model)
+    with torch.device("meta"):
+        built = build_model(
+            name, small.model_copy(update={"attention_dropout": 0.0}), BACKENDS["math"]
+        )
+    padded = pad_vocabulary(built, spec.vocabulary(small), tp)
+    splits = _splits(built, plan(built, spec.placements(small, True), tp).rows) if tp > 1 else {}
+    found: dict[str, list[Parameter]] = {}
+    for fqn, parameter in built.named_parameters(remove_duplicate=False):
+        part, inner = _part(fqn, small)
+        experts = ".experts." in fqn
+        split = None if experts else splits.get(fqn)
+        made = Parameter(inner, tuple(parameter.shape), split, experts, fqn in padded)
+        found.setdefault(part, []).append(made)
+    return {part: tuple(parameters) for part, parameters in found.items()}
+
+
+def _smallest(model: DecoderConfig) -> DecoderConfig:
+    """The model with one layer of each kind."""
+    dense, mixture = min(model.n_dense_layers, 1), min(model.n_expert_layers, 1)
+    first = dense if model.n_experts else 0
+    return model.model_copy(update={"n_layers": dense + mixture, "first_dense_layers": first})
+
+
+def _part(fqn: str, small: DecoderConfig) -> tuple[str, str]:
+    first, _, rest = fqn.partition(".")
+    if first == "blocks":
+        layer, _, inner = rest.partition(".")
+        return ("dense" if int(layer) < small.n_dense_layers else "mixture"), inner
+    return ("embedding" if "embed" in first else "head"), fqn
+
+
+def _splits(model: nn.Module, rows: Mapping[str, Sequence[Any]]) -> dict[str, int]:
+    """The dim that tp splits, by FQN of the parameter."""
+    found = {}
+    for name, of_module in rows.items():
+        module = model.get_submodule(name)
+        for row in of_module:
+            if row.kind not in ("colwise", "rowwise"):
+                continue
+            by_rows = (row.kind == "colwise") == isinstance(module, nn.Linear)
+            for child, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() == 1 and not by_rows:
+                    continue  # the bias of a row-wise product is whole on each rank
+                found[f"{name}.{child}"] = 0 if by_rows else 1
+    return found
+
+
+def unit(run: Resolved, part: str, name: str) -> Unit:
+    """A part's elements on a rank of a run."""
+    if part not in run.memo:
+        run.memo[part] = _unit(run, part)
+    return replace(run.memo[part], name=name)
+
+
+def _unit(run: Resolved, part: str) -> Unit:
+    total = Unit("", part, 0, 0, 0)
+    for parameter in parts(run.config.model.name, run.model, run.tp).get(part, ()):
+        whole, gathered, shard = _elements(run, parameter)
+        apart = (gathered, shard) if parameter.expert and run.experts_apart else (0, 0)
+        total += Unit("", part, whole, gathered, shard, *apart)
+    return total
+
+
+def _elements(run: Resolved, parameter: Parameter) -> tuple[int, int, int]:
+    whole = math.prod(parameter.shape)
+    if parameter.expert and run.experts_apart:
+        return (whole, *_expert_elements(run, parameter))
+    shape = list(parameter.shape)
+    if parameter.split is not None:
+        shape[parameter.split] //= run.tp
+    dim = 1 if parameter.padded else 0
+    shard = list(shape)
+    shard[dim] = -(-shape[dim] // run.shards)
+    return whole, math.prod(shape), math.prod(shard)
+
+
+def _expert_elements(run: Resolved, parameter: Parameter) -> tuple[int, int]:
+    ep, etp, ranks = (run.experts[axis] for axis in ("ep", "etp", "edp_shard"))
+    shape = list(parameter.shape)
+    shape[0] //= ep
+    dim = WIDTHS[parameter.name.rpartition(".")[2]]
+    shape[dim] //= etp
+    taken = ({0} if ep > 1 else set()) | ({dim} if etp > 1 else set())
+    shared = shared_dim(shape, taken, ranks)
+    shard = [-(-size // ranks) if i == shared else size for i, size in enumerate(shape)]
+    return math.prod(shape), math.prod(shard)
+
+
+def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
+    """FSDP's units of a stage in the order of its forward; a tied weight is in the root, gathered
+    for as long as the stage computes, and counted once where a stage has both its modules."""
+    found: list[Unit] = []
+    tied = run.model.tied
+    if stage.embedding:
+        found.append(unit(run, "embedding", "root" if tied else "embedding"))
+    for layer in stage.layers:
+        kind = "mixture" if run.has_experts(layer) else "dense"
+        found.append(unit(run, kind, f"layer {layer}"))
+    if stage.head and not (tied and stage.embedding):
+        found.append(unit(run, "head", "root" if tied else "head"))
+    elif stage.head:
+        found[0] += _norm(run)
+    return tuple(found)
+
+
+def _norm(run: Resolved) -> Unit:
+    """The last norm, without the head's tied weight."""
+    total = Unit("root", "embedding", 0, 0, 0)
+    for parameter in parts(run.config.model.name, run.model, run.tp)["head"]:
+        if parameter.name.startswith("norm."):
+            total += Unit("root", "embedding", *_elements(run, parameter))
+    return total
+
+
+def held(run: Resolved, rank: int) -> Iterator[Unit]:
+    """All units of a pipeline rank."""
+    for stage in run.stages_of(rank):
+        yield from units(run, stage)

@@ -1,0 +1,110 @@
+"""A plan in the terminal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dtron.plan.search import Searched
+
+GIB = 2**30
+_DEGREES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep", "zero", "micro_batch")
+
+
+def print_plan(console: Console, plan: dict[str, Any]) -> None:
+    """All of it; of an illegal run its reasons and what near it is legal."""
+    if not plan["legal"]:
+        for reason in plan["reasons"]:
+            console.print(f"not legal: {reason}", markup=False, soft_wrap=True)
+        for change in plan["nearest"]:
+            keys = " ".join(f"parallel.{key}={value}" for key, value in change.items())
+            console.print(f"legal: {keys}", markup=False, soft_wrap=True)
+        return
+    degrees = {k: v for k, v in plan["parallel"].items() if k != "layers_by_stage"}
+    console.print("  ".join(f"{key} {value}" for key, value in degrees.items()), soft_wrap=True)
+    console.print(_memory(plan["memory"]))
+    console.print(_communication(plan["communication"]))
+    console.print(_time(plan["time"]))
+    _print_summary(console, plan)
+
+
+def print_search(console: Console, searched: Searched) -> None:
+    """The best layouts, each with what limits it."""
+    headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "recompute", "limited by"]
+    made = _table("fastest layouts", headings)
+    for found in searched.best:
+        parallel, time = found.run.parallel(), found.time
+        v = parallel.get("stages_per_rank", 1)
+        made.add_row(
+            f"{time.tokens_per_second_per_gpu:,.0f}",
+            f"{time.mfu['full']:.1%}",
+            *(str(parallel[key]) for key in _DEGREES),
+            f"{parallel.get('schedule', '')}{f' x {v}' if v > 1 else ''}",
+            found.run.config.recompute.mode,
+            found.limited,
+        )
+    console.print(made)
+    console.print(", ".join(f"{n:,} {what}" for what, n in searched.counts.items()))
+
+
+def _print_summary(console: Console, plan: dict[str, Any]) -> None:
+    memory, time, cost = plan["memory"], plan["time"], plan["cost"]
+    verdict = "fits" if memory["fits"] else "DOES NOT FIT"
+    lines = [
+        f"{memory['parameters'] / 1e9:.2f} B parameters, "
+        f"{plan['flops']['full_per_token'] / 1e9:.4g} GFLOP a token (full), "
+        f"{plan['flops']['causal_per_token'] / 1e9:.4g} (causal)",
+        f"memory: {memory['reserved'] / GIB:.1f} GiB on pipeline rank {memory['worst_rank']} of "
+        f"{memory['limit'] / GIB:.1f} on {plan['hardware']}: {verdict}",
+        f"step {time['step_seconds']:.4g} s, {time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
+        f"{time['flops_per_second']['full'] / 1e12:.0f} TFLOP/s, "
+        f"MFU {time['mfu']['full']:.1%} (full) {time['mfu']['causal']:.1%} (causal)",
+        f"{cost['tokens'] / 1e9:,.4g} B tokens: {cost['steps']:,.0f} steps, "
+        f"{cost['days']:,.3g} days, {cost['gpu_hours']:,.4g} GPU-hours, without "
+        "restarts and validation",
+    ]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    made = Table(title=title, title_justify="left")
+    for i, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
+    return made
+
+
+def _memory(memory: dict[str, Any]) -> Table:
+    """Ranks that are alike are one row."""
+    names = list(memory["ranks"][0]["classes"])
+    made = _table("GiB by class", ["pp rank", *names, "peak", "reserved"])
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for rank in memory["ranks"]:
+        sizes = [*rank["classes"].values(), rank["peak"], rank["reserved"]]
+        rows.setdefault(tuple(f"{size / GIB:.1f}" for size in sizes), []).append(rank["rank"])
+    for cells, ranks in rows.items():
+        shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} ... {ranks[-1]}"
+        made.add_row(shown, *cells)
+    return made
+
+
+def _communication(rows: Sequence[dict[str, Any]]) -> Table:
+    headings = ["purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s"]
+    made = _table("collectives of the first pipeline rank", headings)
+    for row in rows:
+        made.add_row(
+            *(str(row[key]) for key in ("purpose", "axis", "kind", "ranks", "link")),
+            f"{row['count']:,.0f}",
+            f"{row['bytes'] / 1e9:,.2f}",
+            f"{row['seconds']:.3g}",
+        )
+    return made
+
+
+def _time(time: dict[str, Any]) -> Table:
+    made = _table("time of a step", ["part", "s", "share"])
+    for name, seconds in time["parts"].items():
+        if seconds:
+            made.add_row(name, f"{seconds:.4g}", f"{seconds / time['step_seconds']:.1%}")
+    return made

@@ -1,0 +1,202 @@
+"""A run's settings with every degree resolved: what all other files of the planner start from."""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtron.config import DEGREES, Degree, ExpertDegree, RunConfig, resolve_expert_degrees
+from dtron.flops import FlopsModel, flops_per_token
+from dtron.models import MODELS, model_config
+from dtron.models.config import DecoderConfig
+from dtron.parallelisms.actions import Order
+from dtron.parallelisms.fsdp import Policy
+from dtron.parallelisms.pipeline import Layout
+from dtron.parallelisms.placement import matches
+from dtron.precision import Float8Plan
+from dtron.preflight import resolve
+
+ELEMENT = {"bfloat16": 2, "float32": 4}
+"""Bytes of an element, by dtype."""
+ROUNDS = 4
+
+
+def shortened(config: RunConfig, world_size: int) -> RunConfig:
+    """The run with 4 rounds of micro-batches where a step has more whole ones: a schedule repeats
+    itself, so that what it takes, its bubble and what is in flight are those of the whole step."""
+    p, m = config.parallel.pp, config.micro_batches(world_size)
+    if p == 1 or m % p or m <= ROUNDS * p or config.parallel.schedule.endswith(".csv"):
+        return config
+    batch = config.train.global_batch // m * p * ROUNDS
+    return config.model_copy(
+        update={"train": config.train.model_copy(update={"global_batch": batch})}
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a pipeline stage holds; without a pipeline the whole model is one."""
+
+    index: int
+    rank: int
+    """Pipeline rank that holds it."""
+    embedding: bool
+    layers: tuple[int, ...]
+    head: bool
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A legal run on a number of ranks."""
+
+    config: RunConfig
+    world_size: int
+    model: DecoderConfig
+    layout: Layout | None
+    float8: Float8Plan | None
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What is the same for many layers, once computed."""
+
+    @classmethod
+    def of(cls, config: RunConfig, world_size: int) -> "Resolved":
+        """Resolve a run.
+
+        Raises:
+            ConfigError: the first reason why it cannot run on so many ranks.
+        """
+        config.validate_for(world_size)
+        return cls(config, world_size, *resolve(shortened(config, world_size), world_size))
+
+    @staticmethod
+    def model_of(config: RunConfig) -> DecoderConfig:
+        """The model of a run, legal or not on any number of ranks."""
+        return model_config(config.model.name, config.model.size, config.model.override)
+
+    @staticmethod
+    def flops_of(config: RunConfig) -> dict[str, float]:
+        """FLOPs a token by convention."""
+        sizes, length = FlopsModel.of(Resolved.model_of(config)), config.train.seq_len
+        full = flops_per_token(sizes, length, "full")
+        return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
+
+    @functools.cached_property
+    def degrees(self) -> dict[Degree, int]:
+        """Ranks by mesh axis."""
+        return self.config.degrees(self.world_size)
+
+    @functools.cached_property
+    def experts(self) -> dict[ExpertDegree, int]:
+        """Ranks by axis of the experts' mesh."""
+        parallel = self.config.parallel
+        return resolve_expert_degrees(self.degrees, parallel.ep, parallel.etp)
+
+    @property
+    def tp(self) -> int:
+        """Ranks of tensor parallelism."""
+        return self.degrees["tp"]
+
+    @property
+    def between(self) -> int:
+        """Ranks that share the tokens between attention and feed-forward."""
+        return self.tp if self.config.parallel.sequence_parallel else 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share parameters: dp_shard x cp."""
+        return self.degrees["dp_shard"] * self.degrees["cp"]
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether experts are on another mesh than the rest (`expert.stands_apart`)."""
+        return self.tp > 1 or self.experts["ep"] * self.experts["etp"] > 1
+
+    @property
+    def policy(self) -> Policy:
+        """When parameters are freed and gradients reduced."""
+        return Policy.resolve(self.config.parallel, self.shards > 1)
+
+    @functools.cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.micro_batches(self.world_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a rank, before tp splits them."""
+        train = self.config.train
+        return train.micro_batch * train.seq_len // self.degrees["cp"]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step on all ranks."""
+        return self.config.train.global_batch * self.config.train.seq_len
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of the computation."""
+        return ELEMENT[self.config.train.dtype]
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+        return self.model.n_layers
+
+    @functools.cached_property
+    def order(self) -> Order:
+        """Actions by pipeline rank, of a shortened step; empty without a pipeline."""
+        if self.layout is None:
+            return ()
+        return self.layout.order(
+            shortened(self.config, self.world_size).micro_batches(self.world_size)
+        )
+
+    @functools.cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages in the model's order."""
+        if self.layout is None:
+            return (Stage(0, 0, True, tuple(range(self.n_layers)), True),)
+        spec = MODELS[self.config.model.name]
+        layers = [spec.layer.format(i) for i in range(self.n_layers)]
+        first, last = spec.embedding(self.model)[0], spec.head[-1]
+        return tuple(
+            Stage(
+                index,
+                rank,
+                any(matches(pattern, first) for pattern in patterns),
+                tuple(i for i, fqn in enumerate(layers) if any(matches(p, fqn) for p in patterns)),
+                any(matches(pattern, last) for pattern in patterns),
+            )
+            for index, (patterns, rank) in enumerate(
+                zip(self.layout.stages, self.layout.ranks, strict=True)
+            )
+        )
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        """Those of a pipeline rank."""
+        return tuple(stage for stage in self.stages if stage.rank == rank)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return layer >= self.model.n_dense_layers
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether a layer computes anything twice."""
+        recompute = self.config.recompute
+        return recompute.mode != "none" and layer % recompute.every == 0
+
+    def flops(self) -> dict[str, float]:
+        """FLOPs a token by convention."""
+        return self.flops_of(self.config)
+
+    def parallel(self) -> dict[str, Any]:
+        """Every degree and choice that shapes the run, resolved."""
+        parallel = self.config.parallel
+        found: dict[str, Any] = {"world_size": self.world_size}
+        found |= {axis: self.degrees[axis] for axis in DEGREES}
+        found |= {axis: self.experts[axis] for axis in ("ep", "etp", "edp_shard")}
+        found |= {"zero": parallel.zero, "sequence_parallel": self.between > 1}
+        found |= {"micro_batch": self.config.train.micro_batch, "micro_batches": self.micro_batches}
+        if self.layout is not None:
+            found["schedule"] = parallel.schedule
+            found["stages_per_rank"] = len(self.stages) // self.degrees["pp"]
+            found["layers_by_stage"] = [len(stage.layers) for stage in self.stages]
+        return found

@@ -1,0 +1,275 @@
+"""Which layout is fastest: all legal ones under the memory limit, by predicted tokens a second.
+
+Degrees are enumerated from divisors; what cannot be faster than the best ten found so far is not
+looked at: a layout's bound is the time of its layers, were the pipeline's ranks even and parameters
+where they are needed. Layouts whose mean rank cannot fit go first. The legality is preflight's.
+
+    tp x pp x cp x dp_replicate, dp_shard being the rest; ep x etp; schedule x stages a rank;
+    micro-batch; recompute; zero
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.models.config import DecoderConfig
+from dtron.plan.activations import block
+from dtron.plan.hardware import Hardware
+from dtron.plan.memory import RankMemory, memory, worst
+from dtron.plan.parameters import parts
+from dtron.plan.resolved import Resolved
+from dtron.plan.steptime import Prediction, busy_seconds, predict
+
+SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
+MODES = ("none", "selective", "full")
+MICRO_BATCHES = (1, 2, 4, 8)
+COUNTS: tuple[str, ...] = ("enumerated", "pruned", "illegal", "too large", "predicted")
+
+
+@dataclass(frozen=True)
+class Found:
+    """One layout of the search."""
+
+    run: Resolved
+    memory: RankMemory
+    time: Prediction
+
+    @property
+    def limited(self) -> str:
+        """Where its time goes, the largest part but computation first; and its memory."""
+        parts = {k: v for k, v in self.time.parts.items() if k != "compute" and v > 0}
+        name = max(parts, key=lambda key: parts[key], default="compute")
+        share = parts.get(name, 0.0) / self.time.step
+        return f"{name} {share:.0%}, {self.memory.reserved / 2**30:.0f} GiB"
+
+    @property
+    def point(self) -> tuple[float, float]:
+        """(bytes, tokens a second and GPU)."""
+        return self.memory.reserved, self.time.tokens_per_second_per_gpu
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The best layouts, and what was looked at."""
+
+    best: tuple[Found, ...]
+    seen: tuple[tuple[float, float], ...]
+    """Points of all layouts that were predicted, those that do not fit too."""
+    counts: dict[str, int]
+    """enumerated, pruned by the bound, illegal, too large, predicted."""
+
+
+def search(config: RunConfig, world: int, hardware: Hardware, most: int = 10) -> Searched:
+    """The best layouts of a model and a global batch.
+
+    Raises:
+        ConfigError: no layout is legal and fits; tells how many were looked at.
+    """
+    counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+    best: list[tuple[float, int, Found]] = []
+    seen: list[tuple[float, float]] = []
+    limit = hardware.memory - hardware.outside
+    for number, candidate in enumerate(_ordered(config, world, hardware, counts)):
+        if len(best) == most and candidate.bound <= best[0][0]:
+            counts["pruned"] += 1
+            continue
+        try:
+            run = Resolved.of(_with(config, candidate.choice), world)
+        except ConfigError:
+            counts["illegal"] += 1
+            continue
+        held = worst(memory(run))
+        if held.reserved > limit:
+            counts["too large"] += 1
+            continue
+        time = predict(run, hardware)
+        counts["predicted"] += 1
+        found = Found(run, held, time)
+        seen.append(found.point)
+        heapq.heappush(best, (time.tokens_per_second_per_gpu, -number, found))
+        if len(best) > most:
+            heapq.heappop(best)
+    if not best:
+        told = ", ".join(f"{n} {what}" for what, n in counts.items())
+        raise ConfigError(
+            f"--search found no legal layout of {world} GPUs that fits {limit / 2**30:.0f} GiB "
+            f"({told}); use more GPUs, or another train.global_batch"
+        )
+    ordered = tuple(found for *_, found in sorted(best, key=lambda each: -each[0]))
+    return Searched(ordered, tuple(seen), counts)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    choice: dict[str, Any]
+    bound: float
+    """Tokens a second and GPU that it cannot exceed."""
+
+
+def _ordered(
+    config: RunConfig, world: int, hardware: Hardware, counts: dict[str, int]
+) -> list[_Candidate]:
+    """Those with the highest bounds first, so that the others are pruned."""
+    model = Resolved.model_of(config)
+    weights, done = _weights(config, model), {}
+    made = []
+    for choice in _choices(config, model, world):
+        counts["enumerated"] += 1
+        if _least_bytes(config, model, choice, weights, world) > hardware.memory - hardware.outside:
+            counts["too large"] += 1
+            continue
+        made.append(_Candidate(choice, _bound(config, model, choice, world, hardware, done)))
+    return sorted(made, key=lambda each: -each.bound)
+
+
+def _choices(config: RunConfig, model: DecoderConfig, world: int) -> Iterator[dict[str, Any]]:
+    batch = config.train.global_batch
+    for tp, cp in itertools.product(_divisors(world, 8), _divisors(world, 8)):
+        if model.n_kv_heads % tp or (cp > 1 and config.train.seq_len < 8192):
+            continue
+        for pp in _divisors(world // tp // cp if world % (tp * cp) == 0 else 0, model.n_layers + 2):
+            shards = world // (tp * cp * pp)
+            for ep, replicas, (schedule, v), mode, micro in itertools.product(
+                _expert_degrees(model.n_experts, shards * cp * tp),
+                _replicas(shards),
+                SCHEDULES if pp > 1 else (("1F1B", 0),),
+                MODES,
+                MICRO_BATCHES,
+            ):
+                if batch % (shards * micro) or pp * v > model.n_layers + 2:
+                    continue
+                if pp > 1 and batch // (shards * micro) < pp:
+                    continue  # ranks would wait for most of the step
+                yield {
+                    "tp": tp,
+                    "cp": cp,
+                    "pp": pp,
+                    "ep": ep,
+                    "dp_replicate": replicas,
+                    "schedule": schedule,
+                    "stages_per_rank": v if pp > 1 else 0,
+                    "mode": mode,
+                    "micro": micro,
+                    "micro_batches": batch // (shards * micro),
+                }
+
+
+def _divisors(n: int, most: int) -> list[int]:
+    return [d for d in (2**i for i in range(12)) if d <= most and n and n % d == 0]
+
+
+def _expert_degrees(experts: int, ranks: int) -> list[int]:
+    if not experts:
+        return [1]
+    return [d for d in _divisors(ranks, 64) if experts % d == 0 and d >= min(8, ranks)]
+
+
+def _replicas(shards: int) -> list[int]:
+    """Copies of shards over 8 ranks or all of them sharded."""
+    return [1, shards // 8] if shards > 8 else [1]
+
+
+def _with(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
+    """The run with a choice. Weights stay gathered over a step of several micro-batches; layouts by
+    hand and keys of other schedules go."""
+    cp = {} if choice["cp"] > 1 else {"cp_method": "ring", "cp_inner": 0}
+    parallel = config.parallel.model_copy(
+        update={
+            **{key: choice[key] for key in ("tp", "cp", "pp", "ep", "dp_replicate", "schedule")},
+            "stages_per_rank": choice["stages_per_rank"],
+            "zero": 1 if choice["micro_batches"] > 1 else config.parallel.zero,
+            "etp": 1,
+            "dp_shard": -1,
+            "pp_layout": "",
+            "defer_head": 0,
+            "async_tp": False,
+            "high_priority": [],
+            **({"sequence_parallel": True} if choice["tp"] == 1 else {}),
+            **cp,
+        }
+    )
+    eager = choice["ep"] > 1 and choice["mode"] == "selective"
+    return config.model_copy(
+        update={
+            "parallel": parallel,
+            "train": config.train.model_copy(update={"micro_batch": choice["micro"]}),
+            "recompute": config.recompute.model_copy(update={"mode": choice["mode"], "every": 1}),
+            "compile": config.compile.model_copy(
+                update={"enable": config.compile.enable and not eager}
+            ),
+        }
+    )
+
+
+def _bound(
+    config: RunConfig,
+    model: DecoderConfig,
+    choice: dict[str, Any],
+    world: int,
+    hardware: Hardware,
+    done: dict[tuple[Any, ...], float],
+) -> float:
+    """The slowest rank is no faster than all are in the mean: computation, collectives that stand
+    between it, and the schedule's bubble; nothing of parameters and updates.
+
+    Args:
+        done: seconds of a micro-batch through all layers, by what they depend on.
+    """
+    p, m = choice["pp"], choice["micro_batches"]
+    key = tuple(choice[name] for name in ("tp", "cp", "ep", "mode", "micro"))
+    if key not in done:
+        whole = _with(config, {**choice, "pp": 1, "schedule": "1F1B", "stages_per_rank": 0})
+        ranks = world // p
+        each = ranks // choice["tp"] // choice["cp"] * choice["micro"]
+        train = whole.train.model_copy(update={"global_batch": each})
+        run = Resolved(whole.model_copy(update={"train": train}), ranks, model, None, None)
+        done[key] = busy_seconds(run, hardware)
+    v = max(1, choice["stages_per_rank"])
+    bubble = 0.0 if choice["schedule"] == "ZBVZeroBubble" else (p - 1) / (v * m)
+    step = done[key] * m / p * (1 + bubble)
+    return config.train.global_batch * config.train.seq_len / step / world
+
+
+def _weights(config: RunConfig, model: DecoderConfig) -> tuple[int, int]:
+    """Parameters of all blocks: of the dense part, and of experts."""
+    layers = {"dense": model.n_dense_layers, "mixture": model.n_expert_layers}
+    found = [0, 0]
+    for kind, number in layers.items():
+        for parameter in parts(config.model.name, model, 1).get(kind, ()):
+            found[parameter.expert] += number * math.prod(parameter.shape)
+    return found[0], found[1]
+
+
+def _least_bytes(
+    config: RunConfig,
+    model: DecoderConfig,
+    choice: dict[str, Any],
+    weights: tuple[int, int],
+    world: int,
+) -> float:
+    """Of a mean pipeline rank: its share of the state, and the least activations in flight."""
+    tp, pp, cp, ep = (choice[key] for key in ("tp", "pp", "cp", "ep"))
+    shards = world // (tp * pp * choice["dp_replicate"])
+    dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
+    whole = 6.0 if choice["micro_batches"] > 1 else 0.0  # gathered weights and whole gradients
+    state = dense * (whole + 12 / shards) + experts * (whole + 12 / max(1, shards * tp / ep))
+    mode = choice["mode"]
+    rows = [r for r in block(model, model.n_experts > 0) if mode in r.modes and r.eager is not True]
+    width = sum(r.width * (4 if r.wide else 2) for r in rows) / tp
+    tokens = choice["micro"] * config.train.seq_len / cp
+    flying = min(pp, choice["micro_batches"])
+    return state + width * tokens * (model.n_layers / pp) * flying
+
+
+def pareto(points: tuple[tuple[float, float], ...]) -> list[tuple[float, float]]:
+    """Of (bytes, speed) those that no other beats in both, by bytes."""
+    front: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda each: (each[0], -each[1])):
+        if not front or point[1] > front[-1][1]:
+            front.append(point)
+    return front

@@ -1,0 +1,192 @@
+"""How long a step takes, and of what: computation, what communication adds, the bubble, the update.
+
+    compute    products, attention and elementwise work of the slowest pipeline rank
+    tp, cp, ep collectives that stand between two computations; async tp hides most of tp's, a ring
+               what its attention covers
+    fsdp       gathers and reductions run beside the computation: those that are longer than it are
+               waited for, the others slow it down by a share of their time; the first gather and
+               the last reduction are alone
+    bubble     the schedule run on a clock with each stage's own times, less what ranks compute
+    update     norm, clip and AdamW, at the rate of memory
+
+Constants that were fitted, and to which runs, are in docs/planning.md.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from dtron.parallelisms.actions import Kind
+from dtron.parallelisms.timeline import Timeline
+from dtron.plan.communication import Collective, activation_collectives, collectives
+from dtron.plan.hardware import Hardware
+from dtron.plan.parameters import held
+from dtron.plan.resolved import Resolved, Stage, shortened
+from dtron.plan.simulate import run_order
+from dtron.plan.work import Seconds, head, layer
+
+SLOWED = 0.5
+"""Of the time of a collective beside computation, how much it adds: it takes multiprocessors and
+memory bandwidth."""
+HIDDEN = {"async_tp": 0.6, "ring": 0.6}
+"""Share of a collective's time that lies under computation."""
+TENSOR_COPIES = 3.0
+"""How often a tensor parallel collective's tensor is copied: gathered along the sequence it is put
+together again, before it is reduced taken apart."""
+ADAMW = {"float32": 28, "bfloat16": 20}
+ADAMW_RATE = 0.8
+"""Bytes an element of the update, and its share of a copy's rate."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step; seconds."""
+
+    step: float
+    parts: dict[str, float]
+    bubble_of_total: float
+    tokens_per_second_per_gpu: float
+    flops: dict[str, float]
+    """FLOP/s a GPU by convention."""
+    mfu: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "step_seconds": self.step,
+            "parts": self.parts,
+            "bubble_of_total": self.bubble_of_total,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "flops_per_second": self.flops,
+            "mfu": self.mfu,
+        }
+
+
+def predict(run: Resolved, hardware: Hardware) -> Prediction:
+    """A step's time."""
+    ranks = range(run.degrees["pp"])
+    compute, exposed, beside = {}, {}, {}
+    for rank in ranks:
+        sent = collectives(run, rank, hardware.domain)
+        compute[rank] = run.micro_batches * sum(
+            _total(stage_seconds(run, stage, hardware)) for stage in run.stages_of(rank)
+        )
+        exposed[rank] = _exposed(run, sent, hardware)
+        beside[rank] = sum(c.seconds(hardware) for c in sent if c.purpose == "fsdp")
+    slowest = max(ranks, key=lambda rank: compute[rank] + sum(exposed[rank].values()))
+    busy = compute[slowest] + sum(exposed[slowest].values())
+    body, bubble = busy, 0.0
+    if run.layout is not None:
+        body = _pipelined(run, hardware, compute, exposed)
+        bubble = max(0.0, body - busy)
+    fsdp = _added(beside[slowest], busy) + _alone(run, slowest, hardware)
+    update = _update(run, hardware)
+    step = body + fsdp + update
+    parts = {"compute": compute[slowest], **exposed[slowest], "fsdp": fsdp}
+    parts |= {"bubble": bubble, "update": update}
+    each = run.tokens_per_step / step / run.world_size
+    flops = {name: each * value for name, value in run.flops().items()}
+    mfu = {name: value / hardware.peak for name, value in flops.items()}
+    return Prediction(step, parts, bubble / step, each, flops, mfu)
+
+
+def busy_seconds(run: Resolved, hardware: Hardware) -> float:
+    """Computation of a micro-batch through all layers, and collectives that it waits for."""
+    (stage,) = run.stages
+    exposed = _exposed(run, activation_collectives(run, stage, hardware.domain), hardware)
+    return _total(stage_seconds(run, stage, hardware)) + sum(exposed.values())
+
+
+def _total(seconds: Seconds) -> float:
+    return seconds.forward + seconds.inputs + seconds.weights
+
+
+def stage_seconds(run: Resolved, stage: Stage, hardware: Hardware) -> Seconds:
+    """Computation of a stage and micro-batch."""
+    total = Seconds(0.0, 0.0, 0.0)
+    alike: dict[tuple[bool, bool, int], Seconds] = {}
+    for index in stage.layers:
+        kind = (run.has_experts(index), run.recomputes(index), run.model.windows[index])
+        if kind not in alike:
+            alike[kind] = layer(run, index, hardware)
+        total += alike[kind]
+    return total + head(run, hardware) if stage.head else total
+
+
+def _exposed(run: Resolved, sent: list[Collective], hardware: Hardware) -> dict[str, float]:
+    """Seconds of a rank's step by purpose, of collectives that computation waits for."""
+    found = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
+    for each in sent:
+        seconds = each.seconds(hardware)
+        if each.purpose in ("tp", "loss"):
+            copies = TENSOR_COPIES * each.size * each.count / hardware.copy
+            hidden = HIDDEN["async_tp"] if run.config.parallel.async_tp else 0.0
+            found["tp"] += (seconds + copies) * (1 - hidden)
+        elif each.purpose == "cp":
+            found["cp"] += seconds * (1 - HIDDEN["ring"] if each.kind == "send" else 1)
+        elif each.purpose == "ep":
+            found["ep"] += seconds
+    return found
+
+
+def _added(beside: float, busy: float) -> float:
+    """What overlapped collectives add: all that is longer than the computation, and of the rest the
+    share by which it slows down."""
+    covered = min(beside, busy)
+    return SLOWED * covered + (beside - covered)
+
+
+def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:
+    """The first unit's gather before anything computes, and its reduction after everything has."""
+    own = [c for c in collectives(run, rank, hardware.domain) if c.purpose == "fsdp"]
+    if not own:
+        return 0.0
+    first = own[:2]
+    return sum(hardware.collective(c.kind, c.size, c.ranks, c.inside) for c in first)
+
+
+def _update(run: Resolved, hardware: Hardware) -> float:
+    most = max(sum(u.shard for u in held(run, rank)) for rank in range(run.degrees["pp"]))
+    moved = most * (ADAMW[run.config.optim.moments] + 4)  # and the norm reads gradients
+    return moved / (ADAMW_RATE * hardware.copy)
+
+
+def timeline(run: Resolved, hardware: Hardware) -> Timeline:
+    """The schedule of a shortened step with the computation of each stage, in seconds."""
+    costs = _costs(run, hardware, dict.fromkeys(range(run.degrees["pp"]), 1.0))
+    _, spans = run_order(run.order, len(run.stages), costs)
+    ranks = tuple(stage.rank for stage in run.stages)
+    return Timeline(spans, len(run.stages) // run.degrees["pp"], ranks)
+
+
+def _pipelined(
+    run: Resolved,
+    hardware: Hardware,
+    compute: dict[int, float],
+    exposed: dict[int, dict[str, float]],
+) -> float:
+    """Length of the schedule with each stage's own times. What a rank waits for inside its stages
+    is spread over their actions."""
+    short = shortened(run.config, run.world_size).micro_batches(run.world_size)
+    stretch = {rank: 1 + sum(exposed[rank].values()) / compute[rank] for rank in compute}
+    costs = _costs(run, hardware, stretch)
+    sends = [c for c in collectives(run, 0, hardware.domain) if c.purpose == "pp"]
+    hop = sends[0].seconds(hardware) / sends[0].count if sends else 0.0
+    length = run_order(run.order, len(run.stages), costs, hop)[0]
+    each = max((compute[r] + sum(exposed[r].values())) / run.micro_batches for r in compute)
+    return length + (run.micro_batches - short) * each
+
+
+def _costs(
+    run: Resolved, hardware: Hardware, stretch: dict[int, float]
+) -> dict[tuple[int, Kind], float]:
+    """Seconds of each action, by stage and kind."""
+    times = functools.lru_cache(lambda stage: stage_seconds(run, stage, hardware))
+    found = {}
+    for stage in run.stages:
+        seconds, more = times(stage), stretch[stage.rank]
+        found[stage.index, Kind.FORWARD] = seconds.forward * more
+        found[stage.index, Kind.BACKWARD] = (seconds.inputs + seconds.weights) * more
+        found[stage.index, Kind.INPUT] = seconds.inputs * more
+        found[stage.index, Kind.WEIGHT] = seconds.weights * more
+    return found

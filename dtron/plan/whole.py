@@ -1,0 +1,91 @@
+"""Everything that is known of a run before it starts, as one object."""
+
+from dataclasses import asdict
+from typing import Any
+
+from dtron.config import RunConfig
+from dtron.flops import n_parameters
+from dtron.plan.communication import collectives
+from dtron.plan.hardware import Hardware
+from dtron.plan.legality import check
+from dtron.plan.memory import RankMemory, memory, worst
+from dtron.plan.resolved import Resolved
+from dtron.plan.steptime import predict
+
+KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
+
+
+def plan(
+    config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
+) -> dict[str, Any]:
+    """{legal, reasons, nearest, hardware} and KEYS, which are None of an illegal run.
+
+    Args:
+        tokens: of the whole training, for its cost; 0: those of train.steps.
+    """
+    legality = check(config, world_size)
+    found: dict[str, Any] = {
+        "legal": legality.legal,
+        "reasons": list(legality.reasons),
+        "nearest": list(legality.nearest),
+        "hardware": hardware.name,
+        **dict.fromkeys(KEYS),
+    }
+    if not legality.legal:
+        return found
+    run = Resolved.of(config, world_size)
+    time = predict(run, hardware)
+    found["parallel"] = run.parallel()
+    found["memory"] = memory_json(run, memory(run), hardware)
+    found["time"] = time.as_json()
+    found["flops"] = {f"{name}_per_token": value for name, value in run.flops().items()}
+    found["communication"] = communication_json(run, hardware)
+    found["cost"] = cost(run, time.step, tokens)
+    return found
+
+
+def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> dict[str, Any]:
+    """Of all pipeline ranks, and of the one that holds most; bytes."""
+    most = worst(ranks)
+    limit = hardware.memory - hardware.outside
+    return {
+        "parameters": n_parameters(run.model),
+        "parameters_per_rank": sum(each.elements for each in ranks) / len(ranks),
+        "state_per_rank": sum(each.state for each in ranks) / len(ranks),
+        "worst_rank": most.rank,
+        "peak": most.peak,
+        "reserved": most.reserved,
+        "limit": limit,
+        "fits": most.reserved <= limit,
+        "ranks": [each.as_json() for each in ranks],
+    }
+
+
+def communication_json(run: Resolved, hardware: Hardware) -> list[dict[str, Any]]:
+    """Collectives of a step of the first pipeline rank, alike ones together."""
+    together: dict[tuple[str, ...], dict[str, Any]] = {}
+    for each in collectives(run, 0, hardware.domain):
+        row = asdict(each)
+        key = (each.purpose, each.axis, each.kind, each.link)
+        into = together.setdefault(
+            key,
+            {name: row[name] for name in ("purpose", "axis", "kind", "ranks")}
+            | {"link": each.link, "count": 0.0, "bytes": 0.0, "seconds": 0.0},
+        )
+        into["count"] += each.count
+        into["bytes"] += each.count * each.size
+        into["seconds"] += each.seconds(hardware)
+    return list(together.values())
+
+
+def cost(run: Resolved, step: float, tokens: float) -> dict[str, float]:
+    """Steps, days and GPU-hours until so many tokens are seen, without restarts and validation."""
+    tokens = tokens or float(run.config.train.steps * run.tokens_per_step)
+    steps = tokens / run.tokens_per_step
+    hours = steps * step / 3600
+    return {
+        "tokens": tokens,
+        "steps": steps,
+        "days": hours / 24,
+        "gpu_hours": hours * run.world_size,
+    }

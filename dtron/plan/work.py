@@ -1,0 +1,135 @@
+"""What a rank computes of one micro-batch: matrix products and attention of each layer, as data."""
+
+import functools
+from dataclasses import dataclass
+
+from dtron.models.layers import ACTIVATIONS
+from dtron.plan import activations
+from dtron.plan.hardware import Hardware
+from dtron.plan.resolved import Resolved
+
+PASSES = 8
+"""How often a block's saved bytes are read or written by elementwise kernels, forward and backward;
+fitted to a block of Llama-3-8B alone (benchmarks/RESULTS.md). Without torch.compile: 18."""
+EAGER_PASSES = 18
+
+
+@dataclass(frozen=True)
+class Product:
+    """(m, k) by (k, n), `groups` of them with m rows in all; the backward is two of this size."""
+
+    module: str
+    m: int
+    k: int
+    n: int
+    groups: int = 1
+    float8: bool = False
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one layer or head and one micro-batch."""
+
+    forward: float
+    inputs: float
+    """Of the backward, the gradient of the input."""
+    weights: float
+    """And those of the weights."""
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(
+            self.forward + other.forward,
+            self.inputs + other.inputs,
+            self.weights + other.weights,
+        )
+
+
+def products(run: Resolved, mixture: bool) -> list[Product]:
+    """Matrix products of a layer's forward on a rank."""
+    model, tp, m = run.model, run.tp, run.tokens
+    part, d = -(-m // run.between), model.dim
+    eight = bool(run.config.float8.recipe)
+    if model.kv_lora_rank:
+        q, latent = model.n_heads * model.head_size // tp, model.kv_lora_rank
+        kv = model.n_heads * (model.nope_head_dim + model.v_head_size) // tp
+        rank = model.q_lora_rank
+        found = [Product("wq", m, d, q)]
+        if rank:
+            found = [Product("wq_a", part, d, rank), Product("wq_b", m, rank, q)]
+        found += [Product("wkv_a", part, d, latent + model.rope_head_dim)]
+        found += [Product("wkv_b", m, latent, kv)]
+        found += [Product("wo", m, model.n_heads * model.v_head_size // tp, d)]
+    else:
+        q, kv = (n * model.head_size // tp for n in (model.n_heads, model.n_kv_heads))
+        found = [Product("wq", m, d, q), Product("wk", m, d, kv), Product("wv", m, d, kv)]
+        found += [Product("wo", m, q, d)]
+    inward = 2 if ACTIVATIONS[model.activation].gated else 1
+    if not mixture:
+        width = model.ffn_dim // tp
+        found += [Product("ffn", m, d, width)] * inward + [Product("ffn", m, width, d)]
+        return [Product(p.module, p.m, p.k, p.n, 1, eight) for p in found]
+    if model.n_shared_experts:
+        width = model.n_shared_experts * model.expert_dim // tp
+        found += [Product("shared", m, d, width)] * inward + [Product("shared", m, width, d)]
+    rows, groups = expert_rows(run), model.n_experts // run.experts["ep"]
+    width = model.expert_dim // run.experts["etp"]
+    found = [Product(p.module, p.m, p.k, p.n, 1, eight) for p in found]
+    found += [Product("experts", rows, d, width, groups)] * inward
+    return [
+        *found,
+        Product("router", part, d, model.n_experts),
+        Product("experts", rows, width, d, groups),
+    ]
+
+
+def expert_rows(run: Resolved) -> int:
+    """Rows that a rank's experts get of a micro-batch where loads are even."""
+    return -(-run.tokens // run.between) * run.model.experts_per_token * run.experts["etp"]
+
+
+def attention_flops(run: Resolved, layer: int) -> float:
+    """Of a layer's forward, of the half that a causal mask leaves, on a rank."""
+    model, length = run.model, run.config.train.seq_len
+    window = model.windows[layer]
+    seen = min(length, 2 * window) if window else length
+    widths = model.n_heads * (model.head_size + model.v_head_size) // run.tp
+    return float(widths) * run.tokens * seen
+
+
+@functools.lru_cache(maxsize=4096)
+def _product(hardware: Hardware, p: Product) -> Seconds:
+    shape = (p.groups, p.float8)
+    return Seconds(
+        hardware.product(p.m, p.k, p.n, *shape),
+        hardware.product(p.m, p.n, p.k, *shape),
+        # The weight's gradient is deep where rows are many; of experts each has its own rows.
+        p.groups * hardware.product(p.n, -(-p.m // p.groups), p.k, 1, p.float8)
+        if p.groups == 1
+        else hardware.product(p.m, p.n, p.k, *shape),
+    )
+
+
+def layer(run: Resolved, index: int, hardware: Hardware) -> Seconds:
+    """A layer's computation alone."""
+    total = Seconds(0.0, 0.0, 0.0)
+    for each in products(run, run.has_experts(index)):
+        total += _product(hardware, each)
+    flops, width = attention_flops(run, index), run.model.head_size
+    forward = hardware.attend(flops, False, width)
+    total += Seconds(forward, hardware.attend(2 * flops, True, width), 0.0)
+    kept = sum(activations.kept(run, index, whole=True).values())
+    passes = PASSES if run.config.compile.enable else EAGER_PASSES
+    moved = passes * kept / hardware.copy
+    total += Seconds(moved / 3, moved * 2 / 3, 0.0)
+    if not run.recomputes(index):
+        return total
+    again = {"full": total.forward, "attention": total.forward - forward}
+    return total + Seconds(0.0, again.get(run.config.recompute.mode, moved / 3), 0.0)
+
+
+def head(run: Resolved, hardware: Hardware) -> Seconds:
+    """Norm, head and loss."""
+    vocabulary = -(-run.model.vocab_size // run.tp)
+    total = _product(hardware, Product("head", run.tokens, run.model.dim, vocabulary))
+    moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy
+    return total + Seconds(moved / 2, moved / 2, 0.0)

@@ -1,0 +1,93 @@
+"""The examples that everyone quotes are planned as they are: their degrees, sizes and bubbles."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtron.cli import commands, main
+from dtron.config import RunConfig
+from dtron.plan.hardware import hardware
+from dtron.plan.legality import check
+from dtron.plan.whole import plan
+from dtron.preflight import resolve
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+BYTES = 1e9
+
+
+def planned(name: str, world: int, *overrides: str) -> dict[str, Any]:
+    config = RunConfig.load(CONFIGS / f"{name}.toml", overrides)
+    return plan(config, world, hardware("h100"))
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "overrides", "degrees"),
+    [
+        ("llama3_8b", 8, ["parallel.cp=2"], {"cp": 2, "dp_shard": 4}),
+        ("llama3_70b", 64, [], {"tp": 4, "pp": 4, "cp": 2, "dp_shard": 2, "stages_per_rank": 2}),
+        ("llama3_405b", 1024, [], {"tp": 8, "pp": 8, "cp": 2, "dp_shard": 8, "stages_per_rank": 4}),
+        ("deepseek_v3", 1024, [], {"tp": 2, "pp": 16, "dp_shard": 32, "ep": 64, "edp_shard": 1}),
+        ("gpt3_175b", 1024, [], {"tp": 8, "pp": 16, "dp_shard": 8}),
+    ],
+)
+def test_degrees(name: str, world: int, overrides: list[str], degrees: dict[str, int]) -> None:
+    found = planned(name, world, *overrides)
+    assert found["legal"], found["reasons"]
+    assert {key: found["parallel"][key] for key in degrees} == degrees
+    if name == "llama3_405b":
+        layers = found["parallel"]["layers_by_stage"]
+        assert (layers[0], layers[-1], set(layers[1:-1]), sum(layers)) == (3, 3, {4}, 126)
+
+
+def test_experts_split_as_tp_are_refused_with_what_fits() -> None:
+    found = planned("deepseek_v3", 1024, "parallel.etp=2")
+    assert not found["legal"]
+    assert "parallel.ep = 64 x parallel.etp = 2 does not divide" in found["reasons"][0]
+    assert {"etp": 1} in found["nearest"]
+    assert found["memory"] is None
+
+
+def test_gpt3_on_1024() -> None:
+    """Narayanan et al. 2021: 175 B over 8 x 16 ranks, and 7.5 bytes a parameter of state."""
+    found = planned("gpt3_175b", 1024)["memory"]
+    assert found["parameters_per_rank"] / BYTES == pytest.approx(175 / 128, rel=0.005)
+    assert found["state_per_rank"] / BYTES == pytest.approx(10.25, rel=0.005)
+    each = found["state_per_rank"] / found["parameters_per_rank"]
+    assert each == pytest.approx(2 + 4 + 12 / 8, rel=1e-4)
+
+
+def test_all_reasons_are_told_and_the_first_is_preflights() -> None:
+    config = RunConfig.load(CONFIGS / "llama3_8b.toml", ["parallel.tp=3", "parallel.cp=2"])
+    legality = check(config, 8)
+    assert len(legality.reasons) == 3
+    with pytest.raises(ValueError, match="do not multiply") as error:
+        resolve(config, 8)
+    assert str(error.value) == legality.reasons[0]
+    for change in legality.nearest:
+        parallel = config.parallel.model_copy(update=change)
+        resolve(config.model_copy(update={"parallel": parallel}), 8)
+    assert legality.nearest
+
+
+def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All checks of a start, the plan, and nothing that a run leaves."""
+    config = str(CONFIGS / "quickstart.toml")
+    keys = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    assert main(["--config", config, "--dry-run", *keys]) == 0
+    assert "tok/s/GPU" in capsys.readouterr().out
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert main(["--config", config, "--dry-run", *keys, "parallel.tp=3"]) == 1
+
+
+def test_json_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", str(CONFIGS / "llama3_405b.toml"), "--world-size", "8", "--json"]
+    one = ["parallel.tp=8", "parallel.pp=1", "parallel.cp=1", "parallel.schedule=1F1B"]
+    none = ["parallel.stages_per_rank=0", "parallel.pp_layout=", "train.global_batch=8"]
+    assert commands(["plan", *arguments, *one, *none]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["legal"]
+    assert found["memory"]["reserved"] > found["memory"]["limit"]
+    assert not found["memory"]["fits"]
+    assert found["parallel"]["tp"] == 8

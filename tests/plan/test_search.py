@@ -1,0 +1,114 @@
+"""The fastest layouts are legal, fit, and follow from the model of time and memory."""
+
+from pathlib import Path
+
+import pytest
+
+from dtron.cli import commands
+from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.parallelisms.actions import Kind
+from dtron.parallelisms.schedules import order_of, stage_ranks
+from dtron.parallelisms.timeline import simulate
+from dtron.plan.hardware import hardware
+from dtron.plan.resolved import Resolved
+from dtron.plan.search import pareto, search
+from dtron.plan.simulate import Disorder, run_order, slowest_of
+from dtron.plan.steptime import predict
+from dtron.preflight import resolve
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["model.override.n_layers=8", "train.seq_len=4096"]
+
+
+def test_winner_is_a_legal_config_and_no_layout_that_was_seen_is_faster(tmp_path: Path) -> None:
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", SMALL)
+    found = search(config, 4, hardware("h200"))
+    speeds = [each.time.tokens_per_second_per_gpu for each in found.best]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] == max(speed for _, speed in found.seen)
+    for each in found.best:
+        resolve(each.run.config, 4)
+        assert each.memory.reserved <= hardware("h200").memory
+    (tmp_path / "best.toml").write_text(found.best[0].run.config.to_toml())
+    assert RunConfig.load(tmp_path / "best.toml") == found.best[0].run.config
+    # Nothing has to be split: the smallest tp that fits is 1.
+    assert found.best[0].run.tp == 1
+
+
+def test_nothing_fits_is_told() -> None:
+    config = RunConfig.load(ROOT / "configs/llama3_405b.toml", ["train.global_batch=8"])
+    with pytest.raises(ConfigError, match="no legal layout of 8 GPUs"):
+        search(config, 8, hardware("h100"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "m", "bubble"), [("1F1B", 8, 32, 0.2188), ("GPipe", 4, 8, 0.375)]
+)
+def test_bubbles_are_those_of_the_timeline(schedule: str, p: int, m: int, bubble: float) -> None:
+    """(p - 1) / m of the computation, with a forward of 1 and a backward of 2."""
+    order, ranks = order_of(schedule, p, 1, m), stage_ranks("loop", p, 1)
+    costs = {
+        (s, k): float(k is Kind.BACKWARD) + 1
+        for s in range(p)
+        for k in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    length, _ = run_order(order, p, costs)
+    assert length == simulate(order, ranks).length
+    assert length / (3 * m) - 1 == pytest.approx(bubble, abs=1e-4)
+
+
+def test_schedules_bubbles_of_the_literature() -> None:
+    """p = 8, m = 32: share of the total, by schedule and stages a rank."""
+    table = {
+        ("Interleaved1F1B", 2): 0.0986,
+        ("Interleaved1F1B", 4): 0.0519,
+        ("ZBVZeroBubble", 2): 0.0352,
+    }
+    for (name, v), share in table.items():
+        order = order_of(name, 8, v, 32)
+        weights = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+        costs = {(s, k): w / v for s in range(8 * v) for k, w in weights.items()}
+        length, _ = run_order(order, 8 * v, costs)
+        assert 1 - 3 * 32 / length == pytest.approx(share, abs=1e-4)
+
+
+STEPS = [
+    ("", 4, 1.515),
+    ("parallel.zero=3", 4, 1.541),
+    ("parallel.tp=2 parallel.zero=2", 4, 1.705),
+    ("parallel.pp=2 parallel.zero=1 train.micro_batch=1 train.global_batch=16", 4, 3.320),
+    ("model.override.n_layers=8 train.global_batch=2", 1, 16384 / 36149),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world", "seconds"), STEPS)
+def test_steps_that_were_measured(overrides: str, world: int, seconds: float) -> None:
+    """benchmarks/RESULTS.md, within 10%."""
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", overrides.split())
+    found = predict(Resolved.of(config, world), hardware("h200"))
+    assert found.step == pytest.approx(seconds, rel=0.1)
+    assert found.step == pytest.approx(sum(found.parts.values()), rel=0.02)
+
+
+def test_more_ranks_wait_for_a_slower_one() -> None:
+    calm, rough = Disorder(jitter=0.0), Disorder(jitter=0.02)
+    assert slowest_of(1024, calm) == 1.0
+    assert 1 < slowest_of(8, rough) < slowest_of(1024, rough) < 1.2
+
+
+def test_pareto_front() -> None:
+    points = ((1.0, 5.0), (2.0, 4.0), (2.0, 6.0), (3.0, 6.0), (0.5, 1.0))
+    assert pareto(points) == [(0.5, 1.0), (1.0, 5.0), (2.0, 6.0)]
+
+
+def test_page_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "configs/llama3_70b.toml")
+    page = tmp_path / "plan.html"
+    assert commands(["plan", "--config", config, "--world-size", "64", "--page", str(page)]) == 0
+    shown = capsys.readouterr().out
+    assert "fits" in shown
+    assert "all_gather" in shown
+    text = page.read_text()
+    assert text.count("<svg") == 2
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
