@@ -42,14 +42,27 @@ class Saved:
 
 
 @functools.lru_cache(maxsize=64)
-def block(model: DecoderConfig, mixture: bool) -> tuple[Saved, ...]:
-    """Tensors that a block saves."""
+def block(model: DecoderConfig, kind: str) -> tuple[Saved, ...]:
+    """Tensors that a block saves, by `Resolved.kind`."""
+    mixture = kind != "dense"
     rows = [Saved("input", model.dim, "tokens", ALL), *_norm_rows(model, "attn_norm")]
+    rows += _merge(model) if kind == "prediction" else []
     rows += _latent(model) if model.kv_lora_rank else _attention(model)
     rows.append(Saved("wo", model.dim, "tokens", PRODUCT))
     rows += _norm_rows(model, "ffn_norm", wide=mixture)
     rows += _mixture(model) if mixture else _feed_forward(model, "ffn", model.ffn_dim)
     return tuple(rows)
+
+
+def _merge(model: DecoderConfig) -> list[Saved]:
+    """The tokens ahead, both normalised, their product, and the last norm's input."""
+    return [
+        Saved("input", model.dim, "tokens", ALL),
+        *_statistics(model, "merge", 3, "tokens"),
+        Saved("merge", 2 * model.dim, "tokens"),
+        Saved("merge", model.dim, "tokens", PRODUCT),
+        Saved("merge", model.dim, "tokens"),
+    ]
 
 
 def _statistics(model: DecoderConfig, module: str, number: float, split: Split) -> list[Saved]:
@@ -148,15 +161,15 @@ def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
         whole: as without recomputation, while it is computed again.
     """
     mode = run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
-    mixture = run.has_experts(layer)
-    if ("kept", mixture, mode) not in run.memo:
-        run.memo["kept", mixture, mode] = _kept(run, mixture, mode)
-    return run.memo["kept", mixture, mode]
+    key = ("kept", run.kind(layer), mode)
+    if key not in run.memo:
+        run.memo[key] = _kept(run, run.kind(layer), mode)
+    return run.memo[key]
 
 
-def _kept(run: Resolved, mixture: bool, mode: str) -> dict[str, float]:
+def _kept(run: Resolved, kind: str, mode: str) -> dict[str, float]:
     found: dict[str, float] = {}
-    for row in block(run.model, mixture):
+    for row in block(run.model, kind):
         if row.eager == run.config.compile.enable and row.eager is not None:
             continue
         if mode in row.modes:
@@ -172,7 +185,7 @@ def _bytes(run: Resolved, row: Saved) -> float:
 
 def widest(run: Resolved, layer: int) -> float:
     """Bytes of the largest tensor that a layer saves."""
-    key = ("widest", run.has_experts(layer))
+    key = ("widest", run.kind(layer))
     if key not in run.memo:
         run.memo[key] = max(_bytes(run, row) for row in block(run.model, key[1]))
     return run.memo[key]
@@ -184,8 +197,8 @@ def boundary(run: Resolved) -> float:
 
 
 def logits(run: Resolved) -> float:
-    """Bytes of logits, softmax and their gradient at once; in chunks also the gradients of the
-    head's weight and of the hidden states, which wait for the backward.
+    """Bytes of logits, softmax and their gradient at once, of each prediction; in chunks also the
+    gradients of the head's weight and of the hidden states, which wait for the backward.
 
     A compiled loss holds about 2.75 times the logits (fitted to two runs, see docs/planning.md), an
     eager one 12 bytes an element: its softmax and the gradient are float32.
@@ -194,7 +207,7 @@ def logits(run: Resolved) -> float:
     chunks = run.config.train.loss_chunks
     tokens = -(-run.tokens // chunks)
     each = 2.75 * run.element if run.config.compile.enable else 12.0
-    found = each * tokens * vocabulary
+    found = each * tokens * vocabulary * (1 + run.model.mtp)
     if chunks > 1:
         found += run.model.dim * (vocabulary * (4 + run.element) + run.tokens * run.element)
     return found

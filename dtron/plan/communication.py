@@ -153,11 +153,14 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         yield made(kind, model.dim, 1)
         yield made(other, model.dim, 1 if other else 0)
     if stage.head:
-        yield made(kind, model.dim, 1)
-        yield made(other, model.dim, 1 if other else 0)
+        predictions = 1 + model.mtp
+        yield made(kind, model.dim, predictions)
+        yield made(other, model.dim, predictions if other else 0)
+        yield made(kind, model.dim * model.mtp, 1)  # the embeddings of the tokens ahead
+        yield made(other, model.dim * model.mtp, 1 if other else 0)
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # a maximum, then two sums a token, float32
-        yield Collective("tp", "all_reduce", size, rounds * m, "loss", ranks, inside)
+        yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
 
 
 def _widths(run: Resolved, mixture: bool) -> tuple[list[int], list[int]]:

@@ -50,7 +50,7 @@ class Unit:
 
     name: str
     kind: str
-    """embedding, dense, mixture, head or root."""
+    """embedding, a kind of blocks, head or root."""
     whole: int
     gathered: int
     shard: int
@@ -71,7 +71,7 @@ class Unit:
 
 
 Parts = dict[str, tuple[Parameter, ...]]
-"""Parameters of embedding, dense (block), mixture (block) and head (norm and head)."""
+"""Parameters of embedding, the kinds of blocks (`Resolved.kind`) and head (norm and head)."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,6 +86,8 @@ def parts(name: str, model: DecoderConfig, tp: int) -> Parts:
     splits = _splits(built, plan(built, spec.placements(small, True), tp).rows) if tp > 1 else {}
     found: dict[str, list[Parameter]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
+        if fqn.startswith("further_embed."):
+            continue  # the embedding's
         part, inner = _part(fqn, small)
         experts = ".experts." in fqn
         split = None if experts else splits.get(fqn)
@@ -98,13 +100,16 @@ def _smallest(model: DecoderConfig) -> DecoderConfig:
     """The model with one layer of each kind."""
     dense, mixture = min(model.n_dense_layers, 1), min(model.n_expert_layers, 1)
     first = dense if model.n_experts else 0
-    return model.model_copy(update={"n_layers": dense + mixture, "first_dense_layers": first})
+    layers = {"n_layers": dense + mixture, "first_dense_layers": first}
+    return model.model_copy(update={**layers, "mtp": min(model.mtp, 1)})
 
 
 def _part(fqn: str, small: DecoderConfig) -> tuple[str, str]:
     first, _, rest = fqn.partition(".")
     if first == "blocks":
         layer, _, inner = rest.partition(".")
+        if int(layer) >= small.n_layers:
+            return "prediction", inner
         return ("dense" if int(layer) < small.n_dense_layers else "mixture"), inner
     return ("embedding" if "embed" in first else "head"), fqn
 
@@ -168,14 +173,16 @@ def _expert_elements(run: Resolved, parameter: Parameter) -> tuple[int, int]:
 
 def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
     """FSDP's units of a stage in the order of its forward; a tied weight is in the root, gathered
-    for as long as the stage computes, and counted once where a stage has both its modules."""
+    for as long as the stage computes, and counted once where a stage has both its modules. So is an
+    embedding that multi-token prediction reads too."""
     found: list[Unit] = []
-    tied = run.model.tied
+    tied, further = run.model.tied, run.model.mtp > 0
     if stage.embedding:
-        found.append(unit(run, "embedding", "root" if tied else "embedding"))
+        found.append(unit(run, "embedding", "root" if tied or further else "embedding"))
+    elif stage.head and further and not tied:
+        found.append(unit(run, "embedding", "root"))
     for layer in stage.layers:
-        kind = "mixture" if run.has_experts(layer) else "dense"
-        found.append(unit(run, kind, f"layer {layer}"))
+        found.append(unit(run, run.kind(layer), f"layer {layer}"))
     if stage.head and not (tied and stage.embedding):
         found.append(unit(run, "head", "root" if tied else "head"))
     elif stage.head:

@@ -137,8 +137,8 @@ class Resolved:
 
     @property
     def n_layers(self) -> int:
-        """Layers of the model."""
-        return self.model.n_layers
+        """Layers of the model, with those of multi-token prediction."""
+        return self.model.n_layers + self.model.mtp
 
     @functools.cached_property
     def order(self) -> Order:
@@ -177,6 +177,16 @@ class Resolved:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
         return layer >= self.model.n_dense_layers
+
+    def kind(self, layer: int) -> str:
+        """dense, mixture, or prediction: a mixture that merges the tokens ahead."""
+        if layer >= self.model.n_layers:
+            return "prediction"
+        return "mixture" if self.has_experts(layer) else "dense"
+
+    def window(self, layer: int) -> int:
+        """Keys that a token sees; 0: all before it."""
+        return self.model.windows[layer] if layer < self.model.n_layers else self.model.window
 
     def recomputes(self, layer: int) -> bool:
         """Whether a layer computes anything twice."""

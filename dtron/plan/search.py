@@ -237,7 +237,7 @@ def _bound(
 
 def _weights(config: RunConfig, model: DecoderConfig) -> tuple[int, int]:
     """Parameters of all blocks: of the dense part, and of experts."""
-    layers = {"dense": model.n_dense_layers, "mixture": model.n_expert_layers}
+    layers = {"dense": model.n_dense_layers, "mixture": model.n_expert_layers + model.mtp}
     found = [0, 0]
     for kind, number in layers.items():
         for parameter in parts(config.model.name, model, 1).get(kind, ()):
@@ -259,7 +259,8 @@ def _least_bytes(
     whole = 6.0 if choice["micro_batches"] > 1 else 0.0  # gathered weights and whole gradients
     state = dense * (whole + 12 / shards) + experts * (whole + 12 / max(1, shards * tp / ep))
     mode = choice["mode"]
-    rows = [r for r in block(model, model.n_experts > 0) if mode in r.modes and r.eager is not True]
+    kind = "mixture" if model.n_experts else "dense"
+    rows = [r for r in block(model, kind) if mode in r.modes and r.eager is not True]
     width = sum(r.width * (4 if r.wide else 2) for r in rows) / tp
     tokens = choice["micro"] * config.train.seq_len / cp
     flying = min(pp, choice["micro_batches"])

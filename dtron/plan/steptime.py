@@ -106,7 +106,7 @@ def stage_seconds(run: Resolved, stage: Stage, hardware: Hardware) -> Seconds:
     total = Seconds(0.0, 0.0, 0.0)
     alike: dict[tuple[bool, bool, int], Seconds] = {}
     for index in stage.layers:
-        kind = (run.has_experts(index), run.recomputes(index), run.model.windows[index])
+        kind = (run.kind(index), run.recomputes(index), run.window(index))
         if kind not in alike:
             alike[kind] = layer(run, index, hardware)
         total += alike[kind]

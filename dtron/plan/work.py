@@ -44,8 +44,8 @@ class Seconds:
         )
 
 
-def products(run: Resolved, mixture: bool) -> list[Product]:
-    """Matrix products of a layer's forward on a rank."""
+def products(run: Resolved, kind: str) -> list[Product]:
+    """Matrix products of the forward of a layer, by `Resolved.kind`, on a rank."""
     model, tp, m = run.model, run.tp, run.tokens
     part, d = -(-m // run.between), model.dim
     eight = bool(run.config.float8.recipe)
@@ -64,7 +64,9 @@ def products(run: Resolved, mixture: bool) -> list[Product]:
         found = [Product("wq", m, d, q), Product("wk", m, d, kv), Product("wv", m, d, kv)]
         found += [Product("wo", m, q, d)]
     inward = 2 if ACTIVATIONS[model.activation].gated else 1
-    if not mixture:
+    if kind == "prediction":
+        found.append(Product("merge", part, 2 * d, d))
+    if kind == "dense":
         width = model.ffn_dim // tp
         found += [Product("ffn", m, d, width)] * inward + [Product("ffn", m, width, d)]
         return [Product(p.module, p.m, p.k, p.n, 1, eight) for p in found]
@@ -90,7 +92,7 @@ def expert_rows(run: Resolved) -> int:
 def attention_flops(run: Resolved, layer: int) -> float:
     """Of a layer's forward, of the half that a causal mask leaves, on a rank."""
     model, length = run.model, run.config.train.seq_len
-    window = model.windows[layer]
+    window = run.window(layer)
     seen = min(length, 2 * window) if window else length
     widths = model.n_heads * (model.head_size + model.v_head_size) // run.tp
     return float(widths) * run.tokens * seen
@@ -112,7 +114,7 @@ def _product(hardware: Hardware, p: Product) -> Seconds:
 def layer(run: Resolved, index: int, hardware: Hardware) -> Seconds:
     """A layer's computation alone."""
     total = Seconds(0.0, 0.0, 0.0)
-    for each in products(run, run.has_experts(index)):
+    for each in products(run, run.kind(index)):
         total += _product(hardware, each)
     flops, width = attention_flops(run, index), run.model.head_size
     forward = hardware.attend(flops, False, width)
@@ -128,8 +130,9 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Seconds:
 
 
 def head(run: Resolved, hardware: Hardware) -> Seconds:
-    """Norm, head and loss."""
+    """Norm, head and loss, of each prediction."""
     vocabulary = -(-run.model.vocab_size // run.tp)
-    total = _product(hardware, Product("head", run.tokens, run.model.dim, vocabulary))
+    once = _product(hardware, Product("head", run.tokens, run.model.dim, vocabulary))
     moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy
-    return total + Seconds(moved / 2, moved / 2, 0.0)
+    once += Seconds(moved / 2, moved / 2, 0.0)
+    return sum([once] * run.model.mtp, once)

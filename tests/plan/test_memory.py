@@ -21,6 +21,7 @@ CASES = [
     Case("qwen3", 2, Parallel(dp_shard=2, zero=2), override={"tied": True}),
     Case("mixtral", 4, Parallel(tp=2, ep=2, dp_shard=2)),
     Case("deepseek_v3", 4, Parallel(pp=2, dp_shard=2, ep=2, schedule="Interleaved1F1B")),
+    Case("deepseek_v3", 4, Parallel(pp=2, tp=2, ep=2), override={"mtp": 1}),
 ]
 
 
@@ -35,7 +36,7 @@ def state_bytes(case: Case) -> tuple[int, int, int, int]:
     execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
     loss = build_loss(case, config, mesh)
     step = TrainStep(execution, applied, mesh, optimizer, loss, 1.0, None)
-    step.accumulate(micro_batches(case, mesh, 0), 0)
+    step.accumulate(micro_batches(case, mesh, 0, config.mtp), 0)
     gradients = sum(p.grad.to_local().nbytes for p in named.values())  # type: ignore[union-attr]
     optimizer.step()
     moments = sum(
