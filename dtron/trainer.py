@@ -357,12 +357,12 @@ class Trainer:
                 if self.checkpointer.due(self.step) and self._save():
                     saved = self.step if self.checkpointer.lasts(self.step) else saved
             finished = self.step == config.train.steps
-            self.guards.alive(self.step)
-            if not self.saving.try_wait():  # a failure beside training ends it here
-                saved = -1
-            if saved != self.step and (config.checkpoint.last or not finished):
-                self.saving.begin(durable=True)  # a second signal does not interrupt it
-            self.checkpointer.wait()  # nothing comes after it that could save what it did not
+            with self.guards.saving(self.step):
+                if not self.saving.try_wait():  # a failure beside training ends it here
+                    saved = -1
+                if saved != self.step and (config.checkpoint.last or not finished):
+                    self.saving.begin(durable=True)  # a second signal does not interrupt it
+                self.checkpointer.wait()  # nothing comes after it that could save what it did not
         self._write_times()
         if finished:
             self._finish()
@@ -523,7 +523,8 @@ class Trainer:
         return mean
 
     def _save(self) -> bool:
-        saved = self.saving.try_begin()
+        with self.guards.saving(self.step):
+            saved = self.saving.try_begin()
         self.throughput.restart()
         return saved
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -72,6 +72,16 @@ class Guards:
         """`step` is the last one done; something has gone on since."""
         if self.watchdog is not None:
             self.watchdog.beat(step)
+
+    @contextlib.contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Around a save after `step`, which `checkpoint.timeout_seconds` limits."""
+        if self.watchdog is not None:
+            self.watchdog.pause(step)
+        try:
+            yield
+        finally:
+            self.alive(step)
 
     def sampling(self, step: int) -> contextlib.AbstractContextManager:
         """Around step `step` (1-based): takes it apart, where it is its turn."""

@@ -14,6 +14,7 @@ with NCCL) of `_C._distributed_c10d`, and `_module_fqn` of FSDP's parameter grou
 import faulthandler
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -97,6 +98,10 @@ class Watchdog:
     def beat(self, step: int) -> None:
         """`step` steps are done, or other work has gone on."""
         self._beat = (step, time.monotonic())
+
+    def pause(self, step: int) -> None:
+        """Until the next beat: what comes after `step` has limits of its own."""
+        self._beat = (step, math.inf)
 
     def end(self) -> None:
         """Stop watching."""
