@@ -3,7 +3,7 @@
     python -m benchmarks.published
 
 Sources do not state all settings: micro-batches, schedules and recomputation below are assumptions,
-the largest micro-batch that the planner says fits 80 GB, and float8 is the planner's tensor-wise.
+a micro-batch close to what the planner says fits 80 GB (three rows are above it), and float8 is the planner's tensor-wise.
 """
 
 from dataclasses import dataclass
