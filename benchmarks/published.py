@@ -3,7 +3,8 @@
     python -m benchmarks.published
 
 Sources do not state all settings: micro-batches, schedules and recomputation below are assumptions,
-a micro-batch close to what the planner says fits 80 GB (three rows are above it), and float8 is the planner's tensor-wise.
+micro-batches are close to what the planner says fits 80 GB (three rows are above it), and float8
+is the planner's tensor-wise.
 """
 
 from dataclasses import dataclass
