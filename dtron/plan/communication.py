@@ -1,7 +1,8 @@
 """The collectives of a rank's step: which, how many, how large, over which axis and link.
 
 Sizes are those of `dtron.collectives`: the larger of what goes in and what comes out of one rank.
-tests/plan/test_communication.py counts the same collectives in real runs.
+tests/plan/test_communication.py counts those of tp, of dp_shard and experts' FSDP, and of ulysses in
+real runs; ep, pp, dp_replicate and the rings of cp are not compared.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from dtron.parallelisms.context import shape_of
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, units
-from dtron.plan.resolved import ELEMENT, Resolved, Stage
+from dtron.plan.resolved import ELEMENT, Resolved, Stage, expert_rows
 
 
 @dataclass(frozen=True)
@@ -129,23 +130,26 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     def both(
         widths_in: list[int], widths_out: list[int], times: int, again: int
     ) -> Iterator[Collective]:
-        """Gathered on the way in, reduced on the way out; the backward mirrors it."""
+        """Gathered on the way in, reduced on the way out; the backward mirrors it. `again` is what
+        recomputation repeats: all but a layer's last product, which nothing before it needs."""
+        repeated = widths_out[:1]  # attention's
         if not split:
             yield made(
-                "all_reduce", model.dim, times * (len(widths_out) + 2) + again * len(widths_out)
+                "all_reduce", model.dim, times * (len(widths_out) + 2) + again * len(repeated)
             )
             return
         for width in widths_in:
             yield made("all_gather", width, times + again)
             yield made("reduce_scatter", width, times)
         for width in widths_out:
-            yield made("reduce_scatter", width, times + again)
+            yield made("reduce_scatter", width, times)
             yield made("all_gather", width, times)
+        for width in repeated:
+            yield made("reduce_scatter", width, again)
 
     for mixture in (False, True):
         layers = [i for i in stage.layers if run.has_experts(i) == mixture]
         again = sum(run.recomputes(i) for i in layers)
-        again = again if run.config.recompute.mode in ("full", "attention") else 0
         if layers:
             yield from both(*_widths(run, mixture), len(layers), again)
     kind, other = ("reduce_scatter", "all_gather") if split else ("all_reduce", "")
@@ -187,9 +191,10 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         shape = shape_of(methods[layer % len(methods)], cp, parallel.cp_inner)
         times = 2 if run.recomputes(layer) and run.config.recompute.mode == "full" else 1
         if shape.inner > 1:
-            size = float((q + kv) * run.element)
             near = min(shape.inner, inside)
-            yield Collective("cp", "all_to_all", size, (times + 1) * m, "cp", shape.inner, near)
+            for width in (q / 2 + kv, q / 2):  # queries, keys and values; what attention gives
+                size, count = float(width * run.element), (times + 1) * m
+                yield Collective("cp", "all_to_all", size, count, "cp", shape.inner, near)
         if shape.rings:
             hops = shape.outer - 1
             yield Collective(
@@ -207,8 +212,7 @@ def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     layers = [i for i in stage.layers if run.has_experts(i)]
     again = sum(run.recomputes(i) and run.config.recompute.mode != "none" for i in layers)
     ranks, inside = _expert_group(run, "ep", domain)
-    rows = -(-run.tokens // run.between) * run.model.experts_per_token * run.experts["etp"]
-    size = float(rows * run.model.dim * run.element)
+    size = float(expert_rows(run) * run.model.dim * run.element)
     count = (4 * len(layers) + 2 * again) * run.micro_batches
     yield Collective("ep", "all_to_all", size, count, "ep", ranks, inside)
 

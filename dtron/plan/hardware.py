@@ -106,12 +106,13 @@ class Hardware:
 _H100 = Hardware(
     name="h100",
     source="NVIDIA H100 SXM data sheet (989 TFLOP/s, 80 GB, 3.35 TB/s, NVLink 900 GB/s, 8 x "
-    "400 Gb/s a host); ceilings, attention and NVLink as h200's, with the same multiprocessors",
+    "400 Gb/s a host); memory as its driver reports it (81,559 MiB); ceilings, attention and NVLink "
+    "as h200's, with the same multiprocessors",
     peak=989e12,
     ceiling=715e12,
     ceiling_float8=1380e12,
     multiprocessors=132,
-    memory=80e9,
+    memory=85.5e9,
     outside=3.0e9,
     copy=2.9e12,
     attention=(647e12, 510e12),
@@ -141,6 +142,7 @@ HARDWARE: dict[str, Hardware] = {
             "ceilings scaled from the h200's shares of peak, attention FlashAttention-2's "
             "(arXiv:2307.08691); network 8 x 200 Gb/s",
             peak=312e12,
+            memory=85.9e9,  # 81,920 MiB
             ceiling=265e12,
             ceiling_float8=0.0,
             multiprocessors=108,

@@ -8,6 +8,7 @@ from dtron.config import DEGREES, Degree, ExpertDegree, RunConfig, resolve_exper
 from dtron.flops import FlopsModel, flops_per_token
 from dtron.models import MODELS, model_config
 from dtron.models.config import DecoderConfig
+from dtron.models.moe import capacity
 from dtron.parallelisms.actions import Order
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.pipeline import Layout
@@ -210,3 +211,15 @@ class Resolved:
             found["stages_per_rank"] = len(self.stages) // self.degrees["pp"]
             found["layers_by_stage"] = [len(stage.layers) for stage in self.stages]
         return found
+
+
+def expert_rows(run: Resolved) -> int:
+    """Rows that a rank's experts get of a micro-batch where loads are even; with padding to capacity
+    as many of each expert."""
+    model, own = run.model, -(-run.tokens // run.between)
+    rows = own * model.experts_per_token
+    if model.capacity_pad:
+        choices = run.tokens * run.degrees["cp"] * model.experts_per_token
+        most = capacity(choices, model.n_experts, model.capacity_factor)
+        rows = model.n_experts * min(most, own)
+    return rows * run.experts["etp"]

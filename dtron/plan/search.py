@@ -1,6 +1,7 @@
 """Which layout is fastest: all legal ones under the memory limit, by predicted tokens a second.
 
-Degrees are enumerated from divisors; what cannot be faster than the best ten found so far is not
+Degrees are powers of two, tp and cp at most 8, cp above 1 from 8,192 tokens on, ep at least 8 where
+there are as many ranks; what cannot be faster than the best ten found so far is not
 looked at: a layout's bound is the time of its layers, were the pipeline's ranks even and parameters
 where they are needed. Layouts whose mean rank cannot fit go first. The legality is preflight's.
 
@@ -171,7 +172,7 @@ def _expert_degrees(experts: int, ranks: int) -> list[int]:
 
 def _replicas(shards: int) -> list[int]:
     """Copies of shards over 8 ranks or all of them sharded."""
-    return [1, shards // 8] if shards > 8 else [1]
+    return [1, shards // 8] if shards > 8 and shards % 8 == 0 else [1]
 
 
 def _with(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
@@ -263,8 +264,10 @@ def _least_bytes(
     rows = [r for r in block(model, kind) if mode in r.modes and r.eager is not True]
     width = sum(r.width * (4 if r.wide else 2) for r in rows) / tp
     tokens = choice["micro"] * config.train.seq_len / cp
-    flying = min(pp, choice["micro_batches"])
-    return state + width * tokens * (model.n_layers / pp) * flying
+    layers, flying = model.n_layers / pp, min(pp, choice["micro_batches"])
+    if config.recompute.offload:  # all but two layers' are in host memory
+        layers, flying = min(2.0, layers), 1
+    return state + width * tokens * layers * flying
 
 
 def pareto(points: tuple[tuple[float, float], ...]) -> list[tuple[float, float]]:

@@ -1,12 +1,12 @@
-"""A pipeline's step on a clock: every rank's actions with times of their own, transfers between
-ranks, and ranks that are slower than others.
+"""A pipeline's step on a clock: every rank's actions with times of their own, and transfers between
+ranks; and what many ranks that differ in speed cost.
 
     run_order    one pipeline, action by action
     slowest_of   many ranks that reduce together: the slowest decides, since all end a step at once
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -18,14 +18,12 @@ def run_order(
     n_stages: int,
     costs: Mapping[tuple[int, Kind], float],
     hop: float = 0.0,
-    slower: Sequence[float] = (),
 ) -> tuple[float, tuple[tuple[Span, ...], ...]]:
     """Run an order, each action as early as its rank and its inputs allow.
 
     Args:
         costs: seconds by (stage, kind).
         hop: seconds from one rank to another; sends run beside the computation.
-        slower: factor of each rank's times; empty: 1.
     Returns:
         Seconds of the step, and spans by rank.
     """
@@ -46,8 +44,7 @@ def run_order(
                 for want in wanted:
                     end, holder = ends[want]
                     start = max(start, end + (hop if holder != rank else 0.0))
-                took = costs[action.stage, action.kind] * (slower[rank] if slower else 1.0)
-                clock[rank] = start + took
+                clock[rank] = start + costs[action.stage, action.kind]
                 ends[result(action)] = (clock[rank], rank)
                 spans[rank].append(Span(rank, action, start, clock[rank]))
                 at[rank] += 1

@@ -9,13 +9,15 @@
     bubble     the schedule run on a clock with each stage's own times, less what ranks compute
     update     norm, clip and AdamW, at the rate of memory
 
-Constants that were fitted, and to which runs, are in docs/planning.md.
+Which constants were fitted, and to which runs, is in docs/planning.md. Times are known for bfloat16,
+and float8 over it; a run in float32 is refused a time.
 """
 
 import functools
 from dataclasses import dataclass
 from typing import Any
 
+from dtron.errors import ConfigError
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.timeline import Timeline
 from dtron.plan.communication import Collective, activation_collectives, collectives
@@ -63,7 +65,16 @@ class Prediction:
 
 
 def predict(run: Resolved, hardware: Hardware) -> Prediction:
-    """A step's time."""
+    """A step's time.
+
+    Raises:
+        ConfigError: the run computes in float32.
+    """
+    if run.element != 2:
+        raise ConfigError(
+            "train.dtype = 'float32' has no rates in dtron/plan/hardware.py; use bfloat16 to plan "
+            "the time"
+        )
     ranks = range(run.degrees["pp"])
     compute, exposed, beside = {}, {}, {}
     for rank in ranks:
@@ -168,7 +179,10 @@ def _pipelined(
     """Length of the schedule with each stage's own times. What a rank waits for inside its stages
     is spread over their actions."""
     short = shortened(run.config, run.world_size).micro_batches(run.world_size)
-    stretch = {rank: 1 + sum(exposed[rank].values()) / compute[rank] for rank in compute}
+    stretch = {  # a rank may have empty stages alone
+        rank: 1 + sum(exposed[rank].values()) / compute[rank] if compute[rank] else 1.0
+        for rank in compute
+    }
     costs = _costs(run, hardware, stretch)
     sends = [c for c in collectives(run, 0, hardware.domain) if c.purpose == "pp"]
     hop = sends[0].seconds(hardware) / sends[0].count if sends else 0.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dtron.models.layers import ACTIVATIONS
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
-from dtron.plan.resolved import Resolved
+from dtron.plan.resolved import Resolved, expert_rows
 
 PASSES = 8
 """How often a block's saved bytes are read or written by elementwise kernels, forward and backward;
@@ -84,11 +84,6 @@ def products(run: Resolved, kind: str) -> list[Product]:
     ]
 
 
-def expert_rows(run: Resolved) -> int:
-    """Rows that a rank's experts get of a micro-batch where loads are even."""
-    return -(-run.tokens // run.between) * run.model.experts_per_token * run.experts["etp"]
-
-
 def attention_flops(run: Resolved, layer: int) -> float:
     """Of a layer's forward, of the half that a causal mask leaves, on a rank."""
     model, length = run.model, run.config.train.seq_len
@@ -105,7 +100,7 @@ def _product(hardware: Hardware, p: Product) -> Seconds:
         hardware.product(p.m, p.k, p.n, *shape),
         hardware.product(p.m, p.n, p.k, *shape),
         # The weight's gradient is deep where rows are many; of experts each has its own rows.
-        p.groups * hardware.product(p.n, -(-p.m // p.groups), p.k, 1, p.float8)
+        hardware.product(p.n, p.m, p.k, 1, p.float8)
         if p.groups == 1
         else hardware.product(p.m, p.n, p.k, *shape),
     )
