@@ -118,7 +118,7 @@ class Checkpointer:
             log.warning("the last checkpoint is still being copied: waiting for it")
         try:
             self._wait_for_write()
-            if durable or (self._copying is not None and self._copying.failed):
+            if durable:  # else ranks learn at different steps whether it has failed
                 self._wait_for_copy()
         except CheckpointError as error:
             if self.options.on_error == "stop":
@@ -159,6 +159,9 @@ class Checkpointer:
             try:
                 if written is None or written.succeeded():
                     copy()
+            except CheckpointError:
+                self._copies = None  # it was killed, and may wait for a disk
+                raise
             finally:
                 self._copied = None
 

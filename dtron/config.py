@@ -306,6 +306,16 @@ class RunConfig(Section):
                 "checkpoint to go back to; set checkpoint.interval",
             ),
             (
+                self.faults.on_spike == "rollback"
+                and self.checkpoint.keep > 0
+                and (self.checkpoint.keep - 1) * self.checkpoint.interval
+                < self.faults.rollback_steps,
+                f"checkpoint.keep = {self.checkpoint.keep} deletes what faults.on_spike = "
+                f'"rollback" goes back to: ({self.checkpoint.keep} - 1) x checkpoint.interval = '
+                f"{self.checkpoint.interval} steps are fewer than faults.rollback_steps = "
+                f"{self.faults.rollback_steps}; keep more",
+            ),
+            (
                 self.faults.hang_seconds >= parallel.timeout_seconds,
                 f"faults.hang_seconds = {self.faults.hang_seconds} is not below "
                 f"parallel.timeout_seconds = {parallel.timeout_seconds}, at which collectives end "

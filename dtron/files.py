@@ -91,12 +91,17 @@ def make_folder(path: Location) -> None:
         path.mkdir(parents=True)
 
 
+def _still_there(_act: Any, _path: str, info: tuple[Any, BaseException, Any]) -> None:
+    if not isinstance(info[1], FileNotFoundError):  # somebody else deletes it too
+        raise info[1]
+
+
 def delete(path: Location) -> None:
     """Delete a file, or a folder with all that is in it. Raises OSError."""
     if isinstance(path, Remote):
         path.delete()
     elif path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        shutil.rmtree(path, onerror=_still_there)
     else:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

@@ -91,15 +91,14 @@ def preflight(config: RunConfig, place: Place) -> Checked:
         )
     rundir = RunDir(config.run.dir)
     tiers = tiers_of(config)
-    resume, checkpoint, facts = _resumed(config, model, place, tiers)
-    _check_tiers(config, place, tiers, checkpoint)
+    goes_on = _goes_on(rundir, place)
+    resume, checkpoint, facts = _resumed(config, model, goes_on, tiers)
+    _check_tiers(config, place, tiers, checkpoint, goes_on)
     initial = None
     if config.checkpoint.initial and not checkpoint:
         initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
         check_same_model(initial, config.model.name, model)
         _check_verify(config, initial)
-    if place.rank == 0 and place.attempt == 0:
-        rundir.begun.unlink(missing_ok=True)
     if place.local_rank == 0:
         _check_writable(rundir.path)
         prepare(config.data)
@@ -123,8 +122,18 @@ def preflight(config: RunConfig, place: Place) -> Checked:
     )
 
 
+def _goes_on(rundir: RunDir, place: Place) -> bool:
+    """Whether torchrun has restarted a job that had begun to train. A job is known by torchrun's id
+    where it has one: ranks that come or go restart it without being counted as an attempt."""
+    if not place.job and place.attempt == 0:
+        if place.rank == 0:
+            rundir.begun.unlink(missing_ok=True)  # of an earlier job
+        return False
+    return rundir.begun.exists() and rundir.begun.read_text() == place.job
+
+
 def _resumed(
-    config: RunConfig, model: DecoderConfig, place: Place, tiers: Sequence[Tier]
+    config: RunConfig, model: DecoderConfig, goes_on: bool, tiers: Sequence[Tier]
 ) -> tuple[str, Location | None, Facts | None]:
     """How this attempt resumes, and from what.
 
@@ -132,7 +141,7 @@ def _resumed(
     goes on from what the job has written, and if that is nothing, does as the first.
     """
     folders = [tier.folder for tier in tiers]
-    if place.attempt and RunDir(config.run.dir).begun.exists():
+    if goes_on:
         found = find_checkpoint(config, model, "latest", folders)
         if found[0] is not None:
             return "latest", *found
@@ -186,7 +195,11 @@ def checked_facts(config: RunConfig, model: DecoderConfig, checkpoint: Location)
 
 
 def _check_tiers(
-    config: RunConfig, place: Place, tiers: Sequence[Tier], checkpoint: Location | None
+    config: RunConfig,
+    place: Place,
+    tiers: Sequence[Tier],
+    checkpoint: Location | None,
+    goes_on: bool,
 ) -> None:
     """Refuse tiers that cannot do what they are for, or hold another run's checkpoints."""
     options, own = config.checkpoint, owner(tiers, checkpoint)
@@ -203,7 +216,7 @@ def _check_tiers(
         )
     local = RunDir(config.run.dir).checkpoints  # which is set aside
     for tier in tiers:
-        if own is None and tier.folder != local and _used(tier.folder) and not place.attempt:
+        if own is None and tier.folder != local and _used(tier.folder) and not goes_on:
             raise ConfigError(
                 f"{tier.folder} holds checkpoints of an earlier start; set "
                 "checkpoint.resume=latest to go on from them, delete them, or use another folder"

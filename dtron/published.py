@@ -12,6 +12,7 @@ the index, and the index has those of all files.
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ from dtron.storage import INDEX, corrupt, missing_or_short, read_index
 log = logging.getLogger("dtron")
 FACTS = "dtron.json"
 _ABANDONED = "abandoned.json"
+_OWN = re.compile(r"rank-\d+\.safetensors|(index|dtron|abandoned)\.json(\.partial)?")
 """The name of FACTS where training went on from an earlier step."""
 RESUME = "set checkpoint.resume ="
 """How an error says which checkpoint to resume from instead."""
@@ -283,6 +285,8 @@ def begin(folder: Location, kept: Collection[Location] = ()) -> None:
     clear(folder.parent, kept)
     if folder in kept or (folder / FACTS).exists():
         raise CheckpointError(f"{folder} is there already")
+    if foreign := _foreign(folder):
+        raise CheckpointError(f"{folder} holds {foreign}, which no checkpoint has; move it away")
     delete(folder)  # abandoned: its step is done again
     make_folder(folder)
 
@@ -309,8 +313,18 @@ def retire(
     for old in sorted(complete(checkpoints), key=step_of)[:-keep]:
         spared = old == newest or old in kept
         if not spared and not (keep_every and step_of(old) % keep_every == 0):
-            delete(old / FACTS)  # so that it is no checkpoint if deletion is interrupted
-            delete(old)
+            withdraw(old)
+
+
+def withdraw(folder: Location) -> None:
+    """Delete a checkpoint, which is none from the beginning of the deletion on. Raises OSError."""
+    delete(folder / FACTS)
+    delete(folder)
+
+
+def _foreign(folder: Location) -> str:
+    """A name in a folder that dtron does not write there."""
+    return next((name for name in names_in(folder) if not _OWN.fullmatch(name)), "")
 
 
 def abandon_after(checkpoints: Location, step: int) -> None:
@@ -327,11 +341,12 @@ def clear(checkpoints: Location, kept: Collection[Location] = (), abandoned: boo
     was abandoned, but `kept`. Raises OSError."""
     for name in names_in(checkpoints):
         path = checkpoints / name
-        if path in kept or not (step_of(path) or name.endswith(".partial")):
+        if path in kept or not (step_of(path) or name == "latest.partial"):
             continue
-        if (path / FACTS).exists() or ((path / _ABANDONED).exists() and not abandoned):
+        if _foreign(path) or (path / FACTS).exists():
             continue
-        delete(path)
+        if abandoned or not (path / _ABANDONED).exists():
+            delete(path)
 
 
 def complete(checkpoints: Location) -> list[Location]:

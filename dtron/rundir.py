@@ -4,7 +4,7 @@
     run.json         what really ran
     metrics.jsonl    one object a logged step
     steps.json       the time of every step, if metrics.step_times
-    begun            that this job has begun, for attempts that torchrun restarts
+    begun            the job whose ranks have begun to train and have not ended, by torchrun's id
     hangs/step-N/    where each rank was when a step did not end
     tensorboard/  checkpoints/  trace/
 

@@ -53,9 +53,9 @@ class Saving:
 
     def report_failed(self, stop: StopSignal) -> None:
         """A save beside training has failed on all ranks, which learn of it at different steps."""
-        if self.checkpointer.failed and self.on_error == "stop":
+        if self.on_error == "stop":
             stop.request()
-        elif self.checkpointer.failed:
+        else:
             self.try_wait()
 
     def _worked(self, act: Callable[[], None]) -> bool:

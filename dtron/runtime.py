@@ -34,14 +34,22 @@ class Place:
     local_rank: int
     world_size: int
     attempt: int = 0
-    """How often torchrun has restarted the job."""
+    """How often torchrun has restarted the job after a failure."""
+    job: str = ""
+    """torchrun's id of the job, the same after members came or went; empty: none."""
 
     @classmethod
     def of_environment(cls) -> "Place":
-        """Read RANK, LOCAL_RANK, WORLD_SIZE and TORCHELASTIC_RESTART_COUNT."""
-        names = ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")
-        names = (*names, ("TORCHELASTIC_RESTART_COUNT", "0"))
-        return cls(*(int(os.environ.get(*name)) for name in names))
+        """Read RANK, LOCAL_RANK, WORLD_SIZE, TORCHELASTIC_RESTART_COUNT and _RUN_ID."""
+        get = os.environ.get
+        job = get("TORCHELASTIC_RUN_ID", "none")
+        return cls(
+            rank=int(get("RANK", "0")),
+            local_rank=int(get("LOCAL_RANK", "0")),
+            world_size=int(get("WORLD_SIZE", "1")),
+            attempt=int(get("TORCHELASTIC_RESTART_COUNT", "0")),
+            job="" if job == "none" else job,
+        )
 
     @property
     def device(self) -> torch.device:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dtron.errors import CheckpointError
-from dtron.files import Location, delete, write_synced
-from dtron.published import Facts, begin, publish, retire
+from dtron.files import Location, write_synced
+from dtron.published import FACTS, Facts, begin, problem, publish, retire, withdraw
 from dtron.runtime import new_host_group
 from dtron.saveplan import KeptPlan
 from dtron.staging import Background
@@ -27,7 +27,6 @@ from dtron.storage import (
     ShardWriter,
     WriteFile,
     missing_or_short,
-    name_of_file,
     read_files,
 )
 from dtron.tensorfile import Written
@@ -76,17 +75,19 @@ class Saver:
         self._publish(act, facts, tier, kept)
 
     def copy(self, source: Location, facts: Facts, tier: Tier, process: WriterProcess) -> None:
-        """Copy a checkpoint to another tier and publish it there. Each rank copies the file that it
-        has written, and compares it with what it wrote.
+        """Copy a checkpoint to another tier and publish it there, if it is not there already. Each
+        rank copies some of the files, and compares what it reads with what was written.
 
         Raises:
             CheckpointError: as `write`.
         """
 
+        if self._is_there(source, tier.folder / source.name):
+            return
+
         def act(folder: Location) -> None:
-            self._everyone(lambda: _copy_file(source, folder, process))
-            index = source / INDEX
-            self._first(lambda: write_synced(folder / INDEX, index.read_text(encoding="utf-8")))
+            self._everyone(lambda: _copy_files(source, folder, process))
+            self.first(lambda: write_synced(folder / INDEX, _index(source)))
 
         try:
             self._publish(act, facts, tier)
@@ -101,32 +102,45 @@ class Saver:
         tier: Tier,
         kept: Collection[Location] = (),
     ) -> None:
-        folder = tier.folder / f"step-{facts.step}"
+        folder, begun = tier.folder / f"step-{facts.step}", False
         try:
-            self._first(lambda: begin(folder, kept))
+            self.first(lambda: begin(folder, kept))
+            begun = True  # before, what is there is another save's
             self._check_shared(folder)
             act(folder)
-            self._first(lambda: self._complete(folder, facts, tier, kept))
+            self.first(lambda: self._complete(folder, facts))
         except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
-            if dist.get_rank() == 0:
+            if begun and dist.get_rank() == 0:
                 with contextlib.suppress(OSError):
-                    self._limited(lambda: delete(folder))
+                    self._limited(lambda: withdraw(folder))
             cause = why(error) if isinstance(error, dcp.CheckpointException) else error
             raise CheckpointError(f"{folder} could not be written: {cause}") from error
         log.info("checkpoint: %s", folder)
+        try:
+            self.first(lambda: retire(tier.folder, folder, tier.keep, tier.keep_every, kept))
+        except CheckpointError as error:  # the new one is written all the same
+            log.warning("%s: an older checkpoint could not be deleted: %s", folder, error)
 
-    def _complete(
-        self, folder: Location, facts: Facts, tier: Tier, kept: Collection[Location]
-    ) -> None:
+    def _complete(self, folder: Location, facts: Facts) -> None:
         if wrong := missing_or_short(folder, read_files(folder)):
             raise CheckpointError(f"{wrong}; all ranks have to reach the same {folder.parent}")
         publish(folder, facts)
-        try:
-            retire(tier.folder, folder, tier.keep, tier.keep_every, kept)
-        except OSError as error:  # it is written all the same
-            log.warning("%s: an older checkpoint could not be deleted: %s", folder, error)
 
-    def _first(self, act: Callable[[], None]) -> None:
+    def _is_there(self, source: Location, folder: Location) -> bool:
+        """Whether the first rank finds that a checkpoint has been copied before."""
+        found: list[bool] = [False]
+
+        def look() -> None:
+            whole = (folder / FACTS).exists() and problem(folder) is None
+            found[0] = whole and _index(folder) == _index(source)
+
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                self._limited(look)
+        dist.broadcast_object_list(found, src=0, group=self.group)
+        return found[0]
+
+    def first(self, act: Callable[[], None]) -> None:
         """Act on the first rank while the others wait; a failure there is raised on all."""
         self._everyone(act if dist.get_rank() == 0 else lambda: None)
 
@@ -172,13 +186,17 @@ class Saver:
             )
 
 
-def _copy_file(source: Location, folder: Location, process: WriterProcess) -> None:
-    name, files = name_of_file(dist.get_rank()), read_files(source)
-    if name not in files:
-        return
-    copied = Written(*process.copy(str(source / name), str(folder / name)))
-    if copied != files[name]:
-        raise CheckpointError(f"{source / name} is corrupt: its SHA-256 differs")
+def _index(folder: Location) -> str:
+    """What lies where, with every file's SHA-256."""
+    return (folder / INDEX).read_text(encoding="utf-8")
+
+
+def _copy_files(source: Location, folder: Location, process: WriterProcess) -> None:
+    written = read_files(source)
+    for name in sorted(written)[dist.get_rank() :: dist.get_world_size()]:
+        copied = Written(*process.copy(str(source / name), str(folder / name)))
+        if copied != written[name]:
+            raise CheckpointError(f"{source / name} is corrupt: its SHA-256 differs")
 
 
 def why(error: dcp.CheckpointException) -> CheckpointError:

@@ -37,7 +37,14 @@ from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
 from dtron.preflight import checked_facts, model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
-from dtron.published import Facts, abandon_after, agree, check_agreement, check_content
+from dtron.published import (
+    Facts,
+    abandon_after,
+    agree,
+    check_agreement,
+    check_content,
+    write_facts,
+)
 from dtron.routing import Routing
 from dtron.rundir import RunDir
 from dtron.runfacts import RunFacts
@@ -99,7 +106,8 @@ class Trainer:
             try:
                 self._train()
             except TrainingError:  # all ranks raise it: what they began to save is completed
-                self.saving.try_wait()
+                with self.guards.saving(self.step):
+                    self.saving.try_wait()
                 raise
             finally:
                 gc.enable()
@@ -307,7 +315,7 @@ class Trainer:
             self.rundir.open(config.to_toml(), facts.step if own and facts else None)
             for tier in self.checked.tiers:
                 abandon_after(tier.folder, self.step if own else 0)
-            self.rundir.begun.touch()
+            self.rundir.begun.write_text(self.place.job)
         said = RunFacts(
             config,
             self.place,
@@ -346,13 +354,16 @@ class Trainer:
             self.times.begin()
         with StopSignal(self.host_group, config.faults.stop_seconds) as stop:
             while self.step < config.train.steps:
-                self.saving.report_failed(stop)
+                if self.checkpointer.failed:
+                    with self.guards.saving(self.step):
+                        self.saving.report_failed(stop)
                 stopped = stop.agreed()
                 if stopped:
                     break
                 self._one_step()
                 if (spike := self.guards.after_step(self.step)) is not None:
-                    saved = self._durable_step(self._roll_back(spike))
+                    with self.guards.saving(self.step):
+                        saved = self._durable_step(self._roll_back(spike))
                     continue
                 if self.checkpointer.due(self.step) and self._save():
                     saved = self.step if self.checkpointer.lasts(self.step) else saved
@@ -366,6 +377,8 @@ class Trainer:
         self._write_times()
         if finished:
             self._finish()
+        if self.place.rank == 0:
+            self.rundir.begun.unlink(missing_ok=True)
         log.info("run directory: %s", self.rundir.path)
 
     def _durable_step(self, checkpoint: Location | None) -> int:
@@ -414,13 +427,15 @@ class Trainer:
         batches = [self._on_device(batch, self.checked.model.mtp) for batch in batches]
         self.guards.data_is_there(self.step + 1)
         lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
-        float8 = self.float8
-        if config.debug.collectives and self.step == self.facts["start_step"]:
+        float8, compute = self.float8, self.guards.compute(self.step + 1)
+        if compute is not None:  # twice, which counts and statistics would count twice
+            result = self.train_step(batches, self.step, lr, compute)
+        elif config.debug.collectives and self.step == self.facts["start_step"]:
             result = self._counted(batches, lr)
         elif float8 is not None and float8.reports(self.step + 1):
             result = self._measured(float8.statistics(self.applied, self.place.device), batches, lr)
         else:
-            result = self.train_step(batches, self.step, lr, self.guards.compute(self.step + 1))
+            result = self.train_step(batches, self.step, lr)
         if self.step == self.facts["start_step"]:
             self._after_first_step()
         return result, lr, attended
@@ -576,12 +591,8 @@ class Trainer:
         if self.train_step.after_update is not None:
             taken = torch.ones((), dtype=torch.bool, device=self.place.device)
             self.train_step.after_update(taken)
-        if self.place.rank == 0:
-            for tier in self.checked.tiers:
-                abandon_after(tier.folder, self.step)
-        dist.barrier(group=self.host_group)
+        self.checkpointer.saver.first(lambda: self._forget_after(checkpoint, facts))
         self.throughput.restart()
-        self.guards.alive(self.step)
         log.warning(
             "rolled back to %s; the batches of steps %d to %d are left out",
             checkpoint,
@@ -589,6 +600,13 @@ class Trainer:
             left_out[-1],
         )
         return checkpoint
+
+    def _forget_after(self, checkpoint: Location, facts: Facts) -> None:
+        """On the first rank: what resumes from the checkpoint leaves the same batches out."""
+        data, faults = self.loader.state_dict(), self._guard_facts()
+        write_facts(checkpoint, replace(facts, data=data, faults=faults))
+        for tier in self.checked.tiers:
+            abandon_after(tier.folder, self.step)
 
     def _finish(self) -> None:
         train = self.config.train

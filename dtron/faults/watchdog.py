@@ -20,6 +20,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ _FIRST_STEP = 4
 """The first step, which compiles, may take this many times as long as others."""
 _GATHER_SECONDS = 3.0
 """How long the first rank waits for the others' reports."""
+_EARLIER = 60.0
+"""Seconds by which clocks of hosts may differ."""
 _COLLECTIVES = re.compile(
     "_?(all_gather|all_reduce|all_to_all|barrier|batch_isend_irecv|broadcast|foreach_all_gather|"
     "foreach_reduce|gather|irecv|isend|recv|reduce_scatter|scatter|send|wait_for_unshard|"
@@ -115,8 +118,12 @@ class Watchdog:
             step, at = self._beat
             late = time.monotonic() - at
             if late > self.seconds:
-                self._report(step + 1, late)
-                os._exit(EXIT_HUNG)
+                try:
+                    self._report(step + 1, late)
+                except Exception:  # the rank ends, whatever can be told of it
+                    traceback.print_exc()
+                finally:
+                    os._exit(EXIT_HUNG)
 
     def _report(self, step: int, late: float) -> None:
         """Write what is known of this rank; the first rank sums up what all have written."""
@@ -138,7 +145,7 @@ class Watchdog:
         print(told, file=sys.stderr, flush=True)
         time.sleep(_GATHER_SECONDS)  # ranks find it within a second of each other
         if self.rank == 0:
-            for line in summary(folder, dist.get_world_size()):
+            for line in summary(folder, dist.get_world_size(), time.time() - late - _EARLIER):
                 print(line, file=sys.stderr, flush=True)
 
     def where(self, step: int, late: float) -> Where:
@@ -218,9 +225,14 @@ def _entry(entry: dict[str, Any], groups: Mapping[str, str]) -> str:
     return f"{name} over {groups.get(group, group)} of {dtypes} {entry.get('input_sizes')}"
 
 
-def summary(folder: Path, world_size: int) -> list[str]:
-    """What the reports of a hang say together: which ranks wait, and for which."""
-    said = [Where(**json.loads(p.read_text().split("\n")[0])) for p in folder.glob("rank-*.txt")]
+def summary(folder: Path, world_size: int, since: float) -> list[str]:
+    """What the reports of a hang say together: which ranks wait, and for which.
+
+    Args:
+        since: seconds of the epoch; older reports are of an earlier hang at the same step.
+    """
+    new = [path for path in folder.glob("rank-*.txt") if path.stat().st_mtime >= since]
+    said = [Where(**json.loads(path.read_text().split("\n")[0])) for path in new]
     said.sort(key=lambda where: where.rank)
     silent = sorted(set(range(world_size)) - {where.rank for where in said})
     waiting = [str(where.rank) for where in said if where.collective]

@@ -22,7 +22,17 @@ from dtron import files, published
 from dtron.convert import convert_parser, to_hf_from
 from dtron.errors import CheckpointError, ConfigError
 from dtron.files import location
-from dtron.published import Facts, agree, begin, complete, newest_good, publish, retire, step_of
+from dtron.published import (
+    Facts,
+    agree,
+    begin,
+    complete,
+    newest_good,
+    problem,
+    publish,
+    retire,
+    step_of,
+)
 from dtron.remote import Remote
 from dtron.storage import read_index, untiled
 from dtron.tensorfile import Described, RemoteTensors, TensorFile
@@ -236,10 +246,17 @@ def test_a_restarted_attempt_goes_on_from_what_the_job_has_written(
         assert resumed(1) == wanted  # the first attempt has begun nothing
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
         run_ranks(1, fit, config)
-        newest = str(tmp_path / "run/checkpoints/step-6")
+        begun, newest = tmp_path / "run/begun", str(tmp_path / "run/checkpoints/step-6")
+        assert not begun.exists()  # it has ended
+        begun.write_text("")
         assert resumed(1) == ("latest", newest)
         assert resumed(0) == wanted  # another job
         assert resumed(1) == wanted
+        begun.write_text("job-1")
+        for job, expected in (("job-1", ("latest", newest)), ("job-2", wanted)):
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+            assert resumed(0) == expected  # as when a member has come or gone
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
 
 
 def test_a_finished_run_says_so_and_verifies_nothing(tmp_path: Path, told: list[str]) -> None:
@@ -250,6 +267,37 @@ def test_a_finished_run_says_so_and_verifies_nothing(tmp_path: Path, told: list[
     Trainer(tiny(run, train__steps=2, checkpoint__resume="latest")).fit()
     assert not dist.is_initialized()
     assert any("the run is finished" in message for message in told)
+
+
+def test_a_finished_run_with_tiers_is_copied_once(tmp_path: Path) -> None:
+    """Started again it leaves both as they are; on fewer ranks it copies what is missing."""
+    run, fast = tmp_path / "run", tmp_path / "fast"
+    keys = {"checkpoint__fast_dir": str(fast), "checkpoint__fast_interval": 1}
+    options = {"train__steps": 2, "checkpoint__interval": 2, "checkpoint__resume": "latest", **keys}
+    run_ranks(2, fit, tiny(run, **options))
+    durable = run / "checkpoints/step-2"
+    before = (durable / "dtron.json").stat().st_mtime_ns
+    run_ranks(1, fit, tiny(run, **options))
+    assert (durable / "dtron.json").stat().st_mtime_ns == before
+    shutil.rmtree(durable)
+    run_ranks(1, fit, tiny(run, **options))
+    assert problem(durable) is None
+    assert len(list(durable.glob("rank-*"))) == 2
+
+
+def test_folders_of_others_are_not_touched(tmp_path: Path) -> None:
+    """In a folder of one's own choice."""
+    folder = tmp_path / "checkpoints"
+    (folder / "step-1").mkdir(parents=True)
+    (folder / "step-3").mkdir()
+    for name in ("step-1/other.pt", "step-3/other.pt", "big.partial"):
+        (folder / name).write_text("kept")
+    publish(make(folder, 2), FACTS)
+    retire(folder, folder / "step-2", 1, 0)
+    with pytest.raises(CheckpointError, match=r"step-3 holds other\.pt"):
+        begin(folder / "step-3")
+    for name in ("step-1/other.pt", "step-3/other.pt", "big.partial"):
+        assert (folder / name).read_text() == "kept"
 
 
 def test_ranks_agree_on_the_newest_one_that_all_see(tmp_path: Path) -> None:
