@@ -1,8 +1,8 @@
 """The collectives of a rank's step: which, how many, how large, over which axis and link.
 
 Sizes are those of `dtron.collectives`: the larger of what goes in and what comes out of one rank.
-tests/plan/test_communication.py counts those of tp, of dp_shard and experts' FSDP, and of ulysses in
-real runs; ep, pp, dp_replicate and the rings of cp are not compared.
+tests/plan/test_communication.py counts those of tp, of dp_shard and experts' FSDP, and of ulysses
+in real runs; ep, pp, dp_replicate and the rings of cp are not compared.
 """
 
 from collections.abc import Iterator

@@ -9,8 +9,8 @@
     bubble     the schedule run on a clock with each stage's own times, less what ranks compute
     update     norm, clip and AdamW, at the rate of memory
 
-Which constants were fitted, and to which runs, is in docs/planning.md. Times are known for bfloat16,
-and float8 over it; a run in float32 is refused a time.
+Which constants were fitted, and to which runs, is in docs/planning.md. Times are known for
+bfloat16, and float8 over it; a run in float32 is refused a time.
 """
 
 import functools
