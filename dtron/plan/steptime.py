@@ -64,13 +64,18 @@ class Prediction:
         }
 
 
+def has_rates(run: Resolved) -> bool:
+    """Whether rows of hardware have rates for what the run computes in."""
+    return run.element == 2
+
+
 def predict(run: Resolved, hardware: Hardware) -> Prediction:
     """A step's time.
 
     Raises:
         ConfigError: the run computes in float32.
     """
-    if run.element != 2:
+    if not has_rates(run):
         raise ConfigError(
             "train.dtype = 'float32' has no rates in dtron/plan/hardware.py; use bfloat16 to plan "
             "the time"
