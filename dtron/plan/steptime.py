@@ -120,7 +120,7 @@ def _total(seconds: Seconds) -> float:
 def stage_seconds(run: Resolved, stage: Stage, hardware: Hardware) -> Seconds:
     """Computation of a stage and micro-batch."""
     total = Seconds(0.0, 0.0, 0.0)
-    alike: dict[tuple[bool, bool, int], Seconds] = {}
+    alike: dict[tuple[str, bool, int], Seconds] = {}
     for index in stage.layers:
         kind = (run.kind(index), run.recomputes(index), run.window(index))
         if kind not in alike:
