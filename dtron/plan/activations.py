@@ -48,7 +48,8 @@ def block(model: DecoderConfig, kind: str) -> tuple[Saved, ...]:
     rows = [Saved("input", model.dim, "tokens", ALL), *_norm_rows(model, "attn_norm")]
     rows += _merge(model) if kind == "prediction" else []
     rows += _latent(model) if model.kv_lora_rank else _attention(model)
-    # Selective recomputation keeps the product, a part of a sum for all tokens, and reduces it again.
+    # Selective recomputation keeps the product, a part of a sum for all tokens, and reduces it
+    # again.
     rows += [Saved("wo", model.dim, "tokens"), Saved("wo", model.dim, "none", (SELECTIVE,))]
     rows += _norm_rows(model, "ffn_norm", wide=mixture)
     rows += _mixture(model) if mixture else _feed_forward(model, "ffn", model.ffn_dim)

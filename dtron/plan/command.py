@@ -63,6 +63,10 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--out has no effect without --search")
     found = plan(config, given.world_size, row, given.tokens)
     if given.page and found["legal"]:
+        if not found["time"]:
+            raise ConfigError(
+                "--page shows times, and float32 has no rates; use train.dtype=bfloat16"
+            )
         run = Resolved.of(config, given.world_size)
         given.page.write_text(page(run, found, row, searched.seen if searched else ()))
     if given.json:

@@ -1,8 +1,8 @@
 """The collectives of a rank's step: which, how many, how large, over which axis and link.
 
 Sizes are those of `dtron.collectives`: the larger of what goes in and what comes out of one rank.
-tests/plan/test_communication.py counts those of tp, of dp_shard and experts' FSDP, and of ulysses in
-real runs; ep, pp, dp_replicate and the rings of cp are not compared.
+tests/plan/test_communication.py counts those of tp, of dp_shard and experts' FSDP, and of ulysses
+in real runs; ep, pp, dp_replicate and what cp's rings and gathers send are not compared.
 """
 
 from collections.abc import Iterator
@@ -189,11 +189,13 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     methods = parallel.cp_methods()
     for layer in stage.layers:
         shape = shape_of(methods[layer % len(methods)], cp, parallel.cp_inner)
-        times = 2 if run.recomputes(layer) and run.config.recompute.mode == "full" else 1
+        again = int(run.recomputes(layer))
+        times = 2 if again and run.config.recompute.mode == "full" else 1
         if shape.inner > 1:
+            # Modes that keep what attention gives repeat all-to-alls nevertheless.
             near = min(shape.inner, inside)
             for width in (q / 2 + kv, q / 2):  # queries, keys and values; what attention gives
-                size, count = float(width * run.element), (times + 1) * m
+                size, count = float(width * run.element), (2 + again) * m
                 yield Collective("cp", "all_to_all", size, count, "cp", shape.inner, near)
         if shape.rings:
             hops = shape.outer - 1

@@ -106,8 +106,8 @@ class Hardware:
 _H100 = Hardware(
     name="h100",
     source="NVIDIA H100 SXM data sheet (989 TFLOP/s, 80 GB, 3.35 TB/s, NVLink 900 GB/s, 8 x "
-    "400 Gb/s a host); memory as its driver reports it (81,559 MiB); ceilings, attention and NVLink "
-    "as h200's, with the same multiprocessors",
+    "400 Gb/s a host); memory as its driver reports it (81,559 MiB); ceilings, attention and "
+    "NVLink as h200's, with the same multiprocessors",
     peak=989e12,
     ceiling=715e12,
     ceiling_float8=1380e12,

@@ -1,7 +1,8 @@
 """Whether a run is legal on a number of ranks, why not, and which layouts near it are.
 
-The reasons are preflight's own, so that what is planned is what would start. Near layouts differ in
-one or two degrees, by as small a factor as possible; the rest of the world goes to dp_shard.
+The reasons are preflight's own, but for those that depend on the machine: the choice of an
+attention backend, and whether there are GPUs. Near layouts differ in one or two degrees, by as
+small a factor as possible; the rest of the world goes to dp_shard.
 """
 
 import math

@@ -25,7 +25,8 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
     console.print("  ".join(f"{key} {value}" for key, value in degrees.items()), soft_wrap=True)
     console.print(_memory(plan["memory"]))
     console.print(_communication(plan["communication"]))
-    console.print(_time(plan["time"]))
+    if plan["time"]:
+        console.print(_time(plan["time"]))
     _print_summary(console, plan)
 
 
@@ -49,7 +50,7 @@ def print_search(console: Console, searched: Searched) -> None:
 
 
 def _print_summary(console: Console, plan: dict[str, Any]) -> None:
-    memory, time, cost = plan["memory"], plan["time"], plan["cost"]
+    memory = plan["memory"]
     verdict = "fits" if memory["fits"] else "DOES NOT FIT"
     lines = [
         f"{memory['parameters'] / 1e9:.2f} B parameters, "
@@ -57,6 +58,16 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"{plan['flops']['causal_per_token'] / 1e9:.4g} (causal)",
         f"memory: {memory['reserved'] / GIB:.1f} GiB on pipeline rank {memory['worst_rank']} of "
         f"{memory['limit'] / GIB:.1f} on {plan['hardware']}: {verdict}",
+        *_speed(plan["time"], plan["cost"]),
+    ]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _speed(time: dict[str, Any] | None, cost: dict[str, float] | None) -> list[str]:
+    if not time or not cost:
+        return ["no time is predicted: train.dtype = 'float32' has no rates"]
+    return [
         f"step {time['step_seconds']:.4g} s, {time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
         f"{time['flops_per_second']['full'] / 1e12:.0f} TFLOP/s, "
         f"MFU {time['mfu']['full']:.1%} (full) {time['mfu']['causal']:.1%} (causal)",
@@ -64,8 +75,6 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"{cost['days']:,.3g} days, {cost['gpu_hours']:,.4g} GPU-hours, without "
         "restarts and validation",
     ]
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:

@@ -214,8 +214,8 @@ class Resolved:
 
 
 def expert_rows(run: Resolved) -> int:
-    """Rows that a rank's experts get of a micro-batch where loads are even; with padding to capacity
-    as many of each expert."""
+    """Rows that a rank's experts get of a micro-batch where loads are even; with padding to
+    capacity as many of each expert."""
     model, own = run.model, -(-run.tokens // run.between)
     rows = own * model.experts_per_token
     if model.capacity_pad:

@@ -1,9 +1,9 @@
 """Which layout is fastest: all legal ones under the memory limit, by predicted tokens a second.
 
 Degrees are powers of two, tp and cp at most 8, cp above 1 from 8,192 tokens on, ep at least 8 where
-there are as many ranks; what cannot be faster than the best ten found so far is not
-looked at: a layout's bound is the time of its layers, were the pipeline's ranks even and parameters
-where they are needed. Layouts whose mean rank cannot fit go first. The legality is preflight's.
+there are as many ranks; what cannot be faster than the best ten found so far is not looked at: a
+layout's bound is the time of its layers, were the pipeline's ranks even and parameters where they
+are needed. Layouts whose mean rank cannot fit go first. The legality is preflight's.
 
     tp x pp x cp x dp_replicate, dp_shard being the rest; ep x etp; schedule x stages a rank;
     micro-batch; recompute; zero
@@ -21,9 +21,9 @@ from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 from dtron.plan.activations import block
 from dtron.plan.hardware import Hardware
-from dtron.plan.memory import RankMemory, memory, worst
+from dtron.plan.memory import MOMENTS, RankMemory, memory, worst
 from dtron.plan.parameters import parts
-from dtron.plan.resolved import Resolved
+from dtron.plan.resolved import ELEMENT, Resolved
 from dtron.plan.steptime import Prediction, busy_seconds, predict
 
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
@@ -257,8 +257,11 @@ def _least_bytes(
     tp, pp, cp, ep = (choice[key] for key in ("tp", "pp", "cp", "ep"))
     shards = world // (tp * pp * choice["dp_replicate"])
     dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
-    whole = 6.0 if choice["micro_batches"] > 1 else 0.0  # gathered weights and whole gradients
-    state = dense * (whole + 12 / shards) + experts * (whole + 12 / max(1, shards * tp / ep))
+    optim = config.optim
+    # Gathered weights and whole gradients; shards of weights, gradients and moments.
+    whole = 6.0 if choice["micro_batches"] > 1 else 0.0
+    own = 8.0 + MOMENTS[optim.name] * ELEMENT[optim.moments]
+    state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]
     kind = "mixture" if model.n_experts else "dense"
     rows = [r for r in block(model, kind) if mode in r.modes and r.eager is not True]

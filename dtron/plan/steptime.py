@@ -9,8 +9,8 @@
     bubble     the schedule run on a clock with each stage's own times, less what ranks compute
     update     norm, clip and AdamW, at the rate of memory
 
-Which constants were fitted, and to which runs, is in docs/planning.md. Times are known for bfloat16,
-and float8 over it; a run in float32 is refused a time.
+Which constants were fitted, and to which runs, is in docs/planning.md. Times are known for
+bfloat16, and float8 over it; a run in float32 is refused a time.
 """
 
 import functools
@@ -64,13 +64,18 @@ class Prediction:
         }
 
 
+def has_rates(run: Resolved) -> bool:
+    """Whether rows of hardware have rates for what the run computes in."""
+    return run.element == 2
+
+
 def predict(run: Resolved, hardware: Hardware) -> Prediction:
     """A step's time.
 
     Raises:
         ConfigError: the run computes in float32.
     """
-    if run.element != 2:
+    if not has_rates(run):
         raise ConfigError(
             "train.dtype = 'float32' has no rates in dtron/plan/hardware.py; use bfloat16 to plan "
             "the time"
@@ -115,7 +120,7 @@ def _total(seconds: Seconds) -> float:
 def stage_seconds(run: Resolved, stage: Stage, hardware: Hardware) -> Seconds:
     """Computation of a stage and micro-batch."""
     total = Seconds(0.0, 0.0, 0.0)
-    alike: dict[tuple[bool, bool, int], Seconds] = {}
+    alike: dict[tuple[str, bool, int], Seconds] = {}
     for index in stage.layers:
         kind = (run.kind(index), run.recomputes(index), run.window(index))
         if kind not in alike:

@@ -10,7 +10,7 @@ from dtron.plan.hardware import Hardware
 from dtron.plan.legality import check
 from dtron.plan.memory import RankMemory, memory, worst
 from dtron.plan.resolved import Resolved
-from dtron.plan.steptime import predict
+from dtron.plan.steptime import has_rates, predict
 
 KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 
@@ -18,7 +18,8 @@ KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 def plan(
     config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
 ) -> dict[str, Any]:
-    """{legal, reasons, nearest, hardware} and KEYS, which are None of an illegal run.
+    """{legal, reasons, nearest, hardware} and KEYS, which are None of an illegal run; time and cost
+    are None too of one in float32, which has no rates.
 
     Args:
         tokens: of the whole training, for its cost; 0: those of train.steps.
@@ -34,13 +35,14 @@ def plan(
     if not legality.legal:
         return found
     run = Resolved.of(config, world_size)
-    time = predict(run, hardware)
     found["parallel"] = run.parallel()
     found["memory"] = memory_json(run, memory(run), hardware)
-    found["time"] = time.as_json()
     found["flops"] = {f"{name}_per_token": value for name, value in run.flops().items()}
     found["communication"] = communication_json(run, hardware)
-    found["cost"] = cost(run, time.step, tokens)
+    if has_rates(run):
+        time = predict(run, hardware)
+        found["time"] = time.as_json()
+        found["cost"] = cost(run, time.step, tokens)
     return found
 
 

@@ -76,6 +76,8 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIGS / "quickstart.toml")
     keys = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     assert main(["--config", config, "--dry-run", *keys]) == 0
+    assert "no time is predicted" in capsys.readouterr().out  # it computes in float32
+    assert main(["--config", config, "--dry-run", *keys, "train.dtype=bfloat16"]) == 0
     assert "tok/s/GPU" in capsys.readouterr().out
     assert not (tmp_path / "run/metrics.jsonl").exists()
     assert main(["--config", config, "--dry-run", *keys, "parallel.tp=3"]) == 1

@@ -1,5 +1,6 @@
 """The fastest layouts are legal, fit, and follow from the model of time and memory."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import order_of, stage_ranks
 from dtron.parallelisms.timeline import simulate
 from dtron.plan.hardware import hardware
+from dtron.plan.memory import memory, worst
 from dtron.plan.resolved import Resolved
-from dtron.plan.search import pareto, search
+from dtron.plan.search import _choices, _least_bytes, _weights, _with, pareto, search
 from dtron.plan.simulate import Disorder, run_order, slowest_of
 from dtron.plan.steptime import predict
 from dtron.preflight import resolve
@@ -34,6 +36,47 @@ def test_winner_is_a_legal_config_and_no_layout_that_was_seen_is_faster(tmp_path
     assert RunConfig.load(tmp_path / "best.toml") == found.best[0].run.config
     # Nothing has to be split: the smallest tp that fits is 1.
     assert found.best[0].run.tp == 1
+
+
+MIXTURE = "model.name=deepseek_v3 model.size=16b"
+DRAWN = [
+    ("", 8),
+    ("recompute.offload=true", 8),
+    ("optim.name=sgd", 8),
+    ("optim.moments=bfloat16 train.global_batch=64", 16),
+    (f"{MIXTURE} train.seq_len=4096 train.global_batch=64 optim.moments=bfloat16", 16),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world"), DRAWN)
+def test_no_layout_needs_less_than_its_least_bytes(overrides: str, world: int) -> None:
+    """Or those that fit would be thrown away; of 20 legal ones that are drawn."""
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", overrides.split())
+    model = Resolved.model_of(config)
+    weights, choices = _weights(config, model), list(_choices(config, model, world))
+    random.Random(0).shuffle(choices)
+    seen = 0
+    for choice in choices:
+        try:
+            run = Resolved.of(_with(config, choice), world)
+        except ConfigError:
+            continue
+        least = _least_bytes(config, model, choice, weights, world)
+        assert least <= worst(memory(run)).reserved, choice
+        seen += 1
+        if seen == 20:
+            break
+    assert seen == 20
+
+
+def test_a_rank_of_empty_stages_alone_is_predicted() -> None:
+    """The embedding and no layer is a legal stage; nothing is divided by its time."""
+    overrides = "parallel.pp=4 parallel.pp_layout=E|t*11|t*11|t*10L train.micro_batch=1"
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", overrides.split())
+    run = Resolved.of(config, 4)
+    assert [len(stage.layers) for stage in run.stages] == [0, 11, 11, 10]
+    found = predict(run, hardware("h200"))
+    assert found.step > found.parts["compute"] > 0
 
 
 def test_nothing_fits_is_told() -> None:
