@@ -223,11 +223,7 @@ FREE = {
     "optim.eps",
     "optim.weight_decay",
     "parallel.dispatcher",
-    "checkpoint.initial",  # weights do not change what a step takes
-    *(
-        f"checkpoint.{key}" for key in ("keep", "keep_every", "mode", "on_error")
-    ),  # nothing is saved
-    "checkpoint.verify",
+    *(key for key, _, _ in fields(RunConfig) if key.startswith("checkpoint.")),  # none is saved
     *(key for key, _, _ in fields(RunConfig) if key.startswith("faults.")),  # dtron alone is slower
     "debug.collectives",  # of the first step
     "debug.deterministic",  # dtron alone is slower
