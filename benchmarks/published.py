@@ -3,7 +3,7 @@
     python -m benchmarks.published
 
 Sources do not state all settings: micro-batches, schedules and recomputation below are assumptions,
-micro-batches are close to what the planner says fits 80 GB (four rows are above it), and float8
+micro-batches are close to what the planner says fits 80 GB (three rows are above it), and float8
 is the planner's tensor-wise.
 """
 

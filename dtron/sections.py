@@ -37,7 +37,8 @@ class Model(Section):
     """Which model, and how its attention is computed."""
 
     name: str = "llama"
-    """A row of dtron.models.MODELS: llama, qwen3 or gpt."""
+    """A row of dtron.models.MODELS: llama, qwen3, gpt, mixtral, qwen3_moe, deepseek_v3 or
+    gpt_oss."""
     size: str = "debug"
     """A size of that model: for llama debug, 1b, 3b, 8b, 70b or 405b."""
     override: dict[str, Any] = Field(default_factory=dict)

@@ -49,6 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     given = plan_parser().parse_intermixed_args(arguments)
     if given.world_size < 1:
         raise ConfigError(f"--world-size {given.world_size} is no number of GPUs; use at least 1")
+    for option, path in (("--out", given.out), ("--page", given.page)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
     config = RunConfig.load(given.config, given.overrides)
     row = hardware(given.hardware)
     searched = None
@@ -59,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
             print_search(_console(), searched)
         if given.out:
             given.out.write_text(config.to_toml())
+            _tell(given, f"the fastest layout is in {given.out}")
     elif given.out:
         raise ConfigError("--out has no effect without --search")
     found = plan(config, given.world_size, row, given.tokens)
@@ -69,11 +73,20 @@ def main(arguments: Sequence[str]) -> int:
             )
         run = Resolved.of(config, given.world_size)
         given.page.write_text(page(run, found, row, searched.seen if searched else ()))
+        _tell(given, f"the page is in {given.page}")
+    elif given.page:
+        _tell(given, "no page is written of a layout that is not legal")
+    _tell(given, f"for {given.world_size} GPUs (--world-size), {row.name} (--hardware)")
     if given.json:
         print(json.dumps(found, indent=1))
     else:
         print_plan(_console(), found)
     return 0 if found["legal"] and found["memory"]["fits"] else 1
+
+
+def _tell(given: argparse.Namespace, line: str) -> None:
+    if not given.json:
+        print(line)
 
 
 def dry_run(config: RunConfig) -> int:
@@ -85,6 +98,9 @@ def dry_run(config: RunConfig) -> int:
     place = Place.of_environment()
     preflight(config, place)
     if place.rank == 0:
+        print(
+            f"all checks of a start passed, data and tokenizer too; for {place.world_size} ranks:"
+        )
         found = plan(config, place.world_size, _row_of(place))
         print_plan(_console(), found)
     return 0
