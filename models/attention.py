@@ -56,11 +56,11 @@ class Core(nn.Module):
         Args:
             q: (B, T, H, K).
             k: (B, T, G, K).
-            v: (B, T, G, K).
+            v: (B, T, G, V), V = K unless the backend takes narrow values.
             mask: of the backend's `prepare`.
             sink: (H,), a score without a value; None: none.
         Returns:
-            (B, T, H, K).
+            (B, T, H, V).
         """
         if not self.by_kernel and not isinstance(mask, Mapping):
             return self.backend.run(q, k, v, mask, self.scale)
@@ -148,7 +148,7 @@ class Attention(nn.Module):
         """
         q, k, v = self.heads(x, rope)
         width = v.shape[-1]
-        if width < q.shape[-1]:  # not every kernel takes values narrower than keys
+        if width < q.shape[-1] and not self.core.backend.narrow_values:
             v = F.pad(v, (0, q.shape[-1] - width))
         if self.drop.p and self.training:
             assert keys is not None, "attention dropout needs dropout keys"
@@ -172,13 +172,13 @@ def math_attention(
     Args:
         q: (B, T, H, K).
         k: (B, S, G, K).
-        v: (B, S, G, K).
+        v: (B, S, G, V).
         mask: bool (B, 1, T, S), True where attended; None: causal, with S = T.
         scale: of the scores.
         drop: drops attention weights.
         keys: int64 (B, T) dropout keys of the queries.
     Returns:
-        (B, T, H, K) in q's dtype; all is computed in float32 at least.
+        (B, T, H, V) in q's dtype; all is computed in float32 at least.
     """
     assert mask is None or isinstance(mask, Tensor), "this mask is for another backend"
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -357,7 +357,8 @@ def _no_flash4(need: Need) -> str | None:
 def _no_cudnn(need: Need) -> str | None:
     if need.deterministic:
         return "has no deterministic backward"
-    return _no_fused_kernel(need, capability=9, head_dim=128)
+    hopper = need.device_type == "cuda" and torch.cuda.is_available() and _capability() == 9
+    return _no_fused_kernel(need, capability=9, head_dim=256 if hopper else 128)
 
 
 def _no_flash_attn(need: Need) -> str | None:
@@ -398,7 +399,7 @@ class Backend:
     name: str
     """As in `model.attention`."""
     run: Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor]
-    """q (B, T, H, K), k and v (B, T, G, K), mask of `prepare`, scale -> (B, T, H, K)."""
+    """q (B, T, H, K), k (B, T, G, K), v (B, T, G, V), mask of `prepare`, scale -> (B, T, H, V)."""
     unavailable: Callable[[Need], str | None]
     """Why it cannot run there, or None if it can."""
     prepare: Callable[[Any, Tensor], Mask] = _causal_only
@@ -412,6 +413,8 @@ class Backend:
     """Whether `auto` takes it when there are no documents."""
     packs: bool = True
     """Whether `auto` takes it when there are documents."""
+    narrow_values: bool = False
+    """Whether V may be less than K, as in latent attention; elsewhere values are padded."""
     kernel: str = ""
     """The row of `dtron.kernels.attention.KERNELS` that is its kernel, by which context parallelism
     attends block by block; empty: it gives no log-sum-exp."""
@@ -427,11 +430,21 @@ class Backend:
 BACKENDS: dict[str, Backend] = {
     row.name: row
     for row in (
-        Backend("fa4", _flash4, _no_flash4, _segments, True, packs=False, kernel="fa4"),
+        Backend(
+            "fa4",
+            _flash4,
+            _no_flash4,
+            _segments,
+            True,
+            packs=False,
+            narrow_values=True,
+            kernel="fa4",
+        ),
         Backend(
             "cudnn",
             functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
             _no_cudnn,
+            narrow_values=True,
             kernel="cudnn",
         ),
         Backend("flash_attn", _flash_attn, _no_flash_attn),
@@ -444,7 +457,15 @@ BACKENDS: dict[str, Backend] = {
             packs=False,
             kernel="flash",
         ),
-        Backend("flex", _flex, _no_flex, _block_mask, documents=True, automatic=False),
+        Backend(
+            "flex",
+            _flex,
+            _no_flex,
+            _block_mask,
+            documents=True,
+            automatic=False,
+            narrow_values=True,
+        ),
         Backend("sdpa", functools.partial(_sdpa, None), _always, _dense_mask, documents=True),
         Backend(
             "math",
@@ -453,6 +474,7 @@ BACKENDS: dict[str, Backend] = {
             _dense_mask,
             documents=True,
             dropout=True,
+            narrow_values=True,
             kernel="math",
         ),
     )
@@ -530,7 +552,8 @@ class _Ask:
     def prepared(self, row: Backend) -> Backend:
         """The row, with documents described as they are needed."""
         if self.context:
-            return replace(row, prepare=_prepared)
+            # Keys and values travel as one tensor there.
+            return replace(row, prepare=_prepared, narrow_values=False)
         return replace(row, prepare=_segments) if self.by_kernel else row
 
     def refusal(self, row: Backend) -> str | None:

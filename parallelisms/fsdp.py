@@ -125,7 +125,8 @@ def shard(
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _sum_gradients(module)
+            ranks = mesh.sharing_experts().size() if module in experts else device_mesh.size()
+            _sum_gradients(module, ranks)
             unshared = module in experts and mesh.expert_degrees["edp_shard"] == 1
             if parallel.reduce_by == "all_to_all" and not unshared:
                 module.set_custom_reduce_scatter(AllToAllSum(dtype))
@@ -168,7 +169,9 @@ def _data_mesh(mesh: Mesh) -> DeviceMesh:
     return mesh.replicated(*FSDP_AXES)
 
 
-def _sum_gradients(module: FSDPModule) -> None:
+def _sum_gradients(module: FSDPModule, ranks: int) -> None:
+    if ranks == 1:  # nothing to sum, and torch would divide by a factor of 1 all the same
+        return
     # gloo has no scaled sum; a forced SUM with factor 1 means no division on any backend.
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(1.0)

@@ -10,8 +10,9 @@ ds = p (dp - sum(do o)). So each row of KERNELS is a pair of functions, forward 
 without autograd; context parallelism (`parallelisms/context.py`) calls them block by block.
 
 Shapes: B sequences, T queries, S keys, H query heads, G key/value heads (H a multiple of G),
-K = head_dim; q (B, T, H, K), k and v (B, S, G, K), lse (B, H, T) in float32 at least. `causal`
-aligns queries and keys at their ends: the last query sees all keys, the one before all but one.
+K = head_dim, V width of values; q (B, T, H, K), k (B, S, G, K), v (B, S, G, V), lse (B, H, T) in
+float32 at least. The flash row takes V = K alone. `causal` aligns queries and keys at their ends:
+the last query sees all keys, the one before all but one.
 
 Segments: int32 (2, n + 1), for B = 1. Row 0 says where each segment's queries begin and end, row 1
 its keys; queries of one segment see keys of the same segment only, and `causal` aligns each at its
@@ -48,7 +49,7 @@ Tables = Mapping[str, tuple[Tensor, ...]]
 """What attention has to know of the documents of a micro-batch: tables of each method of context
 parallelism, or one row "segments"."""
 Forward = Callable[..., tuple[Tensor, Tensor]]
-"""(q, k, v, segments, score) -> (out (B, T, H, K) in q's dtype, lse (B, H, T))."""
+"""(q, k, v, segments, score) -> (out (B, T, H, V) in q's dtype, lse (B, H, T))."""
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """(grad of out, q, k, v, out, lse, segments, score) -> gradients of q, k, v."""
 
@@ -360,24 +361,26 @@ def attention(
     Args:
         q: (B, T, H, K).
         k: (B, T, G, K).
-        v: (B, T, G, K).
+        v: (B, T, G, V).
         sink: (H,) or None.
         segments: of all B * T tokens, laid end to end; None: B sequences.
         scale, window, softcap: of `Score`.
     Returns:
-        out (B, T, H, K), lse (B, T, H).
+        out (B, T, H, V), lse (B, T, H).
     """
     flat = [_end_to_end(x, segments) for x in (q, k, v)]
     out, lse = KERNELS[kernel].forward(*flat, segments, Score(scale, True, window, softcap))
     lse = lse.transpose(1, 2)
     out, lse = (out, lse) if sink is None else add_sink(out, lse, sink)
-    return out.to(q.dtype).reshape(q.shape).contiguous(), lse.reshape(q.shape[:3]).contiguous()
+    shape = (*q.shape[:3], v.shape[-1])
+    return out.to(q.dtype).reshape(shape).contiguous(), lse.reshape(shape[:3]).contiguous()
 
 
 @attention.register_fake
-def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide)
+    shape = q.shape[:3]
+    return q.new_empty(*shape, v.shape[-1]), q.new_empty(shape, dtype=wide)
 
 
 @torch.library.custom_op("dtron::attention_backward", mutates_args=())

@@ -10,7 +10,8 @@ with flash-attn-4 4.0.0b36. They move between releases; the public function has 
 gradient and cannot be traced.
 
 Shapes: B sequences, T queries, S keys, H query heads, G key/value heads (H a multiple of G),
-K = head_dim. Source: FlashAttention-4, github.com/Dao-AILab/flash-attention, flash_attn/cute.
+K = head_dim, V width of values. Source: FlashAttention-4,
+github.com/Dao-AILab/flash-attention, flash_attn/cute.
 """
 
 from typing import Any
@@ -35,7 +36,7 @@ def flash4_forward(
     Args:
         q: bfloat16 or float16 (B, T, H, K).
         k: (B, S, G, K).
-        v: (B, S, G, K).
+        v: (B, S, G, V).
         scale: of the scores.
         causal: the last query sees all keys, the one before it all but the last key, and so on.
         segments: int32 (2, n + 1) for B = 1, where the n segments of queries and of keys begin and
@@ -43,7 +44,7 @@ def flash4_forward(
         window: how many keys a query sees at most; 0: all.
         softcap: c for scores of c tanh(s / c); 0: off.
     Returns:
-        out (B, T, H, K) in q's dtype, and lse float32 (B, H, T), natural logarithm.
+        out (B, T, H, V) in q's dtype, and lse float32 (B, H, T), natural logarithm.
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -103,7 +104,7 @@ def flash4_backward(
     """Gradients of q, k and v.
 
     Args:
-        grad: (B, T, H, K), gradient of out.
+        grad: (B, T, H, V), gradient of out.
         q, k, v, scale, causal, segments, window, softcap: as in the forward.
         out: what the forward returned.
         lse: likewise; over all keys, if k and v are but a block of them.

@@ -74,6 +74,29 @@ def test_math_equals_autograd(name: str, packed: bool) -> None:
         assert torch.allclose(gradient, leaf.grad, atol=1e-12)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_values_may_be_narrower_than_keys(packed: bool) -> None:
+    q, k, v, grad = inputs(13, 13, 4, 8, torch.float64)
+    v, grad = v[..., :5].clone(), grad[..., :5]
+    bounds = torch.tensor([[0, 6, 13], [0, 6, 13]]).int() if packed else None
+    sink = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, sink)]
+
+    def attend(values: Tensor) -> Tensor:
+        return torch.ops.dtron.attention(q, k, values, sink, bounds, "math", 0.3, 4, 0.0)[0]
+
+    torch.library.opcheck(torch.ops.dtron.attention, (q, k, v, sink, bounds, "math", 0.3, 4, 0.0))
+    wide = attend(torch.nn.functional.pad(v, (0, 3)))[..., :5]
+    narrow = attend(v)
+    torch.testing.assert_close(narrow, wide, rtol=1e-12, atol=1e-12)
+    for a, b in zip(
+        torch.autograd.grad(narrow, leaves, grad),
+        torch.autograd.grad(wide, leaves, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 def test_queries_without_keys_give_zeros() -> None:
     bounds = torch.tensor([[0, 3, 5], [0, 0, 4]], dtype=torch.int32)
     *tensors, grad = inputs(5, 4, 4, 8, torch.float32)
