@@ -47,6 +47,8 @@ class Float8Plan:
     """FQNs of gated feed-forward layers that are one function each."""
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     """What a rank computes of each layer of the blocks, by FQN."""
+    head: Shape | None = None
+    """The same of the head, where it is float8 too."""
     gathering: Mapping[str, bool] = field(default_factory=dict)
     """FQNs of modules that gather their input, and whether in float8; empty where none does."""
 
@@ -148,7 +150,8 @@ class Float8Plan:
 
     def why_emulated(self, device: torch.device, dtype: torch.dtype) -> str:
         """Why products are emulated; empty where they are not."""
-        return why_emulated(self.recipe, device, dtype)
+        head = () if self.head is None else (self.head,)
+        return why_emulated(self.recipe, device, dtype, (*self.shapes.values(), *head))
 
 
 def scale_groups(mesh: Mesh) -> ScaleGroups:
@@ -199,12 +202,12 @@ def plan_float8(
     degrees = config.degrees(world_size)
     rows = spec.placements(model, config.parallel.sequence_parallel)
     tokens = _tokens(config, degrees)
-    shapes = {}
-    for name in plan.layers:
-        inward, outward = _part(name, whole.get_submodule(name), rows, degrees, settings)
-        if name != choice.output:
-            shapes[name] = (tokens, inward, outward)
-    plan = replace(plan, shapes=shapes)
+    shapes = {
+        name: (tokens, *_part(name, whole.get_submodule(name), rows, degrees, settings))
+        for name in plan.layers
+    }
+    head = shapes.pop(choice.output, None)
+    plan = replace(plan, shapes=shapes, head=head)
     if settings.gather_inputs:
         return replace(plan, gathering=_gathering(whole, rows, plan.layers))
     return plan

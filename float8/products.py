@@ -4,24 +4,46 @@ Emulation multiplies what the float8 numbers stand for in float32 (float64 for f
 rounding of the operands, on any device, without any gain in speed.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from dtron.float8.casting import Scaled, dequantize, wide
 from dtron.float8.recipes import Recipe
 
 _CAPABILITY = (8, 9)  # Ada and Hopper on
+_BLOCKS_CAPABILITY, _BLOCKS_CUDA = (9, 0), (12, 9)  # Hopper alone, by cuBLAS
+_BLOCK = 128
 
 
-def why_emulated(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> str:
-    """Why products of a recipe are emulated on this device; empty where they are not."""
+def why_emulated(
+    recipe: Recipe,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Iterable[tuple[int, int, int]] = (),
+) -> str:
+    """Why products of a recipe are emulated on this device; empty where they are not.
+
+    Args:
+        shapes: tokens, input and output features of the layers.
+    """
     if device.type != "cuda":
         return "this machine has no GPU"
     capability = torch.cuda.get_device_capability(device)
     if capability < _CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} has no float8 instructions"
-    if recipe.kernel == "none":
-        return f"{recipe.name} has no kernel for {torch.cuda.get_device_name(device)} yet"
+    if recipe.kernel == "none" or (recipe.kernel == "blocks" and capability != _BLOCKS_CAPABILITY):
+        return f"{recipe.name} has no kernel for {torch.cuda.get_device_name(device)}"
+    if recipe.kernel == "blocks":
+        cuda = torch.version.cuda or ""
+        if tuple(int(part) for part in cuda.split(".")) < _BLOCKS_CUDA:
+            return f"{recipe.name} has kernels from CUDA 12.9 on, and torch was built with {cuda}"
+        odd = next((shape for shape in shapes if any(n % _BLOCK for n in shape)), None)
+        if odd:
+            sizes = " x ".join(map(str, odd))
+            return f"blocks of {_BLOCK} do not divide a layer's tokens x inputs x outputs, {sizes}"
     if dtype != torch.bfloat16:
         return f"the kernels give bfloat16, not {str(dtype).removeprefix('torch.')}"
     return ""
@@ -45,6 +67,8 @@ def product(
         exact = wide(dtype)
         return (dequantize(left, exact) @ dequantize(right, exact).t()).to(dtype)
     a, b = left.data.contiguous(), right.data.contiguous()
+    if left.cast.tile[1] == _BLOCK:
+        return blocks_product(a, b, 1.0 / left.scale, 1.0 / right.scale, dtype)
     scales = [1.0 / left.scale, 1.0 / right.scale.t()]
     if left.cast.whole != right.cast.whole:  # the kernel takes two whole ones, or rows of both
         scales = [scales[0].expand(a.shape[0], 1), scales[1].expand(1, b.shape[0])]
@@ -56,3 +80,56 @@ def product(
         out_dtype=dtype,
         use_fast_accum=fast_accumulation,
     )
+
+
+def multiply_blocks(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """a b^T, scales undone for each 128 elements of the sum.
+
+    Args:
+        a: (M, S), E4M3, contiguous; S a multiple of 128.
+        b: (P, S), likewise; P a multiple of 128.
+        scale_a: float32 (M, S / 128), what the numbers of a are multiplied by.
+        scale_b: float32 (P, S / 128) or (P / 128, S / 128).
+    Returns:
+        (M, P) in `dtype`.
+    """
+    rows, missing = a.shape[0], -a.shape[0] % 16
+    if missing:  # as in sampling; what the last rows hold is cut off again
+        a = torch.cat([a, a.new_zeros(missing, a.shape[1])])
+        scale_a = torch.cat([scale_a, scale_a.new_ones(missing, scale_a.shape[1])])
+    lines = scale_b.shape[0] == b.shape[0]
+    out = torch.nn.functional.scaled_mm(
+        a,
+        b.t(),
+        scale_a=scales_of_lines(scale_a),
+        scale_recipe_a=ScalingType.BlockWise1x128,
+        scale_b=scales_of_lines(scale_b) if lines else scales_of_squares(scale_b),
+        scale_recipe_b=ScalingType.BlockWise1x128 if lines else ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )
+    return out.narrow(0, 0, rows).clone() if missing else out
+
+
+# One operator, so that torch.compile does not choose the strides of scales.
+blocks_product = torch.library.custom_op(
+    "dtron::float8_blocks_product", multiply_blocks, mutates_args=()
+)
+
+
+@blocks_product.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
+def scales_of_lines(scale: Tensor) -> Tensor:
+    """(M, S / 128) -> the same with strides (1, M), as cuBLAS reads scales of 1 x 128."""
+    return scale.t().clone(memory_format=torch.contiguous_format).t()
+
+
+def scales_of_squares(scale: Tensor) -> Tensor:
+    """(P / 128, S / 128) -> (L, P / 128) with strides (1, L), L being S / 128 rounded up to a
+    multiple of four, as cuBLAS reads scales of 128 x 128."""
+    padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
+    return padded.clone(memory_format=torch.contiguous_format).t()

@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-Kernel = Literal["scaled_mm", "none"]
+Kernel = Literal["scaled_mm", "blocks", "none"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ RECIPES: dict[str, Recipe] = {
             output=Product(_LINE, _SQUARE),
             grad_input=Product(_LINE, _SQUARE),
             grad_weight=Product(_LINE, _LINE),
-            kernel="none",
+            kernel="blocks",
         ),
         Recipe(
             "mxfp8",

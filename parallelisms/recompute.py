@@ -46,6 +46,7 @@ PRODUCTS = (
     "aten.addmm.default",
     "aten.bmm.default",
     "aten._scaled_mm.default",
+    "dtron.float8_blocks_product.default",
     "aten._grouped_mm.default",
     "symm_mem.fused_all_gather_matmul.default",
     "symm_mem.fused_matmul_reduce_scatter.default",
