@@ -7,7 +7,7 @@ the config's.
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,20 +116,36 @@ class Checkpointer:
             log.warning("the last checkpoint is still being written: waiting for it")
         if durable and self._copying is not None and self._copying.running:
             log.warning("the last checkpoint is still being copied: waiting for it")
-        try:
-            self._wait_for_write()
-            if durable:  # else ranks learn at different steps whether it has failed
-                self._wait_for_copy()
-        except CheckpointError as error:
-            if self.options.on_error == "stop":
-                raise
-            # Ranks learn of it at different steps, and all of them have to begin the next one.
-            log.error("%s; training goes on without it (checkpoint.on_error)", error)
+        # Where it fails and training goes on: ranks learn of it at different steps, and all of them
+        # have to begin the next one.
+        self.tried(functools.partial(self._wait_before, durable))
         if self._written != facts.step:
             self._written = facts.step
             self._begin(facts)
         if durable and len(self.tiers) > 1:
             self._begin_copy(facts, self._running)
+
+    @property
+    def stops(self) -> bool:
+        """Whether a run ends where a save fails."""
+        return self.options.on_error == "stop"
+
+    def tried(self, act: Callable[[], None]) -> bool:
+        """Save or wait for it; whether that worked. Raises CheckpointError where the run stops."""
+        try:
+            act()
+        except CheckpointError as error:
+            if self.stops:
+                raise
+            log.error("%s; training goes on without it (checkpoint.on_error)", error)
+            return False
+        return True
+
+    def _wait_before(self, durable: bool) -> None:
+        """Wait for what a new save may not run beside."""
+        self._wait_for_write()
+        if durable:  # else ranks learn at different steps whether it has failed
+            self._wait_for_copy()
 
     def _begin(self, facts: Facts) -> None:
         """Write a checkpoint to the first tier, or begin to."""

@@ -9,19 +9,24 @@ Sources: AdamW, arXiv:1711.05101; WSD, arXiv:2404.06395; inverse square root, ar
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from dtron.config import Optim, Schedule
 from dtron.kernels.adamw import Rates, adamw_
-from dtron.parallelisms.gradients import scale_or_zero_
+from dtron.parallelisms.gradients import local_gradients, scale_or_zero_
 
 
-class NarrowAdamW(torch.optim.AdamW):
-    """AdamW whose moments are kept in bfloat16; otherwise as torch's, state names included.
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW over the shards that a rank holds; settings and state are torch's.
+
+    An update is elementwise, so that no placement matters. DTensor would work one out for each list
+    of tensors all the same: seconds to a minute of the first step on meshes of three or four axes.
 
     Attributes:
         scale: factor of all gradients; a step does nothing where it is not finite.
@@ -30,8 +35,6 @@ class NarrowAdamW(torch.optim.AdamW):
     def __init__(self, groups: list[dict], **settings: Any) -> None:
         super().__init__(groups, fused=True, **settings)
         self.scale: Tensor | None = None
-        # Loading gives moments the dtype of their parameter.
-        self.register_load_state_dict_post_hook(_narrow)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -42,24 +45,77 @@ class NarrowAdamW(torch.optim.AdamW):
                 continue
             states = [self._state(p) for p in members]
             beta1, beta2 = group["betas"]
-            scale = torch.ones((), device=members[0].device) if self.scale is None else self.scale
-            adamw_(
+            self._update(
                 [_local(p) for p in members],
                 [_local(p.grad) for p in members],
                 [_local(state["exp_avg"]) for state in states],
                 [_local(state["exp_avg_sq"]) for state in states],
                 [state["step"] for state in states],
-                scale,
+                torch.ones((), device=members[0].device) if self.scale is None else self.scale,
                 Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"]),
             )
+
+    def _update(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        firsts: list[Tensor],
+        seconds: list[Tensor],
+        steps: list[Tensor],
+        scale: Tensor,
+        rates: Rates,
+    ) -> None:
+        # The hook of torch.amp's gradient scaler: the kernel divides by grad_scale and returns at
+        # once where found_inf is 1.
+        finite = scale.isfinite()
+        adamw(
+            *(parameters, gradients, firsts, seconds, [], steps),
+            fused=True,
+            grad_scale=torch.where(finite, 1.0 / scale, 1.0).float(),
+            found_inf=(~finite).float(),
+            amsgrad=False,
+            maximize=False,
+            **asdict(rates),
+        )
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
             for name in _MOMENTS:
-                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                state[name] = self._zeros(parameter)
         return state
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        return torch.zeros_like(parameter)
+
+
+class NarrowAdamW(AdamW):
+    """AdamW whose moments are kept in bfloat16; otherwise as torch's, state names included."""
+
+    def __init__(self, groups: list[dict], **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        # Loading gives moments the dtype of their parameter.
+        self.register_load_state_dict_post_hook(_narrow)
+
+    def _update(self, *tensors_and_rates: Any) -> None:
+        adamw_(*tensors_and_rates)
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        return torch.zeros_like(parameter, dtype=torch.bfloat16)
+
+
+class SGD(torch.optim.SGD):
+    """Plain gradient descent over the shards that a rank holds, as `AdamW` does it."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            members = [p for p in group["params"] if p.grad is not None]
+            if members:
+                shards = [_local(p) for p in members]
+                torch._foreach_add_(shards, local_gradients(members), alpha=-group["lr"])
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -75,19 +131,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _adamw(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
-    settings = {
-        "lr": options.lr,
-        "betas": (options.beta1, options.beta2),
-        "eps": options.eps,
-    }
-    if options.moments == "bfloat16":
-        return NarrowAdamW(groups, **settings)
-    return torch.optim.AdamW(groups, fused=True, **settings)
+    kind = NarrowAdamW if options.moments == "bfloat16" else AdamW
+    betas = (options.beta1, options.beta2)
+    return kind(groups, lr=options.lr, betas=betas, eps=options.eps)
 
 
 def _sgd(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
-    groups = [{"params": group["params"]} for group in groups]
-    return torch.optim.SGD(groups, lr=options.lr, foreach=True)
+    return SGD([{"params": group["params"]} for group in groups], lr=options.lr)
 
 
 OPTIMIZERS: dict[str, Callable[[list[dict], Optim], torch.optim.Optimizer]] = {
@@ -98,15 +148,13 @@ OPTIMIZERS: dict[str, Callable[[list[dict], Optim], torch.optim.Optimizer]] = {
 
 def build_optimizer(parameters: Iterable[Tensor], options: Optim) -> torch.optim.Optimizer:
     """The optimizer over these parameters; vectors (norms, biases) are not decayed."""
-    groups: dict[tuple, list[Tensor]] = {}
+    groups: dict[bool, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            # A foreach or fused operator takes DTensors of one mesh only.
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault((parameter.dim() >= 2, mesh), []).append(parameter)
+            groups.setdefault(parameter.dim() >= 2, []).append(parameter)
     decays = [
         {"params": members, "weight_decay": options.weight_decay if matrix else 0.0}
-        for (matrix, _), members in groups.items()
+        for matrix, members in groups.items()
     ]
     return OPTIMIZERS[options.name](decays, options)
 
@@ -120,14 +168,8 @@ def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if isinstance(optimizer, NarrowAdamW):
+    if isinstance(optimizer, AdamW):
         optimizer.scale = scale
-    elif isinstance(optimizer, torch.optim.AdamW):
-        # The hook that torch.amp's gradient scaler uses: the kernel divides by grad_scale and
-        # returns at once where found_inf is 1.
-        finite = scale.isfinite()
-        optimizer.grad_scale = torch.where(finite, 1.0 / scale, 1.0).float()  # type: ignore[attr-defined]
-        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
     else:
         scale_or_zero_(_parameters(optimizer), scale)
     optimizer.step()

@@ -29,14 +29,11 @@ class Saving:
     """Saves of one run, by `checkpoint.on_error`.
 
     Args:
-        on_error: `stop` or `continue`.
         facts: gives what the next checkpoint says of itself.
     """
 
-    def __init__(
-        self, checkpointer: Checkpointer, on_error: str, facts: Callable[[], Facts]
-    ) -> None:
-        self.checkpointer, self.on_error, self.facts = checkpointer, on_error, facts
+    def __init__(self, checkpointer: Checkpointer, facts: Callable[[], Facts]) -> None:
+        self.checkpointer, self.facts = checkpointer, facts
 
     def begin(self, durable: bool = False) -> None:
         """Save, or begin to beside training; `durable` as for `Checkpointer.save`. Raises
@@ -45,28 +42,18 @@ class Saving:
 
     def try_begin(self) -> bool:
         """Save; whether it worked. Raises CheckpointError where the run does not go on without."""
-        return self._worked(self.begin)
+        return self.checkpointer.tried(self.begin)
 
     def try_wait(self) -> bool:
         """Wait for a save beside training, likewise."""
-        return self._worked(self.checkpointer.wait)
+        return self.checkpointer.tried(self.checkpointer.wait)
 
     def report_failed(self, stop: StopSignal) -> None:
         """A save beside training has failed on all ranks, which learn of it at different steps."""
-        if self.on_error == "stop":
+        if self.checkpointer.stops:
             stop.request()
         else:
             self.try_wait()
-
-    def _worked(self, act: Callable[[], None]) -> bool:
-        try:
-            act()
-        except CheckpointError as error:
-            if self.on_error == "stop":
-                raise
-            log.error("%s; training goes on without it (checkpoint.on_error)", error)
-            return False
-        return True
 
 
 def verified(

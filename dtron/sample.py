@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtron.data import Tokenizer
+from dtron.data import Batch, Tokenizer
+from dtron.parallelisms.execution import Execution
+from dtron.parallelisms.mesh import Mesh
+from dtron.step import as_micro_batch
 
 
 @torch.no_grad()
@@ -44,3 +47,37 @@ def sample_text(
             break
         ids.append(token)
     return tokenizer.decode(ids)
+
+
+def next_logits(
+    execution: Execution,
+    on_device: Callable[[Batch], Batch],
+    mesh: Mesh,
+    vocab_size: int,
+    tokens: Tensor,
+    index: int,
+) -> Tensor:
+    """Logits float32 (V,) of the first sequence's token at `index`, the same on all ranks of its
+    pipeline: a collective.
+
+    Args:
+        on_device: cuts a batch to the rank's tokens and moves it.
+        vocab_size: without padded rows; what is given has them.
+        tokens: int64 (B, T), whole sequences.
+    """
+    tp = mesh.size("tp")
+    local = torch.zeros(-(-vocab_size // tp), device=tokens.device)
+    tokens = tokens.cpu()
+    batch = on_device(Batch(tokens, tokens, tokens[:, 0], None, None))
+    here = slice(index, index + 1) if batch.index is None else batch.index[0] == index
+
+    def keep(logits: Tensor, _i: int) -> None:
+        local.copy_(logits[0, here].sum(0))
+
+    execution.evaluate([as_micro_batch(batch)], keep)
+    # zero but on the last stage, where the token is
+    dist.all_reduce(local, group=mesh.group("pp"))
+    dist.all_reduce(local, group=mesh.group("cp"))
+    columns = [torch.empty_like(local) for _ in range(tp)]
+    dist.all_gather(columns, local, group=mesh.group("tp"))
+    return torch.cat(columns)

@@ -57,12 +57,11 @@ from dtron.runtime import (
     set_timeouts,
     set_up_logging,
 )
-from dtron.sample import sample_text
+from dtron.sample import next_logits, sample_text
 from dtron.step import (
     Loss,
     StepResult,
     TrainStep,
-    as_micro_batch,
     evaluate,
     share_of,
 )
@@ -170,7 +169,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             self.checked.tiers, self.applied, self.optimizer, config.checkpoint
         )
-        self.saving = Saving(self.checkpointer, config.checkpoint.on_error, self._save_facts)
+        self.saving = Saving(self.checkpointer, self._save_facts)
         for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
             self.mesh.group(*axes)  # made now, to get the time-out and a name too
         set_timeouts(self.mesh.groups(), config.parallel.timeout_seconds)
@@ -618,9 +617,9 @@ class Trainer:
             log.info("TensorBoard: tensorboard --logdir %s", self.rundir.tensorboard)
 
     def _sample(self) -> str:
-        train = self.config.train
+        train, vocabulary = self.config.train, self.checked.model.vocab_size
         return sample_text(
-            self._next_logits,
+            functools.partial(next_logits, self.execution, self._on_device, self.mesh, vocabulary),
             self.checked.tokenizer,
             prompt=train.sample_prompt,
             n_tokens=train.sample_tokens,
@@ -628,27 +627,6 @@ class Trainer:
             device=self.place.device,
             seed=train.seed,
         )
-
-    def _next_logits(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
-        """Logits float32 (V,) of the first sequence's token at `index`, the same on all ranks of
-        its pipeline."""
-        tp = self.mesh.size("tp")
-        padded = -(-self.checked.model.vocab_size // tp)
-        local = torch.zeros(padded, device=tokens.device)
-        tokens = tokens.cpu()
-        batch = self._on_device(Batch(tokens, tokens, tokens[:, 0], None, None))
-        here = slice(index, index + 1) if batch.index is None else batch.index[0] == index
-
-        def keep(logits: torch.Tensor, _i: int) -> None:
-            local.copy_(logits[0, here].sum(0))
-
-        self.execution.evaluate([as_micro_batch(batch)], keep)
-        # zero but on the last stage, where the token is
-        dist.all_reduce(local, group=self.mesh.group("pp"))
-        dist.all_reduce(local, group=self.mesh.group("cp"))
-        columns = [torch.empty_like(local) for _ in range(tp)]
-        dist.all_gather(columns, local, group=self.mesh.group("tp"))
-        return torch.cat(columns)
 
 
 def _attended(batches: list[Batch], windows: Sequence[int]) -> float:

@@ -66,7 +66,8 @@ def initialize(
             # src_data_rank=None: every rank drew the same tensor and cuts its own part of it
             full = distribute_tensor(
                 full, parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
+            ).to_local()
+            parameter = parameter.to_local()  # DTensor takes half a second to plan a copy
         parameter.copy_(full)
 
 

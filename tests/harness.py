@@ -18,13 +18,20 @@ import torch
 import torch.distributed as dist
 
 _PRELOAD = [
+    "pytest",
     "torch",
     "torch._dynamo",
+    "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.debug",
+    "torch._inductor.fx_passes.post_grad",
+    "torch.export._trace",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.utils.tensorboard",
     "dtron.trainer",
+    "tests.parallelisms.parity",
     "transformers.models.bert.modeling_bert",  # skipped where it is not installed
     "transformers.models.llama.modeling_llama",
 ]

@@ -135,22 +135,22 @@ def _gathered_on_gpu(
 ) -> Tensor:
     from dtron.kernels.permute_triton import gathered_kernel  # Triton is a GPU's
 
-    width = x.shape[1]
-    y = x.new_empty(len(slots), width, dtype=dtype)
-    if y.numel():
-        factors = x if weights is None else weights.contiguous()
-        grid = (len(slots), -(-width // BLOCK))
-        gathered_kernel[grid](
-            x,
-            slots,
-            factors,
-            y,
-            k,
-            width,
-            WEIGHTED=weights is not None,  # pyright: ignore[reportArgumentType]
-            BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
-        )
+    y = x.new_empty(len(slots), x.shape[1], dtype=dtype)
+    _launch(gathered_kernel, x, slots, weights, y, k)
     return y
+
+
+def _launch(
+    kernel: Any, source: Tensor, places: Tensor, weights: Tensor | None, to: Tensor, k: int
+) -> None:
+    """A program for each row of `to` and each BLOCK of its width."""
+    if not to.numel():
+        return
+    n, width = to.shape
+    factors = source if weights is None else weights.contiguous()  # else not read
+    kernel[n, -(-width // BLOCK)](
+        *(source, places, factors, to, k, width), WEIGHTED=weights is not None, BLOCK=BLOCK
+    )
 
 
 @torch.library.custom_op("dtron::permute_added", mutates_args=())
@@ -159,19 +159,7 @@ def _added_on_gpu(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.
 
     (n, k), width = rows.shape, y.shape[1]
     out = y.new_empty(n, width, dtype=dtype)
-    if out.numel():
-        factors = y if weights is None else weights.contiguous()
-        grid = (n, -(-width // BLOCK))
-        added_kernel[grid](
-            y,
-            rows.contiguous(),
-            factors,
-            out,
-            k,
-            width,
-            WEIGHTED=weights is not None,  # pyright: ignore[reportArgumentType]
-            BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
-        )
+    _launch(added_kernel, y, rows.contiguous(), weights, out, k)
     return out
 
 

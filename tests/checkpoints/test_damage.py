@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +80,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "run"
     run_ranks(2, fit, tiny(run, checkpoint__interval=2, checkpoint__keep=0))
     return run
-
-
-@pytest.fixture
-def told() -> Iterator[list[str]]:
-    """What is logged in this process."""
-    messages: list[str] = []
-    log = logging.getLogger("dtron")
-
-    def listen(record: logging.LogRecord) -> bool:
-        messages.append(record.getMessage())
-        return True
-
-    log.addFilter(listen)
-    yield messages
-    log.removeFilter(listen)
 
 
 @pytest.mark.parametrize(("damage", "named"), DAMAGE, ids=lambda v: getattr(v, "__name__", ""))

@@ -1,14 +1,12 @@
 """Publication, processes that write, slow disks, tiers, stores, and which checkpoint is resumed."""
 
 import json
-import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -211,20 +209,6 @@ def test_a_disk_that_does_not_answer_ends_a_synchronous_save_too(tmp_path: Path)
 
 
 # -- which one is resumed -------------------------------------------------------------------
-
-
-@pytest.fixture
-def told() -> Iterator[list[str]]:
-    messages: list[str] = []
-    log = logging.getLogger("dtron")
-
-    def listen(record: logging.LogRecord) -> bool:
-        messages.append(record.getMessage())
-        return True
-
-    log.addFilter(listen)
-    yield messages
-    log.removeFilter(listen)
 
 
 def test_a_restarted_attempt_goes_on_from_what_the_job_has_written(

@@ -1,17 +1,14 @@
 """AdamW with moments of any dtype: against torch's, and the Triton kernel against the formula."""
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from dtron.kernels.adamw import BLOCK, Rates, _corrections, _reference, _triton, adamw_
+from tests.kernels.interpreter import numbers_of
 
 RATES = Rates(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SLOW = replace(RATES, beta2=0.999)
@@ -80,18 +77,9 @@ CASES = [(dtype, scale) for dtype in (torch.float32, torch.bfloat16) for scale i
 
 
 def test_kernel_equals_formula_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_adamw"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for found, (moments, _) in zip(done.stdout.split(), CASES, strict=True):
-        assert float(found) <= LIMITS[moments]
+    found = numbers_of("tests.kernels.test_adamw")
+    for deviation, (moments, _) in zip(found, CASES, strict=True):
+        assert deviation <= LIMITS[moments]
 
 
 @pytest.mark.gpu

@@ -1,16 +1,12 @@
 """Rows by expert and weighted sums: the formulas, and the Triton kernels against them."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from dtron.kernels import permute
 from dtron.kernels.permute import repeated, summed
+from tests.kernels.interpreter import numbers_of
 
 SHAPES = [(0, 2, 8, 0), (5, 1, 16, 3), (7, 3, 40, 32), (9, 2, permute.BLOCK + 9, 16)]
 """Tokens, slots of each, width, rows; some rows are zero and some slots have none."""
@@ -80,18 +76,9 @@ def differences(shape: tuple[int, int, int, int], device: str) -> list[float]:
 
 
 def test_kernels_equal_formulas_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_permute"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == len(SHAPES) * len(NAMES)
-    assert max(map(float, done.stdout.split())) <= 1e-6
+    found = numbers_of("tests.kernels.test_permute")
+    assert len(found) == len(SHAPES) * len(NAMES)
+    assert max(found) <= 1e-6
 
 
 @pytest.mark.gpu

@@ -109,7 +109,7 @@ class Case:
     loss_chunks: int = 1
     seq_len: int = 16
     documents: bool = False
-    steps: int = 3
+    steps: int = 2
     float8: Float8 = Float8()
 
     @property
@@ -172,6 +172,14 @@ class Case:
         except DtronError as error:
             return str(error)
         return ""
+
+
+def float8(recipe: str, world: int, parallel: Parallel, model: str = "llama", **more: Any) -> Case:
+    """A case whose layers, and their parts under tp, have dims that are multiples of 16."""
+    override = {"dim": 32, "head_dim": 16, "ffn_dim": 64, "n_layers": 2, **more.pop("override", {})}
+    kept = {"dtype": "float64", "seq_len": 32, "sequences": 4, **more}
+    settings = Float8(recipe=recipe, **kept.pop("float8", {}))  # type: ignore[arg-type]
+    return Case(model, world, parallel, override=override, float8=settings, **kept)
 
 
 def build(case: Case, config: DecoderConfig) -> nn.Module:

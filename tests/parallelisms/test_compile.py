@@ -8,8 +8,7 @@ from torch._dynamo.utils import counters
 
 from dtron.config import Compile, Parallel, Recompute
 from tests.harness import run_ranks
-from tests.parallelisms.parity import Case, parallel_run
-from tests.parallelisms.test_parity import float8
+from tests.parallelisms.parity import Case, float8, parallel_run
 
 COMPILED = Compile(enable=True, backend="aot_eager")
 LAYOUTS = [
@@ -64,7 +63,7 @@ def compared(case: Case) -> tuple[int, int]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_depth_adds_no_graph(case: Case) -> None:
-    case = replace(case, compile=COMPILED, steps=2, sequences=4)
+    case = replace(case, compile=COMPILED, sequences=4)
     for few, many in run_ranks(case.world, compared, case):
         assert few == many > 0
 
@@ -73,6 +72,6 @@ def test_experts_on_other_ranks_break_their_blocks_once() -> None:
     """Into what comes before the experts and what comes after: with the loss three graphs, for all
     layers, and for all loads of both steps."""
     override = {"n_layers": 2}
-    case = Case("mixtral", 2, Parallel(ep=2), compile=COMPILED, steps=2, sequences=4)
+    case = Case("mixtral", 2, Parallel(ep=2), compile=COMPILED, sequences=4)
     found = run_ranks(2, graphs, replace(case, override=override), seconds=120)
     assert found == [3, 3]

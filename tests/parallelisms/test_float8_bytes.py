@@ -13,8 +13,7 @@ from dtron.parallelisms.apply import build_execution
 from dtron.parallelisms.fsdp import Policy
 from dtron.step import TrainStep
 from tests.harness import run_ranks
-from tests.parallelisms.parity import Case, build_loss, build_parallel, micro_batches
-from tests.parallelisms.test_parity import float8
+from tests.parallelisms.parity import Case, build_loss, build_parallel, float8, micro_batches
 
 FLOAT = 4
 # Elements of one block's linear layers, of 32 columns, 4 query and 2 key heads of 16, 64 neurons.

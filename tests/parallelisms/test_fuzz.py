@@ -57,7 +57,6 @@ def draw_case(random: random.Random) -> Case:
         micro_batch=micro_batch,
         seq_len=seq_len,
         documents=random.random() < 0.3,
-        steps=2,
     )
 
 

@@ -107,7 +107,6 @@ def in_grid(model: str, parallel: Parallel, **more: Any) -> Case:
     settings: dict[str, Any] = {
         "sequences": SEQUENCES,
         "micro_batch": max(1, SEQUENCES // (2 * parallel.pp * data_ranks)),
-        "steps": 2,
         **more,
     }
     settings["override"] = {

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import pytest
 
-from dtron.config import Compile, CpMethod, Float8, Parallel, Recompute
+from dtron.config import Compile, CpMethod, Parallel, Recompute
 from dtron.models import MODELS
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import SCHEDULES, order_of, write_csv
-from tests.parallelisms.parity import DENSE, SINKHORN, Case, check
+from tests.parallelisms.parity import DENSE, SINKHORN, Case, check, float8
 
 MOST_RANKS, MOST_EXPERT_RANKS = 8, 4
 EAGER = Compile(enable=True, backend="aot_eager")
@@ -97,9 +97,10 @@ EXPERT_AXES: Axes = {
 }
 
 
-def case_of(choice: Choice, axes: Axes = AXES, micro_batches: int = 4, **more: Any) -> Case:
-    """A case of the chosen settings, with at least so many micro-batches: four in a pipeline."""
-    keys: dict[str, Any] = {"parallel": {"dp_shard": 1}, "override": {}, "micro_batch": 1, **more}
+def case_of(choice: Choice, axes: Axes = AXES, micro_batches: int = 3) -> Case:
+    """A case of the chosen settings, with four micro-batches and five layers in a pipeline, and
+    otherwise what has a first, a middle and a last one of both."""
+    keys: dict[str, Any] = {"parallel": {"dp_shard": 1}, "override": {}, "micro_batch": 1}
     for values, index in zip(axes.values(), choice, strict=True):
         for key, value in values[index].items():
             keys[key] = {**keys[key], **value} if isinstance(value, dict) else value
@@ -108,14 +109,16 @@ def case_of(choice: Choice, axes: Axes = AXES, micro_batches: int = 4, **more: A
         keys["override"].pop("attention_dropout", None)
     data_ranks = parallel.dp_replicate * parallel.dp_shard
     world = data_ranks * parallel.tp * parallel.pp * parallel.cp
+    if parallel.pp == 1:
+        keys["override"]["n_layers"] = 3
     number = 4 if parallel.pp > 1 else micro_batches
     sequences = number * data_ranks * keys["micro_batch"]
     return Case(world=world, parallel=parallel, sequences=sequences, **keys)
 
 
 def expert_case_of(choice: Choice) -> Case:
-    """Two steps of two micro-batches."""
-    return case_of(choice, EXPERT_AXES, 2, steps=2)
+    """The same of two micro-batches."""
+    return case_of(choice, EXPERT_AXES, 2)
 
 
 def pairs(choice: Choice) -> set[tuple[int, int, int, int]]:
@@ -184,18 +187,18 @@ SELECTIVE = Recompute(mode="selective")
 LIMITED = {"capacity_factor": 1.0}
 PADDED = {**LIMITED, "capacity_pad": True}
 MTP = {"n_layers": 3, "mtp": 2}
-PREDICTED: dict[str, Any] = {"override": MTP, "steps": 2, "sequences": 4}
+PREDICTED: dict[str, Any] = {"override": MTP, "sequences": 4}
 EXPERT_CASES = [
-    Case("mixtral", 2, recompute=offloaded("selective"), documents=True, loss_chunks=3, steps=2),
-    Case("deepseek_v3", 2, Parallel(pp=2, schedule=LOOP), recompute=FULL, steps=2),
-    Case("deepseek_v3", 2, Parallel(tp=2, sequence_parallel=False), override=ALL_DENSE, steps=2),
-    Case("deepseek_v3", 2, Parallel(tp=2), override={"q_lora_rank": 0}, dtype="float64", steps=2),
-    Case("deepseek_v3", 2, Parallel(ep=2), override={"shared_gate": True}, sequences=4, steps=2),
+    Case("mixtral", 2, recompute=offloaded("selective"), documents=True, loss_chunks=3),
+    Case("deepseek_v3", 2, Parallel(pp=2, schedule=LOOP), recompute=FULL),
+    Case("deepseek_v3", 2, Parallel(tp=2, sequence_parallel=False), override=ALL_DENSE),
+    Case("deepseek_v3", 2, Parallel(tp=2), override={"q_lora_rank": 0}, dtype="float64"),
+    Case("deepseek_v3", 2, Parallel(ep=2), override={"shared_gate": True}, sequences=4),
     # capacity over the tokens of all ranks of a micro-batch, in the order of the sequences
-    Case("mixtral", 2, Parallel(ep=2), override=LIMITED, sequences=4, steps=2),
-    Case("mixtral", 2, Parallel(cp=2), override=PADDED, documents=True, micro_batch=2, steps=2),
+    Case("mixtral", 2, Parallel(ep=2), override=LIMITED, sequences=4),
+    Case("mixtral", 2, Parallel(cp=2), override=PADDED, documents=True, micro_batch=2),
     Case("deepseek_v3", 4, Parallel(cp=2, tp=2, ep=2), override=LIMITED, micro_batch=2, steps=1),
-    Case("mixtral", 4, Parallel(pp=2, tp=2, ep=2, schedule="DualPipeV"), override=TIED, steps=2),
+    Case("mixtral", 4, Parallel(pp=2, tp=2, ep=2, schedule="DualPipeV"), override=TIED),
     # a second and a third token
     Case("deepseek_v3", 2, Parallel(tp=2, ep=2), **PREDICTED, dtype="float64"),
     Case("deepseek_v3", 2, Parallel(cp=2, ep=2), FULL, **PREDICTED, documents=True),
@@ -327,14 +330,6 @@ SPECIAL = [
         for model in DENSE
     ],
 ]
-
-
-def float8(recipe: str, world: int, parallel: Parallel, model: str = "llama", **more: Any) -> Case:
-    """A case whose layers, and their parts under tp, have dims that are multiples of 16."""
-    override = {"dim": 32, "head_dim": 16, "ffn_dim": 64, "n_layers": 2, **more.pop("override", {})}
-    kept = {"dtype": "float64", "seq_len": 32, "sequences": 4, "steps": 2, **more}
-    settings = Float8(recipe=recipe, **kept.pop("float8", {}))  # type: ignore[arg-type]
-    return Case(model, world, parallel, override=override, float8=settings, **kept)
 
 
 GATHERS = {"all_gather": True, "gather_inputs": True}
