@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from dtron.config import Degree, Float8, RunConfig
 from dtron.errors import ConfigError
 from dtron.float8.convert import MULTIPLE, Choice, convert, fuse, layer_names
+from dtron.float8.delayed import DelayedScales
 from dtron.float8.gather import GatherInput, WeightGather, require_torchao
 from dtron.float8.linear import Float8Linear, ScaleGroups
 from dtron.float8.products import why_emulated
@@ -118,20 +119,19 @@ class Float8Plan:
         """
         if not self.settings.all_gather:
             return None
-        layers = [m for part in applied.parts.values() for m in part.modules()]
         group = mesh.group("dp_shard", "cp", "tp")
-        gather = WeightGather([m for m in layers if isinstance(m, Float8Linear)], group)
-        return gather.refresh
+        return WeightGather(_layers_of(applied).values(), group).refresh
+
+    def delay_scales(self, applied: Applied, mesh: Mesh) -> DelayedScales | None:
+        """Take scales from earlier steps, if the settings say so; what updates them after each."""
+        if self.settings.scaling != "delayed":
+            return None
+        group = mesh.group("dp_replicate", "dp_shard", "cp", "tp")
+        return DelayedScales(_layers_of(applied), self.settings.amax_history, group)
 
     def statistics(self, applied: Applied, device: torch.device) -> Statistics:
         """What measures a step's casts."""
-        layers = {
-            fqn: module
-            for part in applied.parts.values()
-            for fqn, module in part.named_modules()
-            if isinstance(module, Float8Linear)
-        }
-        return Statistics(self.layers, layers, device)
+        return Statistics(self.layers, _layers_of(applied), device)
 
     def reports(self, step: int) -> bool:
         """Whether the casts of a step, counted from 1, are measured."""
@@ -141,8 +141,10 @@ class Float8Plan:
     def announce(self, device: torch.device, dtype: torch.dtype) -> None:
         """Tell the log how many layers there are, and whether they are emulated."""
         settings = self.settings
-        told = [key for key in ("output", "all_gather", "gather_inputs") if getattr(settings, key)]
         log.info("float8: %s, %d linear layers", self.recipe.name, len(self.layers))
+        told = [key for key in ("output", "all_gather", "gather_inputs") if getattr(settings, key)]
+        if settings.scaling == "delayed":
+            log.info("float8: scales by the last %d steps", settings.amax_history)
         if told:
             log.info("float8: %s", ", ".join(told))
         if why := self.why_emulated(device, dtype):
@@ -152,6 +154,16 @@ class Float8Plan:
         """Why products are emulated; empty where they are not."""
         head = () if self.head is None else (self.head,)
         return why_emulated(self.recipe, device, dtype, (*self.shapes.values(), *head))
+
+
+def _layers_of(applied: Applied) -> dict[str, Float8Linear]:
+    """Of this rank, by FQN."""
+    return {
+        fqn: module
+        for part in applied.parts.values()
+        for fqn, module in part.named_modules()
+        if isinstance(module, Float8Linear)
+    }
 
 
 def scale_groups(mesh: Mesh) -> ScaleGroups:
@@ -306,6 +318,16 @@ def _refuse_what_cannot_act(
             settings.gather_inputs and not recipe.shares_scales,
             f"float8.gather_inputs with float8.recipe = {name!r}: the gathered input has other "
             'scales than its parts; use "tensorwise"',
+        ),
+        (
+            settings.scaling == "delayed" and not recipe.shares_scales,
+            f'float8.scaling = "delayed" with float8.recipe = {name!r}: rows and blocks are other '
+            'ones in each step; use "tensorwise"',
+        ),
+        (
+            settings.scaling == "delayed" and settings.gather_inputs,
+            'float8.scaling = "delayed" with float8.gather_inputs: an input is gathered by the '
+            "scale of its own values and would be cast again by another; use one of the two",
         ),
         (
             settings.gather_inputs and not (parallel.tp > 1 and parallel.sequence_parallel),

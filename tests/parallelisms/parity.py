@@ -32,6 +32,7 @@ from dtron.config import Compile, Data, Float8, Model, Optim, Parallel, Recomput
 from dtron.data import Batch
 from dtron.errors import DtronError
 from dtron.float8 import RECIPES, convert
+from dtron.float8.delayed import DelayedScales
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.models import MODELS, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
@@ -264,8 +265,12 @@ def _reference(case: Case) -> dict[str, Any]:
     config, _ = case.resolved()
     model = build(case, config)
     initialize(model, SEED, initializer(case, config))
+    scales: DelayedScales | None = None
     if (float8 := case.plan()) is not None:
         convert(model, float8.layers, float8.recipe, emulate=True)
+        if float8.settings.scaling == "delayed":
+            layers = {name: model.get_submodule(name) for name in float8.layers}
+            scales = DelayedScales(layers, float8.settings.amax_history, None)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses, norms, gradients, loads = [], [], {}, []
     at_once = case.micro_batch if by_micro_batch(case) else case.sequences
@@ -296,6 +301,8 @@ def _reference(case: Case) -> dict[str, Any]:
             gradients = {k: p.grad.clone() for k, p in model.named_parameters()}  # type: ignore[union-attr]
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
+        if scales is not None:
+            scales.update()
         loads += update_expert_bias(found).tolist() if found else []
     assert min(norms) > MAX_NORM, f"clipping does not act: {norms}"
     parameters = {k: p.detach().clone() for k, p in model.named_parameters()}
@@ -362,11 +369,17 @@ def parallel_run(case: Case) -> dict[str, Any]:
     if refresh is not None:
         refresh()
 
+    scales = float8.delay_scales(applied, mesh) if float8 else None
+    if scales is not None:
+        scales.update()
+
     def after(taken: Tensor) -> None:
         if routing is not None:
             routing.after_update(taken)
         if refresh is not None:
             refresh()
+        if scales is not None:
+            scales.update()
 
     train_step = RecordingStep(
         execution,

@@ -340,6 +340,7 @@ def float8(recipe: str, world: int, parallel: Parallel, model: str = "llama", **
 GATHERS = {"all_gather": True, "gather_inputs": True}
 BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
+DELAYED = {"float8": {"scaling": "delayed", "amax_history": 2}, "steps": 4}
 FLOAT8 = [
     # one scale a tensor: equal in every layout
     float8("tensorwise", 4, Parallel(dp_replicate=2), recompute=FULL, micro_batch=2, sequences=8),
@@ -348,6 +349,10 @@ FLOAT8 = [
     float8("tensorwise", 2, Parallel(cp=2), documents=True, compile=EAGER),
     float8("tensorwise", 4, Parallel(cp=2, tp=2), recompute=Recompute(mode="selective")),
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
+    # scales of earlier steps
+    float8("tensorwise", 2, Parallel(dp_replicate=2), **DELAYED, recompute=FULL, sequences=8),
+    float8("tensorwise", 4, Parallel(cp=2, tp=2), **DELAYED, compile=EAGER),
+    float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3", **DELAYED),
     # weights and inputs that travel in float8
     float8("tensorwise", 4, Parallel(dp_replicate=2), float8={"all_gather": True}),
     float8("tensorwise", 4, Parallel(tp=2), compile=EAGER, float8=GATHERS),
