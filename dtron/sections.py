@@ -271,8 +271,8 @@ class Float8(Section):
     so."""
     scaling: Literal["dynamic", "delayed"] = "dynamic"
     """When the scales of inputs and gradients are known. `dynamic`: by their own values. `delayed`,
-    with `tensorwise`: before the step, by the largest values of the last `amax_history` steps; those
-    of weights after each update. Ranks then share scales once a step, not in each layer."""
+    with `tensorwise`: before the step, by the largest values of the last `amax_history` steps;
+    those of weights after each update. Ranks share scales once a step then, not in each layer."""
     amax_history: int = Field(default=16, ge=1)
     """Steps whose largest values count in delayed scales."""
     filter: list[str] | Literal["auto"] = Field(default_factory=list)

@@ -88,8 +88,8 @@ class _Gated(torch.autograd.Function):
         given, leaf = [parts[i : i + 3] for i in (0, 3, 6)], parts[9]
         known = parts[10::2]
         weights = [
-            quantize_weight(*w, casts.right, known=one_of(scales, 1))
-            for w, scales in zip(given, known, strict=True)
+            quantize_weight(w, data, scale, casts.right, known=one_of(scales, 1))
+            for (w, data, scale), scales in zip(given, known, strict=True)
         ]
         x8 = quantize(x, casts.left, groups, one_of(known[0], 0))
         gate, up = (product(x8, w8, x.dtype, emulate, fast) for w8 in weights[:2])
