@@ -287,6 +287,9 @@ class Float8(Section):
     """How many of the last blocks stay in `train.dtype`."""
     output: bool = False
     """Convert the head too."""
+    experts: bool = False
+    """Multiply the rows of experts in float8 too: a scale a row of inputs and matrices, whatever
+    the recipe; weight gradients in `train.dtype`."""
     all_gather: bool = False
     """Gather weights over data-parallel ranks in float8: half the bytes of bfloat16. With
     `tensorwise`; scales of all weights are computed in one reduction after each update. Needs the

@@ -33,6 +33,7 @@ from dtron.data import Batch
 from dtron.errors import DtronError
 from dtron.float8 import RECIPES, convert
 from dtron.float8.delayed import DelayedScales
+from dtron.float8.experts import convert_experts
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.models import MODELS, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
@@ -117,6 +118,8 @@ class Case:
     def rounds_alike(self) -> bool:
         """Whether float8 rounds as in one process: it shares scales, or no tensor is split."""
         recipe, parallel = self.float8.recipe, self.parallel
+        if self.float8.experts and parallel.etp > 1:
+            return False
         return not recipe or RECIPES[recipe].shares_scales or parallel.tp == parallel.cp == 1
 
     def __str__(self) -> str:
@@ -268,6 +271,7 @@ def _reference(case: Case) -> dict[str, Any]:
     scales: DelayedScales | None = None
     if (float8 := case.plan()) is not None:
         convert(model, float8.layers, float8.recipe, emulate=True)
+        convert_experts(model, float8.experts, emulate=True)
         if float8.settings.scaling == "delayed":
             layers = {name: model.get_submodule(name) for name in float8.layers}
             scales = DelayedScales(layers, float8.settings.amax_history, None)  # type: ignore[arg-type]

@@ -340,6 +340,7 @@ def float8(recipe: str, world: int, parallel: Parallel, model: str = "llama", **
 GATHERS = {"all_gather": True, "gather_inputs": True}
 BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
+EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
 DELAYED = {"float8": {"scaling": "delayed", "amax_history": 2}, "steps": 4}
 FLOAT8 = [
     # one scale a tensor: equal in every layout
@@ -358,6 +359,10 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(tp=2), compile=EAGER, float8=GATHERS),
     float8("tensorwise", 4, Parallel(cp=2, tp=2, zero=2), recompute=FULL, float8=GATHERS),
     float8("tensorwise", 2, Parallel(tp=2), float8={"gather_inputs": True, "skip": BLOCK_0_FFN}),
+    # experts: a scale a row, wherever the row is
+    float8("rowwise", 2, Parallel(ep=2), "mixtral", **EXPERTS8, recompute=FULL),
+    float8("tensorwise", 4, Parallel(tp=2, ep=2), "mixtral", **EXPERTS8),
+    float8("rowwise", 2, Parallel(etp=2), "mixtral", **EXPERTS8, dtype="float32"),
     # scales of rows and blocks: equal where no tensor is split, else as accurate
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1)),
     float8("mxfp8", 4, Parallel(pp=2), recompute=FULL),
