@@ -7,7 +7,7 @@ the config's.
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Checkpointer:
         tiers: where to, the durable one last.
         applied: the parallelised model.
         options: the config's section.
+        scales: what delayed float8 scales come from, by FQN, the same on all ranks that have it.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Checkpointer:
         applied: Applied,
         optimizer: torch.optim.Optimizer,
         options: Checkpoint,
+        scales: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.tiers, self.optimizer, self.options = tiers, optimizer, options
+        self.scales = dict(scales or {})
         self.saver = Saver(options.timeout_seconds)
         self.copier = Saver(options.timeout_seconds) if len(tiers) > 1 else None
         self.model = nn.ModuleDict({str(stage): part for stage, part in applied.parts.items()})
@@ -149,7 +152,7 @@ class Checkpointer:
 
     def _begin(self, facts: Facts) -> None:
         """Write a checkpoint to the first tier, or begin to."""
-        state = {**self._stored(self._held()), "rng": _get_rng()}
+        state = {**self._stored(self._held()), "rng": _get_rng(), "float8": self.scales}
         flat = {f"{kind}.{name}": value for kind, v in state.items() for name, value in v.items()}
         if self.options.mode == "sync":
             self._write(flat, facts, write_here)
@@ -221,12 +224,16 @@ class Checkpointer:
             CheckpointError: a shard is missing or cannot be read, or a tensor has another shape.
         """
         held = self._held()
-        state = {**self._stored(held), "rng": _get_rng()}  # the held tensors: read in place
+        state = {**self._stored(held), "rng": _get_rng(), "float8": self.scales}  # read in place
         try:
             reader = ShardReader(path)
             if not all(f"rng.{name}" in reader.index.tensors for name in state["rng"]):
                 log.warning("%s holds no RNG state for this rank; dtron itself needs none", path)
                 del state["rng"]
+            if not all(_holds(reader, f"float8.{fqn}", x) for fqn, x in self.scales.items()):
+                log.warning("%s holds no such history of float8 scales: it begins anew", path)
+                del state["float8"]
+                torch._foreach_zero_(list(self.scales.values()))
             dcp.load(state, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
             raise unreadable(path, str(why(error))) from error
@@ -304,6 +311,12 @@ class Checkpointer:
                 read = first.setdefault((kind, self.names[fqn], slot), value)
                 if isinstance(value, torch.Tensor) and read is not value:
                     value.copy_(read)
+
+
+def _holds(reader: ShardReader, name: str, like: torch.Tensor) -> bool:
+    """Whether a tensor of this shape is stored."""
+    found = reader.index.tensors.get(name)
+    return found is not None and found.size == like.shape
 
 
 def _raise(error: OSError, *_: Any) -> Written:

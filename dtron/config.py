@@ -235,6 +235,11 @@ class RunConfig(Section):
             (("schedule.min_ratio",), falls, "a schedule that falls: linear, cosine or wsd"),
             (("recompute.every",), self.recompute.mode != "none", "a recompute.mode"),
             (float8, self.float8.recipe != "", "a float8.recipe"),
+            (
+                ("float8.amax_history",),
+                self.float8.scaling == "delayed",
+                'float8.scaling = "delayed"',
+            ),
             (("compile.backend",), self.compile.enable, "compile.enable = true"),
             (("checkpoint.keep_every",), self.checkpoint.keep > 0, "checkpoint.keep"),
             (

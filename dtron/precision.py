@@ -18,10 +18,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from dtron.config import Degree, Float8, RunConfig
 from dtron.errors import ConfigError
 from dtron.float8.convert import MULTIPLE, Choice, convert, fuse, layer_names
+from dtron.float8.delayed import DelayedScales
+from dtron.float8.experts import check_sizes, convert_experts
 from dtron.float8.gather import GatherInput, WeightGather, require_torchao
 from dtron.float8.linear import Float8Linear, ScaleGroups
 from dtron.float8.products import why_emulated
-from dtron.float8.recipes import RECIPES, Recipe
+from dtron.float8.recipes import EXPERTS, RECIPES, Recipe
 from dtron.float8.statistics import Statistics
 from dtron.float8.worth import Shape, Worth, measure, table
 from dtron.models import MODELS, build_model, choose_backend
@@ -47,6 +49,8 @@ class Float8Plan:
     """FQNs of gated feed-forward layers that are one function each."""
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     """What a rank computes of each layer of the blocks, by FQN."""
+    experts: tuple[str, ...] = ()
+    """FQNs of modules with experts whose products are float8."""
     head: Shape | None = None
     """The same of the head, where it is float8 too."""
     gathering: Mapping[str, bool] = field(default_factory=dict)
@@ -85,12 +89,15 @@ class Float8Plan:
 
     def converter(self, mesh: Mesh, dtype: torch.dtype) -> Callable[[nn.Module], None]:
         """The pass that comes first: `Passes.convert`."""
-        emulate = bool(self.why_emulated(torch.device(mesh.device_type), dtype))
+        device = torch.device(mesh.device_type)
+        emulate = bool(self.why_emulated(device, dtype))
+        emulate_experts = bool(why_emulated(EXPERTS, device, dtype))
         groups = scale_groups(mesh)
 
         def apply(model: nn.Module) -> None:
             convert(model, self.layers, self.recipe, emulate, groups)
             fuse(model, self.fused)
+            convert_experts(model, self.experts, emulate_experts)
 
         return apply
 
@@ -118,20 +125,19 @@ class Float8Plan:
         """
         if not self.settings.all_gather:
             return None
-        layers = [m for part in applied.parts.values() for m in part.modules()]
         group = mesh.group("dp_shard", "cp", "tp")
-        gather = WeightGather([m for m in layers if isinstance(m, Float8Linear)], group)
-        return gather.refresh
+        return WeightGather(_layers_of(applied).values(), group).refresh
+
+    def delay_scales(self, applied: Applied, mesh: Mesh) -> DelayedScales | None:
+        """Take scales from earlier steps, if the settings say so; what updates them after each."""
+        if self.settings.scaling != "delayed":
+            return None
+        group = mesh.group("dp_replicate", "dp_shard", "cp", "tp")
+        return DelayedScales(_layers_of(applied), self.settings.amax_history, group)
 
     def statistics(self, applied: Applied, device: torch.device) -> Statistics:
         """What measures a step's casts."""
-        layers = {
-            fqn: module
-            for part in applied.parts.values()
-            for fqn, module in part.named_modules()
-            if isinstance(module, Float8Linear)
-        }
-        return Statistics(self.layers, layers, device)
+        return Statistics(self.layers, _layers_of(applied), device)
 
     def reports(self, step: int) -> bool:
         """Whether the casts of a step, counted from 1, are measured."""
@@ -141,17 +147,35 @@ class Float8Plan:
     def announce(self, device: torch.device, dtype: torch.dtype) -> None:
         """Tell the log how many layers there are, and whether they are emulated."""
         settings = self.settings
-        told = [key for key in ("output", "all_gather", "gather_inputs") if getattr(settings, key)]
         log.info("float8: %s, %d linear layers", self.recipe.name, len(self.layers))
+        told = [
+            key
+            for key in ("output", "experts", "all_gather", "gather_inputs")
+            if getattr(settings, key)
+        ]
+        if settings.scaling == "delayed":
+            log.info("float8: scales by the last %d steps", settings.amax_history)
         if told:
             log.info("float8: %s", ", ".join(told))
         if why := self.why_emulated(device, dtype):
             log.warning("float8 is emulated: %s; it rounds alike and is slower than none", why)
+        elif self.experts and (why := why_emulated(EXPERTS, device, dtype)):
+            log.warning("float8.experts is emulated: %s; it is slower than none", why)
 
     def why_emulated(self, device: torch.device, dtype: torch.dtype) -> str:
         """Why products are emulated; empty where they are not."""
         head = () if self.head is None else (self.head,)
         return why_emulated(self.recipe, device, dtype, (*self.shapes.values(), *head))
+
+
+def _layers_of(applied: Applied) -> dict[str, Float8Linear]:
+    """Of this rank, by FQN."""
+    return {
+        fqn: module
+        for part in applied.parts.values()
+        for fqn, module in part.named_modules()
+        if isinstance(module, Float8Linear)
+    }
 
 
 def scale_groups(mesh: Mesh) -> ScaleGroups:
@@ -177,6 +201,10 @@ def plan_float8(
         return None
     recipe = RECIPES[settings.recipe]
     _refuse_what_cannot_act(config, recipe, world_size, layout)
+    if settings.experts and not model.n_experts:
+        raise ConfigError(
+            "float8.experts has no effect: the model has no experts; set float8.experts = false"
+        )
     if settings.all_gather and settings.output and model.tied:
         raise ConfigError(
             "float8.all_gather with float8.output and tied weights: the embedding looks rows up in "
@@ -207,7 +235,10 @@ def plan_float8(
         for name in plan.layers
     }
     head = shapes.pop(choice.output, None)
-    plan = replace(plan, shapes=shapes, head=head)
+    experts = tuple(select(whole, spec.experts)) if settings.experts else ()
+    for name in experts:
+        check_sizes(name, whole.get_submodule(name), config.parallel.etp)
+    plan = replace(plan, shapes=shapes, head=head, experts=experts)
     if settings.gather_inputs:
         return replace(plan, gathering=_gathering(whole, rows, plan.layers))
     return plan
@@ -306,6 +337,16 @@ def _refuse_what_cannot_act(
             settings.gather_inputs and not recipe.shares_scales,
             f"float8.gather_inputs with float8.recipe = {name!r}: the gathered input has other "
             'scales than its parts; use "tensorwise"',
+        ),
+        (
+            settings.scaling == "delayed" and not recipe.shares_scales,
+            f'float8.scaling = "delayed" with float8.recipe = {name!r}: rows and blocks are other '
+            'ones in each step; use "tensorwise"',
+        ),
+        (
+            settings.scaling == "delayed" and settings.gather_inputs,
+            'float8.scaling = "delayed" with float8.gather_inputs: an input is gathered by the '
+            "scale of its own values and would be cast again by another; use one of the two",
         ),
         (
             settings.gather_inputs and not (parallel.tp > 1 and parallel.sequence_parallel),

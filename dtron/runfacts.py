@@ -88,7 +88,8 @@ class RunFacts:
         if plan is None:
             return None
         why = plan.why_emulated(self.place.device, DTYPES[self.config.train.dtype])
-        return {"recipe": plan.recipe.name, "emulated": why or False, "layers": list(plan.layers)}
+        told = {"recipe": plan.recipe.name, "emulated": why or False, "layers": list(plan.layers)}
+        return {**told, "experts": list(plan.experts)}
 
     def announce(self, facts: dict[str, Any]) -> None:
         """Tell of the run in the log, by what `gather` gave."""

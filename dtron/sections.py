@@ -269,6 +269,12 @@ class Float8(Section):
     `blockwise`: 1 x 128 activations and 128 x 128 weights, as DeepSeek-V3. `mxfp8`: 1 x 32, powers
     of two. Where the hardware does not multiply them, they are emulated, slowly, and the log says
     so."""
+    scaling: Literal["dynamic", "delayed"] = "dynamic"
+    """When the scales of inputs and gradients are known. `dynamic`: by their own values. `delayed`,
+    with `tensorwise`: before the step, by the largest values of the last `amax_history` steps;
+    those of weights after each update. Ranks share scales once a step then, not in each layer."""
+    amax_history: int = Field(default=16, ge=1)
+    """Steps whose largest values count in delayed scales."""
     filter: list[str] | Literal["auto"] = Field(default_factory=list)
     """Patterns of the linear layers to convert, such as `blocks.*.ffn.*`; empty: all those of the
     blocks whose dims are multiples of 16. `auto`: of these, the ones that are faster in float8 by
@@ -281,6 +287,9 @@ class Float8(Section):
     """How many of the last blocks stay in `train.dtype`."""
     output: bool = False
     """Convert the head too."""
+    experts: bool = False
+    """Multiply the rows of experts in float8 too: a scale a row of inputs and matrices, whatever
+    the recipe; weight gradients in `train.dtype`."""
     all_gather: bool = False
     """Gather weights over data-parallel ranks in float8: half the bytes of bfloat16. With
     `tensorwise`; scales of all weights are computed in one reduction after each update. Needs the

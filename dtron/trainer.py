@@ -145,6 +145,7 @@ class Trainer:
         self.routing = Routing.of(
             self.applied, self.mesh, config.micro_batches(self.place.world_size)
         )
+        self.scales = self.float8.delay_scales(self.applied, self.mesh) if self.float8 else None
         self.guards = Guards(
             config.faults,
             config.faults.watched_seconds(config.parallel.timeout_seconds),
@@ -167,7 +168,11 @@ class Trainer:
             further_weight=self.checked.model.mtp_coefficient,
         )
         self.checkpointer = Checkpointer(
-            self.checked.tiers, self.applied, self.optimizer, config.checkpoint
+            self.checked.tiers,
+            self.applied,
+            self.optimizer,
+            config.checkpoint,
+            self.scales.state if self.scales else None,
         )
         self.saving = Saving(self.checkpointer, self._save_facts)
         for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
@@ -235,7 +240,7 @@ class Trainer:
         return plan.placements(rows, self.mesh) if plan else dict(rows)
 
     def _after_update(self) -> Callable[[torch.Tensor], None] | None:
-        plan, routing = self.float8, self.routing
+        plan, routing, scales = self.float8, self.routing, self.scales
         refresh = plan.gather_weights(self.applied, self.mesh) if plan else None
 
         def act(taken: torch.Tensor) -> None:
@@ -243,8 +248,10 @@ class Trainer:
                 routing.after_update(taken)
             if refresh is not None:
                 refresh()
+            if scales is not None:
+                scales.update()
 
-        return act if routing or refresh else None
+        return act if routing or refresh or scales else None
 
     def _vocabulary(self) -> VocabularyShard | None:
         if self.mesh.size("tp") == 1:

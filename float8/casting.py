@@ -64,10 +64,12 @@ def quantize(
     return Scaled(_untiled(data, x.shape), scale, cast)
 
 
-def quantize_both(x: Tensor, cast: Cast, groups: Sequence[str] = ()) -> tuple[Scaled, Scaled]:
+def quantize_both(
+    x: Tensor, cast: Cast, groups: Sequence[str] = (), scale: Tensor | None = None
+) -> tuple[Scaled, Scaled]:
     """An operand with one scale, as `quantize` casts it, and the same transposed."""
     assert cast.whole, "tiles of parts do not turn"
-    scale = _scale_of_all(x, cast, groups)
+    scale = _scale_of_all(x, cast, groups) if scale is None else scale
     straight, across = cast_both(x.contiguous(), scale, cast.dtype)
     return Scaled(straight, scale, cast), Scaled(across, scale, cast)
 
@@ -78,10 +80,15 @@ def quantize_weight(
     scale: Tensor | None,
     cast: Cast,
     groups: Sequence[str] = (),
+    known: Tensor | None = None,
 ) -> Scaled:
-    """A weight as `quantize` casts it, or its data and scale, where it comes in float8."""
+    """A weight as `quantize` casts it, or its data and scale, where it comes in float8.
+
+    Args:
+        known: the scale of a weight that comes in high precision, where it is known already.
+    """
     if data is None or scale is None:
-        return quantize(weight, cast, groups)
+        return quantize(weight, cast, groups, known)
     return Scaled(data, scale.view(1, 1), cast)
 
 

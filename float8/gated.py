@@ -29,7 +29,7 @@ from dtron.float8.casting import (
     shared,
     turn_weight,
 )
-from dtron.float8.linear import Float8Linear, gathered
+from dtron.float8.linear import Float8Linear, ahead, gathered, largest, one_of
 from dtron.float8.products import product
 from dtron.kernels.float8 import (
     gated_amax,
@@ -69,6 +69,7 @@ class Float8GatedUnit(nn.Module):
             return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
         rows = x.reshape(-1, x.shape[-1])
         weights = [part for layer in layers for part in (layer.weight, *gathered(layer.weight))]
+        weights += [part for layer in layers for part in ahead(layer)]
         how = (self.gate.recipe, self.gate.emulate, self.gate.groups.cp)
         out = _Gated.apply(rows, *weights, how)
         assert isinstance(out, Tensor)
@@ -80,27 +81,35 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
         """(N, D), and of gate, up and down the weight, and data and scale where it comes in
-        float8 -> (N, D)."""
+        float8; then of the three leaf and scales of `Delayed` -> (N, D)."""
         *parts, how = rest
         recipe, emulate, groups = how
         casts, fast = recipe.output, recipe.output.fast_accumulation
-        given = [parts[i : i + 3] for i in (0, 3, 6)]
-        weights = [quantize_weight(w, data, scale, casts.right) for w, data, scale in given]
-        x8 = quantize(x, casts.left, groups)
+        given, leaf = [parts[i : i + 3] for i in (0, 3, 6)], parts[9]
+        known = parts[10::2]
+        weights = [
+            quantize_weight(w, data, scale, casts.right, known=one_of(scales, 1))
+            for (w, data, scale), scales in zip(given, known, strict=True)
+        ]
+        x8 = quantize(x, casts.left, groups, one_of(known[0], 0))
         gate, up = (product(x8, w8, x.dtype, emulate, fast) for w8 in weights[:2])
-        scale = scale_of(shared(gated_amax(gate, up), groups), casts.left)
+        scale, seen = one_of(known[2], 0), None
+        if scale is None or leaf is not None:
+            amax = gated_amax(gate, up)
+            seen = None if leaf is None else torch.cat([largest(x), amax.float().view(1)])
+            scale = scale_of(shared(amax, groups), casts.left) if scale is None else scale
         h8 = Scaled(gated_cast(gate, up, scale, casts.left.dtype), scale, casts.left)
         held = [w if data is None else data for w, data, _ in given]
         scales = [w8.scale for w8 in weights]
-        ctx.save_for_backward(x8.data, x8.scale, gate, up, scale, *held, *scales)
+        ctx.save_for_backward(x8.data, x8.scale, gate, up, scale, seen, *known, *held, *scales)
         ctx.how, ctx.dtype = how, x.dtype
         return product(h8, weights[2], x.dtype, emulate, fast)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, x_scale, gate, up, scale, *weights = ctx.saved_tensors
+        x, x_scale, gate, up, scale, seen, *others = ctx.saved_tensors
         recipe, emulate, groups = ctx.how
-        held, scales = weights[:3], weights[3:]
+        known, held, scales = others[:3], others[3:6], others[6:]
 
         def to_input(left: Scaled, i: int) -> Tensor:
             right = turn_weight(held[i], scales[i], recipe.grad_input.right, grad)
@@ -112,10 +121,13 @@ class _Gated(torch.autograd.Function):
             return product(left, right, ctx.dtype, emulate, fast)
 
         cast, of_x = recipe.grad_input.left, recipe.grad_weight.right
-        grad8, grad8_turned = quantize_both(grad, cast, groups)
+        grad8, grad8_turned = quantize_both(grad, cast, groups, one_of(known[2], 2))
         of_h = to_input(grad8, 2)
-        amax = shared(gated_backward_amax(gate, up, of_h), groups)
-        of_both = scale_of(amax, cast)
+        amax = gated_backward_amax(gate, up, of_h)
+        if known[0] is None or known[1] is None:
+            of_both = scale_of(shared(amax, groups), cast)
+        else:
+            of_both = torch.stack([known[0][2], known[1][2]])
         types = (cast.dtype, of_x.dtype)
         of_gate, of_up, h_turned = gated_backward_cast(gate, up, of_h, of_both, scale, *types)
         gate_scale, up_scale = of_both.view(2, 1, 1)
@@ -128,4 +140,14 @@ class _Gated(torch.autograd.Function):
             to_weight(up8.turned(grad), x8) if needed[2] and x8 else None,
             to_weight(grad8_turned, Scaled(h_turned, scale, of_x)) if needed[3] else None,
         )
-        return of_input, *(part for w in of_weights for part in (w, None, None)), None
+        found: tuple[Tensor | None, ...] = (None, None, None)
+        if seen is not None:
+            of_x, of_h = seen.float().split(1)
+            pairs = ((of_x, amax[:1]), (of_x, amax[1:]), (of_h, largest(grad)))
+            found = tuple(torch.cat([forward, back.float()]) for forward, back in pairs)
+        return (
+            of_input,
+            *(part for w in of_weights for part in (w, None, None)),
+            *(part for gradient in found for part in (gradient, None)),
+            None,
+        )

@@ -12,6 +12,7 @@ computes what one process computes.
     by columns (rowwise)  cp and tp        tp          cp
 
 Data-parallel ranks share nothing: a scale belongs to a micro-batch, and its rank holds all of it.
+With delayed scales (delayed.py) nobody shares anything here: they are known before the step.
 
 Kept for the backward: the float8 input where the recipe's cast serves both products, else the input
 as it came; the weight, which FSDP gathers again, never a cast copy of it.
@@ -38,9 +39,9 @@ from dtron.float8.casting import (
 from dtron.float8.products import product
 from dtron.float8.recipes import Cast, Recipe
 
-Probe = Callable[[str, Tensor, Cast, tuple[str, ...]], None]
-"""(operand: input, weight or grad; (M, S), the cast of its first product, who shares its scale) ->
-None."""
+Probe = Callable[[str, Tensor, Cast, tuple[str, ...], Tensor | None], None]
+"""(operand: input, weight or grad; (M, S), the cast of its first product, who shares its scale, the
+scale where it is known before) -> None."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,22 @@ class ScaleGroups:
     tp: tuple[str, ...] = ()
     cp: tuple[str, ...] = ()
     both: tuple[str, ...] = ()
+
+
+@dataclass
+class Delayed:
+    """Scales of one layer that are known before its operands."""
+
+    leaf: Tensor
+    """float32 (2,), not used itself; its gradient is the largest magnitude of the input and of the
+    output's gradient, so that each backward tells them once, however often the forward runs."""
+    scales: Tensor | None = None
+    """float32 (3,), of input, weight and gradient; None: those of their values, which the ranks
+    share."""
+
+    def of(self, i: int) -> Tensor | None:
+        """One of the scales, (1, 1)."""
+        return one_of(self.scales, i)
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,7 @@ class Float8Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
         self.recipe, self.emulate, self.groups = recipe, emulate, groups
         self.probe: Probe | None = None
+        self.delayed: Delayed | None = None
         self.input_gradient: Placement = Partial()
         """Placement of the input's gradient where the weight is split by rows: a part of a sum; or
         Replicate() where what gathered the input sums it up itself."""
@@ -140,7 +158,7 @@ class Float8Linear(nn.Linear):
         data, scale = gathered(weight)
         if self.probe is not None:
             self._show(rows, weight if data is None else None, how)
-        out = _Linear.apply(rows, weight, data, scale, how)
+        out = _Linear.apply(rows, weight, data, scale, *ahead(self), how)
         assert isinstance(out, Tensor)
         if self.probe is not None and out.requires_grad:
             out.register_hook(functools.partial(self._show_grad, how))
@@ -148,18 +166,40 @@ class Float8Linear(nn.Linear):
 
     def _show(self, x: Tensor, weight: Tensor | None, how: _How) -> None:
         assert self.probe is not None
-        self.probe("input", x.detach(), how.recipe.output.left, how.input)
+        of_x, of_weight = self._known(0), self._known(1)
+        self.probe("input", x.detach(), how.recipe.output.left, how.input, of_x)
         if weight is not None:
-            self.probe("weight", weight.detach(), how.recipe.output.right, how.weight)
+            cast = how.recipe.output.right
+            self.probe("weight", weight.detach(), cast, how.weight, of_weight)
 
     def _show_grad(self, how: _How, grad: Tensor) -> None:
         if self.probe is not None:
-            self.probe("grad", grad.detach(), how.recipe.grad_input.left, how.grad)
+            cast = how.recipe.grad_input.left
+            self.probe("grad", grad.detach(), cast, how.grad, self._known(2))
+
+    def _known(self, i: int) -> Tensor | None:
+        return None if self.delayed is None else self.delayed.of(i)
 
 
 def gathered(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Data and scale of a weight that was gathered in float8 (gather.py); else None."""
     return getattr(weight, "_data", None), getattr(weight, "_scale", None)
+
+
+def ahead(layer: Float8Linear) -> tuple[Tensor | None, Tensor | None]:
+    """Leaf and scales of a layer whose scales are delayed; else None."""
+    delayed = layer.delayed
+    return (None, None) if delayed is None else (delayed.leaf, delayed.scales)
+
+
+def one_of(scales: Tensor | None, i: int) -> Tensor | None:
+    """(1, 1), of the scales of `Delayed`; None where there are none."""
+    return None if scales is None else scales[i].view(1, 1)
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude, float32 (1,)."""
+    return x.abs().amax().float().view(1)
 
 
 # Without it dynamo of torch 2.11 gives gradients of zero, without a word, for a function whose
@@ -168,45 +208,58 @@ def gathered(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, data: Tensor | None, scale: Tensor | None, how: _How
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        data: Tensor | None,
+        scale: Tensor | None,
+        leaf: Tensor | None,
+        scales: Tensor | None,
+        how: _How,
     ) -> Tensor:
-        """(N, K), (O, K) -> (N, O); `data` and `scale` are a weight that is float8 already."""
+        """(N, K), (O, K) -> (N, O); `data` and `scale` are a weight that is float8 already, `leaf`
+        and `scales` those of `Delayed`."""
         recipe = how.recipe
         of_x, of_weight = recipe.output.left, recipe.output.right
-        x8 = quantize(x, of_x, how.input)
-        weight8 = quantize_weight(weight, data, scale, of_weight, how.weight)
+        x8 = quantize(x, of_x, how.input, one_of(scales, 0))
+        known = one_of(scales, 1)
+        weight8 = quantize_weight(weight, data, scale, of_weight, how.weight, known)
+        seen = None if leaf is None else largest(x)
         keeps = recipe.grad_weight is not None and recipe.grad_weight.right == of_x and of_x.turns
         kept = (x8.data, x8.scale) if keeps else (x, None)
-        ctx.save_for_backward(*kept, weight if data is None else data, weight8.scale)
+        held = weight if data is None else data
+        ctx.save_for_backward(*kept, held, weight8.scale, seen, scales)
         ctx.how, ctx.dtype = how, x.dtype
         return product(x8, weight8, x.dtype, how.emulate, recipe.output.fast_accumulation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        x, x_scale, weight, weight_scale, seen, scales = ctx.saved_tensors
         recipe, how = ctx.how.recipe, ctx.how
         to_input, to_weight = recipe.grad_input, recipe.grad_weight
         grad_x = grad_weight = turned = None
+        known = one_of(scales, 2)
+        found = None if seen is None else torch.cat([seen, largest(grad)])
         if ctx.needs_input_grad[0]:
             if ctx.needs_input_grad[1] and to_weight == to_input and to_input.left.whole:
-                grad8, turned = quantize_both(grad, to_input.left, how.grad)
+                grad8, turned = quantize_both(grad, to_input.left, how.grad, known)
             else:
-                grad8 = quantize(grad, to_input.left, how.grad)
+                grad8 = quantize(grad, to_input.left, how.grad, known)
             if to_input.right == recipe.output.right and to_input.right.turns:
                 weight8 = turn_weight(weight, weight_scale, to_input.right, grad)
             else:
                 weight8 = quantize(weight.t(), to_input.right, how.weight)
             grad_x = product(grad8, weight8, ctx.dtype, how.emulate, to_input.fast_accumulation)
         if not ctx.needs_input_grad[1]:
-            return grad_x, None, None, None, None
+            return grad_x, None, None, None, found, None, None
         if to_weight is None:
             grad_weight = grad.t() @ x
         else:
             if turned is None:
-                turned = quantize(grad.t(), to_weight.left, how.grad)
+                turned = quantize(grad.t(), to_weight.left, how.grad, known)
             if x_scale is None:
                 x8 = quantize(x.t(), to_weight.right, how.input)
             else:
                 x8 = Scaled(x, x_scale, to_weight.right).turned(grad)
             grad_weight = product(turned, x8, ctx.dtype, how.emulate, to_weight.fast_accumulation)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, found, None, None

@@ -14,7 +14,8 @@ from dtron.float8.casting import Scaled, dequantize, wide
 from dtron.float8.recipes import Recipe
 
 _CAPABILITY = (8, 9)  # Ada and Hopper on
-_BLOCKS_CAPABILITY, _BLOCKS_CUDA = (9, 0), (12, 9)  # Hopper alone, by cuBLAS
+_HOPPER = (9, 0)
+_BLOCKS_CUDA = (12, 9)
 _BLOCK = 128
 
 
@@ -34,7 +35,8 @@ def why_emulated(
     capability = torch.cuda.get_device_capability(device)
     if capability < _CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} has no float8 instructions"
-    if recipe.kernel == "none" or (recipe.kernel == "blocks" and capability != _BLOCKS_CAPABILITY):
+    hopper = recipe.kernel in ("blocks", "grouped")
+    if recipe.kernel == "none" or (hopper and capability != _HOPPER):
         return f"{recipe.name} has no kernel for {torch.cuda.get_device_name(device)}"
     if recipe.kernel == "blocks":
         cuda = torch.version.cuda or ""

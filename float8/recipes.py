@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-Kernel = Literal["scaled_mm", "blocks", "none"]
+Kernel = Literal["scaled_mm", "blocks", "grouped", "none"]
 
 
 @dataclass(frozen=True)
@@ -128,3 +128,12 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
+
+EXPERTS = Recipe(
+    "float8.experts",
+    output=Product(_ROW, _ROW, fast_accumulation=True),
+    grad_input=Product(_ROW, _ROW),
+    grad_weight=None,
+    kernel="grouped",
+)
+"""Of the grouped products of experts, beside any of the recipes."""

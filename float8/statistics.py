@@ -76,8 +76,10 @@ class _Probe:
         self.sums = sums
 
     @torch.no_grad()
-    def __call__(self, operand: str, x: Tensor, cast: Cast, groups: tuple[str, ...]) -> None:
-        self.sums[OPERANDS.index(operand)] += measure(x, cast, groups)
+    def __call__(
+        self, operand: str, x: Tensor, cast: Cast, groups: tuple[str, ...], scale: Tensor | None
+    ) -> None:
+        self.sums[OPERANDS.index(operand)] += measure(x, cast, groups, scale)
 
 
 def measure(

@@ -27,49 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtron.kernels.grouped import grouped_product
 from dtron.kernels.permute import inverse_of, repeated, summed
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS, FeedForward
 from dtron.models.router import Router
-
-GROUPED_BYTES = 16  # rows of operands of grouped_mm are multiples of this
-
-
-def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x_e weight_e^T for the rows x_e of each expert e.
-
-    Args:
-        x: (N, K), sorted by expert.
-        weight: (E, M, K), of x's dtype.
-        offsets: int32 (E,), where each expert's rows end.
-    Returns:
-        (N, M). Rows after the last expert's are anything, NaN too, and so are their gradients.
-    """
-    if _groupable(x, weight):
-        return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
-    return looped_product(x, weight, offsets)
-
-
-def _groupable(x: Tensor, weight: Tensor) -> bool:
-    """Whether grouped_mm takes these: of torch 2.11 and 2.13 its kernels know no float64, and what
-    torch.compile knows of it bfloat16 alone."""
-    if any(size * x.element_size() % GROUPED_BYTES for size in weight.shape[1:]):
-        return False
-    if torch.compiler.is_compiling():
-        return x.dtype == torch.bfloat16
-    return x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-
-
-def looped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """The same in any dtype, an expert after the other over all rows: the reference. Rows after the
-    last expert's are zero."""
-    rows = torch.arange(x.shape[0], device=x.device)
-    starts = F.pad(offsets[:-1], (1, 0))
-    out = x.new_zeros(x.shape[0], weight.shape[1])
-    for matrix, start, end in zip(weight, starts, offsets, strict=True):
-        inside = (start <= rows) & (rows < end)
-        out = torch.where(inside.unsqueeze(1), x @ matrix.T, out)
-    return out
 
 
 class Experts(nn.Module):
@@ -79,12 +41,14 @@ class Experts(nn.Module):
     Attributes:
         part: (index, number) of the parts into which widths are split from outside: F of every
             matrix, D of down_bias. What comes out is then one of as many parts of a sum.
+        multiply: as `grouped_product`; replaced from outside by products in fewer bits.
     """
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
         self.part = (0, 1)
+        self.multiply = grouped_product
         inward = (config.n_experts, config.expert_dim, config.dim)
         outward = (config.n_experts, config.dim, config.expert_dim)
         names = {"gate": inward, "up": inward, "down": outward}
@@ -125,7 +89,7 @@ class Experts(nn.Module):
     def _product(self, name: str, x: Tensor, offsets: Tensor, inside: Tensor) -> Tensor:
         weight, bias = self.own(name), self.own(f"{name}_bias")
         assert weight is not None, f"experts have no {name}"
-        out = grouped_product(x, weight, offsets)
+        out = self.multiply(x, weight, offsets)
         if bias is None:
             return out
         rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)

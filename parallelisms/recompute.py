@@ -48,6 +48,7 @@ PRODUCTS = (
     "aten._scaled_mm.default",
     "dtron.float8_blocks_product.default",
     "aten._grouped_mm.default",
+    "aten._scaled_grouped_mm.default",
     "symm_mem.fused_all_gather_matmul.default",
     "symm_mem.fused_matmul_reduce_scatter.default",
 )

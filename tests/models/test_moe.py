@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtron.kernels.grouped import grouped_product, looped_product
 from dtron.models.moe import (
     Experts,
     MoE,
     capacity,
-    grouped_product,
-    looped_product,
     within_capacity,
 )
 from tests.models.build import small_config

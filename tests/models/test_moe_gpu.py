@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtron.models.moe import MoE, grouped_product, looped_product
+from dtron.kernels.grouped import grouped_product, looped_product
+from dtron.models.moe import MoE
 from tests.models.build import initialized, small_config, tokens, varied
 
 pytestmark = [

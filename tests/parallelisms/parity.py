@@ -32,6 +32,8 @@ from dtron.config import Compile, Data, Float8, Model, Optim, Parallel, Recomput
 from dtron.data import Batch
 from dtron.errors import DtronError
 from dtron.float8 import RECIPES, convert
+from dtron.float8.delayed import DelayedScales
+from dtron.float8.experts import convert_experts
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.models import MODELS, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
@@ -116,6 +118,8 @@ class Case:
     def rounds_alike(self) -> bool:
         """Whether float8 rounds as in one process: it shares scales, or no tensor is split."""
         recipe, parallel = self.float8.recipe, self.parallel
+        if self.float8.experts and parallel.etp > 1:
+            return False
         return not recipe or RECIPES[recipe].shares_scales or parallel.tp == parallel.cp == 1
 
     def __str__(self) -> str:
@@ -272,8 +276,13 @@ def _reference(case: Case) -> dict[str, Any]:
     config, _ = case.resolved()
     model = build(case, config)
     initialize(model, SEED, initializer(case, config))
+    scales: DelayedScales | None = None
     if (float8 := case.plan()) is not None:
         convert(model, float8.layers, float8.recipe, emulate=True)
+        convert_experts(model, float8.experts, emulate=True)
+        if float8.settings.scaling == "delayed":
+            layers = {name: model.get_submodule(name) for name in float8.layers}
+            scales = DelayedScales(layers, float8.settings.amax_history, None)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses, norms, gradients, loads = [], [], {}, []
     at_once = case.micro_batch if by_micro_batch(case) else case.sequences
@@ -304,6 +313,8 @@ def _reference(case: Case) -> dict[str, Any]:
             gradients = {k: p.grad.clone() for k, p in model.named_parameters()}  # type: ignore[union-attr]
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
+        if scales is not None:
+            scales.update()
         loads += update_expert_bias(found).tolist() if found else []
     assert min(norms) > MAX_NORM, f"clipping does not act: {norms}"
     parameters = {k: p.detach().clone() for k, p in model.named_parameters()}
@@ -370,11 +381,17 @@ def parallel_run(case: Case) -> dict[str, Any]:
     if refresh is not None:
         refresh()
 
+    scales = float8.delay_scales(applied, mesh) if float8 else None
+    if scales is not None:
+        scales.update()
+
     def after(taken: Tensor) -> None:
         if routing is not None:
             routing.after_update(taken)
         if refresh is not None:
             refresh()
+        if scales is not None:
+            scales.update()
 
     train_step = RecordingStep(
         execution,

@@ -31,6 +31,7 @@ LAYOUTS = [
     float8("tensorwise", 2, Parallel(), float8={"all_gather": True}),
     float8("rowwise", 2, Parallel(tp=2), dtype="float32"),
     float8("tensorwise", 2, Parallel(cp=2)),
+    float8("tensorwise", 2, Parallel(cp=2), float8={"scaling": "delayed"}),
 ]
 MEMORY = [
     Recompute(mode="full"),

@@ -335,6 +335,8 @@ SPECIAL = [
 GATHERS = {"all_gather": True, "gather_inputs": True}
 BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
+EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
+DELAYED = {"float8": {"scaling": "delayed", "amax_history": 2}, "steps": 4}
 FLOAT8 = [
     # one scale a tensor: equal in every layout
     float8("tensorwise", 4, Parallel(dp_replicate=2), recompute=FULL, micro_batch=2, sequences=8),
@@ -343,11 +345,19 @@ FLOAT8 = [
     float8("tensorwise", 2, Parallel(cp=2), documents=True, compile=EAGER),
     float8("tensorwise", 4, Parallel(cp=2, tp=2), recompute=Recompute(mode="selective")),
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
+    # scales of earlier steps
+    float8("tensorwise", 2, Parallel(dp_replicate=2), **DELAYED, recompute=FULL, sequences=8),
+    float8("tensorwise", 4, Parallel(cp=2, tp=2), **DELAYED, compile=EAGER),
+    float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3", **DELAYED),
     # weights and inputs that travel in float8
     float8("tensorwise", 4, Parallel(dp_replicate=2), float8={"all_gather": True}),
     float8("tensorwise", 4, Parallel(tp=2), compile=EAGER, float8=GATHERS),
     float8("tensorwise", 4, Parallel(cp=2, tp=2, zero=2), recompute=FULL, float8=GATHERS),
     float8("tensorwise", 2, Parallel(tp=2), float8={"gather_inputs": True, "skip": BLOCK_0_FFN}),
+    # experts: a scale a row, wherever the row is
+    float8("rowwise", 2, Parallel(ep=2), "mixtral", **EXPERTS8, recompute=FULL),
+    float8("tensorwise", 4, Parallel(tp=2, ep=2), "mixtral", **EXPERTS8),
+    float8("rowwise", 2, Parallel(etp=2), "mixtral", **EXPERTS8, dtype="float32"),
     # scales of rows and blocks: equal where no tensor is split, else as accurate
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1)),
     float8("mxfp8", 4, Parallel(pp=2), recompute=FULL),

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Shard
 from dtron import loss, routing, step
 from dtron.config import Parallel, Recompute
 from dtron.data import Batch
-from dtron.float8 import casting
+from dtron.float8 import casting, delayed
 from dtron.parallelisms import apply, context, expert, fsdp, gradients, head_loss, tensor
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.deferred import WeightGradients
@@ -229,6 +229,16 @@ def scales_of_ones_own() -> None:
     casting.shared = lambda amax, _groups: amax
 
 
+def histories_of_ones_own() -> None:
+    """Delayed scales come from what the rank itself has seen."""
+    made = delayed.DelayedScales.__init__
+
+    def alone(self: Any, layers: Any, length: int, _group: Any) -> None:
+        made(self, layers, length, None)
+
+    delayed.DelayedScales.__init__ = alone  # type: ignore[method-assign]
+
+
 def expert_gradients_averaged() -> None:
     """FSDP divides gradients of experts by the ranks that share them."""
     summed = fsdp._sum_gradients
@@ -413,6 +423,14 @@ def test_norm_that_miscounts_experts_turns_parity_red(parallel: Parallel) -> Non
     found = deviations(case, run_ranks(2, run_with, parts_of_experts_counted_once, case))
     wrong = Outcome(found).wrong(case)
     assert any(line.startswith("norm 0") for line in wrong)
+    assert not [line for line in wrong if line.startswith(("gradient", "loss 0"))]
+
+
+def test_scales_of_other_steps_that_ranks_do_not_share_turn_parity_red() -> None:
+    case = test_parity.float8("tensorwise", 2, Parallel(dp_replicate=2), **test_parity.DELAYED)
+    found = deviations(case, run_ranks(case.world, run_with, histories_of_ones_own, case))
+    wrong = Outcome(found).wrong(case)
+    assert any(line.startswith("parameter") for line in wrong)
     assert not [line for line in wrong if line.startswith(("gradient", "loss 0"))]
 
 

@@ -1,0 +1,108 @@
+"""Scales that are known before a step: of inputs and gradients by the steps before it.
+
+    scale = largest / max of the largest magnitudes of the last H steps
+
+What is larger than anything in those steps saturates. A step's largest magnitude is that over its
+micro-batches and over all ranks that hold parts of the operand or of the batch, so that every
+layout has the same scales. Weights are there before the step: their scale is that of their values,
+computed once after each update. Both take one reduction a step for all layers.
+
+Before the first step has been taken scales are those of the values, as without this.
+
+How magnitudes get here: each layer has a leaf whose gradient they are (linear.py). Gradients come
+once a backward: recomputation tells nothing twice, and what has no backward, as evaluation, tells
+nothing. Nothing here changes what is compiled, but for the second step.
+
+Source: arXiv:2209.05433; arXiv:2310.18313, and Transformer Engine's DelayedScaling.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtron.float8.casting import scale_of
+from dtron.float8.linear import Delayed, Float8Linear
+
+
+class DelayedScales:
+    """Scales of the float8 layers of a rank's stages.
+
+    Made once the weights have storage; `update` is due then, after each update of the weights and
+    after loading.
+
+    Args:
+        layers: by FQN, in one order on all ranks of the group; one scale a tensor, all of one
+            recipe.
+        length: H, steps whose magnitudes count.
+        group: all ranks that have these layers; None: this process alone.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Float8Linear], length: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self.group, self.layers = group, list(layers.values())
+        device = self.layers[0].weight.device if self.layers else None
+        self.seen = torch.zeros(len(layers), 2, device=device)
+        self.histories = torch.zeros(len(layers), length, 2, device=device)
+        """Largest magnitudes of input and gradient, the newest first; 0: of no step yet."""
+        self.state = dict(zip(layers, self.histories.unbind(0), strict=True))
+        """The same by FQN, float32 (H, 2): what a checkpoint holds."""
+        self.scales = list(torch.ones(len(layers), 3, device=device).unbind(0))
+        self.recorded = False
+        for layer, seen in zip(self.layers, self.seen.unbind(0), strict=True):
+            assert layer.recipe.shares_scales, "parts of a tensor have no scale for all steps"
+            leaf = torch.zeros(2, device=device, requires_grad=True)
+            leaf.register_post_accumulate_grad_hook(self._recorder(seen))
+            layer.delayed = Delayed(leaf)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Compute all scales, from what the step has shown, if there was one."""
+        if not self.layers:
+            return
+        weights = torch.stack(torch._foreach_norm(self._weights(), math.inf)).float()
+        shown = torch.cat([self.seen, weights[:, None]], 1)
+        shown = torch.where(shown.isfinite(), shown, 0)  # a bad step is not remembered
+        if self.group is not None:
+            dist.all_reduce(shown, dist.ReduceOp.MAX, self.group)
+        if self.recorded:
+            self._remember(shown[:, :2])
+        known = self.recorded or bool(self.histories.any().item())
+        if known:
+            self._compute(self.histories.amax(1), shown[:, 2])
+        for layer, own in zip(self.layers, self.scales, strict=True):
+            assert layer.delayed is not None
+            layer.delayed.scales = own if known else None
+        self.recorded = False
+
+    def _remember(self, newest: Tensor) -> None:
+        """An operand that was zero, or not finite, keeps its history."""
+        moved = torch.cat([newest[:, None], self.histories[:, :-1]], 1)
+        self.histories.copy_(torch.where((newest > 0)[:, None], moved, self.histories))
+        self.seen.zero_()
+
+    def _compute(self, largest: Tensor, weights: Tensor) -> None:
+        recipe = self.layers[0].recipe
+        casts = (recipe.output.left, recipe.output.right, recipe.grad_input.left)
+        amax = (largest[:, 0], weights, largest[:, 1])
+        scales = torch.stack([scale_of(a, c) for a, c in zip(amax, casts, strict=True)], 1)
+        known = torch.stack(amax, 1) > 0
+        torch._foreach_copy_(self.scales, list(torch.where(known, scales, 1).unbind(0)))
+
+    def _weights(self) -> list[Tensor]:
+        """What this rank holds of each weight; of none, a zero."""
+        parts = [layer.weight for layer in self.layers]
+        local = [w.to_local() if isinstance(w, DTensor) else w for w in parts]
+        return [w.detach() if w.numel() else w.new_zeros(1) for w in local]
+
+    def _recorder(self, seen: Tensor) -> Callable[[Tensor], None]:
+        def record(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            torch.maximum(seen, leaf.grad, out=seen)
+            leaf.grad, self.recorded = None, True
+
+        return record
