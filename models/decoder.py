@@ -115,7 +115,9 @@ class ExpertBlock(Block):
         ffn = self.ffn
         assert isinstance(ffn, MoE)
         rows, offsets, kept = ffn.send(self.ffn_norm(x), dropout_keys, loads, order)
-        h, counts, losses = ffn.receive(ffn.experts(rows, offsets, ffn.tail), kept)
+        pending = ffn.experts.begin(rows, offsets, ffn.tail)
+        beside = ffn.beside(kept.x)
+        h, counts, losses = ffn.receive(ffn.experts.finish(pending), beside, kept)
         return x + self.ffn_drop(h, dropout_keys), counts, losses
 
 

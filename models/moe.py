@@ -3,11 +3,13 @@
     router      x (B, T, D) -> for each token k experts and their weights (`router.py`)
     send        sorts the (token, expert) pairs by expert: a row each
     experts     stacked matrices, multiplied by groups of rows: one grouped product each
-    receive     adds the results up by weight, and what comes of
     shared      a feed-forward layer that every token takes
+    receive     adds the results up by weight, and the shared ones
 
-Only `experts` may be elsewhere: expert parallelism replaces its `forward` from outside. A block
-calls the three in turn, so that a graph that breaks at the experts breaks once.
+Only `experts` may be elsewhere: expert parallelism replaces their `begin`, which sends rows away,
+and their `finish`, which waits for them. What all tokens take is computed in between, while rows
+travel. A block calls all of these in turn, so that a graph that breaks at the experts breaks there
+alone.
 In bfloat16 nothing waits for the device: the rows of each expert are told by offsets, int32 (E,),
 which are on it. Row r belongs to expert e where offsets[e - 1] <= r < offsets[e], with
 offsets[-1] = 0.
@@ -21,7 +23,8 @@ arXiv:2211.15841; shared experts DeepSeekMoE, arXiv:2401.06066.
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +42,8 @@ class Experts(nn.Module):
     `bias` vectors gate_bias and up_bias (E, F), down_bias (E, D).
 
     Attributes:
+        activate: (gate, up) -> h, or up -> h without gate, element by element. Replaced from
+            outside by one kernel, where no graph holds it.
         part: (index, number) of the parts into which widths are split from outside: F of every
             matrix, D of down_bias. What comes out is then one of as many parts of a sum.
         multiply: as `grouped_product`; replaced from outside by products in fewer bits.
@@ -47,6 +52,8 @@ class Experts(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
+        gated, function = self.activation.gated, self.activation.function
+        self.activate: Callable[..., Tensor] = self.activation if gated else function
         self.part = (0, 1)
         self.multiply = grouped_product
         inward = (config.n_experts, config.expert_dim, config.dim)
@@ -64,6 +71,15 @@ class Experts(nn.Module):
         outside where there is only a part of it."""
         return getattr(self, name)
 
+    def begin(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Any:
+        """Set rows off to their experts; arguments as for `forward`. What it returns is for
+        `finish`, once, and for nothing else."""
+        return rows, offsets, tail
+
+    def finish(self, pending: Any) -> Tensor:
+        """What `forward` gives for the rows that `begin` was given."""
+        return self(*pending)
+
     def forward(self, x: Tensor, offsets: Tensor, tail: bool = True) -> Tensor:
         """Each expert's network on its rows.
 
@@ -80,9 +96,9 @@ class Experts(nn.Module):
             x = torch.where(inside, x, 0)
         h = self._product("up", x, offsets, inside)
         if self.activation.gated:
-            h = self.activation(self._product("gate", x, offsets, inside), h)
+            h = self.activate(self._product("gate", x, offsets, inside), h)
         else:
-            h = self.activation.function(h)
+            h = self.activate(h)
         out = self._product("down", h, offsets, inside)
         return torch.where(inside, out, 0) if tail else out
 
@@ -201,7 +217,9 @@ class MoE(nn.Module):
             (B, T, D) in x's dtype, and counts and losses for `Router.record`.
         """
         rows, offsets, kept = self.send(x, keys, loads, order)
-        return self.receive(self.experts(rows, offsets, self.tail), kept)
+        pending = self.experts.begin(rows, offsets, self.tail)
+        beside = self.beside(x)
+        return self.receive(self.experts.finish(pending), beside, kept)
 
     @property
     def tail(self) -> bool:
@@ -233,16 +251,20 @@ class MoE(nn.Module):
         rows = repeated(flat, slots, by_slot, chosen.shape[1])
         return rows, offsets, Kept(x, weights, slots, by_slot, counts, losses)
 
-    def receive(self, rows: Tensor, kept: Kept) -> tuple[Tensor, Tensor, Tensor]:
+    def beside(self, x: Tensor) -> Tensor | None:
+        """What all tokens take, (B, T, D) -> (B, T, D); None where there are no shared experts."""
+        if self.shared is None:
+            return None
+        shared = self.shared(x)
+        return shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid()
+
+    def receive(
+        self, rows: Tensor, beside: Tensor | None, kept: Kept
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What comes after the experts, which gave (R, D); returns what `forward` does."""
         x = kept.x
         out = summed(rows, kept.weights, kept.slots, kept.rows).view_as(x).to(x.dtype)
-        if self.shared is not None:
-            shared = self.shared(x)
-            if self.shared_gate is not None:
-                shared = shared * self.shared_gate(x).sigmoid()
-            out = out + shared
-        return out, kept.counts, kept.losses
+        return out if beside is None else out + beside, kept.counts, kept.losses
 
     def _admitted(self, chosen: Tensor, order: Tensor | None) -> tuple[Tensor, int]:
         """Choices (B, T, k) without those over capacity, and what each expert may take of all."""

@@ -22,7 +22,7 @@ from torch import nn
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.async_tp import FusedOps
-from dtron.parallelisms.compile import compile_blocks
+from dtron.parallelisms.compile import compile_activations, compile_blocks
 from dtron.parallelisms.context import Context, apply_context
 from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
 from dtron.parallelisms.execution import Accumulation, Execution
@@ -266,6 +266,8 @@ def _apply_to_part(
         attach_loss(held[head], loss)
     blocks = [(i, name, held[name]) for i, name in enumerate(whole.blocks) if name in held]
     broken = {block for block in whole.blocks if waits_for_host(block, apart, mesh)}
+    if broken:
+        compile_activations(apart.values(), passes.compile)
     recomputed, compiled = _wrap_blocks(blocks, mesh, passes, fused, offload, broken)
     if offload is not None:
         offload.attach(stage, [block for _, _, block in blocks])

@@ -1,15 +1,15 @@
 """torch.compile, block by block: all blocks share one compiled graph, so that start-up stays short.
 
 The graph must be whole (`fullgraph`): a break would be silent and slow. Only experts on other ranks
-break it, since the host has to know how many rows to send. FSDP's hooks stay outside, around the
-block.
+break it, since the host has to know how many rows to send; of what they compute outside of all
+graphs the elementwise part is compiled by itself. FSDP's hooks stay outside, around the block.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtron.config import Compile
 
@@ -32,8 +32,7 @@ def compile_blocks(
     """
     if not options.enable:
         return []
-    chosen = dict(inductor_options or {}) if options.backend == "inductor" else {}
-    settings: dict[str, Any] = {"backend": options.backend, "options": chosen or None}
+    settings = _settings(options, inductor_options)
     for name, block in blocks.items():
         settings["fullgraph"] = name not in broken
         if forward_only:
@@ -41,3 +40,28 @@ def compile_blocks(
         else:
             block.compile(dynamic=False, **settings)
     return list(blocks)
+
+
+def compile_activations(experts: Iterable[nn.Module], options: Compile) -> None:
+    """Compile what experts that no graph holds compute element by element, their `activate`, in
+    place: a kernel in the forward and one in the backward, for any number of rows."""
+    for module in experts if options.enable else ():
+        if hasattr(module, "activate"):
+            module.activate = _for_any_rows(module.activate, options)  # type: ignore[assignment]
+
+
+def _for_any_rows(function: Callable[..., Tensor], options: Compile) -> Callable[..., Tensor]:
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, **_settings(options))
+
+    def call(*tensors: Tensor) -> Tensor:
+        # No row or one would compile anew, in the middle of a run, while other ranks wait.
+        return compiled(*tensors) if len(tensors[0]) > 1 else function(*tensors)
+
+    return call
+
+
+def _settings(
+    options: Compile, inductor_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    chosen = dict(inductor_options or {}) if options.backend == "inductor" else {}
+    return {"backend": options.backend, "options": chosen or None}

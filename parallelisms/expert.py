@@ -12,7 +12,7 @@ so that degrees of the dense part and of the experts have nothing to do with eac
 product. Routers, shared experts and all other modules stay in the dense part.
 
 `Experts` gets rows sorted by expert and gives back as many; it neither knows nor cares where they
-came from. Hence `forward` of the module that holds the experts is all that is replaced:
+came from. Hence the calls of the module that holds the experts are all that is replaced:
 
     rows sorted by expert (M, D) --------------------------- results (M, D), of etp the sum
       | to rank (r, s) those of r's experts, for all s          ^
@@ -22,6 +22,14 @@ came from. Hence `forward` of the module that holds the experts is all that is r
 A row goes to all etp ranks of its expert, each of which gives a part of a sum. A call costs an
 all-to-all of counts, of which the host reads the sums, once, since sizes of messages are the
 host's; then one each way, and one each way in the backward. Nothing else waits for the device.
+
+A layer's `begin` issues the first all-to-all of rows, its `finish` waits for it. Collectives run on
+a stream of their own, so that order is all that is needed for what a model computes in between to
+run beside them. The backward has the same order by autograd's rule that of the nodes that are ready
+the latest made comes first:
+
+    forward     _Issue: all-to-all     in between                 _Wait: wait
+    backward    _Issue: wait           in between's gradients     _Wait: all-to-all back
 
 Gradients: a rank's experts see the rows of all ranks of ep x etp, whole; FSDP sums over the rest.
 The loss is divided by the tokens of the whole step before the backward, so that there is nothing to
@@ -35,17 +43,13 @@ arXiv:2504.14960; Megatron-LM's token dispatchers.
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_to_all_single,
-    all_to_all_single_autograd,
-    wait_tensor,
-)
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -65,7 +69,9 @@ class ExpertLayers:
 
     Such a module has parameters of E experts each along dim 0, an attribute `part`, and
     a method `own(name)` by which it gets at them, and `forward(rows, offsets, tail) -> rows`, as
-    `models/moe.py` says.
+    `models/moe.py` says. A model may call `begin(rows, offsets, tail)` and `finish` of what that
+    gave instead, and compute in between what needs no rows. An attribute `activate`, if there is
+    one, is compiled where the model is: a function of tensors, element by element.
     """
 
     experts: str
@@ -85,9 +91,40 @@ class Dispatcher(Protocol):
 
     def __init__(self, group: dist.ProcessGroup, ep: int, etp: int) -> None: ...
 
-    def __call__(self, rows: Tensor, offsets: Tensor, compute: Compute) -> Tensor:
-        """rows (M, D), offsets int32 (E,) of all experts -> (M, D); zero after the last offset."""
+    def begin(self, rows: Tensor, offsets: Tensor) -> Any:
+        """Set rows off, (M, D), with offsets int32 (E,) of all experts; what it returns is for
+        `finish`."""
         ...
+
+    def finish(self, pending: Any, compute: Compute) -> Tensor:
+        """Results of the rows that `begin` was given, (M, D); zero after the last offset."""
+        ...
+
+
+@dataclass
+class _Exchange:
+    """An all-to-all of rows, (M, D) -> (N, D), and the one of their gradients back."""
+
+    received: list[int]
+    sent: list[int]
+    """N and M by rank."""
+    group: str
+    returning: Tensor | None = None
+    """Gradients (M, D) from the backward of `_Wait` to that of `_Issue`; autograd would want them
+    to have the shape of what they are gradients of."""
+
+
+@dataclass(frozen=True)
+class _Travelling:
+    """Rows on their way to experts of this rank."""
+
+    arriving: Tensor
+    """(N, D), by (sender, expert); not to be read before it is waited for."""
+    exchange: _Exchange
+    counts: Tensor
+    """int64 (P, E / ep), rows of each sender for each expert."""
+    n_rows: int
+    """Of those that `begin` was given; some may have stayed here."""
 
 
 class AllToAll:
@@ -100,21 +137,29 @@ class AllToAll:
     def __init__(self, group: dist.ProcessGroup, ep: int, etp: int) -> None:
         self.group, self.ep, self.etp = group, ep, etp
 
-    def __call__(self, rows: Tensor, offsets: Tensor, compute: Compute) -> Tensor:
+    def begin(self, rows: Tensor, offsets: Tensor) -> _Travelling:
         """See Dispatcher."""
         counts = offsets.diff(prepend=offsets.new_zeros(1))
         mine = counts.long().view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten(0, 1)  # (P, E_r)
         theirs = wait_tensor(all_to_all_single(mine.contiguous(), None, None, self.group))
         sent, received = _read(torch.stack([mine.sum(1), theirs.sum(1)]))
-        n_rows = sum(sent) // self.etp
-        arrived = self._exchange(self._copies(rows[:n_rows], sent), received, sent)
-        order, inverse = _by_expert(theirs, len(arrived))
-        results = compute(reordered(arrived, order, inverse), theirs.sum(0).cumsum(0).int())
-        back = self._exchange(reordered(results, inverse, order), sent, received)
-        return F.pad(self._sums(back, sent), (0, 0, 0, len(rows) - n_rows))
+        exchange = _Exchange(received, sent, self.group.group_name)
+        leaving = self._copies(rows[: sum(sent) // self.etp], sent)
+        return _Travelling(self._issue(leaving, exchange), exchange, theirs, len(rows))
 
-    def _exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        return all_to_all_single_autograd(rows.contiguous(), received, sent, self.group)
+    def finish(self, pending: _Travelling, compute: Compute) -> Tensor:
+        """See Dispatcher."""
+        there, counts = pending.exchange, pending.counts
+        order, inverse = _by_expert(counts, sum(there.received))
+        arrived = _Wait.apply(pending.arriving, there)
+        results = compute(reordered(arrived, order, inverse), counts.sum(0).cumsum(0).int())
+        back = _Exchange(there.sent, there.received, there.group)
+        returning = self._issue(reordered(results, inverse, order), back)
+        out = self._sums(_Wait.apply(returning, back), there.sent)
+        return F.pad(out, (0, 0, 0, pending.n_rows - len(out)))
+
+    def _issue(self, rows: Tensor, exchange: _Exchange) -> Tensor:
+        return _Issue.apply(rows, exchange)
 
     def _copies(self, rows: Tensor, sent: list[int]) -> Tensor:
         """Rows of each ep rank, once for each of its etp ranks."""
@@ -130,6 +175,41 @@ class AllToAll:
         parts = rows.split(sent)
         wholes = [parts[i : i + self.etp] for i in range(0, len(parts), self.etp)]
         return torch.cat([torch.stack(whole).sum(0) for whole in wholes])
+
+
+class _Issue(torch.autograd.Function):
+    """Rows (M, D) set off; (N, D) that `_Wait` alone may read. Its backward waits for what that of
+    `_Wait` sent."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _sent(rows, exchange.received, exchange.sent, exchange.group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        returning, ctx.exchange.returning = ctx.exchange.returning, None
+        return wait_tensor(returning), None
+
+
+class _Wait(torch.autograd.Function):
+    """Rows that have arrived, (N, D) -> (N, D). In its backward their gradients set off."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return wait_tensor(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        there = ctx.exchange
+        there.returning = _sent(gradients[0], there.sent, there.received, there.group)
+        return gradients[0], None  # kept so until `_Issue` has waited, which reads nothing of it
+
+
+def _sent(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+    """An all-to-all that is not waited for; until then the process group keeps what it reads."""
+    return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"all_to_all": AllToAll}
@@ -201,19 +281,27 @@ def apply_experts(modules: Mapping[str, nn.Module], layers: ExpertLayers, mesh: 
         module.part = (mesh.experts.get_local_rank("etp"), etp)  # type: ignore[assignment]
         module.own = functools.partial(_local, module)  # type: ignore[assignment]
         dispatcher = DISPATCHERS[layers.dispatcher](mesh.expert_group(), ep, etp)
-        # Left out of compiled graphs, which cannot wait for the host.
-        module.forward = torch.compiler.disable(_Elsewhere(module.forward, dispatcher).forward)
+        elsewhere = _Elsewhere(module.forward, dispatcher)
+        for call in ("begin", "finish", "forward"):
+            # Left out of compiled graphs, which cannot wait for the host.
+            setattr(module, call, torch.compiler.disable(getattr(elsewhere, call)))
 
 
 class _Elsewhere:
-    """The forward of experts of which this rank has a part."""
+    """The calls of experts of which this rank has a part."""
 
     def __init__(self, compute: Callable[..., Tensor], dispatcher: Dispatcher) -> None:
         self.compute, self.dispatcher = compute, dispatcher
 
-    def forward(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Tensor:
+    def begin(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Any:
         """As the experts' own; rows after the last expert's stay here, so that there is no tail."""
-        return self.dispatcher(rows, offsets, self._local)
+        return self.dispatcher.begin(rows, offsets)
+
+    def finish(self, pending: Any) -> Tensor:
+        return self.dispatcher.finish(pending, self._local)
+
+    def forward(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Tensor:
+        return self.finish(self.begin(rows, offsets, tail))
 
     def _local(self, rows: Tensor, offsets: Tensor) -> Tensor:
         return self.compute(rows, offsets, tail=False)

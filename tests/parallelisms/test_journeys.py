@@ -46,7 +46,8 @@ def dispatch(rows: list[list[Row]], n_experts: int) -> tuple[list, list]:
 
     group = dist.group.WORLD
     assert group is not None
-    back = AllToAll(group, dist.get_world_size(), 1)(mine, counts.cumsum(0).int(), compute)
+    dispatcher = AllToAll(group, dist.get_world_size(), 1)
+    back = dispatcher.finish(dispatcher.begin(mine, counts.cumsum(0).int()), compute)
     return seen, list(map(tuple, back.long().tolist()))
 
 

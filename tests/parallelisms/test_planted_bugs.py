@@ -252,28 +252,28 @@ def expert_gradients_averaged() -> None:
 
 def expert_inputs_without_gradient() -> None:
     """Gradients of rows do not travel back to the ranks that sent them."""
-    exchange, calls = expert.AllToAll._exchange, itertools.count()
+    issue, calls = expert.AllToAll._issue, itertools.count()
 
     def once(self: Any, rows: Tensor, *sizes: list[int]) -> Tensor:
         there = next(calls) % 2 == 0
-        return exchange(self, rows.detach().requires_grad_() if there else rows, *sizes)
+        return issue(self, rows.detach().requires_grad_() if there else rows, *sizes)
 
-    expert.AllToAll._exchange = once  # type: ignore[method-assign]
+    expert.AllToAll._issue = once  # type: ignore[method-assign]
 
 
 def expert_gradients_of_own_rows() -> None:
     """A rank's experts learn of its own tokens alone."""
-    by_expert = expert.AllToAll.__call__
+    finish = expert.AllToAll.finish
 
-    def own(self: Any, rows: Tensor, offsets: Tensor, compute: Any) -> Tensor:
+    def own(self: Any, pending: Any, compute: Any) -> Tensor:
         def learn(arrived: Tensor, ends: Tensor) -> Tensor:
             out = compute(arrived, ends)
             first = torch.arange(len(out)).unsqueeze(1) < len(out) // 2
             return torch.where(first, out, out.detach())
 
-        return by_expert(self, rows, offsets, learn)
+        return finish(self, pending, learn)
 
-    expert.AllToAll.__call__ = own  # type: ignore[method-assign]
+    expert.AllToAll.finish = own  # type: ignore[method-assign]
 
 
 def part_of_results() -> None:
