@@ -47,7 +47,14 @@ from dtron.parallelisms.context import context_attention, context_attention_back
 from dtron.parallelisms.expert import AllToAll
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.initialize import materialize
-from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
+from dtron.parallelisms.mesh import (
+    BATCH_AXES,
+    LOSS_AXES,
+    MICRO_AXES,
+    SHARE_AXES,
+    TOKEN_AXES,
+    Mesh,
+)
 from dtron.parallelisms.pipeline import Pipeline
 from dtron.parallelisms.placement import first_tensor
 from dtron.preflight import resolve
@@ -167,6 +174,8 @@ class _Built:
         micro_batches = config.micro_batches(world_size)
         routing = None
         if model.n_experts:
+            for axes in (TOKEN_AXES, MICRO_AXES):
+                mesh.group(*axes)  # no mesh is made of fake tensors
             with fake:
                 routing = Routing(routers(applied.parts.values()), mesh, micro_batches)
         batches = [_batch(config, assembly) for _ in range(micro_batches)]
