@@ -9,7 +9,9 @@ context or tensor parallelism alone: the first stands for all, as shards are lar
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -28,8 +30,8 @@ from dtron.plan.tracing import Traced, trace
 MICRO_BATCHES = 3
 """Of a step without a pipeline: the first, one in between and the last differ."""
 
-Counts = dict[tuple[str, str], tuple[float, float]]
-"""(axis, collective) -> (calls, bytes)."""
+Counts = defaultdict[tuple[str, str], list[float]]
+"""(axis, collective) -> [calls, bytes]."""
 
 
 def exact(config: RunConfig, world_size: int) -> dict[str, Any]:
@@ -113,7 +115,15 @@ def traces(config: RunConfig, world_size: int, ranks: list[int]) -> list[Traced]
     with ProcessPoolExecutor(
         workers, context, torch.set_num_threads, (1,), max_tasks_per_child=1
     ) as pool:
-        return list(pool.map(trace, *zip(*((config, world_size, rank) for rank in ranks))))
+        waiting = [pool.submit(_trace, config, world_size, rank) for rank in ranks]
+        return [each.result() for each in waiting]
+
+
+def _trace(config: RunConfig, world_size: int, rank: int) -> Traced:
+    try:
+        return trace(config, world_size, rank)
+    except Exception:  # of torch may not be sent to another process
+        raise RuntimeError(f"rank {rank}:\n{traceback.format_exc()}") from None
 
 
 def compared(run: Resolved, told: RankMemory, found: Traced) -> dict[str, Any]:
@@ -135,12 +145,8 @@ def compared(run: Resolved, told: RankMemory, found: Traced) -> dict[str, Any]:
             {
                 "axis": axis,
                 "kind": kind,
-                "count": _pair(
-                    made.get((axis, kind), (0, 0))[0], planned.get((axis, kind), (0, 0))[0]
-                ),
-                "bytes": _pair(
-                    made.get((axis, kind), (0, 0))[1], planned.get((axis, kind), (0, 0))[1]
-                ),
+                "count": _pair(made[axis, kind][0], planned[axis, kind][0]),
+                "bytes": _pair(made[axis, kind][1], planned[axis, kind][1]),
             }
             for axis, kind in sorted(made.keys() | planned.keys())
         ],
@@ -154,17 +160,17 @@ def _pair(exact: float, predicted: float) -> dict[str, float]:
 
 def counted(run: Resolved, found: Traced) -> Counts:
     """What the code sent. What is received is what others send."""
-    sums: Counts = {}
+    sums: Counts = defaultdict(lambda: [0.0, 0.0])
     for label, kinds in found.collectives.items():
         for kind, figures in kinds.items():
-            if kind != "recv":
-                _add(sums, (axis_of(run, label), kind), figures["count"], figures["bytes"])
+            if kind != "recv" and (axis := axis_of(run, label)):  # not among one rank alone
+                _add(sums, (axis, kind), figures["count"], figures["bytes"])
     return sums
 
 
 def predicted(run: Resolved, rank: int) -> Counts:
     """The planner's collectives of a pipeline rank."""
-    sums: Counts = {}
+    sums: Counts = defaultdict(lambda: [0.0, 0.0])
     for each in collectives(run, rank):
         key = (axis_of(run, each.axis), each.kind)
         _add(sums, key, each.count, each.count * each.size)
@@ -172,8 +178,8 @@ def predicted(run: Resolved, rank: int) -> Counts:
 
 
 def _add(sums: Counts, key: tuple[str, str], count: float, size: float) -> None:
-    before = sums.get(key, (0.0, 0.0))
-    sums[key] = (before[0] + count, before[1] + size)
+    sums[key][0] += count
+    sums[key][1] += size
 
 
 def axis_of(run: Resolved, label: str) -> str:
@@ -198,30 +204,32 @@ def print_exact(console: Console, found: dict[str, Any]) -> None:
 
 
 def _memory_table(ranks: list[dict[str, Any]]) -> Table:
-    names = ("parameters", "gradients", "optimizer", "peak")
-    made = Table(title="GiB as the code allocates, and as predicted", title_justify="left")
-    made.add_column("pp rank")
-    for name in names:
-        for heading in (name, "predicted", "deviation"):
-            made.add_column(heading, justify="right", no_wrap=True)
-    made.add_column("at the peak", no_wrap=True)
+    headings = ("pp rank", "GiB", "exact", "predicted", "deviation", "of it")
+    made = _table("bytes that the code allocates, and that are predicted", headings, 2)
     for rank in ranks:
-        cells = [cell for name in names for cell in _cells(rank[name], GIB, ".2f")]
-        largest = sorted(rank["at_peak"].items(), key=lambda item: -item[1])[:4]
-        shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest if size)
-        made.add_row(str(rank["place"]["pp"]), *cells, shown)
+        for name in ("parameters", "gradients", "optimizer", "peak"):
+            largest = sorted(rank["at_peak"].items(), key=lambda item: -item[1])
+            parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in largest if size)
+            first = str(rank["place"]["pp"]) if name == "parameters" else ""
+            shown = parts if name == "peak" else ""
+            made.add_row(first, name, *_cells(rank[name], GIB, ".2f"), shown)
     return made
 
 
 def _collective_table(rank: dict[str, Any]) -> Table:
-    made = Table(title="collectives of the first pipeline rank", title_justify="left")
-    for i, heading in enumerate(
-        ("axis", "collective", "calls", "predicted", "", "GB", "predicted", "deviation")
-    ):
-        made.add_column(heading, justify="left" if i < 2 else "right", no_wrap=True)
+    headings = ("axis", "collective", "calls", "predicted", "", "GB", "predicted", "deviation")
+    made = _table("collectives of the first pipeline rank", headings, 2)
     for row in rank["collectives"]:
         cells = [*_cells(row["count"], 1, ",.0f"), *_cells(row["bytes"], 1e9, ",.4g")]
         made.add_row(row["axis"], row["kind"], *cells)
+    return made
+
+
+def _table(title: str, headings: Sequence[str], named: int) -> Table:
+    """Columns, of which the first ones are names."""
+    made = Table(title=title, title_justify="left")
+    for i, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if i < named else "right", no_wrap=True)
     return made
 
 

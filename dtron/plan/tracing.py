@@ -7,12 +7,13 @@ every operator: it counts collectives, and the bytes of storages from their firs
 What cannot be as on a GPU, and what stands in for it:
 
     attention       one operator with the results of a fused kernel; what is inside is not seen
+    RMSNorm         likewise
     compiled code   runs eagerly
     experts         get the rows of even loads, since nothing tells the host how many come
     documents       each sequence is one
 
-Private names of torch used, tested with 2.11 and 2.13: FakeStore, FakeTensorMode, of FSDP's states
-`_fsdp_param_group`, `fsdp_params` and `all_gather_outputs`, `CustomOpDef._init_fn`,
+Private names of torch used, tested with 2.11 and 2.13: FakeStore, those of fake_tensor, of FSDP's
+states `_fsdp_param_group`, `fsdp_params` and `all_gather_outputs`, `CustomOpDef._init_fn`,
 `_current_graph_task_id`.
 """
 
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -40,10 +41,12 @@ from dtron.collectives import CollectiveCounter
 from dtron.config import DEGREES, RunConfig
 from dtron.data import Batch
 from dtron.models.attention import Backend, Mask
+from dtron.models.layers import RMSNorm
 from dtron.models.router import routers
-from dtron.optim import build_optimizer, update
+from dtron.optim import build_optimizer
 from dtron.parallelisms.apply import Applied, apply_passes, build_execution
 from dtron.parallelisms.context import context_attention, context_attention_backward
+from dtron.parallelisms.deferred import linear_input_gradient
 from dtron.parallelisms.expert import AllToAll
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.initialize import materialize
@@ -169,6 +172,7 @@ class _Built:
         if passes.experts is not None:
             passes = replace(passes, experts=replace(passes.experts, dispatcher=Balanced))
         applied = apply_passes(assembly.build(), mesh, passes)
+        _fuse_norms(applied.parts.values())
         for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
             mesh.group(*axes)  # as the trainer does
         micro_batches = config.micro_batches(world_size)
@@ -196,14 +200,18 @@ class _Built:
         return cls(config, assembly, applied, step, batches, fake)
 
     def trace(self) -> Traced:
-        """Of a step that is not the run's first one: moments exist."""
-        self._make_moments()
+        """Of a step that is not the run's first one: moments exist, and DTensor knows how its
+        operators split, which it learns from tensors of whole size."""
         mesh, parameters = self.assembly.mesh, list(dict(self.applied.named_parameters()).values())
         if isinstance(self.step.execution, Pipeline):
             self._expect_shapes(self.step.execution)
+        names, parts = mesh.group_names(), self.applied.parts.values()
+        few = self.batches[: max(2, mesh.size("pp"))]
+        with _Watch(names, parts):
+            self.step(few, 0, self.config.optim.lr)
         moments = [v for s in self.step.optimizer.state.values() for v in s.values()]
         moments = [_local(v) for v in moments if isinstance(v, DTensor)]
-        watch = _Watch(mesh.group_names(), self.applied.parts.values())
+        watch = _Watch(names, parts)
         watch.begin({"parameters": [_local(p) for p in parameters], "optimizer": moments})
         gradients = 0
 
@@ -228,12 +236,6 @@ class _Built:
             collectives=watch.table(),
             seconds=0.0,
         )
-
-    def _make_moments(self) -> None:
-        for parameter in self.step.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        update(self.step.optimizer, torch.ones(()), 0.0)
-        self.step.optimizer.zero_grad()
 
     def _expect_shapes(self, pipeline: Pipeline) -> None:
         """What a stage gives is what all are told to expect."""
@@ -265,20 +267,58 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _opened(operator: Any) -> Callable[..., Any]:
-    """What an operator of context attention does inside: its sends, gathers and kernels' results."""
+    """The inside of an operator."""
     body = operator._init_fn
 
     @functools.wraps(body)
     def run(*args: Any) -> Any:
-        return body(*("flash" if arg == "math" else arg for arg in args))
+        return body(*(_readable(arg) for arg in args))
 
     return run
+
+
+def _readable(arg: Any) -> Any:
+    """A kernel that is fused in the place of `math`; numbers in the place of real scalars, which
+    are hosts' and could not be read where all is fake."""
+    if isinstance(arg, Tensor):
+        real = not isinstance(arg, FakeTensor) and arg.dim() == 0
+        with unset_fake_temporarily():
+            return arg.item() if real else arg
+    return "flash" if isinstance(arg, str) and arg == "math" else arg
 
 
 OPENED = {
     torch.ops.dtron.context_attention.default: _opened(context_attention),
     torch.ops.dtron.context_attention_backward.default: _opened(context_attention_backward),
+    torch.ops.dtron.linear_input_gradient.default: _opened(linear_input_gradient),
 }
+"""Operators of which the trace sees the inside, for what they send or put off."""
+
+
+def _fuse_norms(parts: Iterable[nn.Module]) -> None:
+    """Root-mean-square norms as one operator, as GPUs have them; on a CPU torch writes them out."""
+    for module in (m for part in parts for m in part.modules() if isinstance(m, RMSNorm)):
+        module.forward = functools.partial(_normed, module)  # type: ignore[method-assign]
+
+
+def _normed(module: RMSNorm, x: Tensor) -> Tensor:
+    if not module.zero_centered:
+        return _Norm.apply(x, module.weight)  # type: ignore[return-value]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return _Norm.apply(x.to(wide), 1 + module.weight.to(wide)).to(x.dtype)  # type: ignore[union-attr]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        roots = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, roots)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 class _Watch(CollectiveCounter):
