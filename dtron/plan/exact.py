@@ -12,7 +12,8 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -108,22 +109,46 @@ def distinct(run: Resolved) -> list[int]:
     return [index * (run.world_size // pp) for index in sorted(indices)]
 
 
-def traces(config: RunConfig, world_size: int, ranks: list[int]) -> list[Traced]:
+def traces(config: RunConfig, world_size: int, ranks: Sequence[int]) -> list[Traced]:
     """Each in a process of its own, as many at once as there are processors."""
+    at_once = os.cpu_count() or 1
+    found: list[Traced] = []
+    for first in range(0, len(ranks), at_once):
+        started = [_start(config, world_size, rank) for rank in ranks[first : first + at_once]]
+        try:
+            found += [_receive(pipe) for _, pipe in started]
+        finally:
+            for process, _ in started:
+                process.kill()
+                process.join()
+    return found
+
+
+def _start(config: RunConfig, world_size: int, rank: int) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
-    workers = min(len(ranks), os.cpu_count() or 1)
-    with ProcessPoolExecutor(
-        workers, context, torch.set_num_threads, (1,), max_tasks_per_child=1
-    ) as pool:
-        waiting = [pool.submit(_trace, config, world_size, rank) for rank in ranks]
-        return [each.result() for each in waiting]
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send_trace, args=(theirs, config, world_size, rank))
+    process.start()
+    theirs.close()
+    return process, ours
 
 
-def _trace(config: RunConfig, world_size: int, rank: int) -> Traced:
+def _send_trace(pipe: Connection, config: RunConfig, world_size: int, rank: int) -> None:
+    torch.set_num_threads(1)
     try:
-        return trace(config, world_size, rank)
-    except Exception:  # of torch may not be sent to another process
-        raise RuntimeError(f"rank {rank}:\n{traceback.format_exc()}") from None
+        pipe.send(trace(config, world_size, rank))
+    except Exception:  # those of torch may not be sent
+        pipe.send(f"rank {rank} could not be traced:\n{traceback.format_exc()}")
+
+
+def _receive(pipe: Connection) -> Traced:
+    try:
+        found = pipe.recv()
+    except EOFError:
+        raise RuntimeError("a process that traces a rank died") from None
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
 
 
 def compared(run: Resolved, told: RankMemory, found: Traced) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def _points(
         "update": fixed + made,
     }
     if embedding:  # reduced when its micro-batch is done
-        left = activated * (1 - 1 / max(flying.values(), default=1))
+        left = activated * (1 - 1 / max(sum(flying.values()), 1))
         points["embedding"] = fixed + gathered + made + left + _reduced(run, embedding)
     return points
 
