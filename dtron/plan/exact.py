@@ -212,6 +212,8 @@ def axis_of(run: Resolved, label: str) -> str:
     if it has all ranks. The parts of cp are all cp."""
     sizes: Mapping[str, int] = {**run.degrees, **run.experts}
     names = [name.partition("_outer")[0].partition("_inner")[0] for name in label.split("+")]
+    if label != "world" and not sizes.keys() >= set(names):
+        return label
     wide = [name for name in names if sizes.get(name, 0) > 1]
     ranks = 1
     for name in wide:
