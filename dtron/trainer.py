@@ -1,6 +1,5 @@
 """The training loop: builds what the config says and runs it step by step."""
 
-import functools
 import gc
 import logging
 from collections import Counter
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
 
+from dtron.assembly import Assembly
 from dtron.checkpoint import Checkpointer
 from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
@@ -25,16 +24,11 @@ from dtron.faults.spikes import Spike
 from dtron.files import Location
 from dtron.float8.statistics import Statistics
 from dtron.flops import FlopsModel
-from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.metrics import MetricsWriter, Throughput
-from dtron.models import MODELS, build_model
 from dtron.optim import build_optimizer, learning_rate
-from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
-from dtron.parallelisms.context import Context
-from dtron.parallelisms.expert import ExpertLayers
+from dtron.parallelisms.apply import apply_passes, build_execution
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
-from dtron.parallelisms.placement import Row
 from dtron.preflight import checked_facts, model_facts, preflight, resume_settings
 from dtron.profile import ProfileWindow, phase
 from dtron.published import (
@@ -59,7 +53,6 @@ from dtron.runtime import (
 )
 from dtron.sample import next_logits, sample_text
 from dtron.step import (
-    Loss,
     StepResult,
     TrainStep,
     evaluate,
@@ -133,14 +126,16 @@ class Trainer:
         if self.float8 is not None:
             dtype = DTYPES[config.train.dtype]
             self.float8 = self.float8.measured(self.place.device, dtype, self.host_group)
-        model, kernel = self.checked.model, self.checked.attention.kernel
-        cores = MODELS[config.model.name].cores
-        self.context = Context.of(config.parallel, cores, kernel, model.window, model.softcap)
-        self.applied = self._build_model()
+        checked = self.checked
+        assembly = Assembly(
+            config, checked.model, checked.attention, checked.layout, self.float8, self.mesh
+        )
+        self.context = assembly.context
+        self.applied = apply_passes(assembly.build(), self.mesh, assembly.passes())
         parameters = [p for _, p in self.applied.named_parameters()]
         self.optimizer = build_optimizer(parameters, config.optim)
         self._build_data()
-        self.loss = self._build_loss()
+        self.loss = assembly.loss(self.applied)
         self.execution = build_execution(self.applied, self.checked.layout, self.mesh, self.policy)
         self.routing = Routing.of(
             self.applied, self.mesh, config.micro_batches(self.place.world_size)
@@ -195,50 +190,6 @@ class Trainer:
         facts = checked_facts(config, checked.model, found) if found else None
         self.checked = replace(checked, checkpoint=found, facts=facts)
 
-    def _build_model(self) -> Applied:
-        config, checked = self.config, self.checked
-        spec = MODELS[config.model.name]
-        with torch.device("meta"):
-            model = build_model(config.model.name, checked.model, checked.attention)
-
-        def fill(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
-            spec.init_parameter(checked.model, fqn, full, generator)
-
-        passes = Passes(
-            units=spec.units(checked.model),
-            blocks="blocks.*",
-            placements=self._placements(
-                spec.placements(checked.model, config.parallel.sequence_parallel)
-            ),
-            parallel=config.parallel,
-            dtype=config.train.dtype,
-            recompute=config.recompute,
-            compile=config.compile,
-            init=(config.train.seed, fill),
-            convert=self._build_conversion(),
-            vocabulary=spec.vocabulary(checked.model),
-            layout=checked.layout,
-            replicas="step",
-            context=self.context,
-            experts=self._expert_layers(),
-            loss=self._build_head_loss(),
-        )
-        return apply_passes(model, self.mesh, passes)
-
-    def _expert_layers(self) -> ExpertLayers | None:
-        if not self.checked.model.n_experts:
-            return None
-        spec = MODELS[self.config.model.name]
-        return ExpertLayers(spec.experts, self.config.parallel.dispatcher)
-
-    def _build_conversion(self) -> Callable[[nn.Module], None] | None:
-        plan = self.float8
-        return plan.converter(self.mesh, DTYPES[self.config.train.dtype]) if plan else None
-
-    def _placements(self, rows: dict[str, Row]) -> dict[Any, Any]:
-        plan = self.float8
-        return plan.placements(rows, self.mesh) if plan else dict(rows)
-
     def _after_update(self) -> Callable[[torch.Tensor], None] | None:
         plan, routing, scales = self.float8, self.routing, self.scales
         refresh = plan.gather_weights(self.applied, self.mesh) if plan else None
@@ -252,27 +203,6 @@ class Trainer:
                 scales.update()
 
         return act if routing or refresh or scales else None
-
-    def _vocabulary(self) -> VocabularyShard | None:
-        if self.mesh.size("tp") == 1:
-            return None
-        size, rank = self.checked.model.vocab_size, self.mesh.rank("tp")
-        return VocabularyShard(size, rank, self.mesh.group("tp"))
-
-    def _build_head_loss(self) -> tuple[str, ChunkedLoss] | None:
-        chunks, compile = self.config.train.loss_chunks, self.config.compile
-        if chunks == 1:
-            return None
-        *_, head = MODELS[self.config.model.name].head
-        return head, ChunkedLoss(chunks, self._vocabulary(), compile)
-
-    def _build_loss(self) -> Loss:
-        if self.applied.loss_in_head:
-            return given_sum
-        loss = functools.partial(cross_entropy_sum, vocabulary=self._vocabulary())
-        if self.config.compile.enable:
-            loss = torch.compile(loss, backend=self.config.compile.backend, dynamic=False)
-        return loss
 
     def _build_data(self) -> None:
         config = self.config

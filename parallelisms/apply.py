@@ -77,7 +77,9 @@ class Passes:
     dtype: str = "bfloat16"
     recompute: Recompute = Recompute()
     compile: Compile = Compile()
-    init: tuple[int, Initializer] | None = None
+    init: tuple[int, Initializer] | Callable[[nn.Module], None] | None = None
+    """Seed and initializer of the weights, or what gives a stage its storage by itself; None: the
+    first rank's weights."""
     convert: Callable[[nn.Module], None] | None = None
     vocabulary: tuple[str, ...] = ()
     """Modules whose rows are tokens: padded with zeros where tp does not divide them."""
@@ -288,7 +290,9 @@ def _apply_to_part(
         keep_last=passes.layout is None,
         experts=apart.values(),
     )
-    if passes.init is not None:
+    if callable(passes.init):
+        passes.init(part)
+    elif passes.init is not None:
         seed, fill = passes.init
         materialize(part, torch.device(mesh.device_type))
         initialize(part, seed, fill, names, whole.padded)

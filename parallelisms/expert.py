@@ -76,8 +76,8 @@ class ExpertLayers:
 
     experts: str
     """Pattern of the modules with the stacked parameters."""
-    dispatcher: str = "all_to_all"
-    """A row of DISPATCHERS."""
+    dispatcher: "str | type[Dispatcher]" = "all_to_all"
+    """A row of DISPATCHERS, or one of its kind."""
     widths: Mapping[str, int] = field(default_factory=lambda: WIDTHS)
     """The dim that etp splits, by the parameter's name."""
 
@@ -142,7 +142,7 @@ class AllToAll:
         counts = offsets.diff(prepend=offsets.new_zeros(1))
         mine = counts.long().view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten(0, 1)  # (P, E_r)
         theirs = wait_tensor(all_to_all_single(mine.contiguous(), None, None, self.group))
-        sent, received = _read(torch.stack([mine.sum(1), theirs.sum(1)]))
+        sent, received = self.read(torch.stack([mine.sum(1), theirs.sum(1)]), len(rows))
         exchange = _Exchange(received, sent, self.group.group_name)
         leaving = self._copies(rows[: sum(sent) // self.etp], sent)
         return _Travelling(self._issue(leaving, exchange), exchange, theirs, len(rows))
@@ -160,6 +160,11 @@ class AllToAll:
 
     def _issue(self, rows: Tensor, exchange: _Exchange) -> Tensor:
         return _Issue.apply(rows, exchange)
+
+    def read(self, sizes: Tensor, _n_rows: int) -> list[list[int]]:
+        """Rows to and from each rank, int64 (2, P): the one place where the host waits for the
+        device."""
+        return sizes.tolist()
 
     def _copies(self, rows: Tensor, sent: list[int]) -> Tensor:
         """Rows of each ep rank, once for each of its etp ranks."""
@@ -213,11 +218,6 @@ def _sent(rows: Tensor, received: list[int], sent: list[int], group: str) -> Ten
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"all_to_all": AllToAll}
-
-
-def _read(sizes: Tensor) -> list[list[int]]:
-    """The one place where the host waits for the device."""
-    return sizes.tolist()
 
 
 def _by_expert(counts: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
@@ -275,12 +275,13 @@ def apply_experts(modules: Mapping[str, nn.Module], layers: ExpertLayers, mesh: 
     ep, etp = mesh.expert_degrees["ep"], mesh.expert_degrees["etp"]
     if ep * etp == 1:
         return
-    axes = mesh.experts["ep", "etp"]
+    axes, kind = mesh.experts["ep", "etp"], layers.dispatcher
+    kind = DISPATCHERS[kind] if isinstance(kind, str) else kind
     for fqn, module in modules.items():
         _split(fqn, module, layers.widths, axes)
         module.part = (mesh.experts.get_local_rank("etp"), etp)  # type: ignore[assignment]
         module.own = functools.partial(_local, module)  # type: ignore[assignment]
-        dispatcher = DISPATCHERS[layers.dispatcher](mesh.expert_group(), ep, etp)
+        dispatcher = kind(mesh.expert_group(), ep, etp)
         elsewhere = _Elsewhere(module.forward, dispatcher)
         for call in ("begin", "finish", "forward"):
             # Left out of compiled graphs, which cannot wait for the host.

@@ -186,7 +186,8 @@ class Mesh:
         for mesh in self._context.values():
             yield from ((axis, mesh[axis]) for axis in ("cp_outer", "cp_inner"))
         if self._experts is not None:
-            yield from ((axis, self._experts[axis]) for axis in ("edp_shard", "ep", "etp"))
+            axes = ("dp_replicate", "edp_shard", "ep", "etp")
+            yield from ((axis, self._experts[axis]) for axis in axes)
         if self._split_experts is not None:
             yield _JOIN.join(("ep", "etp")), self._split_experts
 

@@ -203,13 +203,16 @@ def logits(run: Resolved) -> float:
     gradients of the head's weight and of the hidden states, which wait for the backward.
 
     A compiled loss holds about 2.75 times the logits (fitted to two runs, see docs/planning.md), an
-    eager one 12 bytes an element: its softmax and the gradient are float32.
+    eager one 12 bytes an element: its softmax and two gradients are float32. Of several predictions
+    logits and softmax wait, until the gradients of one after the other are computed.
     """
     vocabulary = -(-run.model.vocab_size // run.tp)
     chunks = run.config.train.loss_chunks
     tokens = -(-run.tokens // chunks)
-    each = 2.75 * run.element if run.config.compile.enable else 12.0
-    found = each * tokens * vocabulary * (1 + run.model.mtp)
+    waiting = run.model.mtp * (4 + run.element) + (run.element if run.model.mtp else 0)
+    each = 2.75 * run.element * (1 + run.model.mtp)
+    each = each if run.config.compile.enable else 12.0 + waiting
+    found = each * tokens * vocabulary
     if chunks > 1:
         found += run.model.dim * (vocabulary * (4 + run.element) + run.tokens * run.element)
     return found

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
+from dtron.plan.exact import exact, print_exact
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
 from dtron.plan.page import page
 from dtron.plan.report import print_plan, print_search
@@ -35,6 +36,7 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --search writes its winner")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the plan as an HTML page")
+    parser.add_argument("--exact", action="store_true", help="trace the real code beside it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
@@ -66,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     elif given.out:
         raise ConfigError("--out has no effect without --search")
     found = plan(config, given.world_size, row, given.tokens)
+    if given.exact and found["legal"]:
+        found["exact"] = exact(config, given.world_size)
     if given.page and found["legal"]:
         if not found["time"]:
             raise ConfigError(
@@ -81,6 +85,8 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(found, indent=1))
     else:
         print_plan(_console(), found)
+        if "exact" in found:
+            print_exact(_console(), found["exact"])
     return 0 if found["legal"] and found["memory"]["fits"] else 1
 
 

@@ -1,18 +1,19 @@
 """The collectives of a rank's step: which, how many, how large, over which axis and link.
 
 Sizes are those of `dtron.collectives`: the larger of what goes in and what comes out of one rank.
-tests/plan/test_communication.py counts those of tp, of dp_shard and experts' FSDP, and of ulysses
-in real runs; ep, pp, dp_replicate and what cp's rings and gathers send are not compared.
+tests/plan/test_communication.py compares some with real runs, tests/plan/test_exact.py all axes
+with traces of the real code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dtron.config import DEGREES
+from dtron.config import DEGREES, Degree
 from dtron.parallelisms.context import shape_of
+from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
-from dtron.plan.parameters import Unit, units
+from dtron.plan.parameters import Unit, held, unit, units
 from dtron.plan.resolved import ELEMENT, Resolved, Stage, expert_rows
 
 
@@ -26,7 +27,7 @@ class Collective:
     """Bytes of each."""
     count: float
     purpose: str
-    """fsdp, tp, cp, ep, pp or loss."""
+    """fsdp, tp, cp, ep, pp, loss, or step: once a step, and small."""
     ranks: int
     inside: int
     """Of the group's ranks, those in one NVLink domain."""
@@ -41,7 +42,7 @@ class Collective:
         return self.count * hardware.collective(self.kind, self.size, self.ranks, self.inside)
 
 
-def group(run: Resolved, axes: tuple[str, ...], domain: int) -> tuple[int, int]:
+def group(run: Resolved, axes: Sequence[str], domain: int) -> tuple[int, int]:
     """Ranks of a group over neighbouring axes, and of these in one NVLink domain of GPUs."""
     stride = 1
     for axis in reversed(DEGREES):
@@ -73,6 +74,7 @@ def collectives(run: Resolved, rank: int, domain: int = 8) -> list[Collective]:
         found += _fsdp(run, stage, domain)
         found += activation_collectives(run, stage, domain)
         found += _pipeline(run, stage, domain)
+    found += _step(run, rank, domain)
     return [c for c in found if c.ranks > 1 and c.count and c.size]
 
 
@@ -107,13 +109,14 @@ def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
             yield Collective("dp_replicate", "all_reduce", shard * reduced, 1, "fsdp", copies, near)
 
 
+def _name(run: Resolved, axes: Sequence[Degree]) -> str:
+    return "+".join(axis for axis in axes if run.degrees[axis] > 1)
+
+
 def _shared(run: Resolved, each: Unit, domain: int) -> Iterator[tuple[str, int, tuple[int, int]]]:
     """(axis, elements of a shard, group) of a unit's dense part and of its experts'."""
     dense = group(run, ("dp_shard", "cp"), domain)
-    name = "dp_shard+cp" if run.degrees["cp"] > 1 and run.degrees["dp_shard"] > 1 else "dp_shard"
-    if run.degrees["dp_shard"] == 1 and run.degrees["cp"] > 1:
-        name = "cp"
-    yield name, each.shard - each.experts_shard, dense
+    yield _name(run, FSDP_AXES), each.shard - each.experts_shard, dense
     if each.experts_gathered:
         ranks = _expert_group(run, "edp_shard", domain)
         yield "edp_shard", each.experts_shard, ranks
@@ -206,17 +209,35 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         elif shape.gathers:
             size = float(kv * run.element * cp)
             yield Collective("cp", "all_gather", size, (times + 1) * m, "cp", ranks, inside)
+            size = float(kv * 4 * cp)
             yield Collective("cp", "reduce_scatter", size, m, "cp", ranks, inside)
 
 
 def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """Rows there and back, forward and backward."""
+    """Rows there and back, forward and backward, after how many there are."""
     layers = [i for i in stage.layers if run.has_experts(i)]
     again = sum(run.recomputes(i) and run.config.recompute.mode != "none" for i in layers)
     ranks, inside = _expert_group(run, "ep", domain)
     size = float(expert_rows(run) * run.model.dim * run.element)
     count = (4 * len(layers) + 2 * again) * run.micro_batches
-    yield Collective("ep", "all_to_all", size, count, "ep", ranks, inside)
+    name = "+".join(axis for axis in ("ep", "etp") if run.experts[axis] > 1)
+    yield Collective(name, "all_to_all", size, count, "ep", ranks, inside)
+    sizes = 8.0 * run.model.n_experts * run.experts["etp"]  # int64: how many rows come
+    times = (len(layers) + again) * run.micro_batches
+    yield Collective(name, "all_to_all", sizes, times, "ep", ranks, inside)
+    yield from _balance(run, times, domain)
+
+
+def _balance(run: Resolved, times: int, domain: int) -> Iterator[Collective]:
+    """Loads of the ranks that share a micro-batch, for the loss that evens them."""
+    if not run.model.balance_coefficient:
+        return
+    whole = run.model.balance == "global_batch"
+    rows = 1 if whole else run.config.train.micro_batch
+    axes = TOKEN_AXES if whole else MICRO_AXES
+    ranks, inside = group(run, axes, domain)
+    size = 8.0 * rows * run.model.n_experts
+    yield Collective(_name(run, axes), "all_reduce", size, times, "step", ranks, inside)
 
 
 def _pipeline(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
@@ -226,3 +247,31 @@ def _pipeline(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         if 0 <= other < len(run.stages) and run.stages[other].rank != stage.rank:
             size = activations.boundary(run)
             yield Collective("pp", "send", size, run.micro_batches, "pp", ranks, inside)
+
+
+def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
+    """Once a step: labels are counted, gradients of which tp ranks have parts are summed, so are
+    those of tied weights and the norm, and loads of experts for their biases."""
+    found: list[tuple[Sequence[Degree], str, float]] = [
+        (LOSS_AXES, "all_reduce", 8.0 * (1 + run.model.mtp)),
+        (("tp",), "all_reduce", 4.0 * sum(u.partial_shard for u in held(run, rank))),
+        (("pp",), "send", _tied(run, rank)),
+        (DEGREES, "all_reduce", 4.0),
+    ]
+    layers = [i for stage in run.stages_of(rank) for i in stage.layers if run.has_experts(i)]
+    if layers:
+        found.append((TOKEN_AXES, "all_reduce", 8.0 * len(layers) * run.model.n_experts))
+    for axes, kind, size in found:
+        ranks, inside = group(run, axes, domain)
+        yield Collective(_name(run, axes), kind, size, 1, "step", ranks, inside)
+
+
+def _tied(run: Resolved, rank: int) -> float:
+    """Bytes of gradients that another rank's copies need: of a tied head, and of the embedding that
+    multi-token prediction reads."""
+    if not (run.model.tied or run.model.mtp):
+        return 0.0
+    holders = {stage.rank for stage in run.stages if stage.embedding or stage.head}
+    if rank not in holders or len(holders) == 1:
+        return 0.0
+    return 4.0 * unit(run, "embedding", "root").shard

@@ -102,7 +102,7 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
         "logits": activations.logits(run) if _has_head(run, rank) else 0.0,
         "buffers": _buffers(run, own),
     }
-    points = _points(run, classes)
+    points = _points(run, rank, classes, flying)
     reserved = _reserved(run, classes)
     return RankMemory(rank, elements, classes, modules, flying, points, reserved)
 
@@ -193,23 +193,39 @@ def _working(run: Resolved, rank: int) -> float:
     return most
 
 
-def _points(run: Resolved, classes: Mapping[str, float]) -> dict[str, float]:
-    """Allocated bytes at the worst moments. Gradients of the step's first micro-batch exist only
-    once its backward has made them."""
+def _points(
+    run: Resolved, rank: int, classes: Mapping[str, float], flying: Mapping[int, int]
+) -> dict[str, float]:
+    """Allocated bytes at the worst moments, as traces of the real code find them
+    (tests/plan/test_exact.py). Gradients are there once a micro-batch's backward has made them."""
     fixed = classes["parameters"] + classes["optimizer"]
-    gathered = classes["gathered"] + classes["buffers"]
-    before = classes["gradients"] if run.micro_batches > 1 else 0.0
-    full = fixed + gathered + before + classes["activations"]
-    return {
-        "loss": full + classes["logits"],
-        "first backward": full + classes["working"] + classes["reduction"],
-        "last backward": fixed
-        + gathered
-        + classes["gradients"]
-        + classes["working"]
-        + classes["reduction"],
-        "update": fixed + classes["gradients"],
+    made, activated = classes["gradients"], classes["activations"]
+    before = made if run.micro_batches > max(flying.values(), default=1) else 0.0
+    listed = [unit for stage in run.stages_of(rank) for unit in units(run, stage)]
+    embedding = [u for u in listed if u.kind == "embedding"]
+    inner = _reduced(run, [u for u in listed if u.kind != "embedding"])
+    gathered, at_loss = classes["gathered"], classes["gathered"]
+    if not run.policy.keep_gathered:
+        gathered += classes["buffers"]
+        at_loss = float(run.element * sum(u.gathered for u in listed if u.name in ("root", "head")))
+    working = gathered + classes["working"] + inner
+    points = {
+        "loss": fixed + at_loss + before + activated + classes["logits"],
+        "first backward": fixed + working + before + activated,
+        "last backward": fixed + working + made,
+        "update": fixed + made,
     }
+    if embedding:  # reduced when its micro-batch is done
+        left = activated * (1 - 1 / max(sum(flying.values()), 1))
+        points["embedding"] = fixed + gathered + made + left + _reduced(run, embedding)
+    return points
+
+
+def _reduced(run: Resolved, own: list[Unit]) -> float:
+    """As `_reduction`, beside the gradients that are summed over micro-batches."""
+    largest = max((u.gathered for u in own), default=0)
+    sent = ELEMENT[run.config.parallel.reduce_dtype]
+    return float(largest * (sent if _accumulates(run) else run.element + sent))
 
 
 def _reserved(run: Resolved, classes: Mapping[str, float]) -> float:

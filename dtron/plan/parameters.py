@@ -21,7 +21,7 @@ from dtron.models import MODELS, build_model
 from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.expert import WIDTHS, shared_dim
-from dtron.parallelisms.tensor import pad_vocabulary, plan
+from dtron.parallelisms.tensor import Plan, pad_vocabulary, plan
 from dtron.plan.resolved import Resolved, Stage
 
 
@@ -35,6 +35,7 @@ class Parameter:
         split: the dim that tp splits; None: all ranks have it.
         expert: whether it is of stacked experts.
         padded: whether its vocabulary is padded, so that width is shared instead of rows.
+        partial: whether each tp rank computes a part of its gradient.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Parameter:
     split: int | None
     expert: bool
     padded: bool
+    partial: bool
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Unit:
     experts_gathered: int = 0
     """Of the elements before, those of experts that have a mesh of their own."""
     experts_shard: int = 0
+    partial_shard: int = 0
+    """Of the shard, parameters of which each tp rank computes a part of the gradient."""
 
     def __add__(self, other: "Unit") -> "Unit":
         return Unit(
@@ -67,6 +71,7 @@ class Unit:
             self.shard + other.shard,
             self.experts_gathered + other.experts_gathered,
             self.experts_shard + other.experts_shard,
+            self.partial_shard + other.partial_shard,
         )
 
 
@@ -75,7 +80,7 @@ Parts = dict[str, tuple[Parameter, ...]]
 
 
 @functools.lru_cache(maxsize=64)
-def parts(name: str, model: DecoderConfig, tp: int) -> Parts:
+def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True) -> Parts:
     """Parameters of each part of a model; a tied weight is in embedding and head."""
     spec, small = MODELS[name], _smallest(model)
     with torch.device("meta"):
@@ -83,7 +88,8 @@ def parts(name: str, model: DecoderConfig, tp: int) -> Parts:
             name, small.model_copy(update={"attention_dropout": 0.0}), BACKENDS["math"]
         )
     padded = pad_vocabulary(built, spec.vocabulary(small), tp)
-    splits = _splits(built, plan(built, spec.placements(small, True), tp).rows) if tp > 1 else {}
+    made = plan(built, spec.placements(small, sequence_parallel), tp) if tp > 1 else Plan({}, ())
+    splits = _splits(built, made.rows)
     found: dict[str, list[Parameter]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
         if fqn.startswith("further_embed."):
@@ -91,8 +97,16 @@ def parts(name: str, model: DecoderConfig, tp: int) -> Parts:
         part, inner = _part(fqn, small)
         experts = ".experts." in fqn
         split = None if experts else splits.get(fqn)
-        made = Parameter(inner, tuple(parameter.shape), split, experts, fqn in padded)
-        found.setdefault(part, []).append(made)
+        found.setdefault(part, []).append(
+            Parameter(
+                inner,
+                tuple(parameter.shape),
+                split,
+                experts,
+                fqn in padded,
+                fqn in made.partial,
+            )
+        )
     return {part: tuple(parameters) for part, parameters in found.items()}
 
 
@@ -139,11 +153,22 @@ def unit(run: Resolved, part: str, name: str) -> Unit:
 
 def _unit(run: Resolved, part: str) -> Unit:
     total = Unit("", part, 0, 0, 0)
-    for parameter in parts(run.config.model.name, run.model, run.tp).get(part, ()):
-        whole, gathered, shard = _elements(run, parameter)
-        apart = (gathered, shard) if parameter.expert and run.experts_apart else (0, 0)
-        total += Unit("", part, whole, gathered, shard, *apart)
+    for parameter in _parts(run).get(part, ()):
+        total += _of(run, part, parameter)
     return total
+
+
+def _parts(run: Resolved) -> Parts:
+    split = run.config.parallel.sequence_parallel
+    return parts(run.config.model.name, run.model, run.tp, split)
+
+
+def _of(run: Resolved, part: str, parameter: Parameter) -> Unit:
+    """One parameter alone."""
+    whole, gathered, shard = _elements(run, parameter)
+    apart = (gathered, shard) if parameter.expert and run.experts_apart else (0, 0)
+    partial = shard if parameter.partial else 0
+    return Unit("root", part, whole, gathered, shard, *apart, partial_shard=partial)
 
 
 def _elements(run: Resolved, parameter: Parameter) -> tuple[int, int, int]:
@@ -193,9 +218,9 @@ def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
 def _norm(run: Resolved) -> Unit:
     """The last norm, without the head's tied weight."""
     total = Unit("root", "embedding", 0, 0, 0)
-    for parameter in parts(run.config.model.name, run.model, run.tp)["head"]:
+    for parameter in _parts(run)["head"]:
         if parameter.name.startswith("norm."):
-            total += Unit("root", "embedding", *_elements(run, parameter))
+            total += _of(run, "embedding", parameter)
     return total
 
 

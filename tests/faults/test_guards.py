@@ -35,7 +35,7 @@ class Spiking(Planted):
     at = 7
 
     def before(self, number: int) -> None:
-        loss = self._build_loss()
+        loss = self.loss
         factor = 3.0 if number == self.at and not self.rollbacks else 1.0
         self.train_step.loss = lambda logits, labels: factor * loss(logits, labels)
 
@@ -122,7 +122,7 @@ class Wavering(Planted):
     """The second computation of a step is not quite the first one, on one rank."""
 
     def before(self, number: int) -> None:
-        loss, calls = self._build_loss(), 0
+        loss, calls = self.loss, 0
 
         def wavers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             nonlocal calls

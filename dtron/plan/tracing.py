@@ -1,0 +1,412 @@
+"""One step of one rank as the real code takes it, without its memory and its peers.
+
+The model is built by `dtron.assembly` and the passes on the meta device, under a fake process group
+of the real world size; its storage is fake, and the step is `TrainStep`'s own. A dispatch mode sees
+every operator: it counts collectives, and the bytes of storages from their first to their last use.
+
+What cannot be as on a GPU, and what stands in for it:
+
+    attention       one operator with the results of a fused kernel; what is inside is not seen
+    RMSNorm         likewise
+    compiled code   runs eagerly
+    experts         get the rows of even loads, since nothing tells the host how many come
+    documents       each sequence is one
+
+Private names of torch used, tested with 2.11 and 2.13: FakeStore, those of fake_tensor, of FSDP's
+states `_fsdp_param_group`, `fsdp_params` and `all_gather_outputs`, `CustomOpDef._init_fn`,
+`_current_graph_task_id`.
+"""
+
+import contextlib
+import functools
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+from dtron.assembly import Assembly
+from dtron.collectives import CollectiveCounter
+from dtron.config import DEGREES, RunConfig
+from dtron.data import Batch
+from dtron.models.attention import Backend, Mask
+from dtron.models.layers import RMSNorm
+from dtron.models.router import routers
+from dtron.optim import build_optimizer
+from dtron.parallelisms.apply import Applied, apply_passes, build_execution
+from dtron.parallelisms.context import context_attention, context_attention_backward
+from dtron.parallelisms.deferred import linear_input_gradient
+from dtron.parallelisms.expert import AllToAll
+from dtron.parallelisms.fsdp import DTYPES, Policy
+from dtron.parallelisms.initialize import materialize
+from dtron.parallelisms.mesh import (
+    BATCH_AXES,
+    LOSS_AXES,
+    MICRO_AXES,
+    SHARE_AXES,
+    TOKEN_AXES,
+    Mesh,
+)
+from dtron.parallelisms.pipeline import Pipeline
+from dtron.parallelisms.placement import first_tensor
+from dtron.preflight import resolve
+from dtron.routing import Routing
+from dtron.step import TrainStep, share_of
+
+CPU = torch.device("cpu")
+CLASSES = ("parameters", "optimizer", "gathered", "buffers", "forward", "backward", "update")
+"""Of live bytes: shards of weights; moments; whole weights; what gathers go into; what the forward
+made; what the backward made, gradients and what it computes again; what norm and update made."""
+
+Table = dict[str, dict[str, dict[str, int]]]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one rank's step takes; bytes."""
+
+    rank: int
+    """In the world."""
+    place: Mapping[str, int]
+    """Its index on every axis of the mesh."""
+    parameters: int
+    gradients: int
+    """When the last backward is complete."""
+    optimizer: int
+    """Moments."""
+    peak: int
+    at_peak: Mapping[str, int]
+    """By CLASSES, at the moment of the peak."""
+    forward: int
+    """The most that the forward's results took at once."""
+    collectives: Table
+    """As `CollectiveCounter.table` gives it."""
+    seconds: float
+    """That the trace took."""
+
+
+def trace(config: RunConfig, world_size: int, rank: int) -> Traced:
+    """Build one rank of a run and trace a step.
+
+    Args:
+        config: nothing of `exact.refusals`, and not compiled.
+    """
+    start = time.perf_counter()
+    with _fake_group(world_size, rank), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        built = _Built.of(config, world_size)
+        with built.fake:
+            found = built.trace()
+    return replace(found, rank=rank, seconds=time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def _fake_group(world_size: int, rank: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    return torch.ops.dtron.attention(q, k, v, None, None, "flash", scale, 0, 0.0)[0]
+
+
+def _no_mask(documents: Any, positions: Tensor) -> Mask:
+    return None
+
+
+FUSED = Backend("traced", _attend, lambda need: None, _no_mask, kernel="math")
+"""Attention as one operator, of which the trace sees what goes in and what comes out."""
+
+
+class Balanced(AllToAll):
+    """The rows of even loads."""
+
+    def read(self, sizes: Tensor, _n_rows: int) -> list[list[int]]:
+        """See AllToAll."""
+        each, more = divmod(_n_rows, self.ep)
+        counts = [each + (i < more) for i in range(self.ep) for _ in range(self.etp)]
+        received = [counts[self.etp * (self.group.rank() // self.etp)]] * (self.ep * self.etp)
+        return [counts, received]
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A rank of a run, ready for a step."""
+
+    config: RunConfig
+    assembly: Assembly
+    applied: Applied
+    step: TrainStep
+    batches: list[Batch]
+    fake: FakeTensorMode
+
+    @classmethod
+    def of(cls, config: RunConfig, world_size: int) -> "_Built":
+        """Meshes and passes work on the meta device; from the weights' storage on all is fake."""
+        model, layout, _ = resolve(config, world_size)
+        parallel, fake = config.parallel, FakeTensorMode(allow_non_fake_inputs=True)
+        mesh = Mesh(
+            **config.degrees(world_size), ep=parallel.ep, etp=parallel.etp, device_type="cpu"
+        )
+        assembly = Assembly(config, model, FUSED, layout, None, mesh)
+
+        def give_storage(part: nn.Module) -> None:
+            with fake:
+                materialize(part, CPU)
+
+        passes = replace(assembly.passes(), init=give_storage)
+        if passes.experts is not None:
+            passes = replace(passes, experts=replace(passes.experts, dispatcher=Balanced))
+        applied = apply_passes(assembly.build(), mesh, passes)
+        _fuse_norms(applied.parts.values())
+        for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
+            mesh.group(*axes)  # as the trainer does
+        micro_batches = config.micro_batches(world_size)
+        routing = None
+        if model.n_experts:
+            for axes in (TOKEN_AXES, MICRO_AXES):
+                mesh.group(*axes)  # no mesh is made of fake tensors
+            with fake:
+                routing = Routing(routers(applied.parts.values()), mesh, micro_batches)
+        batches = [_batch(config, assembly) for _ in range(micro_batches)]
+        with fake:
+            optimizer = build_optimizer([p for _, p in applied.named_parameters()], config.optim)
+            execution = build_execution(applied, layout, mesh, Policy.of(parallel, mesh))
+            step = TrainStep(
+                execution,
+                applied,
+                mesh,
+                optimizer,
+                assembly.loss(applied),
+                config.train.max_grad_norm,
+                config.train.seed if model.draws else None,
+                routing.after_update if routing is not None else None,
+                further_weight=model.mtp_coefficient,
+            )
+        return cls(config, assembly, applied, step, batches, fake)
+
+    def trace(self) -> Traced:
+        """Of a step that is not the run's first one: moments exist, and DTensor knows how its
+        operators split, which it learns from tensors of whole size."""
+        mesh, parameters = self.assembly.mesh, list(dict(self.applied.named_parameters()).values())
+        if isinstance(self.step.execution, Pipeline):
+            self._expect_shapes(self.step.execution)
+        names, parts = mesh.group_names(), self.applied.parts.values()
+        few = self.batches[: max(2, mesh.size("pp"))]
+        with _Watch(names, parts):
+            self.step(few, 0, self.config.optim.lr)
+        moments = [v for s in self.step.optimizer.state.values() for v in s.values()]
+        moments = [_local(v) for v in moments if isinstance(v, DTensor)]
+        watch = _Watch(names, parts)
+        watch.begin({"parameters": [_local(p) for p in parameters], "optimizer": moments})
+        gradients = 0
+
+        def compute(accumulate: Callable[[], Tensor]) -> Tensor:
+            nonlocal gradients
+            loss = accumulate()
+            gradients = sum(_local(p.grad).nbytes for p in parameters if p.grad is not None)
+            watch.updates = True
+            return loss
+
+        with watch:
+            self.step(self.batches, 1, self.config.optim.lr, compute)
+        return Traced(
+            rank=-1,
+            place={axis: mesh.rank(axis) for axis in DEGREES},
+            parameters=sum(_local(p).nbytes for p in parameters),
+            gradients=gradients,
+            optimizer=sum(moment.nbytes for moment in moments),
+            peak=watch.peak,
+            at_peak=watch.at_peak,
+            forward=watch.most_forward,
+            collectives=watch.table(),
+            seconds=0.0,
+        )
+
+    def _expect_shapes(self, pipeline: Pipeline) -> None:
+        """What a stage gives is what all are told to expect."""
+        train, mesh = self.config.train, self.assembly.mesh
+        tokens = self.batches[0].tokens.shape
+        between = mesh.size("tp") if self.config.parallel.sequence_parallel else 1
+        shape = torch.Size([tokens[0], tokens[1] // between, self.assembly.model.dim])
+        pipeline.expect(tokens, shape, DTYPES[train.dtype])
+
+        def check(_module: nn.Module, _inputs: Any, out: Any) -> None:
+            given = first_tensor(out)
+            assert (given.shape, given.dtype) == (shape, DTYPES[train.dtype]), given
+
+        for stage, part in pipeline.parts.items():
+            if stage < pipeline.last_stage:
+                part.register_forward_hook(check)
+
+
+def _batch(config: RunConfig, assembly: Assembly) -> Batch:
+    """A micro-batch of this rank, each sequence of one document."""
+    shape = (config.train.micro_batch, config.train.seq_len)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    batch = Batch(tokens, tokens, tokens[:, 0], None, None)
+    return share_of(batch, assembly.mesh, assembly.context, assembly.model.mtp)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _opened(operator: Any) -> Callable[..., Any]:
+    """The inside of an operator."""
+    body = operator._init_fn
+
+    @functools.wraps(body)
+    def run(*args: Any) -> Any:
+        return body(*(_readable(arg) for arg in args))
+
+    return run
+
+
+def _readable(arg: Any) -> Any:
+    """A kernel that is fused in the place of `math`; numbers in the place of real scalars, which
+    are hosts' and could not be read where all is fake."""
+    if isinstance(arg, Tensor):
+        real = not isinstance(arg, FakeTensor) and arg.dim() == 0
+        with unset_fake_temporarily():
+            return arg.item() if real else arg
+    return "flash" if isinstance(arg, str) and arg == "math" else arg
+
+
+OPENED = {
+    torch.ops.dtron.context_attention.default: _opened(context_attention),
+    torch.ops.dtron.context_attention_backward.default: _opened(context_attention_backward),
+    torch.ops.dtron.linear_input_gradient.default: _opened(linear_input_gradient),
+}
+"""Operators of which the trace sees the inside, for what they send or put off."""
+
+
+def _fuse_norms(parts: Iterable[nn.Module]) -> None:
+    """Root-mean-square norms as one operator, as GPUs have them; on a CPU torch writes them out."""
+    for module in (m for part in parts for m in part.modules() if isinstance(m, RMSNorm)):
+        module.forward = functools.partial(_normed, module)  # type: ignore[method-assign]
+
+
+def _normed(module: RMSNorm, x: Tensor) -> Tensor:
+    if not module.zero_centered:
+        return _Norm.apply(x, module.weight)  # type: ignore[return-value]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return _Norm.apply(x.to(wide), 1 + module.weight.to(wide)).to(x.dtype)  # type: ignore[union-attr]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        roots = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, roots)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _Watch(CollectiveCounter):
+    """A context in which collectives and live bytes are counted.
+
+    Gathered weights are freed by a resize that no operator shows: they are looked at wherever one
+    of FSDP's own operators comes by, and before a peak is believed.
+    """
+
+    def __init__(self, axis_of_group: dict[str, str], parts: Iterable[nn.Module]) -> None:
+        super().__init__(axis_of_group)
+        units = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
+        # Modules that are gathered together share a state.
+        states: list[Any] = [unit._get_fsdp_state() for unit in units]  # type: ignore[attr-defined]
+        self.states = list({id(state): state for state in states}.values())
+        self.updates = False
+        self.peak = self.most_forward = 0
+        self.at_peak: dict[str, int] = {}
+        self._live: dict[int, tuple[weakref.ref, int, str]] = {}
+        self._bytes: Counter[str] = Counter()
+        self._total = self._gathered = 0
+
+    def begin(self, held: Mapping[str, Iterable[Tensor]]) -> None:
+        """Count what is there before the step, by class."""
+        for name, tensors in held.items():
+            for tensor in tensors:
+                self._add(tensor, name)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor, whose own operators come by
+        if func in OPENED:
+            with self:
+                return OPENED[func](*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        space = func._schema.name.partition("::")[0]
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._add(tensor, self._class(space))
+        if space == "fsdp":
+            self._look_at_gathered()
+        if self._total + self._gathered > self.peak:
+            self._look_at_gathered()
+            self._reach()
+        self.most_forward = max(self.most_forward, self._bytes["forward"])
+        return result
+
+    def _class(self, space: str) -> str:
+        if self.updates:
+            return "update"
+        if space == "fsdp":
+            return "buffers"
+        return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+
+    def _add(self, tensor: Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        size = storage.nbytes()
+        self._live[key] = (weakref.ref(storage, lambda _: self._drop(key)), size, name)
+        self._bytes[name] += size
+        self._total += size
+
+    def _drop(self, key: int) -> None:
+        _, size, name = self._live.pop(key, (None, 0, ""))
+        self._bytes[name] -= size
+        self._total -= size
+
+    def _look_at_gathered(self) -> None:
+        self._gathered = 0
+        for state in self.states:
+            group = state._fsdp_param_group
+            for parameter in () if group is None else group.fsdp_params:
+                for tensor in parameter.all_gather_outputs:
+                    storage = tensor.untyped_storage()
+                    if storage._cdata in self._live:
+                        self._forget(storage._cdata)
+                    self._gathered += storage.nbytes()
+
+    def _forget(self, key: int) -> None:
+        """Count a storage as gathered from now on."""
+        reference, size, name = self._live[key]
+        self._live[key] = (reference, 0, name)
+        self._bytes[name] -= size
+        self._total -= size
+
+    def _reach(self) -> None:
+        if self._total + self._gathered > self.peak:
+            self.peak = self._total + self._gathered
+            self.at_peak = {n: self._bytes[n] for n in CLASSES} | {"gathered": self._gathered}

@@ -1,0 +1,90 @@
+"""What the planner tells of a run is what its real code allocates and sends, traced under a fake
+process group of the real world size.
+
+State and collectives are equal, to the byte and the call. Peaks of these small models, in which one
+passing tensor is a large part of all, are within PEAK.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dtron.cli import commands
+from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.plan.exact import exact
+
+ROOT = Path(__file__).parents[2]
+PEAK = 0.25
+SMALL = (
+    "model.override.n_layers=2 model.override.dim=512 model.override.n_heads=8 "
+    "model.override.n_kv_heads=4 model.override.vocab_size=4096 train.seq_len=1024 "
+    "train.micro_batch=1 train.global_batch=4 compile.enable=false"
+)
+DENSE = f"{SMALL} model.override.ffn_dim=1536"
+EXPERTS = "model.override.n_experts=8 model.override.experts_per_token=2"
+MIXTURE = f"{SMALL} model.name=mixtral model.size=8x7b {EXPERTS} model.override.expert_dim=768"
+LATENT = (
+    f"{SMALL} model.name=deepseek_v3 model.size=16b-a3b {EXPERTS} model.override.expert_dim=256 "
+    "model.override.n_kv_heads=8 model.override.ffn_dim=1536"
+)
+CASES = {
+    "replicas": (DENSE, 4, "parallel.dp_replicate=2"),
+    "sharded": (DENSE, 4, "parallel.zero=3 recompute.mode=full"),
+    "experts": (MIXTURE, 4, "parallel.tp=2 parallel.ep=2"),
+    "latent": (LATENT, 4, "parallel.ep=2 parallel.dp_replicate=2 recompute.mode=full"),
+    "1F1B": (DENSE, 4, "parallel.pp=2 parallel.zero=1"),
+    "ZBV": (DENSE, 2, "parallel.pp=2 parallel.schedule=ZBVZeroBubble model.override.n_layers=4"),
+    "tied": (DENSE, 4, "parallel.pp=2 parallel.tp=2 model.override.tied=true"),
+    "ahead": (LATENT, 4, "parallel.pp=2 parallel.ep=2 model.override.mtp=1"),
+    "ring": (DENSE, 4, "parallel.cp=4 recompute.mode=selective"),
+    "gathered": (DENSE, 4, "parallel.cp=2 parallel.cp_method=all_gather parallel.tp=2"),
+    "tp x pp": (
+        DENSE,
+        4,
+        "parallel.tp=2 parallel.pp=2 parallel.schedule=Interleaved1F1B train.loss_chunks=2",
+    ),
+}
+
+
+def config(base: str, overrides: str) -> RunConfig:
+    return RunConfig.load(ROOT / "configs/llama3_8b.toml", [*base.split(), *overrides.split()])
+
+
+def apart(pair: dict[str, float]) -> bool:
+    return pair["exact"] != pair["predicted"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plans_are_what_the_code_does(name: str) -> None:
+    base, world, overrides = CASES[name]
+    found = exact(config(base, overrides), world)
+    for rank in found["ranks"]:
+        for key in ("parameters", "gradients", "optimizer"):
+            assert not apart(rank[key]), (key, rank[key])
+        assert rank["collectives"]
+        wrong = [row for row in rank["collectives"] if apart(row["count"]) or apart(row["bytes"])]
+        assert not wrong, wrong
+        peak = rank["peak"]
+        assert peak["predicted"] == pytest.approx(peak["exact"], rel=PEAK), rank
+
+
+@pytest.mark.parametrize(
+    "key", ["float8.recipe=tensorwise", "recompute.offload=true", "train.dtype=float32"]
+)
+def test_what_cannot_be_traced_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="--exact cannot trace"):
+        exact(config(MIXTURE if "dtype" in key else DENSE, key), 4)
+
+
+def test_the_command_tells_it_and_leaves_no_process_group(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["plan", "--config", str(ROOT / "configs/llama3_8b.toml"), "--exact", "--json"]
+    commands([*arguments, "--world-size", "2", *DENSE.split(), "data.mask_documents=true"])
+    found = json.loads(capsys.readouterr().out)["exact"]
+    assert "each sequence is one document" in found["notes"]
+    assert found["ranks"][0]["parameters"]["exact"] == found["ranks"][0]["parameters"]["predicted"]
+    assert not dist.is_initialized()
