@@ -119,10 +119,10 @@ class RunConfig(Section):
                 if isinstance(value, dict):
                     tables[f"{name}.{key}"] = value
                 else:
-                    parts.append(f"{key} = {_toml(value)}")
+                    parts.append(f"{key} = {toml_value(value)}")
             for header, table in tables.items():
                 parts += ["", f"[{header}]"] if table else []
-                parts += [f"{key} = {_toml(value)}" for key, value in table.items()]
+                parts += [f"{key} = {toml_value(value)}" for key, value in table.items()]
             parts.append("")
         return "\n".join(parts)
 
@@ -443,9 +443,10 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
     table[parts[-1]] = value
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML has it."""
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return json.dumps(value, ensure_ascii=False)  # strings, bools and numbers are written alike

@@ -5,12 +5,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
-from dtron.plan.hardware import HARDWARE, Hardware, hardware
+from dtron.plan.hardware import DEFAULT, HARDWARE, hardware, of_device
 from dtron.plan.page import page
 from dtron.plan.report import print_plan, print_search
 from dtron.plan.resolved import Resolved
@@ -19,18 +18,18 @@ from dtron.plan.whole import plan
 from dtron.preflight import preflight
 from dtron.runtime import Place
 
-DEFAULT = "h100"
-
 
 def plan_parser() -> argparse.ArgumentParser:
     """Arguments of `dtron plan`."""
     parser = ArgumentParser(
         prog="dtron plan",
-        description="What a run needs and how fast it will be, told without a GPU.",
+        description="What a run needs and how fast it will be, told without a GPU. `dtron plan "
+        "calibrate` measures this machine for --hardware.",
     )
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="a TOML file")
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="GPUs; default 8")
-    parser.add_argument("--hardware", default=DEFAULT, help=f"{', '.join(HARDWARE)}; default h100")
+    rows = f"{', '.join(HARDWARE)}, or a file of dtron plan calibrate; default {DEFAULT}"
+    parser.add_argument("--hardware", default=DEFAULT, metavar="NAME", help=rows)
     parser.add_argument("--tokens", type=float, default=0.0, help="of the training, for its cost")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --search writes its winner")
@@ -46,6 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: the arguments are wrong, or the file is no config.
     """
+    if arguments and arguments[0] == "calibrate":
+        from dtron.plan.calibrate import main as calibrate  # what it measures needs dtron.bench
+
+        return calibrate(arguments[1:])
     given = plan_parser().parse_intermixed_args(arguments)
     if given.world_size < 1:
         raise ConfigError(f"--world-size {given.world_size} is no number of GPUs; use at least 1")
@@ -101,15 +104,9 @@ def dry_run(config: RunConfig) -> int:
         print(
             f"all checks of a start passed, data and tokenizer too; for {place.world_size} ranks:"
         )
-        found = plan(config, place.world_size, _row_of(place))
+        found = plan(config, place.world_size, of_device(place.device))
         print_plan(_console(), found)
     return 0
-
-
-def _row_of(place: Place) -> Hardware:
-    """The row of this machine's GPUs; without any, the default one."""
-    name = torch.cuda.get_device_name(place.device).lower() if place.device.type == "cuda" else ""
-    return hardware(next((row for row in HARDWARE if row in name), DEFAULT))
 
 
 def _console() -> Console:

@@ -33,7 +33,7 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
 def print_search(console: Console, searched: Searched) -> None:
     """The best layouts, each with what limits it."""
     headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "recompute", "limited by"]
-    made = _table("fastest layouts", headings)
+    made = table("fastest layouts", headings)
     for found in searched.best:
         parallel, time = found.run.parallel(), found.time
         v = parallel.get("stages_per_rank", 1)
@@ -77,7 +77,8 @@ def _speed(time: dict[str, Any] | None, cost: dict[str, float] | None) -> list[s
     ]
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
+def table(title: str, headings: Sequence[str]) -> Table:
+    """A table whose first column is of words, the others of numbers."""
     made = Table(title=title, title_justify="left")
     for i, heading in enumerate(headings):
         made.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
@@ -87,7 +88,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 def _memory(memory: dict[str, Any]) -> Table:
     """Ranks that are alike are one row."""
     names = list(memory["ranks"][0]["classes"])
-    made = _table("GiB by class", ["pp rank", *names, "peak", "reserved"])
+    made = table("GiB by class", ["pp rank", *names, "peak", "reserved"])
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank in memory["ranks"]:
         sizes = [*rank["classes"].values(), rank["peak"], rank["reserved"]]
@@ -100,7 +101,7 @@ def _memory(memory: dict[str, Any]) -> Table:
 
 def _communication(rows: Sequence[dict[str, Any]]) -> Table:
     headings = ["purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s"]
-    made = _table("collectives of the first pipeline rank", headings)
+    made = table("collectives of the first pipeline rank", headings)
     for row in rows:
         made.add_row(
             *(str(row[key]) for key in ("purpose", "axis", "kind", "ranks", "link")),
@@ -112,7 +113,7 @@ def _communication(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _time(time: dict[str, Any]) -> Table:
-    made = _table("time of a step", ["part", "s", "share"])
+    made = table("time of a step", ["part", "s", "share"])
     for name, seconds in time["parts"].items():
         if seconds:
             made.add_row(name, f"{seconds:.4g}", f"{seconds / time['step_seconds']:.1%}")
