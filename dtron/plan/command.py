@@ -32,6 +32,7 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hardware", default=DEFAULT, metavar="NAME", help=rows)
     parser.add_argument("--tokens", type=float, default=0.0, help="of the training, for its cost")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
+    parser.add_argument("--float8", action="store_true", help="--search looks at float8 too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --search writes its winner")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -59,21 +60,20 @@ def main(arguments: Sequence[str]) -> int:
     row = hardware(given.hardware)
     searched = None
     if given.search:
-        searched = search(config, given.world_size, row)
+        searched = search(config, given.world_size, row, float8=given.float8)
         config = searched.best[0].run.config
         if not given.json:
             print_search(_console(), searched)
         if given.out:
             given.out.write_text(config.to_toml())
             _tell(given, f"the fastest layout is in {given.out}")
-    elif given.out:
-        raise ConfigError("--out has no effect without --search")
+    elif given.out or given.float8:
+        option = "--out" if given.out else "--float8"
+        raise ConfigError(f"{option} has no effect without --search")
     found = plan(config, given.world_size, row, given.tokens)
     if given.page and found["legal"]:
         if not found["time"]:
-            raise ConfigError(
-                "--page shows times, and float32 has no rates; use train.dtype=bfloat16"
-            )
+            raise ConfigError(f"--page shows times, and none are predicted: {found['no_time']}")
         run = Resolved.of(config, given.world_size)
         given.page.write_text(page(run, found, row, searched.seen if searched else ()))
         _tell(given, f"the page is in {given.page}")

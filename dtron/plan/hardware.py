@@ -68,6 +68,8 @@ class Hardware:
     """Seconds between two kernels of a stream."""
     host_link: PositiveFloat
     """Bytes a second between a GPU and its host's pinned memory, one way."""
+    host_memory: PositiveFloat
+    """Bytes of a host."""
     depth: NonNegativeFloat = 96
     """Of a product whose sums have this length, half of the rate is left."""
     narrow: PositiveFloat = 0.75
@@ -142,7 +144,8 @@ _H100 = Hardware(
     name="h100",
     source="NVIDIA H100 SXM data sheet (989 TFLOP/s, 80 GB, 3.35 TB/s, NVLink 900 GB/s, 8 x "
     "400 Gb/s a host); memory as its driver reports it (81,559 MiB); ceilings, attention and "
-    "NVLink as h200's, with the same multiprocessors; host link 0.8 of PCIe 5.0 x 16",
+    "NVLink as h200's, with the same multiprocessors; host link 0.8 of PCIe 5.0 x 16, host memory "
+    "of a DGX",
     peak=989e12,
     ceiling=715e12,
     ceiling_float8=1380e12,
@@ -158,6 +161,7 @@ _H100 = Hardware(
     latency=(6e-6, 15e-6),
     launch=3e-6,
     host_link=50e9,
+    host_memory=2e12,
 )
 HARDWARE: dict[str, Hardware] = {
     row.name: row

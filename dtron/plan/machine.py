@@ -107,14 +107,13 @@ def measure_device(base: Hardware, device: torch.device) -> Calibration:
 
 def _facts(device: torch.device) -> dict[str, Any]:
     """Of the driver; a CPU's threads are taken for multiprocessors."""
+    host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if device.type == "cuda":
-        told = torch.cuda.get_device_properties(device)
-        return {
-            "multiprocessors": told.multi_processor_count,
-            "memory": float(torch.cuda.mem_get_info(device)[1]),
-        }
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"multiprocessors": torch.get_num_threads(), "memory": float(pages)}
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        memory = float(torch.cuda.mem_get_info(device)[1])
+    else:
+        count, memory = torch.get_num_threads(), host
+    return {"multiprocessors": count, "memory": memory, "host_memory": host}
 
 
 _Times = tuple[tuple[int, int, int], float]

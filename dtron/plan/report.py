@@ -6,10 +6,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dtron.config import RunConfig
 from dtron.plan.search import Searched
 
 GIB = 2**30
-_DEGREES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep", "zero", "micro_batch")
+_DEGREES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep", "etp", "zero", "micro_batch")
 
 
 def print_plan(console: Console, plan: dict[str, Any]) -> None:
@@ -32,7 +33,7 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
 
 def print_search(console: Console, searched: Searched) -> None:
     """The best layouts, each with what limits it."""
-    headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "recompute", "limited by"]
+    headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "float8", "recompute", "limited by"]
     made = table("fastest layouts", headings)
     for found in searched.best:
         parallel, time = found.run.parallel(), found.time
@@ -42,11 +43,16 @@ def print_search(console: Console, searched: Searched) -> None:
             f"{time.mfu['full']:.1%}",
             *(str(parallel[key]) for key in _DEGREES),
             f"{parallel.get('schedule', '')}{f' x {v}' if v > 1 else ''}",
-            found.run.config.recompute.mode,
+            found.run.config.float8.recipe,
+            _recompute(found.run.config),
             found.limited,
         )
     console.print(made)
     console.print(", ".join(f"{n:,} {what}" for what, n in searched.counts.items()))
+
+
+def _recompute(config: RunConfig) -> str:
+    return config.recompute.mode + (" + offload" if config.recompute.offload else "")
 
 
 def _print_summary(console: Console, plan: dict[str, Any]) -> None:
@@ -58,15 +64,20 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"{plan['flops']['causal_per_token'] / 1e9:.4g} (causal)",
         f"memory: {memory['reserved'] / GIB:.1f} GiB on pipeline rank {memory['worst_rank']} of "
         f"{memory['limit'] / GIB:.1f} on {plan['hardware']}: {verdict}",
-        *_speed(plan["time"], plan["cost"]),
+        *([_host(memory)] if memory["host"] else []),
+        *(_speed(plan) if plan["time"] else [f"no time is predicted: {plan['no_time']}"]),
     ]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _speed(time: dict[str, Any] | None, cost: dict[str, float] | None) -> list[str]:
-    if not time or not cost:
-        return ["no time is predicted: train.dtype = 'float32' has no rates"]
+def _host(memory: dict[str, Any]) -> str:
+    most, limit = memory["host"] / GIB, memory["host_limit"] / GIB
+    return f"offloaded: {most:,.0f} GiB of the memory of each host, of {limit:,.0f} at most"
+
+
+def _speed(plan: dict[str, Any]) -> list[str]:
+    time, cost = plan["time"], plan["cost"]
     return [
         f"step {time['step_seconds']:.4g} s, {time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
         f"{time['flops_per_second']['full'] / 1e12:.0f} TFLOP/s, "
