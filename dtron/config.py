@@ -264,7 +264,7 @@ class RunConfig(Section):
         ]
 
     def _refuse_contradictions(self) -> None:
-        parallel = self.parallel
+        parallel, faults = self.parallel, self.faults
         tokens = self.train.micro_batch * self.train.seq_len // parallel.cp
         rules = [
             (
@@ -272,6 +272,12 @@ class RunConfig(Section):
                 f'optim.moments = "bfloat16" with optim.beta2 = {self.optim.beta2}: a second '
                 "moment that changes by less than 1/512 a step is rounded back and never falls; "
                 "use optim.beta2 = 0.99 or less",
+            ),
+            (
+                faults.on_spike != "" and self.train.steps <= faults.spike_window,
+                f"faults.on_spike = {faults.on_spike!r} with faults.spike_window = "
+                f"{faults.spike_window} and train.steps = {self.train.steps}: nothing is a spike "
+                "in the first window; use a smaller faults.spike_window, or more steps",
             ),
             (
                 parallel.zero == 1 and parallel.reduce == "micro_batch",

@@ -92,21 +92,25 @@ def _tell(given: argparse.Namespace, line: str) -> None:
         print(line)
 
 
-def dry_run(config: RunConfig) -> int:
-    """The checks of a run that starts here, and the plan for its number of ranks, by the first one.
+def dry_run(config: RunConfig, name: str) -> int:
+    """The plan for the number of ranks that start here and all reasons why they cannot, by the
+    first of them; then the checks of a start. Returns the exit status.
 
+    Args:
+        name: of a hardware row, or its file; empty: this machine's.
     Raises:
         DtronError: what a start would raise.
     """
     place = Place.of_environment()
-    preflight(config, place)
+    row = hardware(name) if name else of_device(place.device)
+    found = plan(config, place.world_size, row)
+    if found["legal"]:
+        preflight(config, place)
     if place.rank == 0:
-        print(
-            f"all checks of a start passed, data and tokenizer too; for {place.world_size} ranks:"
-        )
-        found = plan(config, place.world_size, of_device(place.device))
+        if found["legal"]:
+            print(f"all checks of a start passed, data and tokenizer too; {place.world_size} ranks")
         print_plan(_console(), found)
-    return 0
+    return 0 if found["legal"] else 1
 
 
 def _console() -> Console:

@@ -9,7 +9,7 @@ from rich.table import Table
 from dtron.config import RunConfig
 from dtron.plan.search import Searched
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 _DEGREES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep", "etp", "zero", "micro_batch")
 
 
@@ -19,7 +19,8 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
         for reason in plan["reasons"]:
             console.print(f"not legal: {reason}", markup=False, soft_wrap=True)
         for change in plan["nearest"]:
-            keys = " ".join(f"parallel.{key}={value}" for key, value in change.items())
+            dotted = {key if "." in key else f"parallel.{key}": n for key, n in change.items()}
+            keys = " ".join(f"{key}={value}" for key, value in dotted.items())
             console.print(f"legal: {keys}", markup=False, soft_wrap=True)
         return
     degrees = {k: v for k, v in plan["parallel"].items() if k != "layers_by_stage"}
@@ -45,7 +46,7 @@ def print_search(console: Console, searched: Searched) -> None:
             f"{parallel.get('schedule', '')}{f' x {v}' if v > 1 else ''}",
             found.run.config.float8.recipe,
             _recompute(found.run.config),
-            found.limited,
+            f"{found.limited}, {_size(found.memory.reserved, 0)}",
         )
     console.print(made)
     console.print(", ".join(f"{n:,} {what}" for what, n in searched.counts.items()))
@@ -62,13 +63,19 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"{memory['parameters'] / 1e9:.2f} B parameters, "
         f"{plan['flops']['full_per_token'] / 1e9:.4g} GFLOP a token (full), "
         f"{plan['flops']['causal_per_token'] / 1e9:.4g} (causal)",
-        f"memory: {memory['reserved'] / GIB:.1f} GiB on pipeline rank {memory['worst_rank']} of "
-        f"{memory['limit'] / GIB:.1f} on {plan['hardware']}: {verdict}",
+        f"memory: {_size(memory['reserved'])} on pipeline rank {memory['worst_rank']} of "
+        f"{_size(memory['limit'])} on {plan['hardware']}: {verdict}",
         *([_host(memory)] if memory["host"] else []),
         *(_speed(plan) if plan["time"] else [f"no time is predicted: {plan['no_time']}"]),
     ]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _size(n_bytes: float, digits: int = 1) -> str:
+    """In MiB what is below a GiB."""
+    unit, name = (GIB, "GiB") if n_bytes >= GIB else (MIB, "MiB")
+    return f"{n_bytes / unit:.{digits}f} {name}"
 
 
 def _host(memory: dict[str, Any]) -> str:
@@ -99,11 +106,13 @@ def table(title: str, headings: Sequence[str]) -> Table:
 def _memory(memory: dict[str, Any]) -> Table:
     """Ranks that are alike are one row."""
     names = list(memory["ranks"][0]["classes"])
-    made = table("GiB by class", ["pp rank", *names, "peak", "reserved"])
+    most = max(rank["reserved"] for rank in memory["ranks"])
+    unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    made = table(f"{name} by class", ["pp rank", *names, "peak", "reserved"])
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank in memory["ranks"]:
         sizes = [*rank["classes"].values(), rank["peak"], rank["reserved"]]
-        rows.setdefault(tuple(f"{size / GIB:.1f}" for size in sizes), []).append(rank["rank"])
+        rows.setdefault(tuple(f"{size / unit:.1f}" for size in sizes), []).append(rank["rank"])
     for cells, ranks in rows.items():
         shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} ... {ranks[-1]}"
         made.add_row(shown, *cells)

@@ -49,11 +49,11 @@ class Found:
 
     @property
     def limited(self) -> str:
-        """Where its time goes, the largest part but computation first; and its memory."""
+        """Where its time goes, the largest part but computation."""
         parts = {k: v for k, v in self.time.parts.items() if k != "compute" and v > 0}
         name = max(parts, key=lambda key: parts[key], default="compute")
         share = parts.get(name, 0.0) / self.time.step
-        return f"{name} {share:.0%}, {self.memory.reserved / 2**30:.0f} GiB"
+        return f"{name} {share:.0%}"
 
     @property
     def point(self) -> tuple[float, float]:

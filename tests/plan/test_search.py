@@ -17,7 +17,7 @@ from dtron.plan.hardware import hardware
 from dtron.plan.memory import fits, memory, worst
 from dtron.plan.resolved import Resolved
 from dtron.plan.search import _choices, _least_bytes, _weights, _with, pareto, search
-from dtron.plan.simulate import Disorder, run_order, slowest_of
+from dtron.plan.simulate import Disorder, Traffic, run_order, slowest_of
 from dtron.plan.steptime import predict
 from dtron.plan.whole import plan
 from dtron.plan.work import layer
@@ -119,6 +119,49 @@ def test_schedules_bubbles_of_the_literature() -> None:
         costs = {(s, k): w / v for s in range(8 * v) for k, w in weights.items()}
         length, _ = run_order(order, 8 * v, costs)
         assert 1 - 3 * 32 / length == pytest.approx(share, abs=1e-4)
+
+
+def test_transfers_share_their_links_fairly() -> None:
+    """By hand: a (4 s) alone for 2 s, then half of the link beside b (1 s), which ends at 4; a, of
+    which 1 s is left, has the link to itself and ends at 5. c, on no link of theirs, takes its
+    2 s."""
+    traffic, out, into = Traffic(), ("out", 0), ("in", 1)
+    traffic.start("a", 4.0, (out, into))
+    traffic.start("c", 2.0, (("out", 2), ("in", 3)))
+    assert traffic.next_end() == 2.0
+    assert traffic.advance(2.0) == ["c"]
+    traffic.start("b", 1.0, (out, ("in", 4)))
+    assert traffic.next_end() == 4.0
+    assert traffic.advance(4.0) == ["b"]
+    assert traffic.next_end() == 5.0
+    assert traffic.advance(5.0) == ["a"]
+    assert traffic.next_end() == float("inf")
+
+
+def test_a_full_link_slows_all_that_cross_it() -> None:
+    """Three into one rank, each from another: a third of its link each."""
+    traffic = Traffic()
+    for rank in range(3):
+        traffic.start(rank, 1.0, (("out", rank), ("in", 3)))
+    traffic.start("alone", 3.0, (("out", 3), ("in", 0)))
+    assert traffic.next_end() == pytest.approx(3.0)
+    assert set(traffic.advance(traffic.next_end())) == {0, 1, 2, "alone"}
+
+
+def test_sends_of_a_pipeline_share_a_ranks_link() -> None:
+    """By hand: two ranks, two micro-batches, forwards 1 s, backwards 2 s, a send 2 s if alone. Rank
+    0 sends from 1 s and from 2 s on: the first is half done when they begin to share, so it comes
+    at 4, and the second, then half done, at 5. Rank 1 ends its forwards at 5 and 6, backwards at 8
+    and 10, whose sends do not meet: they come at 10 and 12, and rank 0 ends at 14. With links of
+    their own the sends come at 3 and 4, and the step takes 13 s."""
+    costs = {
+        (s, k): float(k is Kind.BACKWARD) + 1
+        for s in range(2)
+        for k in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    length, spans = run_order(order_of("GPipe", 2, 1, 2), 2, costs, hop=2.0)
+    assert [span.start for span in spans[1]] == [4, 5, 6, 8]
+    assert length == 14
 
 
 STEPS = [
