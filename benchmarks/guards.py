@@ -68,6 +68,7 @@ def main() -> None:
             "metrics.log_interval=1",
             "metrics.tensorboard=false",
             "faults.on_spike=warn",
+            "faults.spike_window=10",
             "faults.stragglers_interval=4",
             "faults.replicas_interval=5",
         ]

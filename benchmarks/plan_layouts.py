@@ -1,20 +1,28 @@
 """Predictions for layouts that were drawn before any was measured, and their measurement.
 
     python -m benchmarks.plan_layouts draw       writes plan_layouts.json: layouts and predictions
-    python -m benchmarks.plan_layouts measure    on 4 H200: runs them, prints the comparison
+    python -m benchmarks.plan_layouts measure [--world N ...] [--only I ...]
+        on H200: runs those that the GPUs here can hold, or what is named; a line a row. What is
+        measured goes to plan_measured.json at once, and a row that is there is not run again.
+    python -m benchmarks.plan_layouts compare    prints the table of docs/planning.md
 
 Layouts of Llama-3-8B, Qwen3-8B and DeepSeek-V2-Lite (16B, experts) on 1, 2 and 4 GPUs, drawn by
 SEED from those that are legal and that the planner says fit.
 """
 
+import argparse
 import json
+import math
 import random
 import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
@@ -27,6 +35,7 @@ SEED = 9
 EACH = 5  # layouts a model
 HERE = Path(__file__).parent
 FILE = HERE / "plan_layouts.json"
+MEASURED = HERE / "plan_measured.json"
 CONFIG = "configs/llama3_8b.toml"
 MODELS = {
     "llama 8b": ("model.name=llama model.size=8b train.seq_len=8192", (1, 2, 4)),
@@ -85,12 +94,64 @@ def draw() -> list[dict[str, Any]]:
     return found
 
 
-def measure(layout: dict[str, Any], out: Path) -> dict[str, float]:
-    """Run a layout by `dtron bench`; its step and memory."""
+def measure(layout: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]:
+    """Run a layout by `dtron bench`; its step and memory, or {"failed": why}."""
     options = ["--nproc-per-node", str(layout["world"]), "--out", str(out)]
-    subprocess.run(["dtron", "bench", CONFIG, *options, *layout["overrides"]], check=True)
-    figures = json.loads((out / "bench.json").read_text())["points"][0]["figures"]
+    command = [
+        sys.executable,
+        "-m",
+        "dtron",
+        "bench",
+        CONFIG,
+        *options,
+        "--timeout",
+        f"{seconds:g}",
+    ]
+    told = subprocess.run(
+        [*command, *layout["overrides"]], cwd=HERE.parent, capture_output=True, text=True
+    )
+    try:
+        (point,) = json.loads((HERE.parent / out / "bench.json").read_text())["points"]
+    except (OSError, ValueError):  # it ended before it wrote anything
+        return {"failed": (told.stderr or told.stdout).strip()[-300:]}
+    figures = point["figures"]
+    if not figures:
+        return {"failed": point["reason"]}
     return {"gib": figures["memory_gib"], "step_seconds": figures["step_seconds"]}
+
+
+def chosen(
+    layouts: list[dict[str, Any]], worlds: Sequence[int], only: Sequence[int], gpus: int
+) -> list[int]:
+    """Which layouts to run: those of these numbers of ranks and places in the list, if any are
+    named, that the GPUs suffice for."""
+    return [
+        i
+        for i, layout in enumerate(layouts)
+        if layout["world"] <= gpus
+        and (not worlds or layout["world"] in worlds)
+        and (not only or i in only)
+    ]
+
+
+def measure_all(layouts: list[dict[str, Any]], which: list[int], file: Path, limit: float) -> None:
+    """Run what the file does not have, and write it after every row."""
+    found = measured(file)
+    for i in which:
+        if "gib" not in found.get(i, {}):
+            found[i] = measure(layouts[i], Path("runs/plan") / str(i), limit)
+            rows = [{"layout": n, **found[n]} for n in sorted(found)]
+            partial = file.with_suffix(".partial")  # a killed run leaves the old file or the new
+            partial.write_text(json.dumps(rows, indent=1) + "\n")
+            partial.replace(file)
+        told = ", ".join(f"{key} {value}" for key, value in found[i].items())
+        print(f"{i:3} {layouts[i]['label']}: {told}", flush=True)
+
+
+def measured(file: Path) -> dict[int, dict[str, Any]]:
+    """What was measured, by the layout's place in the list."""
+    rows = json.loads(file.read_text()) if file.exists() else []
+    return {row["layout"]: {k: v for k, v in row.items() if k != "layout"} for row in rows}
 
 
 def spearman(x: list[float], y: list[float]) -> float:
@@ -99,35 +160,60 @@ def spearman(x: list[float], y: list[float]) -> float:
     return statistics.correlation(*[list(map(float, each)) for each in ranks])
 
 
-def compare(layouts: list[dict[str, Any]], found: list[dict[str, float]]) -> None:
-    """Print predicted beside measured, and how well speeds are ranked."""
+def compare(layouts: list[dict[str, Any]], found: dict[int, dict[str, Any]]) -> None:
+    """Print predicted beside measured, how well speeds are ranked, and what failed."""
+    pairs = [(layouts[i], real) for i, real in sorted(found.items()) if "gib" in real]
     print("| layout | GiB | measured | error | step s | measured | error |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for layout, real in zip(layouts, found, strict=True):
+    for layout, real in pairs:
         cells = [layout["label"]]
         for key in ("gib", "step_seconds"):
             error = layout[key] / real[key] - 1
             cells += [f"{layout[key]:.4g}", f"{real[key]:.4g}", f"{error:+.1%}"]
         print(f"| {' | '.join(cells)} |")
-    speeds = [layout["tokens_per_second_per_gpu"] for layout in layouts]
-    ratio = [
-        layout["step_seconds"] / real["step_seconds"]
-        for layout, real in zip(layouts, found, strict=True)
-    ]
-    real_speeds = [speed * share for speed, share in zip(speeds, ratio, strict=True)]
-    print(f"\nSpearman's rank correlation of tok/s/GPU: {spearman(speeds, real_speeds):.3f}")
+    for key in ("gib", "step_seconds"):
+        errors = [abs(layout[key] / real[key] - 1) for layout, real in pairs] or [math.nan]
+        print(f"\n{key}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
+    if len(pairs) > 1:
+        speeds = [layout["tokens_per_second_per_gpu"] for layout, _ in pairs]
+        real_speeds = [
+            layout["tokens_per_second_per_gpu"] * layout["step_seconds"] / real["step_seconds"]
+            for layout, real in pairs
+        ]
+        print(f"\nSpearman's rank correlation of tok/s/GPU: {spearman(speeds, real_speeds):.3f}")
+    for i, real in sorted(found.items()):
+        if "failed" in real:
+            print(f"\nnot measured: {layouts[i]['label']}: {real['failed']}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.plan_layouts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("what", choices=["draw", "measure", "compare"])
+    made.add_argument("--world", type=int, nargs="*", default=[], help="ranks of layouts to run")
+    made.add_argument("--only", type=int, nargs="*", default=[], help="places in the list, from 0")
+    made.add_argument("--limit", type=float, default=300, help="seconds a row; default 300")
+    made.add_argument("--measured", type=Path, default=MEASURED, help="where figures are kept")
+    return made
 
 
 def main() -> None:
-    """Draw, or measure what was drawn."""
-    if sys.argv[1:] == ["draw"]:
+    """Draw, measure what was drawn, or compare."""
+    given = parser().parse_args()
+    if given.what == "draw":
         FILE.write_text(json.dumps({"seed": SEED, "layouts": draw()}, indent=1) + "\n")
-    elif sys.argv[1:] == ["measure"]:
-        layouts = json.loads(FILE.read_text())["layouts"]
-        runs = [measure(each, Path("runs/plan") / str(i)) for i, each in enumerate(layouts)]
-        compare(layouts, runs)
-    else:
-        sys.exit(__doc__)
+        return
+    layouts = json.loads(FILE.read_text())["layouts"]
+    if given.what == "measure":
+        which = chosen(layouts, given.world, given.only, torch.cuda.device_count())
+        if not which:
+            sys.exit(f"no layout to run on the {torch.cuda.device_count()} GPUs of this machine")
+        measure_all(layouts, which, given.measured, given.limit)
+    compare(layouts, measured(given.measured))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             from dtron.plan.command import dry_run  # after --help, which needs no torch
 
-            return dry_run(config)
+            return dry_run(config, options.hardware)
+        if options.hardware:
+            raise ConfigError(f"--hardware {options.hardware} has no effect without --dry-run")
         from dtron.trainer import Trainer
 
         Trainer(config).fit()
@@ -102,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", action="store_true", help="check all that a start checks, print the plan, end"
     )
+    rows = "of dtron plan, for the plan of --dry-run; default: this machine's, or h100"
+    parser.add_argument("--hardware", default="", metavar="NAME", help=rows)
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="replaces a key of the file"
     )

@@ -119,10 +119,10 @@ class RunConfig(Section):
                 if isinstance(value, dict):
                     tables[f"{name}.{key}"] = value
                 else:
-                    parts.append(f"{key} = {_toml(value)}")
+                    parts.append(f"{key} = {toml_value(value)}")
             for header, table in tables.items():
                 parts += ["", f"[{header}]"] if table else []
-                parts += [f"{key} = {_toml(value)}" for key, value in table.items()]
+                parts += [f"{key} = {toml_value(value)}" for key, value in table.items()]
             parts.append("")
         return "\n".join(parts)
 
@@ -269,7 +269,7 @@ class RunConfig(Section):
         ]
 
     def _refuse_contradictions(self) -> None:
-        parallel = self.parallel
+        parallel, faults = self.parallel, self.faults
         tokens = self.train.micro_batch * self.train.seq_len // parallel.cp
         rules = [
             (
@@ -277,6 +277,12 @@ class RunConfig(Section):
                 f'optim.moments = "bfloat16" with optim.beta2 = {self.optim.beta2}: a second '
                 "moment that changes by less than 1/512 a step is rounded back and never falls; "
                 "use optim.beta2 = 0.99 or less",
+            ),
+            (
+                faults.on_spike != "" and self.train.steps <= faults.spike_window,
+                f"faults.on_spike = {faults.on_spike!r} with faults.spike_window = "
+                f"{faults.spike_window} and train.steps = {self.train.steps}: nothing is a spike "
+                "in the first window; use a smaller faults.spike_window, or more steps",
             ),
             (
                 parallel.zero == 1 and parallel.reduce == "micro_batch",
@@ -448,9 +454,10 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
     table[parts[-1]] = value
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML has it."""
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return json.dumps(value, ensure_ascii=False)  # strings, bools and numbers are written alike

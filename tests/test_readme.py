@@ -13,6 +13,7 @@ from dtron.bench.run import Options, bench_config
 from dtron.bench.sweep import points
 from dtron.config import RunConfig
 from dtron.convert import convert_parser
+from dtron.plan.calibrate import calibrate_parser
 from dtron.plan.command import plan_parser
 from dtron.plan.resolved import shortened
 from dtron.preflight import check_layout
@@ -75,7 +76,9 @@ def test_convert_commands_are_accepted(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_plan_commands_are_accepted(page: Path) -> None:
     for line in (line.strip() for line in page.read_text().splitlines()):
-        if line.startswith("dtron plan "):
+        if line.startswith("dtron plan calibrate"):
+            calibrate_parser().parse_args(shlex.split(line, comments=True)[3:])
+        elif line.startswith("dtron plan "):
             given = plan_parser().parse_intermixed_args(shlex.split(line)[2:])
             config = RunConfig.load(ROOT / given.config, given.overrides)
             check_layout(shortened(config, given.world_size), given.world_size)

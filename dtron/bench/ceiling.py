@@ -67,8 +67,10 @@ def products(config: RunConfig, model: DecoderConfig, ranks: int) -> list[Produc
     ]
 
 
-def product_seconds(product: Product, dtype: torch.dtype, device: torch.device) -> float:
-    """One forward, and one backward."""
+def product_seconds(
+    product: Product, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float, float]:
+    """One forward, and of one backward the gradient of x, and that of the weight."""
 
     def draw(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, dtype=dtype, device=device)
@@ -78,8 +80,10 @@ def product_seconds(product: Product, dtype: torch.dtype, device: torch.device) 
         draw(product.n, product.k),
         draw(product.m, product.n),
     )
-    parts = (lambda: x @ w.t(), lambda: g @ w, lambda: g.t() @ x)
-    return sum(seconds(part, device) for part in parts)
+    forward, inputs, weight = (
+        seconds(part, device) for part in (lambda: x @ w.t(), lambda: g @ w, lambda: g.t() @ x)
+    )
+    return forward, inputs, weight
 
 
 def attention_seconds(
@@ -124,7 +128,7 @@ def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> d
     if not (config.float8.recipe or model.n_experts or model.kv_lora_rank):
         total = 0.0
         for product in products(config, model, facts["world_size"]):
-            time = product_seconds(product, dtype, device)
+            time = sum(product_seconds(product, dtype, device))
             total += time * product.count
             rate = product.flops / product.count / time
             rows.append({**asdict(product), "flops_per_second": rate})

@@ -12,16 +12,18 @@ _AT_LEAST, _AT_MOST = 5, 100
 _BUDGET_SECONDS = 0.5
 
 
-def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median time of a call: 5 to 100 of them, about half a second, after 3 that do not count.
+def seconds(call: Callable[[], Any], device: torch.device, runs: int = 0) -> float:
+    """Median time of a call: `runs` of them, or 5 to 100 in about half a second, after 3 that do
+    not count. Ranks that call together have to say how often.
 
     On GPUs between two events of the current stream, so that a call shorter than its launch
     reads as the launch; caches stay warm from call to call.
     """
     for _ in range(_WARM_UP):
         call()
-    first = _once(call, device)
-    runs = min(_AT_MOST, max(_AT_LEAST, int(_BUDGET_SECONDS / max(first, 1e-9))))
+    if not runs:
+        first = _once(call, device)
+        runs = min(_AT_MOST, max(_AT_LEAST, int(_BUDGET_SECONDS / max(first, 1e-9))))
     if device.type != "cuda":
         return statistics.median(_once(call, device) for _ in range(runs))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * runs)]
@@ -58,6 +60,41 @@ def gemm_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
     size = size or (8192 if device.type == "cuda" else 512)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b, device)
+
+
+def launch_seconds(device: torch.device) -> float:
+    """From one small kernel of a stream to the next, where the host is ahead of the device; on a
+    CPU the time of a small operation."""
+    x, count = torch.zeros(1, device=device), 200
+
+    def small() -> None:
+        for _ in range(count):
+            x.add_(1)
+
+    if device.type != "cuda":
+        return seconds(small, device) / count
+    source = torch.zeros(2**30, dtype=torch.uint8, device=device)
+    target, times = torch.empty_like(source), []
+    for _ in range(_WARM_UP + _AT_LEAST):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(10):  # milliseconds, in which the host queues what follows
+            target.copy_(source)
+        begin.record()
+        small()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / count)
+    return statistics.median(times[_WARM_UP:])
+
+
+def host_link_rate(device: torch.device) -> float:
+    """Bytes a second between a GPU and pinned memory of its host, the slower way; on a CPU those of
+    a copy in its memory, one way."""
+    size = 2**28 if device.type == "cuda" else 2**24
+    near = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    far = torch.empty(size, dtype=torch.uint8, device=device)
+    ways = (lambda: far.copy_(near, non_blocking=True), lambda: near.copy_(far, non_blocking=True))
+    return size / max(seconds(way, device) for way in ways)
 
 
 def device_name(device: torch.device) -> str:

@@ -5,13 +5,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.plan.exact import exact, print_exact
-from dtron.plan.hardware import HARDWARE, Hardware, hardware
+from dtron.plan.hardware import DEFAULT, HARDWARE, hardware, of_device
 from dtron.plan.page import page
 from dtron.plan.report import print_plan, print_search
 from dtron.plan.resolved import Resolved
@@ -20,20 +19,21 @@ from dtron.plan.whole import plan
 from dtron.preflight import preflight
 from dtron.runtime import Place
 
-DEFAULT = "h100"
-
 
 def plan_parser() -> argparse.ArgumentParser:
     """Arguments of `dtron plan`."""
     parser = ArgumentParser(
         prog="dtron plan",
-        description="What a run needs and how fast it will be, told without a GPU.",
+        description="What a run needs and how fast it will be, told without a GPU. `dtron plan "
+        "calibrate` measures this machine for --hardware.",
     )
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="a TOML file")
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="GPUs; default 8")
-    parser.add_argument("--hardware", default=DEFAULT, help=f"{', '.join(HARDWARE)}; default h100")
+    rows = f"{', '.join(HARDWARE)}, or a file of dtron plan calibrate; default {DEFAULT}"
+    parser.add_argument("--hardware", default=DEFAULT, metavar="NAME", help=rows)
     parser.add_argument("--tokens", type=float, default=0.0, help="of the training, for its cost")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
+    parser.add_argument("--float8", action="store_true", help="--search looks at float8 too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --search writes its winner")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--exact", action="store_true", help="trace the real code beside it")
@@ -48,6 +48,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: the arguments are wrong, or the file is no config.
     """
+    if arguments and arguments[0] == "calibrate":
+        from dtron.plan.calibrate import main as calibrate  # what it measures needs dtron.bench
+
+        return calibrate(arguments[1:])
     given = plan_parser().parse_intermixed_args(arguments)
     if given.world_size < 1:
         raise ConfigError(f"--world-size {given.world_size} is no number of GPUs; use at least 1")
@@ -58,23 +62,22 @@ def main(arguments: Sequence[str]) -> int:
     row = hardware(given.hardware)
     searched = None
     if given.search:
-        searched = search(config, given.world_size, row)
+        searched = search(config, given.world_size, row, float8=given.float8)
         config = searched.best[0].run.config
         if not given.json:
             print_search(_console(), searched)
         if given.out:
             given.out.write_text(config.to_toml())
             _tell(given, f"the fastest layout is in {given.out}")
-    elif given.out:
-        raise ConfigError("--out has no effect without --search")
+    elif given.out or given.float8:
+        option = "--out" if given.out else "--float8"
+        raise ConfigError(f"{option} has no effect without --search")
     found = plan(config, given.world_size, row, given.tokens)
     if given.exact and found["legal"]:
         found["exact"] = exact(config, given.world_size)
     if given.page and found["legal"]:
         if not found["time"]:
-            raise ConfigError(
-                "--page shows times, and float32 has no rates; use train.dtype=bfloat16"
-            )
+            raise ConfigError(f"--page shows times, and none are predicted: {found['no_time']}")
         run = Resolved.of(config, given.world_size)
         given.page.write_text(page(run, found, row, searched.seen if searched else ()))
         _tell(given, f"the page is in {given.page}")
@@ -95,27 +98,25 @@ def _tell(given: argparse.Namespace, line: str) -> None:
         print(line)
 
 
-def dry_run(config: RunConfig) -> int:
-    """The checks of a run that starts here, and the plan for its number of ranks, by the first one.
+def dry_run(config: RunConfig, name: str) -> int:
+    """The plan for the number of ranks that start here and all reasons why they cannot, by the
+    first of them; then the checks of a start. Returns the exit status.
 
+    Args:
+        name: of a hardware row, or its file; empty: this machine's.
     Raises:
         DtronError: what a start would raise.
     """
     place = Place.of_environment()
-    preflight(config, place)
+    row = hardware(name) if name else of_device(place.device)
+    found = plan(config, place.world_size, row)
+    if found["legal"]:
+        preflight(config, place)
     if place.rank == 0:
-        print(
-            f"all checks of a start passed, data and tokenizer too; for {place.world_size} ranks:"
-        )
-        found = plan(config, place.world_size, _row_of(place))
+        if found["legal"]:
+            print(f"all checks of a start passed, data and tokenizer too; {place.world_size} ranks")
         print_plan(_console(), found)
-    return 0
-
-
-def _row_of(place: Place) -> Hardware:
-    """The row of this machine's GPUs; without any, the default one."""
-    name = torch.cuda.get_device_name(place.device).lower() if place.device.type == "cuda" else ""
-    return hardware(next((row for row in HARDWARE if row in name), DEFAULT))
+    return 0 if found["legal"] else 1
 
 
 def _console() -> Console:

@@ -1,7 +1,8 @@
 """What GPUs and the links between them do, as a table; every row says where it is from.
 
-    products     time = max(FLOPs / (ceiling x tiles x depth), bytes / bandwidth) + launch
-                 tiles: 128 x 256 tiles fill the multiprocessors in whole waves; depth: k / (k + 96)
+    products     time = max(FLOPs / (ceiling x tiles x sums), bytes / bandwidth) + launch
+                 tiles: 128 x 256 tiles fill the multiprocessors in whole waves
+                 sums: k / (k + depth)
     attention    FLOPs of the causal half over measured rates
     elementwise  bytes over the rate of a copy
     collectives  latency x hops + bytes on the busiest link / its rate
@@ -9,15 +10,26 @@
 Rates of collectives are bus bandwidths: what a rank sends of an all-gather of n bytes over r ranks
 is n (r - 1) / r. A group that spans hosts is as fast as its hosts' network: every GPU has an
 adapter of its own, and those of a group in one host share the way out.
+
+`dtron plan calibrate` writes a row as a file, which `hardware` reads.
 """
 
-from dataclasses import dataclass, replace
+import json
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
-from dtron.errors import ConfigError, nearest
+import torch
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic.dataclasses import dataclass
+
+from dtron.errors import ConfigError, config_error, nearest
 
 _TILE = (128, 256)
-_DEPTH = 96
+FILES = (".toml", ".json")
+"""How a row's file ends."""
+DEFAULT = "h100"
 
 
 @dataclass(frozen=True)
@@ -26,33 +38,44 @@ class Hardware:
 
     name: str
     source: str
-    peak: float
+    peak: PositiveFloat
     """FLOP/s, dense bfloat16, of the data sheet."""
-    ceiling: float
+    ceiling: PositiveFloat
     """FLOP/s of large bfloat16 products, as measured."""
-    ceiling_float8: float
+    ceiling_float8: NonNegativeFloat
     """The same with tensor-wise float8 operands; 0: it has none."""
-    multiprocessors: int
-    memory: float
+    multiprocessors: PositiveInt
+    memory: PositiveFloat
     """Bytes of the device."""
-    outside: float
+    outside: NonNegativeFloat
     """Bytes of it that the allocator does not get: context, NCCL, libraries."""
-    copy: float
+    copy: PositiveFloat
     """Bytes read and written a second by a copy."""
-    attention: tuple[float, float]
-    """FLOP/s forward and backward of causal attention, its best kernel, head width 128."""
-    host: int
+    attention: tuple[PositiveFloat, PositiveFloat]
+    """FLOP/s forward and backward of causal attention, its best kernel, head width 128; those of
+    the backward are counted as twice the forward's."""
+    host: PositiveInt
     """GPUs of a host."""
-    domain: int
+    domain: PositiveInt
     """GPUs that reach each other by NVLink."""
-    nvlink: float
+    nvlink: PositiveFloat
     """Bytes a second of bus bandwidth of a large all-gather inside of the domain."""
-    network: float
+    network: PositiveFloat
     """Bytes a second of a GPU's adapter, as collectives reach it."""
-    latency: tuple[float, float]
+    latency: tuple[NonNegativeFloat, NonNegativeFloat]
     """Seconds a hop by NVLink and by network."""
-    launch: float
+    launch: NonNegativeFloat
     """Seconds between two kernels of a stream."""
+    host_link: PositiveFloat
+    """Bytes a second between a GPU and its host's pinned memory, one way."""
+    host_memory: PositiveFloat
+    """Bytes of a host."""
+    depth: NonNegativeFloat = 96
+    """Of a product whose sums have this length, half of the rate is left."""
+    narrow: PositiveFloat = 0.75
+    """Share of attention's rates that heads below 128 reach."""
+    kinds: tuple[tuple[str, PositiveFloat], ...] = ()
+    """Shares of `nvlink` that collectives of a kind reach; those not named reach all of it."""
 
     def product(self, m: int, k: int, n: int, groups: int = 1, float8: bool = False) -> float:
         """Seconds of an (m, k) by (k, n) product, or of `groups` products that share the m rows."""
@@ -66,13 +89,13 @@ class Hardware:
         rate = self.ceiling_float8 if float8 and self.ceiling_float8 else self.ceiling
         # Deep schedulers split the last wave: half of what it leaves idle is won back.
         filled = 0.5 + 0.5 * filled
-        compute = flops / (rate * filled * max(used, 0.05) * k / (k + _DEPTH))
+        compute = flops / (rate * filled * max(used, 0.05) * k / (k + self.depth))
         traffic = 2.0 * (m * k + groups * k * n + m * n) / self.copy
         return max(compute, traffic) + self.launch
 
     def attend(self, flops: float, backward: bool, width: int) -> float:
         """Seconds of causal attention, of which `flops` are those of the half that is computed."""
-        rate = self.attention[1 if backward else 0] * (1.0 if width >= 128 else 0.75)
+        rate = self.attention[1 if backward else 0] * (1.0 if width >= 128 else self.narrow)
         return flops / rate + self.launch
 
     def collective(self, kind: str, size: float, ranks: int, inside: int) -> float:
@@ -87,27 +110,42 @@ class Hardware:
         if ranks == 1 or size == 0:
             return 0.0
         spans = inside < ranks
+        rate = self.nvlink * dict(self.kinds).get(kind, 1.0)
+        if spans:
+            rate = min(self.nvlink, self.network * adapters(kind, inside))
         hop = self.latency[1 if spans else 0]
-        if kind == "send":
-            return hop + size / (self.network if spans else self.nvlink)
-        moved = size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-        if not spans:
-            return 2 * hop + self.latency[0] * ranks + moved / self.nvlink
-        if kind == "all_to_all":
-            away = size * (ranks - inside) / ranks
-            return 2 * hop + away / self.network
-        return (
-            2 * hop
-            + hop * (ranks / inside) ** 0.5
-            + moved / min(self.nvlink, self.network * inside)
-        )
+        return hop * hops(kind, ranks, inside) + moved(kind, size, ranks, inside) / rate
+
+
+def hops(kind: str, ranks: int, inside: int) -> float:
+    """Latencies that a collective takes."""
+    if kind == "send":
+        return 1
+    if inside >= ranks:
+        return 2 + ranks
+    return 2 + (0 if kind == "all_to_all" else (ranks / inside) ** 0.5)
+
+
+def moved(kind: str, size: float, ranks: int, inside: int) -> float:
+    """Bytes that a rank sends over the slowest link; `Hardware.collective` has the arguments."""
+    if kind == "send":
+        return size
+    if kind == "all_to_all" and inside < ranks:
+        return size * (ranks - inside) / ranks
+    return size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+
+
+def adapters(kind: str, inside: int) -> int:
+    """Adapters of a host that serve what `moved` counts: rings and trees enter a host once."""
+    return 1 if kind in ("send", "all_to_all") else inside
 
 
 _H100 = Hardware(
     name="h100",
     source="NVIDIA H100 SXM data sheet (989 TFLOP/s, 80 GB, 3.35 TB/s, NVLink 900 GB/s, 8 x "
     "400 Gb/s a host); memory as its driver reports it (81,559 MiB); ceilings, attention and "
-    "NVLink as h200's, with the same multiprocessors",
+    "NVLink as h200's, with the same multiprocessors; host link 0.8 of PCIe 5.0 x 16, host memory "
+    "of a DGX",
     peak=989e12,
     ceiling=715e12,
     ceiling_float8=1380e12,
@@ -122,6 +160,8 @@ _H100 = Hardware(
     network=40e9,
     latency=(6e-6, 15e-6),
     launch=3e-6,
+    host_link=50e9,
+    host_memory=2e12,
 )
 HARDWARE: dict[str, Hardware] = {
     row.name: row
@@ -140,7 +180,7 @@ HARDWARE: dict[str, Hardware] = {
             name="a100",
             source="NVIDIA A100 SXM data sheet (312 TFLOP/s, 80 GB, 2.0 TB/s, NVLink 600 GB/s); "
             "ceilings scaled from the h200's shares of peak, attention FlashAttention-2's "
-            "(arXiv:2307.08691); network 8 x 200 Gb/s",
+            "(arXiv:2307.08691); network 8 x 200 Gb/s; host link 0.8 of PCIe 4.0 x 16",
             peak=312e12,
             memory=85.9e9,  # 81,920 MiB
             ceiling=265e12,
@@ -150,6 +190,7 @@ HARDWARE: dict[str, Hardware] = {
             attention=(190e12, 165e12),
             nvlink=230e9,
             network=20e9,
+            host_link=25e9,
         ),
         replace(
             _H100,
@@ -170,14 +211,45 @@ HARDWARE: dict[str, Hardware] = {
 }
 
 
+def of_device(device: torch.device) -> Hardware:
+    """The row of this machine's GPUs; without any, or of others, the default one."""
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    return HARDWARE[next((row for row in HARDWARE if row in name), DEFAULT)]
+
+
 def hardware(name: str, **changed: Any) -> Hardware:
-    """A row of HARDWARE.
+    """A row of HARDWARE, or of a file that `dtron plan calibrate` wrote.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is none of this name, or the file is no row.
     """
+    if name.endswith(FILES):
+        return replace(_of_file(Path(name)), **changed)
     if name not in HARDWARE:
         raise ConfigError(
-            f"--hardware {name} is not known{nearest(name, HARDWARE)}; use {', '.join(HARDWARE)}"
+            f"--hardware {name} is not known{nearest(name, HARDWARE)}; use {', '.join(HARDWARE)} "
+            "or a file of dtron plan calibrate, NAME.toml or NAME.json"
         )
     return replace(HARDWARE[name], **changed)
+
+
+def _of_file(path: Path) -> Hardware:
+    try:
+        text = path.read_text()
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        assert isinstance(values, dict), "it is no table"
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--hardware {path}: no such file; dtron plan calibrate writes it"
+        ) from None
+    except (OSError, ValueError, AssertionError) as error:
+        raise ConfigError(f"--hardware {path}: {error}") from None
+    values.pop("calibration", None)  # what was measured, for people
+    known = [field.name for field in fields(Hardware)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"--hardware {path}: unknown key {key}{nearest(key, known)}")
+    try:
+        return Hardware(**values)
+    except ValidationError as error:
+        raise ConfigError(f"--hardware {path}: {config_error(error, '', known)}") from None

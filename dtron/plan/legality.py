@@ -18,6 +18,7 @@ from dtron.preflight import reasons
 
 _VARIED = ("tp", "pp", "cp", "ep", "etp", "stages_per_rank")
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 2, 4)
+BATCH = "train.global_batch"
 _NEAR = 3  # layouts told
 _TRIES = 120
 
@@ -28,7 +29,8 @@ class Legality:
 
     reasons: tuple[str, ...]
     nearest: tuple[dict[str, Any], ...]
-    """Keys of [parallel] to change, the smallest changes first; empty for a legal run."""
+    """Keys of [parallel] to change, or train.global_batch, the smallest changes first; empty for a
+    legal run."""
 
     @property
     def legal(self) -> bool:
@@ -39,22 +41,49 @@ class Legality:
 def check(config: RunConfig, world_size: int) -> Legality:
     """All that is wrong, and what near is right."""
     found = tuple(reasons(_short(config, world_size), world_size))
-    near = tuple(_nearest(config, world_size)) if found else ()
+    near = tuple(_nearest(config, world_size, found)) if found else ()
     return Legality(found, near)
 
 
-def _nearest(config: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
+def _nearest(
+    config: RunConfig, world_size: int, found: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
     told = 0
-    for _, change in sorted(_changes(config), key=lambda pair: pair[0])[:_TRIES]:
-        parallel = config.parallel.model_copy(update=change)
+    changes = [*_changes(config), *_batches(config, world_size, found)]
+    for _, change in sorted(changes, key=lambda pair: pair[0])[:_TRIES]:
         try:
-            Resolved.of(config.model_copy(update={"parallel": parallel}), world_size)
+            Resolved.of(_changed(config, change), world_size)
         except ConfigError:
             continue
         yield change
         told += 1
         if told == _NEAR:
             return
+
+
+def _changed(config: RunConfig, change: dict[str, Any]) -> RunConfig:
+    if BATCH in change:
+        train = config.train.model_copy(update={"global_batch": change[BATCH]})
+        return config.model_copy(update={"train": train})
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=change)})
+
+
+def _batches(
+    config: RunConfig, world_size: int, found: tuple[str, ...]
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Batches around the run's own, where it is a reason of refusal."""
+    if not any(BATCH in reason for reason in found):
+        return
+    try:
+        degrees = config.degrees(world_size)
+    except ConfigError:  # another reason, without which nothing is known of the batch
+        return
+    ranks = degrees["dp_replicate"] * degrees["dp_shard"] * config.train.micro_batch
+    batch = config.train.global_batch
+    for each in {ranks, ranks * degrees["pp"]}:
+        for n in (batch // each * each, -(-batch // each) * each):
+            if n and n != batch:
+                yield abs(math.log2(n / batch)), {BATCH: n}
 
 
 def _short(config: RunConfig, world_size: int) -> RunConfig:

@@ -23,6 +23,7 @@ from typing import Any
 
 from dtron.parallelisms.actions import Kind, Order
 from dtron.plan import activations
+from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, held, units
 from dtron.plan.resolved import ELEMENT, Resolved
 
@@ -84,6 +85,30 @@ def memory(run: Resolved) -> tuple[RankMemory, ...]:
 def worst(ranks: tuple[RankMemory, ...]) -> RankMemory:
     """The rank that holds most."""
     return max(ranks, key=lambda each: each.reserved)
+
+
+def offloaded(run: Resolved) -> float:
+    """Bytes of activations that a rank has in host memory, at most."""
+    if not run.config.recompute.offload:
+        return 0.0
+    most = 0.0
+    for rank in range(run.degrees["pp"]):
+        flying = in_flight(run, rank)
+        kept = {
+            stage.index: sum(sum(activations.kept(run, layer).values()) for layer in stage.layers)
+            for stage in run.stages_of(rank)
+        }
+        most = max(most, sum(times * kept[stage] for stage, times in flying.items()))
+    return most
+
+
+def fits(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> bool:
+    """Whether a device holds the worst rank, and a host what its ranks offload, of which a
+    twentieth stays free (`dtron.parallelisms.offload`)."""
+    return (
+        worst(ranks).reserved <= hardware.memory - hardware.outside
+        and offloaded(run) * hardware.host <= hardware.host_memory * 19 / 20
+    )
 
 
 def _of_rank(run: Resolved, rank: int) -> RankMemory:

@@ -6,10 +6,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dtron.config import RunConfig
 from dtron.plan.search import Searched
 
-GIB = 2**30
-_DEGREES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep", "zero", "micro_batch")
+GIB, MIB = 2**30, 2**20
+_DEGREES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep", "etp", "zero", "micro_batch")
 
 
 def print_plan(console: Console, plan: dict[str, Any]) -> None:
@@ -18,7 +19,8 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
         for reason in plan["reasons"]:
             console.print(f"not legal: {reason}", markup=False, soft_wrap=True)
         for change in plan["nearest"]:
-            keys = " ".join(f"parallel.{key}={value}" for key, value in change.items())
+            dotted = {key if "." in key else f"parallel.{key}": n for key, n in change.items()}
+            keys = " ".join(f"{key}={value}" for key, value in dotted.items())
             console.print(f"legal: {keys}", markup=False, soft_wrap=True)
         return
     degrees = {k: v for k, v in plan["parallel"].items() if k != "layers_by_stage"}
@@ -32,8 +34,8 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
 
 def print_search(console: Console, searched: Searched) -> None:
     """The best layouts, each with what limits it."""
-    headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "recompute", "limited by"]
-    made = _table("fastest layouts", headings)
+    headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "float8", "recompute", "limited by"]
+    made = table("fastest layouts", headings)
     for found in searched.best:
         parallel, time = found.run.parallel(), found.time
         v = parallel.get("stages_per_rank", 1)
@@ -42,11 +44,16 @@ def print_search(console: Console, searched: Searched) -> None:
             f"{time.mfu['full']:.1%}",
             *(str(parallel[key]) for key in _DEGREES),
             f"{parallel.get('schedule', '')}{f' x {v}' if v > 1 else ''}",
-            found.run.config.recompute.mode,
-            found.limited,
+            found.run.config.float8.recipe,
+            _recompute(found.run.config),
+            f"{found.limited}, {_size(found.memory.reserved, 0)}",
         )
     console.print(made)
     console.print(", ".join(f"{n:,} {what}" for what, n in searched.counts.items()))
+
+
+def _recompute(config: RunConfig) -> str:
+    return config.recompute.mode + (" + offload" if config.recompute.offload else "")
 
 
 def _print_summary(console: Console, plan: dict[str, Any]) -> None:
@@ -56,17 +63,28 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"{memory['parameters'] / 1e9:.2f} B parameters, "
         f"{plan['flops']['full_per_token'] / 1e9:.4g} GFLOP a token (full), "
         f"{plan['flops']['causal_per_token'] / 1e9:.4g} (causal)",
-        f"memory: {memory['reserved'] / GIB:.1f} GiB on pipeline rank {memory['worst_rank']} of "
-        f"{memory['limit'] / GIB:.1f} on {plan['hardware']}: {verdict}",
-        *_speed(plan["time"], plan["cost"]),
+        f"memory: {_size(memory['reserved'])} on pipeline rank {memory['worst_rank']} of "
+        f"{_size(memory['limit'])} on {plan['hardware']}: {verdict}",
+        *([_host(memory)] if memory["host"] else []),
+        *(_speed(plan) if plan["time"] else [f"no time is predicted: {plan['no_time']}"]),
     ]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _speed(time: dict[str, Any] | None, cost: dict[str, float] | None) -> list[str]:
-    if not time or not cost:
-        return ["no time is predicted: train.dtype = 'float32' has no rates"]
+def _size(n_bytes: float, digits: int = 1) -> str:
+    """In MiB what is below a GiB."""
+    unit, name = (GIB, "GiB") if n_bytes >= GIB else (MIB, "MiB")
+    return f"{n_bytes / unit:.{digits}f} {name}"
+
+
+def _host(memory: dict[str, Any]) -> str:
+    most, limit = memory["host"] / GIB, memory["host_limit"] / GIB
+    return f"offloaded: {most:,.0f} GiB of the memory of each host, of {limit:,.0f} at most"
+
+
+def _speed(plan: dict[str, Any]) -> list[str]:
+    time, cost = plan["time"], plan["cost"]
     return [
         f"step {time['step_seconds']:.4g} s, {time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
         f"{time['flops_per_second']['full'] / 1e12:.0f} TFLOP/s, "
@@ -77,7 +95,8 @@ def _speed(time: dict[str, Any] | None, cost: dict[str, float] | None) -> list[s
     ]
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
+def table(title: str, headings: Sequence[str]) -> Table:
+    """A table whose first column is of words, the others of numbers."""
     made = Table(title=title, title_justify="left")
     for i, heading in enumerate(headings):
         made.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
@@ -87,11 +106,13 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 def _memory(memory: dict[str, Any]) -> Table:
     """Ranks that are alike are one row."""
     names = list(memory["ranks"][0]["classes"])
-    made = _table("GiB by class", ["pp rank", *names, "peak", "reserved"])
+    most = max(rank["reserved"] for rank in memory["ranks"])
+    unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    made = table(f"{name} by class", ["pp rank", *names, "peak", "reserved"])
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank in memory["ranks"]:
         sizes = [*rank["classes"].values(), rank["peak"], rank["reserved"]]
-        rows.setdefault(tuple(f"{size / GIB:.1f}" for size in sizes), []).append(rank["rank"])
+        rows.setdefault(tuple(f"{size / unit:.1f}" for size in sizes), []).append(rank["rank"])
     for cells, ranks in rows.items():
         shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} ... {ranks[-1]}"
         made.add_row(shown, *cells)
@@ -100,7 +121,7 @@ def _memory(memory: dict[str, Any]) -> Table:
 
 def _communication(rows: Sequence[dict[str, Any]]) -> Table:
     headings = ["purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s"]
-    made = _table("collectives of the first pipeline rank", headings)
+    made = table("collectives of the first pipeline rank", headings)
     for row in rows:
         made.add_row(
             *(str(row[key]) for key in ("purpose", "axis", "kind", "ranks", "link")),
@@ -112,7 +133,7 @@ def _communication(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _time(time: dict[str, Any]) -> Table:
-    made = _table("time of a step", ["part", "s", "share"])
+    made = table("time of a step", ["part", "s", "share"])
     for name, seconds in time["parts"].items():
         if seconds:
             made.add_row(name, f"{seconds:.4g}", f"{seconds / time['step_seconds']:.1%}")

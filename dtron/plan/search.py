@@ -6,14 +6,17 @@ layout's bound is the time of its layers, were the pipeline's ranks even and par
 are needed. Layouts whose mean rank cannot fit go first. The legality is preflight's.
 
     tp x pp x cp x dp_replicate, dp_shard being the rest; ep x etp; schedule x stages a rank;
-    micro-batch; recompute; zero
+    micro-batch; recompute; zero; where one asks for it, float8
+
+Activations are offloaded where a layout does not fit otherwise: it is never faster.
 """
 
+import functools
 import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtron.config import RunConfig
@@ -21,14 +24,18 @@ from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 from dtron.plan.activations import block
 from dtron.plan.hardware import Hardware
-from dtron.plan.memory import MOMENTS, RankMemory, memory, worst
+from dtron.plan.memory import MOMENTS, RankMemory, fits, memory, worst
 from dtron.plan.parameters import parts
 from dtron.plan.resolved import ELEMENT, Resolved
-from dtron.plan.steptime import Prediction, busy_seconds, predict
+from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
 
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 MODES = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
+EXPERT_TP = (1, 2, 4, 8)
+_DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule", "stages_per_rank")
+RECIPE = "tensorwise"
+"""Of float8, the recipe whose rates hardware rows have."""
 COUNTS: tuple[str, ...] = ("enumerated", "pruned", "illegal", "too large", "predicted")
 
 
@@ -42,11 +49,11 @@ class Found:
 
     @property
     def limited(self) -> str:
-        """Where its time goes, the largest part but computation first; and its memory."""
+        """Where its time goes, the largest part but computation."""
         parts = {k: v for k, v in self.time.parts.items() if k != "compute" and v > 0}
         name = max(parts, key=lambda key: parts[key], default="compute")
         share = parts.get(name, 0.0) / self.time.step
-        return f"{name} {share:.0%}, {self.memory.reserved / 2**30:.0f} GiB"
+        return f"{name} {share:.0%}"
 
     @property
     def point(self) -> tuple[float, float]:
@@ -65,38 +72,52 @@ class Searched:
     """enumerated, pruned by the bound, illegal, too large, predicted."""
 
 
-def search(config: RunConfig, world: int, hardware: Hardware, most: int = 10) -> Searched:
+def search(
+    config: RunConfig, world: int, hardware: Hardware, most: int = 10, float8: bool = False
+) -> Searched:
     """The best layouts of a model and a global batch.
 
+    Args:
+        float8: look at float8 too, which changes what is trained.
     Raises:
-        ConfigError: no layout is legal and fits; tells how many were looked at.
+        ConfigError: no layout is legal and fits; tells how many were looked at. Or there are no
+            rates for what is asked for.
     """
+    if why := why_no_time(config, hardware):
+        raise ConfigError(f"--search ranks layouts by time: {why}")
+    if float8 and not hardware.ceiling_float8:
+        raise ConfigError(f"--float8: {hardware.name} has no float8; leave it out")
     counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
     best: list[tuple[float, int, Found]] = []
     seen: list[tuple[float, float]] = []
-    limit = hardware.memory - hardware.outside
-    for number, candidate in enumerate(_ordered(config, world, hardware, counts)):
-        if len(best) == most and candidate.bound <= best[0][0]:
+    space = _Space(config, Resolved.model_of(config), world, hardware)
+    queue = space.queue(float8, counts)
+    while queue:
+        lost, number, choice = heapq.heappop(queue)
+        if len(best) == most and -lost <= best[0][0]:
             counts["pruned"] += 1
             continue
         try:
-            run = Resolved.of(_with(config, candidate.choice), world)
+            run = Resolved.of(_with(config, choice), world)
         except ConfigError:
             counts["illegal"] += 1
             continue
-        held = worst(memory(run))
-        if held.reserved > limit:
+        held = memory(run)
+        if not fits(run, held, hardware):
             counts["too large"] += 1
+            if not choice["offload"]:
+                space.push(queue, {**choice, "offload": True}, counts)
             continue
         time = predict(run, hardware)
         counts["predicted"] += 1
-        found = Found(run, held, time)
+        found = Found(run, worst(held), time)
         seen.append(found.point)
         heapq.heappush(best, (time.tokens_per_second_per_gpu, -number, found))
         if len(best) > most:
             heapq.heappop(best)
     if not best:
         told = ", ".join(f"{n} {what}" for what, n in counts.items())
+        limit = hardware.memory - hardware.outside
         raise ConfigError(
             f"--search found no legal layout of {world} GPUs that fits {limit / 2**30:.0f} GiB "
             f"({told}); use more GPUs, or another train.global_batch"
@@ -106,42 +127,64 @@ def search(config: RunConfig, world: int, hardware: Hardware, most: int = 10) ->
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    choice: dict[str, Any]
-    bound: float
-    """Tokens a second and GPU that it cannot exceed."""
+class _Space:
+    """What is looked at."""
 
+    config: RunConfig
+    model: DecoderConfig
+    world: int
+    hardware: Hardware
+    done: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    """Of `_bound`."""
 
-def _ordered(
-    config: RunConfig, world: int, hardware: Hardware, counts: dict[str, int]
-) -> list[_Candidate]:
-    """Those with the highest bounds first, so that the others are pruned."""
-    model = Resolved.model_of(config)
-    weights, done = _weights(config, model), {}
-    made = []
-    for choice in _choices(config, model, world):
+    def queue(self, float8: bool, counts: dict[str, int]) -> list[tuple[float, int, dict]]:
+        """(-bound, number, choice), a heap: the highest bounds first, so that others are pruned."""
+        made: list[tuple[float, int, dict]] = []
+        for choice in _choices(self.config, self.model, self.world, float8):
+            self.push(made, choice, counts)
+        return made
+
+    def push(self, queue: list, choice: dict[str, Any], counts: dict[str, int]) -> None:
+        """A choice, or the same with activations offloaded, if its mean rank can fit."""
         counts["enumerated"] += 1
-        if _least_bytes(config, model, choice, weights, world) > hardware.memory - hardware.outside:
+        limit = self.hardware.memory - self.hardware.outside
+        if _least_bytes(self.config, self.model, choice, self.weights, self.world) > limit:
             counts["too large"] += 1
-            continue
-        made.append(_Candidate(choice, _bound(config, model, choice, world, hardware, done)))
-    return sorted(made, key=lambda each: -each.bound)
+            if not choice["offload"]:
+                self.push(queue, {**choice, "offload": True}, counts)
+            return
+        bound = _bound(self.config, self.model, choice, self.world, self.hardware, self.done)
+        heapq.heappush(queue, (-bound, counts["enumerated"], choice))
+
+    @functools.cached_property
+    def weights(self) -> tuple[int, int]:
+        """Of `_weights`."""
+        return _weights(self.config, self.model)
 
 
-def _choices(config: RunConfig, model: DecoderConfig, world: int) -> Iterator[dict[str, Any]]:
-    batch = config.train.global_batch
+def _choices(
+    config: RunConfig, model: DecoderConfig, world: int, float8: bool = False
+) -> Iterator[dict[str, Any]]:
+    batch, own = config.train.global_batch, config.float8.recipe
     for tp, cp in itertools.product(_divisors(world, 8), _divisors(world, 8)):
         if model.n_kv_heads % tp or (cp > 1 and config.train.seq_len < 8192):
             continue
         for pp in _divisors(world // tp // cp if world % (tp * cp) == 0 else 0, model.n_layers + 2):
             shards = world // (tp * cp * pp)
-            for ep, replicas, (schedule, v), mode, micro in itertools.product(
-                _expert_degrees(model.n_experts, shards * cp * tp),
+            for (ep, etp), replicas, (schedule, v), mode, micro, recipe in itertools.product(
+                _expert_degrees(model, shards * cp * tp),
                 _replicas(shards),
                 SCHEDULES if pp > 1 else (("1F1B", 0),),
                 MODES,
                 MICRO_BATCHES,
+                ("", RECIPE) if float8 and not own else (own,),
             ):
+                if shards // replicas * cp * tp % (ep * etp):
+                    continue
+                # Weight gradients in float8 are not put off; layers that take a part of the tokens
+                # on each rank of tp have no scale to share.
+                if recipe and (schedule == "ZBVZeroBubble" or (tp > 1 and model.kv_lora_rank)):
+                    continue
                 if batch % (shards * micro) or pp * v > model.n_layers + 2:
                     continue
                 if pp > 1 and batch // (shards * micro) < pp:
@@ -151,10 +194,13 @@ def _choices(config: RunConfig, model: DecoderConfig, world: int) -> Iterator[di
                     "cp": cp,
                     "pp": pp,
                     "ep": ep,
+                    "etp": etp,
                     "dp_replicate": replicas,
                     "schedule": schedule,
                     "stages_per_rank": v if pp > 1 else 0,
                     "mode": mode,
+                    "offload": config.recompute.offload,
+                    "recipe": recipe,
                     "micro": micro,
                     "micro_batches": batch // (shards * micro),
                 }
@@ -164,10 +210,17 @@ def _divisors(n: int, most: int) -> list[int]:
     return [d for d in (2**i for i in range(12)) if d <= most and n and n % d == 0]
 
 
-def _expert_degrees(experts: int, ranks: int) -> list[int]:
-    if not experts:
-        return [1]
-    return [d for d in _divisors(ranks, 64) if experts % d == 0 and d >= min(8, ranks)]
+def _expert_degrees(model: DecoderConfig, ranks: int) -> list[tuple[int, int]]:
+    """(ep, etp)."""
+    if not model.n_experts:
+        return [(1, 1)]
+    return [
+        (ep, etp)
+        for ep in _divisors(ranks, 64)
+        for etp in EXPERT_TP
+        if model.n_experts % ep == 0 and ep >= min(8, ranks // etp)
+        if model.expert_dim % etp == 0 and ranks % (ep * etp) == 0
+    ]
 
 
 def _replicas(shards: int) -> list[int]:
@@ -181,10 +234,12 @@ def _with(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     cp = {} if choice["cp"] > 1 else {"cp_method": "ring", "cp_inner": 0}
     parallel = config.parallel.model_copy(
         update={
-            **{key: choice[key] for key in ("tp", "cp", "pp", "ep", "dp_replicate", "schedule")},
+            **{
+                key: choice[key]
+                for key in ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule")
+            },
             "stages_per_rank": choice["stages_per_rank"],
             "zero": 1 if choice["micro_batches"] > 1 else config.parallel.zero,
-            "etp": 1,
             "dp_shard": -1,
             "pp_layout": "",
             "defer_head": 0,
@@ -194,17 +249,23 @@ def _with(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
             **cp,
         }
     )
-    eager = choice["ep"] > 1 and choice["mode"] == "selective"
+    eager = choice["ep"] * choice["etp"] > 1 and choice["mode"] == "selective"
+    recompute = {"mode": choice["mode"], "every": 1, "offload": choice["offload"]}
     return config.model_copy(
         update={
             "parallel": parallel,
             "train": config.train.model_copy(update={"micro_batch": choice["micro"]}),
-            "recompute": config.recompute.model_copy(update={"mode": choice["mode"], "every": 1}),
+            "recompute": config.recompute.model_copy(update=recompute),
+            "float8": config.float8.model_copy(update={"recipe": choice["recipe"]}),
             "compile": config.compile.model_copy(
                 update={"enable": config.compile.enable and not eager}
             ),
         }
     )
+
+
+_BUSY = ("tp", "cp", "ep", "etp", "mode", "offload", "recipe", "micro")
+"""What a micro-batch's time depends on."""
 
 
 def _bound(
@@ -222,7 +283,7 @@ def _bound(
         done: seconds of a micro-batch through all layers, by what they depend on.
     """
     p, m = choice["pp"], choice["micro_batches"]
-    key = tuple(choice[name] for name in ("tp", "cp", "ep", "mode", "micro"))
+    key = tuple(choice[name] for name in _BUSY)
     if key not in done:
         whole = _with(config, {**choice, "pp": 1, "schedule": "1F1B", "stages_per_rank": 0})
         ranks = world // p
@@ -254,7 +315,8 @@ def _least_bytes(
     world: int,
 ) -> float:
     """Of a mean pipeline rank: its share of the state, and the least activations in flight."""
-    tp, pp, cp, ep = (choice[key] for key in ("tp", "pp", "cp", "ep"))
+    tp, pp, cp = (choice[key] for key in ("tp", "pp", "cp"))
+    ep = choice["ep"] * choice["etp"]
     shards = world // (tp * pp * choice["dp_replicate"])
     dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
     optim = config.optim
@@ -268,7 +330,7 @@ def _least_bytes(
     width = sum(r.width * (4 if r.wide else 2) for r in rows) / tp
     tokens = choice["micro"] * config.train.seq_len / cp
     layers, flying = model.n_layers / pp, min(pp, choice["micro_batches"])
-    if config.recompute.offload:  # all but two layers' are in host memory
+    if choice["offload"]:  # all but two layers' are in host memory
         layers, flying = min(2.0, layers), 1
     return state + width * tokens * layers * flying
 

@@ -1,16 +1,58 @@
 """A pipeline's step on a clock: every rank's actions with times of their own, and transfers between
 ranks; and what many ranks that differ in speed cost.
 
-    run_order    one pipeline, action by action
+    run_order    one pipeline, event by event
+    Traffic      transfers that share links
     slowest_of   many ranks that reduce together: the slowest decides, since all end a step at once
 """
 
+import heapq
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from statistics import NormalDist
+from typing import Any
 
-from dtron.parallelisms.actions import COMPUTE, Kind, Order, Span, needs, result
+from dtron.parallelisms.actions import COMPUTE, Action, Kind, Order, Span, needs, result
+
+Link = tuple[str, int]
+"""One way of a rank's adapter: ("out", rank) or ("in", rank)."""
+
+
+class Traffic:
+    """Transfers over links. All that are on one link at a time get equal shares of it, and each is
+    as fast as the fullest of its links lets it be."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._left: dict[Any, float] = {}
+        self._links: dict[Any, tuple[Link, ...]] = {}
+
+    def start(self, name: Any, seconds: float, links: tuple[Link, ...]) -> None:
+        """A transfer that takes so long where it is alone."""
+        self._left[name], self._links[name] = seconds, links
+
+    def next_end(self) -> float:
+        """When the first of them is done if no other starts; infinity if there is none."""
+        return min((self.now + left / self._rate(n) for n, left in self._left.items()), default=inf)
+
+    def advance(self, until: float) -> list[Any]:
+        """Let time go on, not beyond the next end; those that are then done."""
+        rates = {name: self._rate(name) for name in self._left}
+        ends = {name: self.now + left / rates[name] for name, left in self._left.items()}
+        done = [name for name, end in ends.items() if end <= until]
+        for name, rate in rates.items():
+            self._left[name] -= (until - self.now) * rate
+        self.now = until
+        for name in done:
+            del self._left[name], self._links[name]
+        return done
+
+    def _rate(self, name: Any) -> float:
+        used = Counter(link for links in self._links.values() for link in links)
+        return 1 / max(used[link] for link in self._links[name])
 
 
 def run_order(
@@ -23,33 +65,59 @@ def run_order(
 
     Args:
         costs: seconds by (stage, kind).
-        hop: seconds from one rank to another; sends run beside the computation.
+        hop: seconds from one rank to another. Sends run beside the computation; those that leave a
+            rank, or reach one, at the same time share its link.
     Returns:
         Seconds of the step, and spans by rank.
     """
     todo = [[action for action in row if action.kind in COMPUTE] for row in order]
-    at, clock = [0] * len(todo), [0.0] * len(todo)
-    ends: dict = {}
+    users = _users(todo, n_stages)
+    at, busy = [0] * len(todo), [False] * len(todo)
+    here: set[tuple[Any, int]] = set()  # (result, rank that has it)
     spans: list[list[Span]] = [[] for _ in todo]
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(todo):
-            while at[rank] < len(row):
-                action = row[at[rank]]
-                wanted = needs(action, n_stages)
-                if any(want not in ends for want in wanted):
-                    break
-                start = clock[rank]
-                for want in wanted:
-                    end, holder = ends[want]
-                    start = max(start, end + (hop if holder != rank else 0.0))
-                clock[rank] = start + costs[action.stage, action.kind]
-                ends[result(action)] = (clock[rank], rank)
-                spans[rank].append(Span(rank, action, start, clock[rank]))
-                at[rank] += 1
-                moved = True
-    return max(clock, default=0.0), tuple(map(tuple, spans))
+    running: list[tuple[float, int]] = []
+    traffic = Traffic()
+    ready = list(range(len(todo)))
+    while True:
+        for rank in ready:
+            if busy[rank] or at[rank] == len(todo[rank]):
+                continue
+            action = todo[rank][at[rank]]
+            if all((want, rank) in here for want in needs(action, n_stages)):
+                end = traffic.now + costs[action.stage, action.kind]
+                spans[rank].append(Span(rank, action, traffic.now, end))
+                heapq.heappush(running, (end, rank))
+                busy[rank] = True
+        first = running[0][0] if running else inf
+        now = min(first, traffic.next_end())
+        if now == inf:
+            return max((row[-1].end for row in spans if row), default=0.0), tuple(map(tuple, spans))
+        ready = []
+        for made, rank in traffic.advance(now):
+            here.add((made, rank))
+            ready.append(rank)
+        while running and running[0][0] <= now:
+            _, rank = heapq.heappop(running)
+            made = result(todo[rank][at[rank]])
+            busy[rank], at[rank] = False, at[rank] + 1
+            ready.append(rank)
+            here.add((made, rank))
+            for other in users.get(made, ()):
+                if other != rank and hop:
+                    traffic.start((made, other), hop, (("out", rank), ("in", other)))
+                elif other != rank:
+                    here.add((made, other))
+                    ready.append(other)
+
+
+def _users(todo: list[list[Action]], n_stages: int) -> dict[Any, set[int]]:
+    """Ranks that need a result."""
+    found: dict[Any, set[int]] = {}
+    for rank, row in enumerate(todo):
+        for action in row:
+            for want in needs(action, n_stages):
+                found.setdefault(want, set()).add(rank)
+    return found
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     compute    products, attention and elementwise work of the slowest pipeline rank
     tp, cp, ep collectives that stand between two computations; async tp hides most of tp's, a ring
                what its attention covers
+    offload    copies of activations over the host link, where they are longer than a layer
     fsdp       gathers and reductions run beside the computation: those that are longer than it are
                waited for, the others slow it down by a share of their time; the first gather and
                the last reduction are alone
@@ -17,7 +18,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from dtron.config import RunConfig
 from dtron.errors import ConfigError
+from dtron.float8.recipes import RECIPES
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.timeline import Timeline
 from dtron.plan.communication import Collective, activation_collectives, collectives
@@ -25,7 +28,7 @@ from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import held
 from dtron.plan.resolved import Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
-from dtron.plan.work import Seconds, head, layer
+from dtron.plan.work import Seconds, head, layer, offload_wait
 
 SLOWED = 0.5
 """Of the time of a collective beside computation, how much it adds: it takes multiprocessors and
@@ -64,22 +67,26 @@ class Prediction:
         }
 
 
-def has_rates(run: Resolved) -> bool:
-    """Whether rows of hardware have rates for what the run computes in."""
-    return run.element == 2
+def why_no_time(config: RunConfig, hardware: Hardware) -> str:
+    """Why there are no rates for what a run computes in; empty where there are."""
+    recipe = config.float8.recipe
+    if config.train.dtype != "bfloat16":
+        return f"train.dtype = {config.train.dtype!r} has no rates; use bfloat16"
+    if recipe and RECIPES[recipe].kernel == "none":
+        return f"float8.recipe = {recipe!r} is emulated, for which there are no rates"
+    if recipe and not hardware.ceiling_float8:
+        return f"float8.recipe = {recipe!r} is emulated on {hardware.name}: it has no float8"
+    return ""
 
 
 def predict(run: Resolved, hardware: Hardware) -> Prediction:
     """A step's time.
 
     Raises:
-        ConfigError: the run computes in float32.
+        ConfigError: there are no rates for what the run computes in.
     """
-    if not has_rates(run):
-        raise ConfigError(
-            "train.dtype = 'float32' has no rates in dtron/plan/hardware.py; use bfloat16 to plan "
-            "the time"
-        )
+    if why := why_no_time(run.config, hardware):
+        raise ConfigError(f"no time is predicted: {why}")
     ranks = range(run.degrees["pp"])
     compute, exposed, beside = {}, {}, {}
     for rank in ranks:
@@ -88,6 +95,7 @@ def predict(run: Resolved, hardware: Hardware) -> Prediction:
             _total(stage_seconds(run, stage, hardware)) for stage in run.stages_of(rank)
         )
         exposed[rank] = _exposed(run, sent, hardware)
+        exposed[rank]["offload"] = _offload(run, run.stages_of(rank), hardware)
         beside[rank] = sum(c.seconds(hardware) for c in sent if c.purpose == "fsdp")
     slowest = max(ranks, key=lambda rank: compute[rank] + sum(exposed[rank].values()))
     busy = compute[slowest] + sum(exposed[slowest].values())
@@ -110,7 +118,17 @@ def busy_seconds(run: Resolved, hardware: Hardware) -> float:
     """Computation of a micro-batch through all layers, and collectives that it waits for."""
     (stage,) = run.stages
     exposed = _exposed(run, activation_collectives(run, stage, hardware.domain), hardware)
-    return _total(stage_seconds(run, stage, hardware)) + sum(exposed.values())
+    offload = _offload(run, (stage,), hardware)
+    return _total(stage_seconds(run, stage, hardware)) + sum(exposed.values()) + offload
+
+
+def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> float:
+    """Seconds of a step that layers wait for copies to the host and back. The last one of a model
+    that is no stage stays."""
+    layers = [layer for stage in stages for layer in stage.layers]
+    copied = layers[:-1] if run.layout is None else layers
+    waits = sum(offload_wait(run, layer, hardware) for layer in copied)
+    return run.micro_batches * waits
 
 
 def _total(seconds: Seconds) -> float:

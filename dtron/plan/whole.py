@@ -8,9 +8,9 @@ from dtron.flops import n_parameters
 from dtron.plan.communication import collectives
 from dtron.plan.hardware import Hardware
 from dtron.plan.legality import check
-from dtron.plan.memory import RankMemory, memory, worst
+from dtron.plan.memory import RankMemory, fits, memory, offloaded, worst
 from dtron.plan.resolved import Resolved
-from dtron.plan.steptime import has_rates, predict
+from dtron.plan.steptime import predict, why_no_time
 
 KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 
@@ -19,7 +19,7 @@ def plan(
     config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
 ) -> dict[str, Any]:
     """{legal, reasons, nearest, hardware} and KEYS, which are None of an illegal run; time and cost
-    are None too of one in float32, which has no rates.
+    are None too where there are no rates, for the reason `no_time`.
 
     Args:
         tokens: of the whole training, for its cost; 0: those of train.steps.
@@ -30,6 +30,7 @@ def plan(
         "reasons": list(legality.reasons),
         "nearest": list(legality.nearest),
         "hardware": hardware.name,
+        "no_time": "",
         **dict.fromkeys(KEYS),
     }
     if not legality.legal:
@@ -39,7 +40,8 @@ def plan(
     found["memory"] = memory_json(run, memory(run), hardware)
     found["flops"] = {f"{name}_per_token": value for name, value in run.flops().items()}
     found["communication"] = communication_json(run, hardware)
-    if has_rates(run):
+    found["no_time"] = why_no_time(config, hardware)
+    if not found["no_time"]:
         time = predict(run, hardware)
         found["time"] = time.as_json()
         found["cost"] = cost(run, time.step, tokens)
@@ -58,7 +60,9 @@ def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware
         "peak": most.peak,
         "reserved": most.reserved,
         "limit": limit,
-        "fits": most.reserved <= limit,
+        "host": offloaded(run) * hardware.host,
+        "host_limit": hardware.host_memory * 19 / 20,
+        "fits": fits(run, ranks, hardware),
         "ranks": [each.as_json() for each in ranks],
     }
 

@@ -12,6 +12,10 @@ PASSES = 8
 """How often a block's saved bytes are read or written by elementwise kernels, forward and backward;
 fitted to a block of Llama-3-8B alone (benchmarks/RESULTS.md). Without torch.compile: 18."""
 EAGER_PASSES = 18
+CAST, CAST_WEIGHT, TURN_WEIGHT = 6, 8, 2
+"""Bytes an element of casts to float8. An input or gradient is read for its largest value and again
+to be cast, and written as it is and transposed; a weight the same, and once more for the backward;
+one that is gathered in float8 is turned alone."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +110,21 @@ def _product(hardware: Hardware, p: Product) -> Seconds:
     )
 
 
+def cast_seconds(run: Resolved, listed: list[Product], hardware: Hardware) -> Seconds:
+    """Casts of float8 products, each of its own input, weight and gradient: bytes over the rate of
+    a copy, in the forward those of inputs and half of the weights'."""
+    eight = [p for p in listed if p.float8]
+    weight = TURN_WEIGHT if run.config.float8.all_gather else CAST_WEIGHT
+    forward = sum(CAST * p.m * p.k + weight * p.k * p.n / 2 for p in eight)
+    backward = sum(CAST * p.m * p.n + weight * p.k * p.n / 2 for p in eight)
+    return Seconds(forward / hardware.copy, backward / hardware.copy, 0.0)
+
+
 def layer(run: Resolved, index: int, hardware: Hardware) -> Seconds:
     """A layer's computation alone."""
-    total = Seconds(0.0, 0.0, 0.0)
-    for each in products(run, run.kind(index)):
+    listed = products(run, run.kind(index))
+    total = cast_seconds(run, listed, hardware)
+    for each in listed:
         total += _product(hardware, each)
     flops, width = attention_flops(run, index), run.model.head_size
     forward = hardware.attend(flops, False, width)
@@ -122,6 +137,16 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Seconds:
         return total
     again = {"full": total.forward, "attention": total.forward - forward}
     return total + Seconds(0.0, again.get(run.config.recompute.mode, moved / 3), 0.0)
+
+
+def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
+    """Seconds that a layer and micro-batch wait for copies to the host and back: what it keeps over
+    the host link, less the forward and the backward of a layer, beside which they run."""
+    if not run.config.recompute.offload:
+        return 0.0
+    copied = sum(activations.kept(run, index).values()) / hardware.host_link
+    own = layer(run, index, hardware)
+    return max(0.0, copied - own.forward) + max(0.0, copied - own.inputs - own.weights)
 
 
 def head(run: Resolved, hardware: Hardware) -> Seconds:

@@ -49,6 +49,18 @@ def test_experts_split_as_tp_are_refused_with_what_fits() -> None:
     assert found["memory"] is None
 
 
+def test_a_batch_that_is_refused_has_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["train.global_batch=10", "train.micro_batch=2"]
+    config = RunConfig.load(CONFIGS / "llama3_8b.toml", overrides)
+    near = check(config, 4).nearest
+    assert {"train.global_batch": 8} in near
+    train = config.train.model_copy(update={"global_batch": 8})
+    resolve(config.model_copy(update={"train": train}), 4)
+    words = ["plan", "--config", str(CONFIGS / "llama3_8b.toml"), "--world-size", "4"]
+    assert commands([*words, *overrides]) == 1
+    assert "legal: train.global_batch=8" in capsys.readouterr().out
+
+
 def test_gpt3_on_1024() -> None:
     """Narayanan et al. 2021: 175 B over 8 x 16 ranks, and 7.5 bytes a parameter of state."""
     found = planned("gpt3_175b", 1024)["memory"]
@@ -80,7 +92,18 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", config, "--dry-run", *keys, "train.dtype=bfloat16"]) == 0
     assert "tok/s/GPU" in capsys.readouterr().out
     assert not (tmp_path / "run/metrics.jsonl").exists()
-    assert main(["--config", config, "--dry-run", *keys, "parallel.tp=3"]) == 1
+    capsys.readouterr()
+    broken = ["parallel.tp=3", "recompute.every=2"]
+    assert main(["--config", config, "--dry-run", *keys, *broken]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("not legal:") > 1
+    # A model of a few MiB is told in MiB, and the row is the one that is asked for.
+    assert main(["--config", config, "--dry-run", *keys, "--hardware", "b200"]) == 0
+    shown = capsys.readouterr().out
+    assert "on b200: fits" in shown
+    assert "MiB by class" in shown
+    assert main(["--config", config, "--hardware", "b200"]) == 1
+    assert "no effect without --dry-run" in capsys.readouterr().err
 
 
 def test_json_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

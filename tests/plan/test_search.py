@@ -1,6 +1,7 @@
 """The fastest layouts are legal, fit, and follow from the model of time and memory."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ from dtron.errors import ConfigError
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import order_of, stage_ranks
 from dtron.parallelisms.timeline import simulate
+from dtron.plan import activations
 from dtron.plan.hardware import hardware
-from dtron.plan.memory import memory, worst
+from dtron.plan.memory import fits, memory, worst
 from dtron.plan.resolved import Resolved
 from dtron.plan.search import _choices, _least_bytes, _weights, _with, pareto, search
-from dtron.plan.simulate import Disorder, run_order, slowest_of
+from dtron.plan.simulate import Disorder, Traffic, run_order, slowest_of
 from dtron.plan.steptime import predict
+from dtron.plan.whole import plan
+from dtron.plan.work import layer
 from dtron.preflight import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +49,7 @@ DRAWN = [
     ("optim.name=sgd", 8),
     ("optim.moments=bfloat16 train.global_batch=64", 16),
     (f"{MIXTURE} train.seq_len=4096 train.global_batch=64 optim.moments=bfloat16", 16),
+    (f"{MIXTURE} train.seq_len=4096 train.global_batch=64 recompute.offload=true", 16),
 ]
 
 
@@ -116,12 +121,61 @@ def test_schedules_bubbles_of_the_literature() -> None:
         assert 1 - 3 * 32 / length == pytest.approx(share, abs=1e-4)
 
 
+def test_transfers_share_their_links_fairly() -> None:
+    """By hand: a (4 s) alone for 2 s, then half of the link beside b (1 s), which ends at 4; a, of
+    which 1 s is left, has the link to itself and ends at 5. c, on no link of theirs, takes its
+    2 s."""
+    traffic, out, into = Traffic(), ("out", 0), ("in", 1)
+    traffic.start("a", 4.0, (out, into))
+    traffic.start("c", 2.0, (("out", 2), ("in", 3)))
+    assert traffic.next_end() == 2.0
+    assert traffic.advance(2.0) == ["c"]
+    traffic.start("b", 1.0, (out, ("in", 4)))
+    assert traffic.next_end() == 4.0
+    assert traffic.advance(4.0) == ["b"]
+    assert traffic.next_end() == 5.0
+    assert traffic.advance(5.0) == ["a"]
+    assert traffic.next_end() == float("inf")
+
+
+def test_a_full_link_slows_all_that_cross_it() -> None:
+    """Three into one rank, each from another: a third of its link each."""
+    traffic = Traffic()
+    for rank in range(3):
+        traffic.start(rank, 1.0, (("out", rank), ("in", 3)))
+    traffic.start("alone", 3.0, (("out", 3), ("in", 0)))
+    assert traffic.next_end() == pytest.approx(3.0)
+    assert set(traffic.advance(traffic.next_end())) == {0, 1, 2, "alone"}
+
+
+def test_sends_of_a_pipeline_share_a_ranks_link() -> None:
+    """By hand: two ranks, two micro-batches, forwards 1 s, backwards 2 s, a send 2 s if alone. Rank
+    0 sends from 1 s and from 2 s on: the first is half done when they begin to share, so it comes
+    at 4, and the second, then half done, at 5. Rank 1 ends its forwards at 5 and 6, backwards at 8
+    and 10, whose sends do not meet: they come at 10 and 12, and rank 0 ends at 14. With links of
+    their own the sends come at 3 and 4, and the step takes 13 s."""
+    costs = {
+        (s, k): float(k is Kind.BACKWARD) + 1
+        for s in range(2)
+        for k in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    length, spans = run_order(order_of("GPipe", 2, 1, 2), 2, costs, hop=2.0)
+    assert [span.start for span in spans[1]] == [4, 5, 6, 8]
+    assert length == 14
+
+
 STEPS = [
     ("", 4, 1.515),
     ("parallel.zero=3", 4, 1.541),
     ("parallel.tp=2 parallel.zero=2", 4, 1.705),
     ("parallel.pp=2 parallel.zero=1 train.micro_batch=1 train.global_batch=16", 4, 3.320),
     ("model.override.n_layers=8 train.global_batch=2", 1, 16384 / 36149),
+    (
+        "float8.recipe=tensorwise float8.all_gather=true parallel.reduce_by=all_to_all "
+        "optim.moments=bfloat16 train.global_batch=4",
+        2,
+        1.049,
+    ),
 ]
 
 
@@ -132,6 +186,69 @@ def test_steps_that_were_measured(overrides: str, world: int, seconds: float) ->
     found = predict(Resolved.of(config, world), hardware("h200"))
     assert found.step == pytest.approx(seconds, rel=0.1)
     assert found.step == pytest.approx(sum(found.parts.values()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "row", "told"),
+    [
+        ("train.dtype=float32", "h100", "train.dtype = 'float32' has no rates"),
+        ("float8.recipe=mxfp8", "h100", "'mxfp8' is emulated"),
+        ("float8.recipe=tensorwise", "a100", "emulated on a100"),
+    ],
+)
+def test_what_has_no_rates_has_no_time(overrides: str, row: str, told: str) -> None:
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", [*SMALL, *overrides.split()])
+    found = plan(config, 4, hardware(row))
+    assert found["time"] is found["cost"] is None
+    assert told in found["no_time"]
+    with pytest.raises(ConfigError, match=told):
+        search(config, 4, hardware(row))
+
+
+def test_offload_waits_for_what_the_host_link_does_not_carry_in_time() -> None:
+    """By hand: of 7 of 8 layers, all that each keeps there and back, less its computation."""
+    words = [*SMALL, "recompute.mode=none", "recompute.offload=true"]
+    run = Resolved.of(RunConfig.load(ROOT / "configs/llama3_8b.toml", words), 4)
+    slow, fast = (hardware("h200", host_link=rate) for rate in (1e9, 1e15))
+    layer_seconds, kept = layer(run, 0, slow), sum(activations.kept(run, 0).values())
+    computed = layer_seconds.forward + layer_seconds.inputs + layer_seconds.weights
+    waited = predict(run, slow).parts["offload"]
+    assert waited == pytest.approx(7 * run.micro_batches * (2 * kept / 1e9 - computed))
+    assert predict(run, fast).parts["offload"] == 0
+    assert predict(run, slow).step > predict(run, fast).step + 0.9 * waited
+
+
+def test_offload_is_looked_at_where_nothing_else_fits() -> None:
+    """And a host has to hold what its GPUs send."""
+    words = [*SMALL, "train.seq_len=131072", "train.global_batch=8", "train.loss_chunks=16"]
+    words += ["optim.moments=bfloat16", "parallel.cp_method=ulysses"]
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", words)
+    small = hardware("h200", memory=42e9)
+    found = search(config, 8, small)
+    assert any(each.run.config.recompute.offload for each in found.best)
+    choices = [(each.run.parallel(), each.run.config.recompute.mode) for each in found.best]
+    assert all(choices.count(choice) == 1 for choice in choices), "twins"
+    for each in found.best:
+        assert fits(each.run, memory(each.run), small)
+    poor = replace(small, host_memory=1e9)
+    assert not any(each.run.config.recompute.offload for each in search(config, 8, poor).best)
+
+
+def test_etp_is_looked_at_with_experts_and_float8_where_one_asks(tmp_path: Path) -> None:
+    words = [*MIXTURE.split(), "train.seq_len=4096", "train.global_batch=64"]
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", words)
+    model = Resolved.model_of(config)
+    choices = list(_choices(config, model, 16, float8=True))
+    assert {choice["etp"] for choice in choices} == {1, 2, 4, 8}
+    assert {choice["recipe"] for choice in choices} == {"", "tensorwise"}
+    assert {choice["recipe"] for choice in _choices(config, model, 16)} == {""}
+    dense = RunConfig.load(ROOT / "configs/llama3_8b.toml", SMALL)
+    assert {c["etp"] for c in _choices(dense, Resolved.model_of(dense), 16)} == {1}
+    best = search(dense, 4, hardware("h200"), float8=True).best[0]
+    assert best.run.config.float8.recipe == "tensorwise"
+    assert search(dense, 4, hardware("h200")).best[0].run.config.float8.recipe == ""
+    with pytest.raises(ConfigError, match="a100 has no float8"):
+        search(dense, 4, hardware("a100"), float8=True)
 
 
 def test_more_ranks_wait_for_a_slower_one() -> None:

@@ -1,0 +1,177 @@
+"""`dtron plan calibrate`: measures the machine it runs on and writes a row of hardware.py.
+
+    dtron plan calibrate --out mine.toml                                  one GPU, or a CPU
+    torchrun --nproc-per-node 4 -m dtron plan calibrate --out mine.toml   and links between ranks
+    dtron plan --config FILE --hardware mine.toml
+
+What is not measured is kept from the row that --base names, and marked so in the file: the peak of
+the data sheet, how many GPUs a host and an NVLink domain have, bytes outside of the allocator, and
+links over which no two ranks of this run are. What is written is what the first rank saw.
+"""
+
+import argparse
+import datetime
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from dtron.bench.measure import device_name
+from dtron.bench.report import versions
+from dtron.config import toml_value
+from dtron.errors import ArgumentParser, ConfigError
+from dtron.plan.hardware import FILES, Hardware, hardware, of_device
+from dtron.plan.machine import Calibration, link_fields, measure_device, measure_links
+from dtron.plan.report import table
+from dtron.runtime import Place, process_group
+
+
+def row_of(made: Calibration, base: Hardware, name: str, source: str) -> tuple[Hardware, list[str]]:
+    """The row, and which of its fields are the base's."""
+    found = {**made.found, **link_fields(made.collectives, base)}
+    kept = [each.name for each in fields(Hardware) if each.name not in {*found, "name", "source"}]
+    pairs = {"latency[0]": "nvlink", "latency[1]": "network"}
+    if "latency" in found:
+        kept += [entry for entry, rate in pairs.items() if rate not in found]
+    return replace(base, name=name, source=source, **found), kept
+
+
+def as_text(row: Hardware, made: Calibration, base: str, kept: Sequence[str], suffix: str) -> str:
+    """The file's text: fields of the row first, then what was measured."""
+    values = {key: _rounded(value) for key, value in asdict(row).items()}
+    told = {"base": base, "kept": list(kept), "versions": versions()}
+    lists = {key: getattr(made, key) for key in ("products", "attention", "collectives")}
+    measured = {
+        key: [{k: _rounded(v) for k, v in each.items()} for each in rows]
+        for key, rows in lists.items()
+        if rows
+    }
+    if suffix == ".json":
+        return json.dumps({**values, "calibration": {**told, **measured}}, indent=1) + "\n"
+    lines = []
+    for key, value in values.items():
+        old = ", ".join(entry for entry in kept if entry.split("[")[0] == key)
+        lines.append(
+            f"{key} = {toml_value(value)}{f'  # {old} of {base}, not measured' if old else ''}"
+        )
+    lines += [
+        "",
+        "[calibration]",
+        f"base = {toml_value(base)}",
+        f"kept = {toml_value(told['kept'])}",
+    ]
+    lines += ["", "[calibration.versions]"]
+    lines += [f"{toml_value(key)} = {toml_value(value)}" for key, value in versions().items()]
+    for key, rows in measured.items():
+        for each in rows:
+            lines += ["", f"[[calibration.{key}]]"]
+            lines += [f"{name} = {toml_value(value)}" for name, value in each.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    """4 digits: more are noise."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, tuple | list):
+        return [_rounded(each) for each in value]
+    return value
+
+
+def calibrate_parser() -> argparse.ArgumentParser:
+    """Arguments of `dtron plan calibrate`."""
+    parser = ArgumentParser(
+        prog="dtron plan calibrate",
+        description="Measure this machine and write a row for dtron plan --hardware FILE; under "
+        "torchrun its links too.",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="NAME.toml or NAME.json")
+    parser.add_argument("--name", help="of the row; default: the file's")
+    parser.add_argument("--base", help="row for what is not measured; default: this GPU's, or h100")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, and write or print the row.
+
+    Raises:
+        ConfigError: the arguments are wrong.
+    """
+    given = calibrate_parser().parse_args(arguments)
+    if given.out and given.out.suffix not in FILES:
+        raise ConfigError(f"--out {given.out}: its name has to end in {' or '.join(FILES)}")
+    if given.out and not given.out.parent.is_dir():
+        raise ConfigError(
+            f"--out {given.out}: there is no folder {given.out.parent}; make it first"
+        )
+    place = Place.of_environment()
+    base = hardware(given.base) if given.base else of_device(place.device)
+    name = given.name or (given.out.stem if given.out else "measured")
+    row, made, kept = calibrate(base, name, place)
+    if place.rank:
+        return 0
+    text = as_text(row, made, base.name, kept, given.out.suffix if given.out else ".toml")
+    if not given.out:
+        print(text, end="")
+        return 0
+    given.out.write_text(text)
+    _show(row, made, kept, base)
+    print(f"the row is in {given.out}: dtron plan --hardware {given.out}")
+    return 0
+
+
+def calibrate(base: Hardware, name: str, place: Place) -> tuple[Hardware, Calibration, list[str]]:
+    """Measure the machine: the row, what was measured, and fields that are the base's. All ranks
+    call it."""
+    device = place.device
+    with process_group(place, 600) if place.world_size > 1 else nullcontext():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        made = measure_device(base, device)
+        if place.world_size > 1:
+            measure_links(made, place, device)
+    day = datetime.date.today().isoformat()
+    source = f"measured {day} on {place.world_size} x {device_name(device)} by dtron plan calibrate"
+    row, kept = row_of(made, base, name, source)
+    return row, made, kept
+
+
+def _show(row: Hardware, made: Calibration, kept: Sequence[str], base: Hardware) -> None:
+    console = Console(width=None if Console().is_terminal else 160)
+    shown = table("products", ["dtype", "m x k x n", "ms", "TFLOP/s", "the row's error"])
+    for each in made.products:
+        shape, off = "{m} x {k} x {n}".format(**each), each["row_says"] / each["seconds"] - 1
+        rate = f"{each['flops_per_second'] / 1e12:.4g}"
+        shown.add_row(each["dtype"], shape, f"{each['seconds'] * 1e3:.4g}", rate, f"{off:+.0%}")
+    console.print(shown)
+    shown = table("attention, ms", ["kernel", "shape", "forward", "backward"])
+    for each in made.attention:
+        times = (f"{each[part] * 1e3:.4g}" for part in ("forward", "backward"))
+        shown.add_row(each["kernel"], " x ".join(map(str, each["shape"])), *times)
+    console.print(shown)
+    shown = table(
+        "collectives", ["kind", "ranks", "MB", "ms", "GB/s of the bus", "the row's error"]
+    )
+    for each in made.collectives:
+        said = row.collective(each["kind"], each["bytes"], each["ranks"], each["inside"])
+        shown.add_row(
+            each["kind"],
+            str(each["ranks"]),
+            f"{each['bytes'] / 1e6:.4g}",
+            f"{each['seconds'] * 1e3:.4g}",
+            f"{each['bus_rate'] / 1e9:.4g}",
+            f"{said / each['seconds'] - 1:+.0%}",
+        )
+    if made.collectives:
+        console.print(shown)
+    rates = {"ceiling": 1e12, "ceiling_float8": 1e12, "copy": 1e9, "nvlink": 1e9, "host_link": 1e9}
+    for key, unit in rates.items():
+        now, before = getattr(row, key) / unit, getattr(base, key) / unit
+        from_base = ", kept" if key in kept else f" ({base.name}: {before:.4g})"
+        console.print(f"{key} {now:.4g} {'T' if unit == 1e12 else 'G'}/s{from_base}")
+    console.print(f"of {base.name}, not measured: {', '.join(kept)}", soft_wrap=True)

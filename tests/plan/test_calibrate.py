@@ -1,0 +1,184 @@
+"""A measured machine becomes a row that the planner reads, and says what it did not measure."""
+
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtron.bench import measure
+from dtron.cli import commands
+from dtron.errors import ConfigError, TrainingError
+from dtron.plan.calibrate import as_text, calibrate, row_of
+from dtron.plan.hardware import HARDWARE, Hardware, hardware
+from dtron.plan.machine import (
+    KINDS,
+    PRODUCTS,
+    Calibration,
+    fit,
+    fitted_ceiling,
+    fitted_depth,
+    link_fields,
+)
+from dtron.runtime import Place
+from tests.harness import run_ranks
+
+ROOT = Path(__file__).parents[2]
+H200 = HARDWARE["h200"]
+
+
+def _measured(inside: int) -> tuple[Hardware, Calibration, list[str]]:
+    measure._BUDGET_SECONDS = 0.01
+    os.environ["LOCAL_WORLD_SIZE"] = str(inside)
+    rank = torch.distributed.get_rank()
+    return calibrate(H200, "here", Place(rank, rank % inside, torch.distributed.get_world_size()))
+
+
+def test_two_hosts_of_two_ranks_are_measured() -> None:
+    """Every collective inside of hosts and across them."""
+    row, made, kept = run_ranks(4, _measured, 2)[0]
+    assert {(r["kind"], r["ranks"]) for r in made.collectives} == {
+        (kind, ranks) for kind in KINDS for ranks in (2, 4)
+    }
+    for name in ("ceiling", "copy", "launch", "host_link", "nvlink", "network"):
+        assert 0 < getattr(row, name) != getattr(H200, name), name
+    assert {kind for kind, _ in row.kinds} == set(KINDS)
+    assert sorted(kept) == ["domain", "host", "outside", "peak"]
+    # Of float8 there is nothing on a CPU, and that is known too.
+    assert row.ceiling_float8 == 0
+    assert {each["kernel"] for each in made.attention} == {"math"}
+
+
+def _collectives(row: Hardware, ranks: int, inside: int) -> list[dict[str, Any]]:
+    """What a machine that is as the row says would measure."""
+    return [
+        {
+            "kind": kind,
+            "ranks": ranks,
+            "inside": inside,
+            "bytes": size,
+            "seconds": row.collective(kind, size, ranks, inside),
+        }
+        for kind in KINDS
+        for size in (2**16, 2**22, 2**28)
+    ]
+
+
+def test_links_are_read_off_their_collectives() -> None:
+    truth = replace(
+        H200,
+        latency=(4e-6, 21e-6),
+        nvlink=333e9,
+        network=11e9,
+        kinds=(("all_gather", 1.0), ("all_reduce", 1.4), ("send", 0.5)),
+    )
+    rows = _collectives(truth, 4, 4) + _collectives(truth, 16, 4)
+    found = link_fields(rows, H200)
+    assert found["latency"] == pytest.approx(truth.latency, rel=1e-3)
+    assert found["nvlink"] == pytest.approx(truth.nvlink, rel=1e-3)
+    assert found["network"] == pytest.approx(truth.network, rel=1e-3)
+    assert dict(found["kinds"])["all_reduce"] == pytest.approx(1.4, rel=1e-3)
+    assert dict(found["kinds"])["send"] == pytest.approx(0.5, rel=1e-3)
+    measured = replace(H200, **found)
+    for row in rows:
+        shape = (row["kind"], row["bytes"], row["ranks"], row["inside"])
+        assert measured.collective(*shape) == pytest.approx(row["seconds"], rel=1e-3)
+
+
+def test_links_of_one_host_alone_keep_the_network_of_the_base() -> None:
+    made = Calibration(collectives=_collectives(replace(H200, latency=(2e-6, 1.0)), 4, 4))
+    row, kept = row_of(made, H200, "x", "y")
+    assert row.latency == (pytest.approx(2e-6, rel=1e-3), H200.latency[1])
+    assert {"network", "latency[1]", "ceiling"} <= set(kept)
+    assert not {"nvlink", "latency", "latency[0]"} & set(kept)
+
+
+def test_ceilings_and_depth_are_read_off_products() -> None:
+    truth = replace(H200, ceiling=600e12, depth=160)
+    times = [((m, k, n), truth.product(m, k, n)) for m, k, n in PRODUCTS["cuda"]]
+    depth = fitted_depth(H200, times)
+    assert depth == 160
+    assert fitted_ceiling(replace(H200, depth=depth), times) == pytest.approx(600e12, rel=1e-3)
+
+
+def test_a_line_has_no_negative_latency_and_no_negative_rate() -> None:
+    assert fit([(1e6, 1e-3 + 1e-4), (1e7, 1e-3 + 1e-3)]) == pytest.approx((1e-3, 1e10))
+    start, rate = fit([(1e6, 1e-6), (1e7, 2e-3)])
+    assert start == 0
+    assert rate > 0
+    with pytest.raises(TrainingError, match="idle machine"):
+        fit([(1e6, 1e-2), (1e7, 1e-3)])
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_the_file_is_the_row_and_marks_what_was_kept(tmp_path: Path, suffix: str) -> None:
+    made = Calibration({"copy": 1e12}, collectives=_collectives(H200, 4, 4))
+    row, kept = row_of(made, H200, "mine", "measured")
+    file = tmp_path / f"mine{suffix}"
+    file.write_text(as_text(row, made, "h200", kept, suffix))
+    read = asdict(hardware(str(file)))
+    assert [kind for kind, _ in read.pop("kinds")] == list(KINDS)
+    for key, value in read.items():
+        wanted = getattr(row, key)
+        assert value == (wanted if isinstance(wanted, str) else pytest.approx(wanted, rel=1e-3))
+    if suffix == ".toml":
+        (peak,) = (line for line in file.read_text().splitlines() if line.startswith("peak"))
+        assert peak == "peak = 989000000000000.0  # peak of h200, not measured"
+    else:
+        assert "peak" in json.loads(file.read_text())["calibration"]["kept"]
+
+
+def test_a_plan_by_a_measured_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half the rates: a slower step."""
+    slower = replace(H200, name="slower", ceiling=H200.ceiling / 2)
+    file = tmp_path / "slower.toml"
+    file.write_text(as_text(slower, Calibration(), "h200", [], ".toml"))
+    steps = []
+    for name in ("h200", str(file)):
+        config = ["--config", str(ROOT / "configs/llama3_8b.toml"), "--world-size", "4"]
+        assert commands(["plan", *config, "--hardware", name, "--json"]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["time"]["step_seconds"])
+    assert steps[1] > 1.3 * steps[0]
+
+
+def test_rows_that_are_none_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "row.toml"
+    with pytest.raises(ConfigError, match="no such file"):
+        hardware(str(file))
+    text = as_text(H200, Calibration(), "h200", [], ".toml")
+    for change, told in (
+        (("copy =", "copies ="), "unknown key copies; did you mean copy"),
+        (("copy =", "# copy ="), "copy is required"),
+        (("copy = 4", "copy = -4"), "copy = -42"),
+        (("copy = 4", "copy = = 4"), "row.toml"),
+    ):
+        file.write_text(text.replace(*change))
+        with pytest.raises(ConfigError, match=told):
+            hardware(str(file))
+
+
+def test_arguments_of_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        (["--out", "row.txt"], "has to end in .toml or .json"),
+        (["--out", str(tmp_path / "none" / "row.toml")], "there is no folder"),
+        (["--base", "h20"], "did you mean h200"),
+    ):
+        assert commands(["plan", "calibrate", *words]) == 1
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured() -> None:
+    """Products of one's own list within a factor of 1.5, and under a minute."""
+    began = time.perf_counter()
+    row, made, _ = calibrate(H200, "here", Place(0, 0, 1))
+    assert time.perf_counter() - began < 60
+    assert row.ceiling < row.peak
+    for each in made.products:
+        if each["flops_per_second"] > row.ceiling / 2:
+            assert 1 / 1.5 < each["row_says"] / each["seconds"] < 1.5, each
+    assert row.attention[0] > row.attention[1] > 0
