@@ -126,6 +126,7 @@ def traces(config: RunConfig, world_size: int, ranks: Sequence[int]) -> list[Tra
 
 def _start(config: RunConfig, world_size: int, rank: int) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([trace.__module__])  # torch is imported once
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send_trace, args=(theirs, config, world_size, rank))
     process.start()
