@@ -1,5 +1,6 @@
 """The training loop: builds what the config says and runs it step by step."""
 
+import functools
 import gc
 import logging
 from collections import Counter
