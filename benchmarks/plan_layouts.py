@@ -96,27 +96,17 @@ def draw() -> list[dict[str, Any]]:
 
 def measure(layout: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]:
     """Run a layout by `dtron bench`; its step and memory, or {"failed": why}."""
-    options = ["--nproc-per-node", str(layout["world"]), "--out", str(out)]
-    command = [
-        sys.executable,
-        "-m",
-        "dtron",
-        "bench",
-        CONFIG,
-        *options,
-        "--timeout",
-        f"{seconds:g}",
-    ]
-    told = subprocess.run(
-        [*command, *layout["overrides"]], cwd=HERE.parent, capture_output=True, text=True
-    )
+    options = ["--nproc-per-node", str(layout["world"]), "--timeout", f"{seconds:g}"]
+    command = [sys.executable, "-m", "dtron", "bench", *options, "--out", str(out), CONFIG]
+    command += layout["overrides"]
+    told = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
     try:
         (point,) = json.loads((HERE.parent / out / "bench.json").read_text())["points"]
     except (OSError, ValueError):  # it ended before it wrote anything
         return {"failed": (told.stderr or told.stdout).strip()[-300:]}
     figures = point["figures"]
     if not figures:
-        return {"failed": point["reason"]}
+        return {"failed": point["runs"][0]["reason"]}
     return {"gib": figures["memory_gib"], "step_seconds": figures["step_seconds"]}
 
 

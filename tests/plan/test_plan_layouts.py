@@ -53,5 +53,5 @@ def test_every_row_is_kept_and_only_those_that_failed_run_again(
 
 def test_a_row_that_takes_too_long_says_so(tmp_path: Path) -> None:
     """Of a real `dtron bench`, which is given no time."""
-    found = measure({**LAYOUTS[0], "world": 1}, tmp_path, 0.01)
+    found = measure(LAYOUTS[0], tmp_path, 0.01)
     assert found == {"failed": "timed out after 0.01 s"}
