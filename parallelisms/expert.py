@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -141,7 +141,8 @@ class AllToAll:
         """See Dispatcher."""
         counts = offsets.diff(prepend=offsets.new_zeros(1))
         mine = counts.long().view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten(0, 1)  # (P, E_r)
-        theirs = wait_tensor(all_to_all_single(mine.contiguous(), None, None, self.group))
+        each = [1] * len(mine)
+        theirs = wait_tensor(_sent(mine, each, each, self.group.group_name))
         sent, received = self.read(torch.stack([mine.sum(1), theirs.sum(1)]), len(rows))
         exchange = _Exchange(received, sent, self.group.group_name)
         leaving = self._copies(rows[: sum(sent) // self.etp], sent)

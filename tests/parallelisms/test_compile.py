@@ -1,5 +1,6 @@
 """Blocks of a model share one compiled graph, however many there are."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from dtron.config import Compile, Parallel, Recompute
+from dtron.models.moe import Experts
+from dtron.parallelisms.compile import compile_activations
 from tests.harness import run_ranks
+from tests.models.build import small_config
 from tests.parallelisms.parity import Case, float8, parallel_run
 
 COMPILED = Compile(enable=True, backend="aot_eager")
@@ -57,10 +61,11 @@ def graphs(case: Case) -> int:
 
 
 def expected(case: Case, rank: int) -> int:
-    """One of each kind of block, of which one that waits for experts elsewhere is two, and one of
-    the loss, which under pp the first rank has, as the last stage of a V is there."""
+    """One of each kind of block, of which one that waits for experts elsewhere is two and their
+    activation, and one of the loss, which under pp the first rank has, as the last stage of a V
+    is there."""
     kinds = 2 if case.model == "deepseek_v3" else 1
-    return kinds + (case.parallel.ep > 1) + (case.parallel.pp == 1 or rank == 0)
+    return kinds + 2 * (case.parallel.ep > 1) + (case.parallel.pp == 1 or rank == 0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -72,10 +77,32 @@ def test_depth_adds_no_graph(case: Case) -> None:
     assert found == [expected(case, rank) for rank in range(case.world)]
 
 
-def test_experts_on_other_ranks_break_their_blocks_once() -> None:
-    """Into what comes before the experts and what comes after: with the loss three graphs, for all
-    layers, and for all loads of both steps."""
-    override = {"n_layers": 2}
-    case = Case("mixtral", 2, Parallel(ep=2), compile=COMPILED, sequences=4)
+@pytest.mark.parametrize(("name", "wanted"), [("mixtral", 4), ("deepseek_v3", 6)])
+def test_experts_on_other_ranks_break_their_blocks(name: str, wanted: int) -> None:
+    """Into what comes before the experts, what is computed while rows travel, if anything, and what
+    comes after; with activation, loss and dense blocks as many graphs, for all layers, and for all
+    loads of both steps."""
+    override = {"n_layers": 4}
+    case = Case(name, 2, Parallel(ep=2), compile=COMPILED, sequences=4)
     found = run_ranks(2, graphs, replace(case, override=override), seconds=120)
-    assert found == [3, 3]
+    assert found == [wanted, wanted]
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_activations_of_experts_are_one_graph_for_any_rows(activation: str) -> None:
+    """And for all layers; none for no row and one, which compilers take for constants."""
+    torch._dynamo.reset()
+    counters.clear()
+    layers = [Experts(small_config("mixtral", activation=activation)) for _ in range(2)]
+    plain = layers[0].activate
+    compile_activations(layers, COMPILED)
+    for n_rows, layer in itertools.product([0, 7, 1, 96, 2], layers):
+        inputs = [
+            torch.randn(n_rows, 8, requires_grad=True) for _ in range(1 + layer.activation.gated)
+        ]
+        results = []
+        for function in (plain, layer.activate):
+            out = function(*inputs)
+            results.append([out, *torch.autograd.grad(out.sum(), inputs)])
+        torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -1,5 +1,6 @@
 """What expert parallelism communicates, waits for, and does with loads of any kind."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
+from torch.profiler import profile
 
 from dtron.collectives import CollectiveCounter
-from dtron.config import Parallel, Recompute
+from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.models.router import Router
 from dtron.parallelisms.expert import shared_dim
@@ -42,6 +44,7 @@ WAITS = [
 """Methods of a tensor by which the host would wait for a GPU."""
 EVEN = {"force_balance": True, "balance": "none", "balance_coefficient": 0.0}
 FLOAT, LONG = 4, 8
+COMPILED = Compile(enable=True, backend="aot_eager")
 TOKENS, DIM, EXPERTS, TOP_K = 16, 24, 8, 3
 
 
@@ -105,6 +108,59 @@ def test_a_layer_waits_once_and_sends_rows_both_ways(etp: int) -> None:
     for of_rank in layer(case):
         assert of_rank["forward"] == {"waits": 1, "count": 3, "bytes": counts + 2 * rows}
         assert of_rank["backward"] == {"waits": 0, "count": 2, "bytes": 2 * rows}
+
+
+LETTERS = {
+    "_c10d_functional::all_to_all_single": "i",
+    "_c10d_functional::wait_tensor": "w",
+    "aten::mm": "m",
+    "aten::_grouped_mm": "g",
+}
+"""issue, wait, a product, one of experts"""
+THERE, BACK = "iwi(m*)wg[gm]*iw", "iwg[gm]*i(m*)w"
+"""Of a layer: counts, rows, results; gradients of results, gradients of rows. On a CPU products of
+experts are made of others."""
+
+
+def order_of_pass(case: Case) -> dict[str, str]:
+    """On one rank: what its second forward and backward do in turn, in LETTERS."""
+    config, layout = case.resolved()
+    applied = build_parallel(case, config, layout, mesh_of(case))
+    tokens, others = as_micro_batch(make_batch(case, range(1), 0))
+    found = {}
+    for _ in range(2):  # the first one compiles
+        with profile() as forward:
+            total = applied.parts[0](tokens, **others).square().sum()
+        with profile() as backward:
+            total.backward()
+        found = {"forward": letters(forward), "backward": letters(backward)}
+    return found
+
+
+def letters(seen: profile) -> str:
+    events = sorted(seen.events() or [], key=lambda event: event.time_range.start)
+    return "".join(LETTERS.get(event.name, "") for event in events)
+
+
+@pytest.mark.parametrize(
+    ("case", "products"),
+    [
+        (Case("deepseek_v3", 2, Parallel(ep=2)), 3),
+        (Case("deepseek_v3", 2, Parallel(ep=2), Recompute(mode="full"), COMPILED), 3),
+        (Case("mixtral", 2, Parallel(ep=2)), 0),
+    ],
+    ids=str,
+)
+def test_shared_experts_are_computed_while_rows_travel(case: Case, products: int) -> None:
+    """In the forward their products, in the backward those of both gradients; in every layer."""
+    again = 1 if case.recompute.mode == "full" else 0
+    for found in run_ranks(2, order_of_pass, replace(case, override={"n_layers": 4}), seconds=120):
+        forward, backward = found["forward"], found["backward"]
+        there, layers = re.findall(THERE, forward), forward.count("iwi")
+        assert layers > 1
+        assert there == ["m" * products] * layers, forward
+        assert re.findall(BACK, backward) == ["m" * 2 * products] * layers, backward
+        assert re.findall(THERE, backward) == there * again, backward
 
 
 def test_recomputation_waits_and_sends_again() -> None:

@@ -194,6 +194,8 @@ EXPERT_CASES = [
     Case("deepseek_v3", 2, Parallel(tp=2, sequence_parallel=False), override=ALL_DENSE),
     Case("deepseek_v3", 2, Parallel(tp=2), override={"q_lora_rank": 0}, dtype="float64"),
     Case("deepseek_v3", 2, Parallel(ep=2), override={"shared_gate": True}, sequences=4),
+    Case("deepseek_v3", 2, Parallel(ep=2), SELECTIVE, sequences=4),
+    Case("deepseek_v3", 2, Parallel(ep=2), FULL, EAGER, sequences=4),
     # capacity over the tokens of all ranks of a micro-batch, in the order of the sequences
     Case("mixtral", 2, Parallel(ep=2), override=LIMITED, sequences=4),
     Case("mixtral", 2, Parallel(cp=2), override=PADDED, documents=True, micro_batch=2),
