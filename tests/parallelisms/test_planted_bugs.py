@@ -233,9 +233,9 @@ def expert_gradients_averaged() -> None:
     """FSDP divides gradients of experts by the ranks that share them."""
     summed = fsdp._sum_gradients
 
-    def others(module: Any) -> None:
+    def others(module: Any, ranks: int) -> None:
         if not hasattr(module, "part"):
-            summed(module)
+            summed(module, ranks)
 
     fsdp._sum_gradients = others
 
@@ -244,9 +244,9 @@ def expert_inputs_without_gradient() -> None:
     """Gradients of rows do not travel back to the ranks that sent them."""
     issue, calls = expert.AllToAll._issue, itertools.count()
 
-    def once(self: Any, rows: Tensor, *sizes: list[int]) -> Tensor:
+    def once(self: Any, rows: Tensor, exchange: Any) -> Tensor:
         there = next(calls) % 2 == 0
-        return issue(self, rows.detach().requires_grad_() if there else rows, *sizes)
+        return issue(self, rows.detach().requires_grad_() if there else rows, exchange)
 
     expert.AllToAll._issue = once  # type: ignore[method-assign]
 
