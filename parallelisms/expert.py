@@ -114,9 +114,9 @@ class _Exchange:
     to have the shape of what they are gradients of."""
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: torch 2.11 compiles anew for other sizes of what a frozen one holds
 class _Travelling:
-    """Rows on their way to experts of this rank."""
+    """Rows on their way to experts of this rank. Compiled code hands it on and reads nothing."""
 
     arriving: Tensor
     """(N, D), by (sender, expert); not to be read before it is waited for."""
