@@ -23,6 +23,7 @@ from dtron.kernels.float8 import (
     gated_backward_cast,
     gated_cast,
 )
+from dtron.kernels.grouped import grouped_product
 from dtron.kernels.permute import inverse_of, repeated
 from dtron.models import BACKENDS
 from dtron.models.attention import Need
@@ -330,6 +331,53 @@ def _rows_bytes(inputs: Tensors) -> Figures:
     return (float(x.nbytes + grad.nbytes),) * 2
 
 
+# -- products of experts ---------------------------------------------------------------------------
+
+
+def _draw_experts(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Rows, of which experts have equally many, matrices, where rows end, the output's gradient."""
+    rows, experts, inward, outward = shape
+    generator = torch.Generator(device).manual_seed(0)
+    x, weight, grad = (
+        torch.randn(size, generator=generator, device=device).to(dtype)
+        for size in ((rows, inward), (experts, outward, inward), (rows, outward))
+    )
+    ends = torch.arange(1, experts + 1, device=device).int() * (rows // experts)
+    return [x.requires_grad_(), weight.requires_grad_(), ends, grad]
+
+
+def _batched(inputs: Tensors) -> Tensors:
+    x, weight, *_ = (tensor.detach() for tensor in inputs)
+    return [(x.unflatten(0, (len(weight), -1)) @ weight.mT).flatten(0, 1)]
+
+
+def _batched_backward(inputs: Tensors, _outputs: Tensors) -> Tensors:
+    x, weight, _, grad = (tensor.detach() for tensor in inputs)
+    grads, rows = (tensor.unflatten(0, (len(weight), -1)) for tensor in (grad, x))
+    return [(grads @ weight).flatten(0, 1), grads.mT @ rows]
+
+
+def _grouped(inputs: Tensors) -> Tensors:
+    return [grouped_product(*inputs[:3])]
+
+
+def _grouped_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
+    return torch.autograd.grad(outputs[0], list(inputs[:2]), inputs[3], retain_graph=True)
+
+
+def _experts_flops(shape: Shape) -> Figures:
+    rows, _, inward, outward = shape
+    product = 2.0 * rows * inward * outward
+    return product, 2 * product
+
+
+def _experts_bytes(inputs: Tensors) -> Figures:
+    """Operands and results, once each."""
+    x, weight, _, grad = inputs
+    forward = float(x.nbytes + weight.nbytes + grad.nbytes)
+    return forward, forward + x.nbytes + weight.nbytes
+
+
 _INPUT = RECIPES["tensorwise"].output.left
 _GRADIENT = RECIPES["tensorwise"].grad_input.left
 
@@ -402,6 +450,19 @@ PROBLEMS: dict[str, Problem] = {
         rows=(
             Row("indexing", _indexed, _indexed_backward, lambda *_: None),
             Row("dtron", _repeated, _repeated_backward, lambda *_: None),
+        ),
+    ),
+    "experts": Problem(
+        modules=("grouped",),
+        dims="rows, experts, width in, width out",
+        shapes={"cuda": (98304, 64, 2048, 1408), "cpu": (512, 4, 64, 32)},
+        draw=_draw_experts,
+        flops=_experts_flops,
+        n_bytes=_experts_bytes,
+        reference="batched",
+        rows=(
+            Row("batched", _batched, _batched_backward, lambda *_: None),
+            Row("grouped", _grouped, _grouped_backward, lambda *_: None),
         ),
     ),
 }

@@ -63,8 +63,10 @@ def graphs(case: Case) -> int:
 def expected(case: Case, rank: int) -> int:
     """One of each kind of block, of which one that waits for experts elsewhere is two and their
     activation, and one of the loss, which under pp the first rank has, as the last stage of a V
-    is there."""
+    is there. Delayed scales are those of the values themselves in the first step: twice as many."""
     kinds = 2 if case.model == "deepseek_v3" else 1
+    if case.float8.scaling == "delayed":
+        kinds *= 2
     return kinds + 2 * (case.parallel.ep > 1) + (case.parallel.pp == 1 or rank == 0)
 
 
