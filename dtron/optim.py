@@ -81,7 +81,7 @@ class AdamW(torch.optim.AdamW):
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for name in _MOMENTS:
                 state[name] = self._zeros(parameter)
         return state

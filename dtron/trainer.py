@@ -201,7 +201,7 @@ class Trainer:
             if refresh is not None:
                 refresh()
             if scales is not None:
-                scales.update()
+                scales.update(taken)
 
         return act if routing or refresh or scales else None
 

@@ -7,7 +7,9 @@ micro-batches and over all ranks that hold parts of the operand or of the batch,
 layout has the same scales. Weights are there before the step: their scale is that of their values,
 computed once after each update. Both take one reduction a step for all layers.
 
-Before the first step has been taken scales are those of the values, as without this.
+Until each operand has been seen once, scales of all are those of the values, as without this: at
+least in the first step. Steps that are not taken, and magnitudes that are zero or not finite, are
+not remembered; an operand that stays zero keeps the run so, with one wait for the device a step.
 
 How magnitudes get here: each layer has a leaf whose gradient they are (linear.py). Gradients come
 once a backward: recomputation tells nothing twice, and what has no backward, as evaluation, tells
@@ -52,7 +54,7 @@ class DelayedScales:
         self.state = dict(zip(layers, self.histories.unbind(0), strict=True))
         """The same by FQN, float32 (H, 2): what a checkpoint holds."""
         self.scales = list(torch.ones(len(layers), 3, device=device).unbind(0))
-        self.recorded = False
+        self.recorded = self.complete = False
         for layer, seen in zip(self.layers, self.seen.unbind(0), strict=True):
             assert layer.recipe.shares_scales, "parts of a tensor have no scale for all steps"
             leaf = torch.zeros(2, device=device, requires_grad=True)
@@ -60,27 +62,34 @@ class DelayedScales:
             layer.delayed = Delayed(leaf)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Compute all scales, from what the step has shown, if there was one."""
+    def update(self, taken: Tensor | None = None) -> None:
+        """Compute all scales, from what the step has shown, if there was one.
+
+        Args:
+            taken: bool, whether the step changed the weights; None: it did, or there was none.
+        """
         if not self.layers:
             return
         weights = torch.stack(torch._foreach_norm(self._weights(), math.inf)).float()
         shown = torch.cat([self.seen, weights[:, None]], 1)
-        shown = torch.where(shown.isfinite(), shown, 0)  # a bad step is not remembered
+        shown = torch.where(shown.isfinite(), shown, 0)
+        if taken is not None:
+            shown[:, :2] *= taken
         if self.group is not None:
             dist.all_reduce(shown, dist.ReduceOp.MAX, self.group)
         if self.recorded:
             self._remember(shown[:, :2])
-        known = self.recorded or bool(self.histories.any().item())
-        if known:
+        if not (self.recorded and self.complete):  # histories stay, but for what is loaded
+            self.complete = bool((self.histories > 0).any(1).all().item())
+        if self.complete:
             self._compute(self.histories.amax(1), shown[:, 2])
         for layer, own in zip(self.layers, self.scales, strict=True):
             assert layer.delayed is not None
-            layer.delayed.scales = own if known else None
+            layer.delayed.scales = own if self.complete else None
         self.recorded = False
 
     def _remember(self, newest: Tensor) -> None:
-        """An operand that was zero, or not finite, keeps its history."""
+        """An operand that showed nothing, as in a step that was not taken, keeps its history."""
         moved = torch.cat([newest[:, None], self.histories[:, :-1]], 1)
         self.histories.copy_(torch.where((newest > 0)[:, None], moved, self.histories))
         self.seen.zero_()

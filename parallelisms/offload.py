@@ -130,7 +130,7 @@ def _power_of_two(least: int) -> int:
 def _check_host_memory(size: int, reserved: int) -> None:
     """Refuse to take so much that less than a twentieth of the host's memory would be left: the
     kernel would end a process, without saying why."""
-    total, available = _host_memory()
+    total, available = host_memory()
     if available - size < total / 20:
         have, more, left, whole = (n / 2**30 for n in (reserved, size, available, total))
         raise ConfigError(
@@ -141,7 +141,7 @@ def _check_host_memory(size: int, reserved: int) -> None:
         )
 
 
-def _host_memory(root: Path = Path("/")) -> tuple[float, float]:
+def host_memory(root: Path = Path("/")) -> tuple[float, float]:
     """Bytes of memory that this process may use: all, and available; of the host, or of a container
     that is given less. Without end where Linux does not tell."""
     try:

@@ -42,12 +42,17 @@ class Saved:
 
 
 @functools.lru_cache(maxsize=64)
-def block(model: DecoderConfig, kind: str) -> tuple[Saved, ...]:
-    """Tensors that a block saves, by `Resolved.kind`."""
+def block(model: DecoderConfig, kind: str, padded: bool = True) -> tuple[Saved, ...]:
+    """Tensors that a block saves, by `Resolved.kind`.
+
+    Args:
+        padded: latent attention's values are made as wide as keys, for context parallelism and
+            kernels that want them so.
+    """
     mixture = kind != "dense"
     rows = [Saved("input", model.dim, "tokens", ALL), *_norm_rows(model, "attn_norm")]
     rows += _merge(model) if kind == "prediction" else []
-    rows += _latent(model) if model.kv_lora_rank else _attention(model)
+    rows += _latent(model, padded) if model.kv_lora_rank else _attention(model)
     # Selective recomputation keeps the product, a part of a sum for all tokens, and reduces it
     # again.
     rows += [Saved("wo", model.dim, "tokens"), Saved("wo", model.dim, "none", (SELECTIVE,))]
@@ -100,8 +105,9 @@ def _attention(model: DecoderConfig) -> list[Saved]:
     return [*rows, Saved("wv", kv, "neurons", PRODUCT), *_attended(model, q)]
 
 
-def _latent(model: DecoderConfig) -> list[Saved]:
-    """Queries, keys and padded values of all heads are as wide as queries."""
+def _latent(model: DecoderConfig, padded: bool) -> list[Saved]:
+    """Queries, keys and padded values of all heads are as wide as queries; values that are not
+    padded are a part of what wkv_b gives, which is kept."""
     heads, rank, latent = model.n_heads, model.q_lora_rank, model.kv_lora_rank
     q = heads * model.head_size
     kv = heads * (model.nope_head_dim + model.v_head_size)
@@ -113,11 +119,12 @@ def _latent(model: DecoderConfig) -> list[Saved]:
         Saved("wkv_a", latent + model.rope_head_dim, "tokens", PRODUCT),
         *_statistics(model, "kv_a_norm", 1, "tokens"),
         Saved("kv_a_norm", latent, "none"),
-        Saved("wkv_b", kv, "neurons", (SELECTIVE,)),
+        Saved("wkv_b", kv, "neurons", (SELECTIVE,) if padded else PRODUCT),
         Saved("k", q, "neurons"),
-        Saved("v", q, "neurons"),
-        *_attended(model, q),
     ]
+    if not padded:
+        return [*rows, *_attended(model, heads * model.v_head_size)]
+    rows += [Saved("v", q, "neurons"), *_attended(model, q)]
     if q != heads * model.v_head_size:  # what wo reads is a copy of a part
         rows.append(Saved("attention", heads * model.v_head_size, "neurons"))
     return rows
@@ -171,7 +178,7 @@ def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
 
 def _kept(run: Resolved, kind: str, mode: str) -> dict[str, float]:
     found: dict[str, float] = {}
-    for row in block(run.model, kind):
+    for row in block(run.model, kind, run.degrees["cp"] > 1):
         if row.eager == run.config.compile.enable and row.eager is not None:
             continue
         if mode in row.modes:
@@ -189,7 +196,9 @@ def widest(run: Resolved, layer: int) -> float:
     """Bytes of the largest tensor that a layer saves."""
     key = ("widest", run.kind(layer))
     if key not in run.memo:
-        run.memo[key] = max(_bytes(run, row) for row in block(run.model, key[1]))
+        run.memo[key] = max(
+            _bytes(run, row) for row in block(run.model, key[1], run.degrees["cp"] > 1)
+        )
     return run.memo[key]
 
 

@@ -112,9 +112,10 @@ def main(arguments: Sequence[str]) -> int:
     place = Place.of_environment()
     base = hardware(given.base) if given.base else of_device(place.device)
     name = given.name or (given.out.stem if given.out else "measured")
-    row, made, kept = calibrate(base, name, place)
+    made = measure_machine(base, place)
     if place.rank:
         return 0
+    row, kept = row_of(made, base, name, _source(place))
     text = as_text(row, made, base.name, kept, given.out.suffix if given.out else ".toml")
     if not given.out:
         print(text, end="")
@@ -125,9 +126,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def calibrate(base: Hardware, name: str, place: Place) -> tuple[Hardware, Calibration, list[str]]:
-    """Measure the machine: the row, what was measured, and fields that are the base's. All ranks
-    call it."""
+def measure_machine(base: Hardware, place: Place) -> Calibration:
+    """Measure the machine. All ranks call it; times are those of each."""
     device = place.device
     with process_group(place, 600) if place.world_size > 1 else nullcontext():
         if device.type == "cuda":
@@ -135,10 +135,12 @@ def calibrate(base: Hardware, name: str, place: Place) -> tuple[Hardware, Calibr
         made = measure_device(base, device)
         if place.world_size > 1:
             measure_links(made, place, device)
-    day = datetime.date.today().isoformat()
-    source = f"measured {day} on {place.world_size} x {device_name(device)} by dtron plan calibrate"
-    row, kept = row_of(made, base, name, source)
-    return row, made, kept
+    return made
+
+
+def _source(place: Place) -> str:
+    day, count = datetime.date.today().isoformat(), place.world_size
+    return f"measured {day} on {count} x {device_name(place.device)} by dtron plan calibrate"
 
 
 def _show(row: Hardware, made: Calibration, kept: Sequence[str], base: Hardware) -> None:

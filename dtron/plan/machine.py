@@ -29,6 +29,7 @@ from dtron.float8.casting import quantize
 from dtron.float8.products import product as float8_product
 from dtron.float8.products import why_emulated
 from dtron.float8.recipes import RECIPES
+from dtron.parallelisms.offload import host_memory
 from dtron.plan.hardware import Hardware, adapters, hops, moved
 from dtron.runtime import Place
 
@@ -107,13 +108,14 @@ def measure_device(base: Hardware, device: torch.device) -> Calibration:
 
 def _facts(device: torch.device) -> dict[str, Any]:
     """Of the driver; a CPU's threads are taken for multiprocessors."""
-    host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    host = host_memory()[0]
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
         memory = float(torch.cuda.mem_get_info(device)[1])
     else:
         count, memory = torch.get_num_threads(), host
-    return {"multiprocessors": count, "memory": memory, "host_memory": host}
+    known = {"host_memory": host} if host else {}
+    return {"multiprocessors": count, "memory": memory, **known}
 
 
 _Times = tuple[tuple[int, int, int], float]
@@ -232,9 +234,6 @@ def _call(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) 
     if own < 2 * half:
         return lambda: dist.recv(whole, group=group, group_src=own - half)
     return lambda: None
-
-
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 
 
 def measure_links(made: Calibration, place: Place, device: torch.device) -> None:

@@ -102,12 +102,17 @@ def offloaded(run: Resolved) -> float:
     return most
 
 
+def offloaded_by_host(run: Resolved, hardware: Hardware) -> float:
+    """The same of all ranks of a host."""
+    return offloaded(run) * min(hardware.host, run.world_size)
+
+
 def fits(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> bool:
     """Whether a device holds the worst rank, and a host what its ranks offload, of which a
     twentieth stays free (`dtron.parallelisms.offload`)."""
     return (
         worst(ranks).reserved <= hardware.memory - hardware.outside
-        and offloaded(run) * hardware.host <= hardware.host_memory * 19 / 20
+        and offloaded_by_host(run, hardware) <= hardware.host_memory * 19 / 20
     )
 
 

@@ -72,8 +72,12 @@ def why_no_time(config: RunConfig, hardware: Hardware) -> str:
     recipe = config.float8.recipe
     if config.train.dtype != "bfloat16":
         return f"train.dtype = {config.train.dtype!r} has no rates; use bfloat16"
-    if recipe and RECIPES[recipe].kernel == "none":
-        return f"float8.recipe = {recipe!r} is emulated, for which there are no rates"
+    if recipe and RECIPES[recipe].kernel != "scaled_mm":
+        return f"float8.recipe = {recipe!r} is emulated, or has products without measured rates"
+    if recipe and RECIPES[recipe].grad_weight is None:
+        return f"float8.recipe = {recipe!r}: its products in two dtypes are not counted"
+    if config.float8.experts:
+        return "float8.experts: grouped products in float8 have no rates"
     if recipe and not hardware.ceiling_float8:
         return f"float8.recipe = {recipe!r} is emulated on {hardware.name}: it has no float8"
     return ""

@@ -128,7 +128,7 @@ def _no_mask(documents: Any, positions: Tensor) -> Mask:
     return None
 
 
-FUSED = Backend("traced", _attend, lambda need: None, _no_mask, kernel="math")
+FUSED = Backend("traced", _attend, lambda need: None, _no_mask, narrow_values=True, kernel="math")
 """Attention as one operator, of which the trace sees what goes in and what comes out."""
 
 
@@ -162,7 +162,8 @@ class _Built:
         mesh = Mesh(
             **config.degrees(world_size), ep=parallel.ep, etp=parallel.etp, device_type="cpu"
         )
-        assembly = Assembly(config, model, FUSED, layout, None, mesh)
+        attention = replace(FUSED, narrow_values=config.parallel.cp == 1)
+        assembly = Assembly(config, model, attention, layout, None, mesh)
 
         def give_storage(part: nn.Module) -> None:
             with fake:

@@ -92,6 +92,35 @@ def test_a_bad_step_is_not_remembered(bad: float) -> None:
     assert scales.histories[0, 0].tolist() == pytest.approx([1.0, 1e-4])
 
 
+def test_a_step_that_is_not_taken_is_not_remembered() -> None:
+    layer, scales = made()
+    a_backward(layer, 2.0, 1e-3)
+    scales.update(torch.tensor(True))
+    before = scales.histories.clone()
+    a_backward(layer, 9.0, 1e3)
+    scales.update(torch.tensor(False))
+    assert torch.equal(scales.histories, before)
+
+
+@pytest.mark.parametrize("first", [math.nan, 0.0])
+def test_small_gradients_after_a_first_step_without_any(first: float) -> None:
+    """In E5M2 with a scale of 1 they would be zero, layer after layer."""
+    torch.manual_seed(0)
+    layers = [
+        Float8Linear.of(nn.Linear(16, 16, bias=False), RECIPES["tensorwise"], True, ScaleGroups())
+        for _ in range(3)
+    ]
+    scales = DelayedScales({str(i): layer for i, layer in enumerate(layers)}, 4, None)
+    scales.update()
+    model, x = nn.Sequential(*layers), torch.randn(4, 16)
+    for size in (first, 1e-6, 1e-6):
+        model.zero_grad()
+        model(x).backward(torch.full((4, 16), size))
+        scales.update()
+    assert all(layer.weight.grad.norm() > 0 for layer in layers)  # type: ignore[union-attr]
+    assert all(layer.delayed.scales is not None for layer in layers)  # type: ignore[union-attr]
+
+
 def test_one_function_remembers_what_three_layers_do() -> None:
     histories = []
     for ffn in pair():

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtron.errors import ConfigError
 from dtron.parallelisms import Mesh, parallelize
-from dtron.parallelisms.offload import HostPool, Offload, _host_memory
+from dtron.parallelisms.offload import HostPool, Offload, host_memory
 from tests.harness import run_ranks
 from tests.models.build import small_config
 from tests.parallelisms.offloaded import (
@@ -280,7 +280,7 @@ def test_too_little_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     """Not the end of a process by the kernel."""
     pool = HostPool(pinned=False)
     pool.take(2**20)
-    monkeypatch.setattr(f"{POOL}._host_memory", lambda: (100 * 2**30, 5 * 2**30))
+    monkeypatch.setattr(f"{POOL}.host_memory", lambda: (100 * 2**30, 5 * 2**30))
     with pytest.raises(ConfigError, match=r"only 5\.0 of the host's 100\.0 GiB are available"):
         pool.take(2**20)
 
@@ -347,11 +347,11 @@ def test_memory_of_a_container_counts(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    assert _host_memory(tmp_path) == (0, float("inf"))
+    assert host_memory(tmp_path) == (0, float("inf"))
     write("proc/meminfo", "MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable: 40 kB\n")
-    assert _host_memory(tmp_path) == (102400, 40960)
+    assert host_memory(tmp_path) == (102400, 40960)
     write("sys/fs/cgroup/memory.max", "max\n")
     write("sys/fs/cgroup/memory.current", "30000\n")
-    assert _host_memory(tmp_path) == (102400, 40960)
+    assert host_memory(tmp_path) == (102400, 40960)
     write("sys/fs/cgroup/memory.max", "50000\n")
-    assert _host_memory(tmp_path) == (50000, 20000)
+    assert host_memory(tmp_path) == (50000, 20000)

@@ -190,11 +190,11 @@ MTP = {"n_layers": 3, "mtp": 2}
 PREDICTED: dict[str, Any] = {"override": MTP, "sequences": 4}
 EXPERT_CASES = [
     Case("mixtral", 2, recompute=offloaded("selective"), documents=True, loss_chunks=3),
-    Case("deepseek_v3", 2, Parallel(pp=2, schedule=LOOP), recompute=FULL),
+    Case("deepseek_v3", 2, Parallel(pp=2, schedule=LOOP), recompute=FULL, steps=3),
     Case("deepseek_v3", 2, Parallel(tp=2, sequence_parallel=False), override=ALL_DENSE),
     Case("deepseek_v3", 2, Parallel(tp=2), override={"q_lora_rank": 0}, dtype="float64"),
     Case("deepseek_v3", 2, Parallel(ep=2), override={"shared_gate": True}, sequences=4),
-    Case("deepseek_v3", 2, Parallel(ep=2), SELECTIVE, sequences=4),
+    Case("deepseek_v3", 2, Parallel(ep=2), SELECTIVE, sequences=4, steps=3),
     Case("deepseek_v3", 2, Parallel(ep=2), FULL, EAGER, sequences=4),
     # capacity over the tokens of all ranks of a micro-batch, in the order of the sequences
     Case("mixtral", 2, Parallel(ep=2), override=LIMITED, sequences=4),
@@ -210,7 +210,7 @@ EXPERT_CASES = [
         "deepseek_v3",
         2,
         Parallel(pp=2, schedule="1F1B", pp_layout="Ett|tmmL"),
-        **{**PREDICTED, "override": {**MTP, **TIED}},
+        **{**PREDICTED, "override": {**MTP, **TIED}, "steps": 3},
     ),
     # every axis at once
     Case(
@@ -352,7 +352,7 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(cp=2, tp=2), **DELAYED, compile=EAGER),
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3", **DELAYED),
     # weights and inputs that travel in float8
-    float8("tensorwise", 4, Parallel(dp_replicate=2), float8={"all_gather": True}),
+    float8("tensorwise", 4, Parallel(dp_replicate=2), float8={"all_gather": True}, steps=3),
     float8("tensorwise", 4, Parallel(tp=2), compile=EAGER, float8=GATHERS),
     float8("tensorwise", 4, Parallel(cp=2, tp=2, zero=2), recompute=FULL, float8=GATHERS),
     float8("tensorwise", 2, Parallel(tp=2), float8={"gather_inputs": True, "skip": BLOCK_0_FFN}),

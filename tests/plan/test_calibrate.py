@@ -13,7 +13,7 @@ import torch
 from dtron.bench import measure
 from dtron.cli import commands
 from dtron.errors import ConfigError, TrainingError
-from dtron.plan.calibrate import as_text, calibrate, row_of
+from dtron.plan.calibrate import as_text, measure_machine, row_of
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
 from dtron.plan.machine import (
     KINDS,
@@ -31,16 +31,17 @@ ROOT = Path(__file__).parents[2]
 H200 = HARDWARE["h200"]
 
 
-def _measured(inside: int) -> tuple[Hardware, Calibration, list[str]]:
+def _measured(inside: int) -> Calibration:
     measure._BUDGET_SECONDS = 0.01
     os.environ["LOCAL_WORLD_SIZE"] = str(inside)
     rank = torch.distributed.get_rank()
-    return calibrate(H200, "here", Place(rank, rank % inside, torch.distributed.get_world_size()))
+    return measure_machine(H200, Place(rank, rank % inside, torch.distributed.get_world_size()))
 
 
 def test_two_hosts_of_two_ranks_are_measured() -> None:
     """Every collective inside of hosts and across them."""
-    row, made, kept = run_ranks(4, _measured, 2)[0]
+    made = run_ranks(4, _measured, 2)[0]
+    row, kept = row_of(made, H200, "here", "now")
     assert {(r["kind"], r["ranks"]) for r in made.collectives} == {
         (kind, ranks) for kind in KINDS for ranks in (2, 4)
     }
@@ -175,7 +176,8 @@ def test_arguments_of_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_gpu_is_measured() -> None:
     """Products of one's own list within a factor of 1.5, and under a minute."""
     began = time.perf_counter()
-    row, made, _ = calibrate(H200, "here", Place(0, 0, 1))
+    made = measure_machine(H200, Place(0, 0, 1))
+    row, _ = row_of(made, H200, "here", "now")
     assert time.perf_counter() - began < 60
     assert row.ceiling < row.peak
     for each in made.products:
