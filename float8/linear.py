@@ -59,7 +59,8 @@ class Delayed:
 
     leaf: Tensor
     """float32 (2,), not used itself; its gradient is the largest magnitude of the input and of the
-    output's gradient, so that each backward tells them once, however often the forward runs."""
+    output's gradient, so that each backward tells them once, however often the forward runs. Of a
+    layer that one forward calls twice it would be their sum: too large, never too small."""
     scales: Tensor | None = None
     """float32 (3,), of input, weight and gradient; None: those of their values, which the ranks
     share."""
