@@ -142,8 +142,8 @@ class _Gated(torch.autograd.Function):
         )
         found: tuple[Tensor | None, ...] = (None, None, None)
         if seen is not None:
-            of_x, of_h = seen.float().split(1)
-            pairs = ((of_x, amax[:1]), (of_x, amax[1:]), (of_h, largest(grad)))
+            seen_x, seen_h = seen.float().split(1)
+            pairs = ((seen_x, amax[:1]), (seen_x, amax[1:]), (seen_h, largest(grad)))
             found = tuple(torch.cat([forward, back.float()]) for forward, back in pairs)
         return (
             of_input,

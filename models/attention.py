@@ -357,8 +357,11 @@ def _no_flash4(need: Need) -> str | None:
 def _no_cudnn(need: Need) -> str | None:
     if need.deterministic:
         return "has no deterministic backward"
-    hopper = need.device_type == "cuda" and torch.cuda.is_available() and _capability() == 9
-    return _no_fused_kernel(need, capability=9, head_dim=256 if hopper else 128)
+    if reason := _no_fused_kernel(need, capability=9, head_dim=256):
+        return reason
+    if _capability() != 9 and need.head_dim > 128:
+        return "needs a head_dim of at most 128 on this GPU"
+    return None
 
 
 def _no_flash_attn(need: Need) -> str | None:

@@ -176,9 +176,14 @@ def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
     return run.memo[key]
 
 
+def _rows(run: Resolved, kind: str) -> tuple[Saved, ...]:
+    """With the kernels that `auto` prefers, which take values as they are but for cp."""
+    return block(run.model, kind, run.degrees["cp"] > 1)
+
+
 def _kept(run: Resolved, kind: str, mode: str) -> dict[str, float]:
     found: dict[str, float] = {}
-    for row in block(run.model, kind, run.degrees["cp"] > 1):
+    for row in _rows(run, kind):
         if row.eager == run.config.compile.enable and row.eager is not None:
             continue
         if mode in row.modes:
@@ -196,9 +201,7 @@ def widest(run: Resolved, layer: int) -> float:
     """Bytes of the largest tensor that a layer saves."""
     key = ("widest", run.kind(layer))
     if key not in run.memo:
-        run.memo[key] = max(
-            _bytes(run, row) for row in block(run.model, key[1], run.degrees["cp"] > 1)
-        )
+        run.memo[key] = max(_bytes(run, row) for row in _rows(run, key[1]))
     return run.memo[key]
 
 
