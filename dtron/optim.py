@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dtron.config import Optim, Schedule
 from dtron.kernels.adamw import Rates, adamw_
-from dtron.parallelisms.gradients import local_gradients, scale_or_zero_
+from dtron.parallelisms.gradients import local_gradients, local_part, scale_or_zero_
 
 
 class AdamW(torch.optim.AdamW):
@@ -46,10 +45,10 @@ class AdamW(torch.optim.AdamW):
             states = [self._state(p) for p in members]
             beta1, beta2 = group["betas"]
             self._update(
-                [_local(p) for p in members],
-                [_local(p.grad) for p in members],
-                [_local(state["exp_avg"]) for state in states],
-                [_local(state["exp_avg_sq"]) for state in states],
+                [local_part(p) for p in members],
+                [local_part(p.grad) for p in members],
+                [local_part(state["exp_avg"]) for state in states],
+                [local_part(state["exp_avg_sq"]) for state in states],
                 [state["step"] for state in states],
                 torch.ones((), device=members[0].device) if self.scale is None else self.scale,
                 Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"]),
@@ -114,7 +113,7 @@ class SGD(torch.optim.SGD):
         for group in self.param_groups:
             members = [p for p in group["params"] if p.grad is not None]
             if members:
-                shards = [_local(p) for p in members]
+                shards = [local_part(p) for p in members]
                 torch._foreach_add_(shards, local_gradients(members), alpha=-group["lr"])
 
 
@@ -124,10 +123,6 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def _narrow(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         state.update({name: state[name].bfloat16() for name in _MOMENTS if name in state})
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _adamw(groups: list[dict], options: Optim) -> torch.optim.Optimizer:

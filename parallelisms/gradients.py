@@ -17,10 +17,14 @@ from dtron.config import DEGREES
 from dtron.parallelisms.mesh import Mesh, axes_of
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of it, the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Local shards of all gradients that exist; writing to them writes to the gradients."""
-    gradients = (p.grad for p in parameters if p.grad is not None)
-    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def flatten(gradients: Sequence[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.gradients import local_part
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -64,7 +65,7 @@ class Replicas:
 
     def differences(self) -> list[Difference]:
         """Compare now; all ranks call it and get the same answer. Waits for the device."""
-        hashes = [bit_hash(_local(p)) for p in self.parameters]
+        hashes = [bit_hash(local_part(p)) for p in self.parameters]
         padding = self.longest - len(hashes)
         own = torch.stack([*hashes, *[torch.zeros_like(hashes[0])] * padding])
         ranks = [torch.empty_like(own) for _ in self.held]
@@ -101,10 +102,6 @@ def _compare(identity: str, copies: Sequence[tuple[int, int]]) -> Difference | N
 
 def _names(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def computed_twice(
@@ -147,7 +144,7 @@ def computed_twice(
 def _state(applied: Applied, share: Tensor) -> dict[str, int]:
     """Hashes of the loss and of every gradient, in the model's order."""
     gradients = {
-        name: bit_hash(_local(p.grad))
+        name: bit_hash(local_part(p.grad))
         for name, p in applied.named_parameters()
         if p.grad is not None
     }

@@ -49,6 +49,7 @@ from dtron.parallelisms.context import context_attention, context_attention_back
 from dtron.parallelisms.deferred import linear_input_gradient
 from dtron.parallelisms.expert import AllToAll
 from dtron.parallelisms.fsdp import DTYPES, Policy
+from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.initialize import materialize
 from dtron.parallelisms.mesh import (
     BATCH_AXES,
@@ -211,15 +212,15 @@ class _Built:
         with _Watch(names, parts):
             self.step(few, 0, self.config.optim.lr)
         moments = [v for s in self.step.optimizer.state.values() for v in s.values()]
-        moments = [_local(v) for v in moments if isinstance(v, DTensor)]
+        moments = [local_part(v) for v in moments if isinstance(v, DTensor)]
         watch = _Watch(names, parts)
-        watch.begin({"parameters": [_local(p) for p in parameters], "optimizer": moments})
+        watch.begin({"parameters": [local_part(p) for p in parameters], "optimizer": moments})
         gradients = 0
 
         def compute(accumulate: Callable[[], Tensor]) -> Tensor:
             nonlocal gradients
             loss = accumulate()
-            gradients = sum(_local(p.grad).nbytes for p in parameters if p.grad is not None)
+            gradients = sum(local_part(p.grad).nbytes for p in parameters if p.grad is not None)
             watch.updates = True
             return loss
 
@@ -228,7 +229,7 @@ class _Built:
         return Traced(
             rank=-1,
             place={axis: mesh.rank(axis) for axis in DEGREES},
-            parameters=sum(_local(p).nbytes for p in parameters),
+            parameters=sum(local_part(p).nbytes for p in parameters),
             gradients=gradients,
             optimizer=sum(moment.nbytes for moment in moments),
             peak=watch.peak,
@@ -261,10 +262,6 @@ def _batch(config: RunConfig, assembly: Assembly) -> Batch:
     tokens = torch.zeros(shape, dtype=torch.int64)
     batch = Batch(tokens, tokens, tokens[:, 0], None, None)
     return share_of(batch, assembly.mesh, assembly.context, assembly.model.mtp)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _opened(operator: Any) -> Callable[..., Any]:
