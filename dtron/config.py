@@ -160,11 +160,29 @@ class RunConfig(Section):
         return (
             lambda: resolve_expert_degrees(self.degrees(world_size), ep, etp),
             lambda: self.micro_batches(world_size),
-            lambda: self._refuse_narrow_accumulation(world_size),
             lambda: self._refuse_idle_axes(world_size),
+            lambda: self._refuse_narrow_accumulation(world_size),
             self._refuse_contradictions,
             self._refuse_settings_without_effect,
         )
+
+    def _refuse_idle_axes(self, world_size: int) -> None:
+        degrees = self.degrees(world_size)
+        of_sharing = {"reduce_by": "reduce_scatter", "copy_engines": False}
+        for key, default in of_sharing.items():
+            value = getattr(self.parallel, key)
+            if value != default and degrees["dp_shard"] * degrees["cp"] == 1:
+                raise ConfigError(
+                    f"parallel.{key} = {value!r} has no effect without parallel.dp_shard or "
+                    "parallel.cp > 1: no ranks share parameters"
+                )
+        for axis in self.parallel.high_priority:
+            if degrees[axis] == 1:
+                wide = [name for name, n in degrees.items() if n > 1]
+                raise ConfigError(
+                    f"parallel.high_priority names {axis}, which has one rank and no collectives; "
+                    f"use {' or '.join(wide) or '[]'}"
+                )
 
     def _refuse_narrow_accumulation(self, world_size: int) -> None:
         degrees = self.degrees(world_size)
@@ -176,27 +194,12 @@ class RunConfig(Section):
                 f'parallel.reduce_dtype = "bfloat16" would sum {micro_batches} micro-batches in '
                 'bfloat16 in this layout; use "float32", or one micro-batch'
             )
-        if self.parallel.reduce_by == "all_to_all" and degrees["dp_shard"] * degrees["cp"] == 1:
-            raise ConfigError(
-                'parallel.reduce_by = "all_to_all" has no effect without parallel.dp_shard or '
-                "parallel.cp > 1: no ranks share parameters"
-            )
         if self.parallel.reduce_by == "all_to_all" and micro_batches > 1 and once:
             raise ConfigError(
                 f'parallel.reduce_by = "all_to_all" would round sums of {micro_batches} '
                 'micro-batches to train.dtype; use "reduce_scatter", or parallel.reduce = '
                 '"micro_batch"'
             )
-
-    def _refuse_idle_axes(self, world_size: int) -> None:
-        degrees = self.degrees(world_size)
-        for axis in self.parallel.high_priority:
-            if degrees[axis] == 1:
-                wide = [name for name, n in degrees.items() if n > 1]
-                raise ConfigError(
-                    f"parallel.high_priority names {axis}, which has one rank and no collectives; "
-                    f"use {' or '.join(wide) or '[]'}"
-                )
 
     def _refuse_settings_without_effect(self) -> None:
         """A key that differs from its default must act."""

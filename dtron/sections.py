@@ -88,6 +88,10 @@ class Parallel(Section):
     """How gradients are summed over ranks that share parameters. `all_to_all`: they travel in the
     dtype of `train.dtype` and are summed in `reduce_dtype` where they arrive, the same sums from
     half the bytes. Refused where several micro-batches are summed before."""
+    copy_engines: bool = False
+    """Copy parameters, and gradients with `reduce_by = "all_to_all"`, from the memory of the ranks
+    that share them, which are GPUs of one host: their copy engines then move what NCCL's kernels
+    would, and the products beside it keep all multiprocessors."""
     prefetch: int = Field(default=1, ge=0)
     """How many units ahead parameters are gathered while the current one computes, in forward and
     in backward."""

@@ -32,7 +32,8 @@ from torch.distributed.tensor import Shard
 from dtron.config import Parallel
 from dtron.parallelisms.expert import fsdp_dim
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
-from dtron.parallelisms.reduction import AllToAllSum
+from dtron.parallelisms.peer_memory import CopyEngine
+from dtron.parallelisms.reduction import AllToAllSum, CopiedAllGather
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -123,13 +124,10 @@ def shard(
         mp_policy=precision,
         shard_placement_fn=placement,
     )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            ranks = mesh.sharing_experts().size() if module in experts else device_mesh.size()
-            _sum_gradients(module, ranks)
-            unshared = module in experts and mesh.expert_degrees["edp_shard"] == 1
-            if parallel.reduce_by == "all_to_all" and not unshared:
-                module.set_custom_reduce_scatter(AllToAllSum(dtype))
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    _communicate([m for m in sharded if m not in experts], device_mesh, parallel, dtype)
+    if len(sharded) > sum(m not in experts for m in sharded):
+        _communicate([m for m in sharded if m in experts], mesh.sharing_experts(), parallel, dtype)
     _prefetch(order, parallel.prefetch)
     for unit in alone:
         _prefetch([unit], 0)
@@ -167,6 +165,31 @@ def _data_mesh(mesh: Mesh) -> DeviceMesh:
     if mesh.size("dp_replicate") == 1:
         return mesh.flat(*FSDP_AXES)
     return mesh.replicated(*FSDP_AXES)
+
+
+def _communicate(
+    modules: Sequence[FSDPModule], mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype
+) -> None:
+    """How units that are sharded over the mesh's last dimension are gathered and reduced."""
+    for module in modules:
+        _sum_gradients(module, mesh.size())
+    if not modules or mesh.size(-1) == 1:
+        return
+    gathers = reduces = None
+    if parallel.copy_engines:
+        gathers, reduces = _engine(mesh), _engine(mesh)
+    for module in modules:
+        if gathers is not None:
+            module.set_custom_all_gather(CopiedAllGather(gathers))
+        if parallel.reduce_by == "all_to_all":
+            module.set_custom_reduce_scatter(AllToAllSum(dtype, reduces))
+
+
+def _engine(mesh: DeviceMesh) -> CopyEngine:
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return CopyEngine(mesh.get_group(mesh.ndim - 1), device)
 
 
 def _sum_gradients(module: FSDPModule, ranks: int) -> None:

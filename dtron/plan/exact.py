@@ -73,7 +73,8 @@ def refusals(config: RunConfig) -> list[str]:
 
 def traceable(config: RunConfig, world_size: int) -> RunConfig:
     """The run as it is traced: eager, on no stream of its own, with fewer micro-batches."""
-    parallel = config.parallel.model_copy(update={"async_tp": False, "high_priority": []})
+    plain = {"async_tp": False, "high_priority": [], "copy_engines": False}
+    parallel = config.parallel.model_copy(update=plain)
     compile = config.compile.model_copy(update={"enable": False})
     eager = config.model_copy(update={"parallel": parallel, "compile": compile})
     m = eager.micro_batches(world_size)

@@ -323,6 +323,16 @@ SPECIAL = [
         "gpt", 4, Parallel(dp_replicate=2, reduce="micro_batch", reduce_by=EXCHANGED), override=TIED
     ),
     Case("qwen3", 4, Parallel(pp=2, cp=2, reduce_by=EXCHANGED), dtype="float64"),
+    # parameters, and gradients too, copied out of each other's memory
+    Case("llama", 4, Parallel(copy_engines=True), micro_batch=2),
+    Case("qwen3", 4, Parallel(zero=2, copy_engines=True, reduce_by=EXCHANGED), sequences=8),
+    Case(
+        "gpt",
+        4,
+        Parallel(dp_replicate=2, reduce="micro_batch", copy_engines=True, reduce_by=EXCHANGED),
+        override=TIED,
+    ),
+    Case("llama", 4, Parallel(pp=2, schedule=LOOP, copy_engines=True), compile=EAGER),
     # experts; balance losses are strong enough to show in gradients
     *EXPERT_CASES,
     # every axis at once

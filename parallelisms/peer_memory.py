@@ -1,0 +1,155 @@
+"""Memory of each rank of a group that all of its ranks read and write, and copies out of it.
+
+    rank 0   [ own part | ........ ]   <-- copies --   rank 1, 2, 3
+    rank 1   [ own part | ........ ]   <-- copies --   rank 0, 2, 3
+
+GPUs of one host reach each other's memory over NVLink. What moves the bytes are then copy engines,
+where NCCL's kernels take multiprocessors from the products that they run beside. Ranks on CPUs share
+files in memory, so that all of this runs, and is tested, without a GPU.
+
+Sources: CUDA's peer access; torch.distributed._symmetric_memory (its allocator and its barriers;
+private names used, tested with torch 2.11 and 2.13).
+"""
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from dtron.errors import ConfigError
+
+_PAGE = 2**21
+"""Bytes; sizes are rounded up to it."""
+
+
+class PeerMemory:
+    """`nbytes` on each rank of a group. Making one is a collective.
+
+    Raises:
+        ConfigError: the group's ranks are on several hosts.
+    """
+
+    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        _check_host(group)
+        self.nbytes = nbytes
+        self._group = group
+        self._handle = None
+        if device.type == "cuda":
+            own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            self._handle = symmetric_memory.rendezvous(own, group.group_name)
+            self._parts = [own]  # its owner; peers' are mapped by the handle
+        else:
+            self._parts = _shared_files(nbytes, group)
+
+    def view(self, rank: int, numel: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """(numel,) of a rank's memory, from its element `offset` of that dtype on."""
+        if self._handle is not None:
+            return self._handle.get_buffer(rank, (numel,), dtype, offset)
+        return self._parts[rank].view(dtype).narrow(0, offset, numel)
+
+    def barrier(self) -> None:
+        """Every rank's work up to here is seen by all; on GPUs the current stream waits, not the
+        host."""
+        if self._handle is not None:
+            self._handle.barrier()
+        else:
+            dist.barrier(self._group)
+
+
+def _check_host(group: dist.ProcessGroup) -> None:
+    hosts: list[str | None] = [None] * group.size()
+    dist.all_gather_object(hosts, socket.gethostname(), group)
+    if len(set(hosts)) > 1:
+        raise ConfigError(
+            f"parallel.copy_engines: ranks {dist.get_process_group_ranks(group)} share parameters "
+            f"on several hosts ({', '.join(sorted({str(host) for host in hosts}))}) and cannot read "
+            "each other's memory; share them inside a host (parallel.dp_shard, dp_replicate)"
+        )
+
+
+def _shared_files(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """One file in memory a rank, mapped by all."""
+    directory = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    handle, own = tempfile.mkstemp(dir=directory)
+    os.close(handle)
+    names: list[str | None] = [None] * group.size()
+    dist.all_gather_object(names, own, group)
+    parts = [
+        torch.from_file(str(name), shared=True, size=nbytes, dtype=torch.uint8) for name in names
+    ]
+    dist.barrier(group)  # all have mapped it
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(own)
+    return parts
+
+
+class CopyEngine:
+    """A group's all-gathers and all-to-alls as copies out of its ranks' memory.
+
+    A collective puts what others are to read into this rank's memory, waits for all ranks, copies
+    its parts from them, and waits again until all have theirs: after that the memory is free. Two
+    collectives of one object run one after the other, whatever streams they are on.
+
+    The memory grows with the largest collective, which waits for the device when it does: in a first
+    step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self._device = device
+        self._memory: PeerMemory | None = None
+        self._free: torch.cuda.Event | None = None
+
+    def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) of this rank's memory, for what the others will read; the current stream waits
+        until it is free. All ranks ask for the same."""
+        memory = self._reserve(numel * dtype.itemsize)
+        if self._free is not None:
+            self._free.wait()
+        return memory.view(self.group.rank(), numel, dtype)
+
+    def all_gather(self, output: Tensor, part: Tensor) -> None:
+        """(n,) of each rank, in their order, into (ranks * n,)."""
+        self.staging(part.numel(), part.dtype).copy_(part)
+        self._pull(output.chunk(self.group.size()), 0)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Of (ranks * n,), this rank's n elements of each rank into (ranks * n,).
+
+        Args:
+            sent: what `staging` gave, or any other tensor, which is copied there.
+        """
+        staged = self.staging(sent.numel(), sent.dtype)
+        if staged.data_ptr() != sent.data_ptr():
+            staged.copy_(sent)
+        size = self.group.size()
+        self._pull(received.chunk(size), self.group.rank() * (sent.numel() // size))
+
+    def _pull(self, parts: Sequence[Tensor], offset: int) -> None:
+        """Fill each rank's part from its memory; each rank begins with itself and goes on with the
+        next, so that no two read from one at a time."""
+        assert self._memory is not None, "staged before"
+        self._memory.barrier()
+        for i in range(len(parts)):
+            rank = (self.group.rank() + i) % len(parts)
+            part = parts[rank]
+            part.copy_(self._memory.view(rank, part.numel(), part.dtype, offset))
+        self._memory.barrier()
+        if self._device.type == "cuda":
+            self._free = torch.cuda.Event()
+            self._free.record()
+
+    def _reserve(self, nbytes: int) -> PeerMemory:
+        if self._memory is None or self._memory.nbytes < nbytes:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            dist.barrier(self.group)  # no peer reads it any more
+            self._memory = None
+            self._memory = PeerMemory(-(-nbytes // _PAGE) * _PAGE, self.group, self._device)
+        return self._memory
