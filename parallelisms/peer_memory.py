@@ -4,8 +4,8 @@
     rank 1   [ own part | ........ ]   <-- copies --   rank 0, 2, 3
 
 GPUs of one host reach each other's memory over NVLink. What moves the bytes are then copy engines,
-where NCCL's kernels take multiprocessors from the products that they run beside. Ranks on CPUs share
-files in memory, so that all of this runs, and is tested, without a GPU.
+where NCCL's kernels take multiprocessors from the products that they run beside. Ranks on CPUs
+share files in memory, so that all of this runs, and is tested, without a GPU.
 
 Sources: CUDA's peer access; torch.distributed._symmetric_memory (its allocator and its barriers;
 private names used, tested with torch 2.11 and 2.13).
@@ -68,8 +68,8 @@ def _check_host(group: dist.ProcessGroup) -> None:
     if len(set(hosts)) > 1:
         raise ConfigError(
             f"parallel.copy_engines: ranks {dist.get_process_group_ranks(group)} share parameters "
-            f"on several hosts ({', '.join(sorted({str(host) for host in hosts}))}) and cannot read "
-            "each other's memory; share them inside a host (parallel.dp_shard, dp_replicate)"
+            f"on several hosts ({', '.join(sorted({str(host) for host in hosts}))}) and cannot "
+            "read each other's memory; share them inside a host (parallel.dp_shard, dp_replicate)"
         )
 
 
@@ -96,8 +96,8 @@ class CopyEngine:
     its parts from them, and waits again until all have theirs: after that the memory is free. Two
     collectives of one object run one after the other, whatever streams they are on.
 
-    The memory grows with the largest collective, which waits for the device when it does: in a first
-    step.
+    The memory grows with the largest collective, which waits for the device when it does: in a
+    first step.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

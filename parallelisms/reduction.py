@@ -1,4 +1,4 @@
-"""How FSDP's units are gathered and reduced where it is not by all-gather and reduce-scatter of NCCL.
+"""How FSDP's units are gathered and reduced where NCCL's all-gather and reduce-scatter do not.
 
 Reduce-scatter as an all-to-all: gradients travel as they are and are summed in float32.
 
@@ -68,7 +68,7 @@ class AllToAllSum(ReduceScatter):
         """FSDP asks in turn for what is sent and for the sum, both in the dtype of sums."""
         self._sends = not self._sends
         if self._sends and self._engine is not None:
-            return self._engine.staging(math.prod(size), self.dtype)
+            return self._engine.staging(math.prod(map(int, size)), self.dtype)
         return torch.empty(size, dtype=self.dtype if self._sends else dtype, device=device)
 
     def __call__(

@@ -1,5 +1,6 @@
 """Whole runs through the Trainer, on the embedded corpus with a tiny model."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, TrainingError
+from dtron.step import StepResult, TrainStep
 from dtron.storage import ShardReader
 from dtron.trainer import Trainer
 from tests.harness import run_ranks
@@ -315,6 +318,51 @@ def test_collectives_of_tensor_and_pipeline_parallelism(tmp_path: Path) -> None:
     assert counts["send"] == {"count": 4 + 1, "bytes": 4 * hidden + 8 * 8}  # and one header
     assert counts["recv"] == {"count": 4, "bytes": 4 * hidden}
     assert facts["collectives"]["tp"]["all_reduce"]["count"] == 1  # the norms' gradients
+
+
+class _AsksHost(TorchDispatchMode):
+    """Counts how often the host reads a value of a tensor, which on a GPU is a wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.times += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def values_read_by_the_host(config: RunConfig) -> int:
+    asks, call = _AsksHost(), TrainStep.__call__
+
+    def watched(self: TrainStep, batches: Any, step: int, *others: Any) -> StepResult:
+        with asks if step else contextlib.nullcontext():  # the first one makes groups
+            return call(self, batches, step, *others)
+
+    TrainStep.__call__ = watched  # type: ignore[method-assign]
+    Trainer(config).fit()
+    return asks.times
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optim__moments": "bfloat16"},
+        {"optim__name": "sgd"},
+        {"faults__on_spike": "skip_data", "faults__spike_window": 2},
+        {"parallel__zero": 2, "parallel__reduce_by": "all_to_all", "parallel__copy_engines": True},
+        {"float8__recipe": "tensorwise", "float8__all_gather": True, "optim__moments": "bfloat16"},
+        {"float8__recipe": "tensorwise", "float8__scaling": "delayed"},
+    ],
+    ids=str,
+)
+def test_a_step_never_waits_for_a_value(tmp_path: Path, changes: dict[str, Any]) -> None:
+    shapes = {"model__override__dim": 64, "model__override__ffn_dim": 64}
+    config = tiny(tmp_path / "run", train__steps=3, train__micro_batch=4, **shapes, **changes)
+    assert run_ranks(2, values_read_by_the_host, config) == [0, 0]
 
 
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:

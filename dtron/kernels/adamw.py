@@ -59,7 +59,8 @@ def adamw_(
     # Elements are matched by their place in memory.
     assert all(x.is_contiguous() for x in (*parameters, *gradients))
     taken = scale.isfinite()
-    torch._foreach_add_(list(steps), taken.float())
+    # A list of one tensor: of a scalar tensor alone torch would ask the host for its value.
+    torch._foreach_add_(list(steps), [taken.float()] * len(steps))
     tables = _corrections(steps, scale, rates)
     update = _triton if parameters[0].is_cuda else _reference
     columns = (parameters, gradients, firsts, seconds, tables.unbind())
