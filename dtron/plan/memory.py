@@ -181,9 +181,14 @@ def _reduction(run: Resolved, own: list[Unit]) -> float:
 
 
 def _buffers(run: Resolved, own: list[Unit]) -> float:
-    """All-gathers of FSDP go into a buffer first; context parallelism sends keys and values."""
+    """All-gathers of FSDP go into a buffer first, and copy engines out of one that peers read, as
+    exchanged gradients do; context parallelism sends keys and values."""
     largest = max((u.gathered for u in own), default=0)
     found = float(run.element * largest)
+    if run.config.parallel.copy_engines:
+        found += run.element * max((u.shard for u in own), default=0)
+        if run.config.parallel.reduce_by == "all_to_all":
+            found += run.element * largest
     if run.degrees["cp"] > 1:
         width = 2 * run.model.n_kv_heads * run.model.head_size // run.tp
         whole = any(m == "all_gather" for m in run.config.parallel.cp_methods())

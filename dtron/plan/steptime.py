@@ -30,9 +30,9 @@ from dtron.plan.resolved import Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
 from dtron.plan.work import Seconds, head, layer, offload_wait
 
-SLOWED = 0.5
-"""Of the time of a collective beside computation, how much it adds: it takes multiprocessors and
-memory bandwidth."""
+SLOWED, COPIED = 0.5, 0.1
+"""Of the time of a collective beside computation, how much it adds: a kernel takes multiprocessors
+and memory bandwidth, copy engines bandwidth alone."""
 HIDDEN = {"async_tp": 0.6, "ring": 0.6}
 """Share of a collective's time that lies under computation."""
 TENSOR_COPIES = 3.0
@@ -107,7 +107,8 @@ def predict(run: Resolved, hardware: Hardware) -> Prediction:
     if run.layout is not None:
         body = _pipelined(run, hardware, compute, exposed)
         bubble = max(0.0, body - busy)
-    fsdp = _added(beside[slowest], busy) + _alone(run, slowest, hardware)
+    slowed = COPIED if run.config.parallel.copy_engines else SLOWED
+    fsdp = _added(beside[slowest], busy, slowed) + _alone(run, slowest, hardware)
     update = _update(run, hardware)
     step = body + fsdp + update
     parts = {"compute": compute[slowest], **exposed[slowest], "fsdp": fsdp}
@@ -167,11 +168,11 @@ def _exposed(run: Resolved, sent: list[Collective], hardware: Hardware) -> dict[
     return found
 
 
-def _added(beside: float, busy: float) -> float:
+def _added(beside: float, busy: float, slowed: float) -> float:
     """What overlapped collectives add: all that is longer than the computation, and of the rest the
     share by which it slows down."""
     covered = min(beside, busy)
-    return SLOWED * covered + (beside - covered)
+    return slowed * covered + (beside - covered)
 
 
 def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:

@@ -9,8 +9,10 @@ from dtron.config import Optim, Parallel, RunConfig
 from dtron.optim import build_optimizer
 from dtron.parallelisms.apply import build_execution
 from dtron.parallelisms.fsdp import Policy
+from dtron.plan.hardware import hardware
 from dtron.plan.memory import memory, worst
 from dtron.plan.resolved import Resolved, shortened
+from dtron.plan.steptime import predict
 from dtron.step import TrainStep
 from tests.harness import run_ranks
 from tests.parallelisms.parity import Case, build_loss, build_parallel, mesh_of, micro_batches
@@ -85,6 +87,19 @@ def test_reserved_memory_of_runs_that_were_measured(
 ) -> None:
     run = Resolved.of(RunConfig.load(LLAMA, overrides.split()), world)
     assert math.isclose(worst(memory(run)).reserved / 2**30, gib, rel_tol=allowed)
+
+
+def test_what_peers_read_is_memory_of_a_rank_and_spares_time() -> None:
+    """A share of the largest unit, norm and head, and all of its gradients."""
+    head = 2 * (128256 * 4096 + 4096)
+    told = {}
+    for copies in ("false", "true"):
+        overrides = f"parallel.reduce_by=all_to_all parallel.copy_engines={copies}"
+        run = Resolved.of(RunConfig.load(LLAMA, overrides.split()), 4)
+        told[copies] = worst(memory(run)).classes["buffers"], predict(run, hardware("h200"))
+    (plain, slower), (copied, faster) = told["false"], told["true"]
+    assert copied - plain == head + head // 4
+    assert 0.9 * slower.step < faster.step < slower.step
 
 
 def test_a_shortened_step_has_as_much_in_flight() -> None:
