@@ -114,6 +114,12 @@ def test_shared_scales_are_counted(parallel: Parallel, mode: Any, each: int, num
         ),
         ("tensorwise", {"pp": 2, "schedule": "ZBVZeroBubble"}, {}, "puts off weight gradients"),
         ("rowwise", {"tp": 2, "async_tp": True}, {}, "set parallel.async_tp = false"),
+        (
+            "tensorwise",
+            {"tp": 2, "async_tp": True},
+            {"gather_inputs": True},
+            "no effect beside parallel.async_tp",
+        ),
         ("rowwise", {}, {"filter": ["blocks.*.ffn.dwn"]}, "matches no linear layer"),
         ("", {}, {"output": True}, "float8.output = True has no effect without a float8.recipe"),
     ],
