@@ -148,9 +148,11 @@ class Float8Plan:
         }
 
     @property
-    def gathers_inputs(self) -> bool:
-        """Whether any input is gathered in float8."""
-        return bool(self._gathered_whole())
+    def travelling(self) -> frozenset[str]:
+        """FQNs of modules whose input tp gathers in float8, and of layers whose output's gradient
+        it does."""
+        scattering = self.scattering if self.overlapped else ()
+        return frozenset(self._gathered_whole()) | (set(scattering) & set(self.layers))
 
     def _gathered_whole(self) -> list[str]:
         """FQNs of modules whose input only float8 layers read."""
@@ -282,7 +284,7 @@ def plan_float8(
     if not settings.gather_inputs and not config.parallel.async_tp:
         return plan
     plan = replace(plan, gathering=_gathering(whole, rows), overlapped=config.parallel.async_tp)
-    if settings.gather_inputs and not plan.gathers_inputs:
+    if settings.gather_inputs and not plan.travelling:
         raise ConfigError(
             "float8.gather_inputs has no effect: no attention or feed-forward has all the layers "
             "that read its input in float8; widen float8.filter"
