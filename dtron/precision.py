@@ -126,9 +126,9 @@ class Float8Plan:
         """By FQN, of modules whose input is gathered in float8; where that is fused with their
         layers' products, of these layers too."""
         whole = self._gathered_whole()
-        if not self.overlapped:
+        if whole and not self.overlapped:
             style = GatherInput(self.recipe.output.left, scale_groups(mesh).both)
-            return dict.fromkeys(whole, style) if whole else {}
+            return dict.fromkeys(whole, style)
         styles: dict[str, ParallelStyle] = {}
         for module in whole:
             layers = self.gathering[module]

@@ -179,7 +179,7 @@ def compare(siblings: bool) -> tuple[list[str], dict[str, float]]:
 def distances(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
     """||x - wanted|| / ||wanted|| by name."""
     assert found.keys() == wanted.keys()
-    assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
+    assert all(found[name].dtype == tensor.dtype for name, tensor in wanted.items())
     return {
         name: ((found[name] - tensor).float().norm() / tensor.float().norm()).item()
         for name, tensor in wanted.items()
@@ -198,13 +198,13 @@ def test_operators_give_what_emulation_gives(siblings: bool, ranks: int) -> None
 
 def compile_blocks(blocks: int) -> tuple[dict[str, int], int, dict[str, float]]:
     """On one rank: operators in the graphs that inductor compiles, how many graphs, and how far the
-    results are from those without compile."""
+    results are from those without compile; in float32, as inductor rounds less to bfloat16 between
+    operators than eager ones do."""
     install_operators()
     fused._fuses = lambda _data, how: not how.emulate  # type: ignore[assignment]
-    wanted = results(build(True, torch.bfloat16, False, blocks))
-    model, counted = build(True, torch.bfloat16, False, blocks), FusedOps()
+    wanted = results(build(True, torch.float32, False, blocks))
+    model, counted = build(True, torch.float32, False, blocks), FusedOps()
     options = {"post_grad_custom_post_pass": counted, "_micro_pipeline_tp": True}
-    options["emulate_precision_casts"] = True  # or float8 would round otherwise than without
     for block in model:  # type: ignore[attr-defined]
         block.compile(fullgraph=True, dynamic=False, options=options)
     errors = distances(results(model), wanted)
