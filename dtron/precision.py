@@ -6,7 +6,7 @@ unless it is left to a measurement (`float8.filter = "auto"`).
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from dtron.errors import ConfigError
 from dtron.float8.convert import MULTIPLE, Choice, convert, fuse, layer_names
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import check_sizes, convert_experts
+from dtron.float8.fused import GatheredLinear, GatherProducts, ScatteringLinear, SplitRows
 from dtron.float8.gather import GatherInput, WeightGather, require_torchao
 from dtron.float8.linear import Float8Linear, ScaleGroups
 from dtron.float8.products import why_emulated
@@ -32,7 +33,7 @@ from dtron.models.config import DecoderConfig
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.pipeline import Layout
-from dtron.parallelisms.placement import Row, matches, select
+from dtron.parallelisms.placement import Row, Shard, matches, select
 
 log = logging.getLogger("dtron")
 
@@ -51,10 +52,15 @@ class Float8Plan:
     """What a rank computes of each layer of the blocks, by FQN."""
     experts: tuple[str, ...] = ()
     """FQNs of modules with experts whose products are float8."""
+    overlapped: bool = False
+    """Whether products are fused with tp's communication (`parallel.async_tp`)."""
     head: Shape | None = None
     """The same of the head, where it is float8 too."""
-    gathering: Mapping[str, bool] = field(default_factory=dict)
-    """FQNs of modules that gather their input, and whether in float8; empty where none does."""
+    gathering: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By the FQN of each module that gathers its input, the layers that read it; empty where none
+    does so in float8."""
+    scattering: tuple[str, ...] = ()
+    """FQNs of the layers that scatter their product, fused with it (`parallel.async_tp`)."""
 
     def measured(
         self, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
@@ -92,30 +98,66 @@ class Float8Plan:
         device = torch.device(mesh.device_type)
         emulate = bool(self.why_emulated(device, dtype))
         emulate_experts = bool(why_emulated(EXPERTS, device, dtype))
-        groups = scale_groups(mesh)
+        groups, kinds = scale_groups(mesh), self._kinds()
 
         def apply(model: nn.Module) -> None:
-            convert(model, self.layers, self.recipe, emulate, groups)
+            convert(model, self.layers, self.recipe, emulate, groups, kinds)
             fuse(model, self.fused)
             convert_experts(model, self.experts, emulate_experts)
 
         return apply
 
     def placements(self, rows: Mapping[str, Row], mesh: Mesh) -> dict[Any, Row | ParallelStyle]:
-        """Rows with the inputs of `gathering` gathered in float8."""
-        if not self.gathering:
-            return dict(rows)
-        style = GatherInput(self.recipe.output.left, scale_groups(mesh).both)
+        """Rows with the inputs of `gathering` gathered in float8, where only float8 layers read
+        them."""
+        styles = self._styles(mesh)
+        known = {*self.gathering, *(name for read in self.gathering.values() for name in read)}
         found: dict[Any, Row | ParallelStyle] = {}
         for pattern, row in rows.items():
-            names = [name for name in self.gathering if matches(pattern, name)]
-            small = tuple(name for name in names if self.gathering[name])
-            others = tuple(name for name in names if not self.gathering[name])
-            if small and row.kind == "prepare_input":
-                found |= {small: style} | ({others: row} if others else {})
-            else:
+            names = sorted(name for name in known if matches(pattern, name))
+            if row.kind not in ("prepare_input", "colwise") or not styles.keys() & set(names):
                 found[pattern] = row
+                continue
+            for name in names:
+                found[name] = styles.get(name, row)
         return found
+
+    def _styles(self, mesh: Mesh) -> dict[str, ParallelStyle]:
+        """By FQN, of modules whose input is gathered in float8; where that is fused with their
+        layers' products, of these layers too."""
+        whole = self._gathered_whole()
+        if whole and not self.overlapped:
+            style = GatherInput(self.recipe.output.left, scale_groups(mesh).both)
+            return dict.fromkeys(whole, style)
+        styles: dict[str, ParallelStyle] = {}
+        for module in whole:
+            layers = self.gathering[module]
+            styles[module] = GatherProducts([name[len(module) + 1 :] for name in layers])
+            styles |= dict.fromkeys(layers, SplitRows())
+        return styles
+
+    def _kinds(self) -> dict[str, type[Float8Linear]]:
+        """Classes of the layers that are fused with communication, by FQN."""
+        if not self.overlapped:
+            return {}
+        read = [name for module in self._gathered_whole() for name in self.gathering[module]]
+        scattering = [name for name in self.scattering if name in self.layers]
+        return {
+            **dict.fromkeys(read, GatheredLinear),
+            **dict.fromkeys(scattering, ScatteringLinear),
+        }
+
+    @property
+    def travelling(self) -> frozenset[str]:
+        """FQNs of modules whose input tp gathers in float8, and of layers whose output's gradient
+        it does."""
+        scattering = self.scattering if self.overlapped else ()
+        return frozenset(self._gathered_whole()) | (set(scattering) & set(self.layers))
+
+    def _gathered_whole(self) -> list[str]:
+        """FQNs of modules whose input only float8 layers read."""
+        chosen = set(self.layers)
+        return [module for module, read in self.gathering.items() if read and set(read) <= chosen]
 
     def gather_weights(self, applied: Applied, mesh: Mesh) -> Callable[[], None] | None:
         """Gather weights in float8, if the settings say so.
@@ -239,34 +281,38 @@ def plan_float8(
     for name in experts:
         check_sizes(name, whole.get_submodule(name), config.parallel.etp)
     plan = replace(plan, shapes=shapes, head=head, experts=experts)
-    if settings.gather_inputs:
-        return replace(plan, gathering=_gathering(whole, rows, plan.layers))
-    return plan
-
-
-def _gathering(
-    model: nn.Module, rows: Mapping[str, Row], layers: Collection[str]
-) -> dict[str, bool]:
-    """Modules that gather their input, and whether it goes into float8 layers only.
-
-    Raises:
-        ConfigError: none does.
-    """
-    kinds = {
-        name: {row.kind for pattern, row in rows.items() if matches(pattern, name)}
-        for name, _ in model.named_modules()
-    }
-    found = {}
-    for name in kinds:
-        if "prepare_input" in kinds[name]:
-            split = [n for n in kinds if n.startswith(f"{name}.") and "colwise" in kinds[n]]
-            found[name] = bool(split) and set(split) <= set(layers)
-    if not any(found.values()):
+    if not settings.gather_inputs and not config.parallel.async_tp:
+        return plan
+    plan = replace(plan, gathering=_gathering(whole, rows), overlapped=config.parallel.async_tp)
+    if settings.gather_inputs and not plan.travelling:
         raise ConfigError(
             "float8.gather_inputs has no effect: no attention or feed-forward has all the layers "
             "that read its input in float8; widen float8.filter"
         )
-    return found
+    return replace(plan, scattering=_scattering(whole, rows))
+
+
+def _gathering(model: nn.Module, rows: Mapping[str, Row]) -> dict[str, tuple[str, ...]]:
+    """By the FQN of each module that gathers its input, the layers that read it."""
+    kinds = {
+        name: {row.kind for pattern, row in rows.items() if matches(pattern, name)}
+        for name, _ in model.named_modules()
+    }
+    return {
+        module: tuple(n for n in kinds if n.startswith(f"{module}.") and "colwise" in kinds[n])
+        for module in kinds
+        if "prepare_input" in kinds[module]
+    }
+
+
+def _scattering(model: nn.Module, rows: Mapping[str, Row]) -> tuple[str, ...]:
+    """FQNs of linear layers that scatter their product along the sequence."""
+    patterns = [p for p, row in rows.items() if row.kind == "rowwise" and row.output == Shard(1)]
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and any(matches(pattern, name) for pattern in patterns)
+    )
 
 
 def _any_attention(model: DecoderConfig) -> Backend:
@@ -304,9 +350,15 @@ def _refuse_what_cannot_act(
             f"{tokens} (train.micro_batch x train.seq_len / parallel.cp)",
         ),
         (
-            parallel.async_tp,
-            f"float8.recipe = {name!r} with parallel.async_tp: the fused products are those of "
-            "train.dtype; set parallel.async_tp = false",
+            parallel.async_tp and not recipe.shares_scales,
+            f"float8.recipe = {name!r} with parallel.async_tp: what is gathered has other scales "
+            'along the tokens, as weight gradients need it; use "tensorwise", or set '
+            "parallel.async_tp = false",
+        ),
+        (
+            parallel.async_tp and settings.gather_inputs,
+            "float8.gather_inputs has no effect beside parallel.async_tp, which gathers inputs in "
+            "float8 itself; leave it out",
         ),
         (
             layout is not None and layout.splits_backward,

@@ -4,8 +4,9 @@ The choice is made on the whole model, before it is cut or split, so that it is 
 layout. Parameters keep their names and dtypes: checkpoints do not know of float8.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 
@@ -80,13 +81,18 @@ def convert(
     recipe: Recipe,
     emulate: bool,
     groups: ScaleGroups = ScaleGroups(),
+    kinds: Mapping[str, type[Float8Linear]] = MappingProxyType({}),
 ) -> None:
-    """Replace the named nn.Linear modules by float8 ones with the same parameters, in place."""
+    """Replace the named nn.Linear modules by float8 ones with the same parameters, in place.
+
+    Args:
+        kinds: other classes than Float8Linear, by FQN.
+    """
     for name in names:
         linear = model.get_submodule(name)
         assert type(linear) is nn.Linear, f"{name} is a {type(linear).__name__}"
         parent, _, child = name.rpartition(".")
-        made = Float8Linear.of(linear, recipe, emulate, groups)
+        made = kinds.get(name, Float8Linear).of(linear, recipe, emulate, groups)
         setattr(model.get_submodule(parent), child, made)
 
 

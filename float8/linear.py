@@ -71,7 +71,7 @@ class Delayed:
 
 
 @dataclass(frozen=True)
-class _How:
+class How:
     """How one call computes: who shares the scale of each operand."""
 
     recipe: Recipe
@@ -150,30 +150,42 @@ class Float8Linear(nn.Linear):
             "rowwise(), or leave the layer out of float8.filter"
         )
 
-    def _how(self, input: tuple[str, ...], weight: tuple[str, ...], grad: tuple[str, ...]) -> _How:
-        return _How(self.recipe, self.emulate, input, weight, grad)
+    def how_over_ranks(self) -> "How":
+        """How it computes where each rank casts its part of what travels: parts of the input and of
+        the gradient are on the ranks of tp and cp, of the weight on those of tp."""
+        return self._how(self.groups.both, self.groups.tp, self.groups.both)
 
-    def _multiply(self, x: Tensor, weight: Tensor, how: _How) -> Tensor:
+    def _how(self, input: tuple[str, ...], weight: tuple[str, ...], grad: tuple[str, ...]) -> How:
+        return How(self.recipe, self.emulate, input, weight, grad)
+
+    def _multiply(self, x: Tensor, weight: Tensor, how: How) -> Tensor:
         """(..., K) times the local weight (O, K), as it is or gathered in float8."""
         rows = x.reshape(-1, x.shape[-1])
-        data, scale = gathered(weight)
-        if self.probe is not None:
-            self._show(rows, weight if data is None else None, how)
-        out = _Linear.apply(rows, weight, data, scale, *ahead(self), how)
+        out = _Linear.apply(rows, weight, *gathered(weight), *ahead(self), how)
         assert isinstance(out, Tensor)
-        if self.probe is not None and out.requires_grad:
-            out.register_hook(functools.partial(self._show_grad, how))
+        self.show(rows, weight, out, how)
         return out.view(*x.shape[:-1], -1)
 
-    def _show(self, x: Tensor, weight: Tensor | None, how: _How) -> None:
-        assert self.probe is not None
+    def show(self, x: Tensor, weight: Tensor, out: Tensor, how: How) -> None:
+        """Tell the probe, where there is one, of a call's operands; a weight that came in float8
+        was cast elsewhere.
+
+        Args:
+            x: (M, K), as it is cast.
+            weight: (O, K), the rank's part.
+            out: what the call gave, whose gradient is cast.
+        """
+        if self.probe is None:
+            return
         of_x, of_weight = self._known(0), self._known(1)
         self.probe("input", x.detach(), how.recipe.output.left, how.input, of_x)
-        if weight is not None:
+        if gathered(weight)[0] is None:
             cast = how.recipe.output.right
             self.probe("weight", weight.detach(), cast, how.weight, of_weight)
+        if out.requires_grad:
+            out.register_hook(functools.partial(self._show_grad, how))
 
-    def _show_grad(self, how: _How, grad: Tensor) -> None:
+    def _show_grad(self, how: How, grad: Tensor) -> None:
         if self.probe is not None:
             cast = how.recipe.grad_input.left
             self.probe("grad", grad.detach(), cast, how.grad, self._known(2))
@@ -216,7 +228,7 @@ class _Linear(torch.autograd.Function):
         scale: Tensor | None,
         leaf: Tensor | None,
         scales: Tensor | None,
-        how: _How,
+        how: How,
     ) -> Tensor:
         """(N, K), (O, K) -> (N, O); `data` and `scale` are a weight that is float8 already, `leaf`
         and `scales` those of `Delayed`."""

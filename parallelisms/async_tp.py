@@ -16,7 +16,8 @@ Without compile the same operators are called from the placements' rows:
     linear_scatter   forward   product + reduce-scatter, fused
                      backward  all-gather + product, fused; the gathered gradient makes grad_w too
 
-On the CPU, where there is no symmetric memory, these two functions run unfused.
+On the CPU, where there is no symmetric memory, these two functions run unfused. float8 layers call
+operators of their own, compiled or not (`float8/fused.py`); here they are counted.
 
 Private names used, tested with torch 2.11 and 2.13: torch.ops.symm_mem.fused_all_gather_matmul and
 fused_matmul_reduce_scatter, enable_symm_mem_for_group, torch.ops._c10d_functional, and of inductor
@@ -31,7 +32,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,12 @@ from dtron.parallelisms.placement import Row, prepare_input
 
 _c10d = torch.ops._c10d_functional
 _COUNTED = {
-    "symm_mem": ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
+    "symm_mem": (
+        "fused_all_gather_matmul",
+        "fused_matmul_reduce_scatter",
+        "fused_all_gather_scaled_matmul",
+        "fused_scaled_matmul_reduce_scatter",
+    ),
     "_c10d_functional": ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
 }
 
@@ -155,7 +161,7 @@ def fuse(
             if not isinstance(row, Row):
                 continue
             scatters = row.kind == "rowwise" and row.output == Shard(1)
-            if scatters and isinstance(linear := modules[name], nn.Linear):
+            if scatters and _is_plain(linear := modules[name]):
                 fuse_scatter(linear, mesh)
                 done.add((name, row))
             if row == prepare_input(Shard(1), Replicate()):
@@ -163,13 +169,20 @@ def fuse(
                     ((child, how) for child, how in colwise if child.rpartition(".")[0] == name),
                     key=operator.itemgetter(0),
                 )
+                if not all(_is_plain(modules[child]) for child, _ in served):
+                    continue
                 fuse_gather(modules[name], [modules[child] for child, _ in served], mesh)  # type: ignore[misc]
                 done |= {(name, row), *served}
     for name, row in colwise - done:
-        if row.inputs == Shard(1) and isinstance(linear := modules[name], nn.Linear):
+        if row.inputs == Shard(1) and _is_plain(linear := modules[name]):
             fuse_gathered_linear(linear, mesh)
             done.add((name, row))
     return done
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it multiplies as nn.Linear does: float8 layers have functions of their own."""
+    return type(module).forward is nn.Linear.forward
 
 
 def fuse_gather(parent: nn.Module, linears: Sequence[nn.Linear], mesh: DeviceMesh) -> None:

@@ -51,6 +51,8 @@ PRODUCTS = (
     "aten._scaled_grouped_mm.default",
     "symm_mem.fused_all_gather_matmul.default",
     "symm_mem.fused_matmul_reduce_scatter.default",
+    "symm_mem.fused_all_gather_scaled_matmul.default",
+    "symm_mem.fused_scaled_matmul_reduce_scatter.default",
 )
 
 CHOICES = ("aten.topk.default", "aten.sort.stable")

@@ -131,10 +131,12 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         return Collective("tp", kind, width * token, count * m, "tp", ranks, inside)
 
     def both(
-        widths_in: list[int], widths_out: list[int], times: int, again: int
+        widths_in: list[int], widths_out: list[int], layers: Sequence[int], again: int
     ) -> Iterator[Collective]:
         """Gathered on the way in, reduced on the way out; the backward mirrors it. `again` is what
         recomputation repeats: all but a layer's last product, which nothing before it needs."""
+        times = len(layers)
+        size_in, size_out = (_share_gathered(run, layers, names) for names in _ENDS)
         repeated = widths_out[:1]  # attention's
         if not split:
             yield made(
@@ -142,11 +144,11 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
             )
             return
         for width in widths_in:
-            yield made("all_gather", width, times + again)
+            yield made("all_gather", width * size_in, times + again)
             yield made("reduce_scatter", width, times)
         for width in widths_out:
             yield made("reduce_scatter", width, times)
-            yield made("all_gather", width, times)
+            yield made("all_gather", width * size_out, times)
         for width in repeated:
             yield made("reduce_scatter", width, again)
 
@@ -154,7 +156,7 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         layers = [i for i in stage.layers if run.has_experts(i) == mixture]
         again = sum(run.recomputes(i) for i in layers)
         if layers:
-            yield from both(*_widths(run, mixture), len(layers), again)
+            yield from both(*_widths(run, mixture), layers, again)
     kind, other = ("reduce_scatter", "all_gather") if split else ("all_reduce", "")
     if stage.embedding:
         yield made(kind, model.dim, 1)
@@ -168,6 +170,17 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # a maximum, then two sums a token, float32
         yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
+
+
+_ENDS = (("attn", "ffn"), ("attn.wo", "ffn.down"))
+"""What of a block gathers its input, and what the gradient of its output."""
+
+
+def _share_gathered(run: Resolved, layers: Sequence[int], names: Sequence[str]) -> float:
+    """Bytes of what these modules gather, over those without float8."""
+    small = run.float8.travelling if run.float8 else frozenset()
+    found = [f"blocks.{i}.{name}" in small for i in layers for name in names]
+    return sum(1 / run.element if one else 1.0 for one in found) / len(found)
 
 
 def _widths(run: Resolved, mixture: bool) -> tuple[list[int], list[int]]:

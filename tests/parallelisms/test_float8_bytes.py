@@ -73,6 +73,8 @@ def test_inputs_travel_as_one_byte_an_element() -> None:
         # weights; inputs of wo and down; the others' gradients
         (Parallel(tp=2), "none", 7 + 2 + 5, 7 + 2 + 5),
         (Parallel(tp=2), "full", 2 * (7 + 2) + 5, 2 * (7 + 2) + 5),
+        # weights, inputs and gradients, of layers that read one input at once
+        (Parallel(tp=2, async_tp=True), "none", 4 + 4 + 4, 7 + 4 + 7),
         # inputs, of gate and up at once; gradients, those two at once
         (Parallel(cp=2), "none", 6 + 6, 6 + 7),
     ],
@@ -81,13 +83,15 @@ def test_inputs_travel_as_one_byte_an_element() -> None:
 def test_shared_scales_are_counted(parallel: Parallel, mode: Any, each: int, numbers: int) -> None:
     """All-reduces of scales, a layer and micro-batch; none by other recipes."""
 
-    def reductions(recipe: str) -> tuple[int, int]:
+    def reductions(recipe: str, parallel: Parallel) -> tuple[int, int]:
         kept = {"dtype": "float32", "sequences": 2, "recompute": Recompute(mode=mode)}
         table = run_ranks(2, count_step, float8(recipe, 2, parallel, **kept))[0]
         found = [calls["all_reduce"] for calls in table.values() if "all_reduce" in calls]
         return sum(calls["count"] for calls in found), sum(calls["bytes"] for calls in found)
 
-    (count, n_bytes), (others, other_bytes) = reductions("tensorwise"), reductions("rowwise")
+    count, n_bytes = reductions("tensorwise", parallel)
+    plain = parallel.model_copy(update={"async_tp": False})
+    others, other_bytes = reductions("rowwise", plain)
     blocks_and_micro_batches = 2 * 2
     assert count - others == each * blocks_and_micro_batches
     assert n_bytes - other_bytes == FLOAT * numbers * blocks_and_micro_batches
@@ -114,6 +118,12 @@ def test_shared_scales_are_counted(parallel: Parallel, mode: Any, each: int, num
         ),
         ("tensorwise", {"pp": 2, "schedule": "ZBVZeroBubble"}, {}, "puts off weight gradients"),
         ("rowwise", {"tp": 2, "async_tp": True}, {}, "set parallel.async_tp = false"),
+        (
+            "tensorwise",
+            {"tp": 2, "async_tp": True},
+            {"gather_inputs": True},
+            "no effect beside parallel.async_tp",
+        ),
         ("rowwise", {}, {"filter": ["blocks.*.ffn.dwn"]}, "matches no linear layer"),
         ("", {}, {"output": True}, "float8.output = True has no effect without a float8.recipe"),
     ],

@@ -349,6 +349,13 @@ BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
 EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
 DELAYED = {"float8": {"scaling": "delayed", "amax_history": 2}, "steps": 4}
+OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
+SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
+PARTLY: dict[str, Any] = {
+    "float8": {"skip": SKIPPED, "output": True},
+    "override": {"vocab_size": 64},
+    "micro_batch": 2,
+}
 FLOAT8 = [
     # one scale a tensor: equal in every layout
     float8("tensorwise", 4, Parallel(dp_replicate=2), recompute=FULL, micro_batch=2, sequences=8),
@@ -366,6 +373,11 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(tp=2), compile=EAGER, float8=GATHERS),
     float8("tensorwise", 4, Parallel(cp=2, tp=2, zero=2), recompute=FULL, float8=GATHERS),
     float8("tensorwise", 2, Parallel(tp=2), float8={"gather_inputs": True, "skip": BLOCK_0_FFN}),
+    # products fused with their communication
+    float8("tensorwise", 4, OVERLAPPED, float8={"all_gather": True}, micro_batch=2, sequences=8),
+    float8("tensorwise", 4, Parallel(cp=2, tp=2, async_tp=True), "qwen3", recompute=FULL),
+    float8("tensorwise", 2, Parallel(tp=2, async_tp=True), "gpt", seq_len=16, **DELAYED),
+    float8("tensorwise", 2, Parallel(tp=2, async_tp=True), **PARTLY, recompute=SELECTIVE),
     # experts: a scale a row, wherever the row is
     float8("rowwise", 2, Parallel(ep=2), "mixtral", **EXPERTS8, recompute=FULL),
     float8("tensorwise", 4, Parallel(tp=2, ep=2), "mixtral", **EXPERTS8),

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Shard
 from dtron import loss, routing, step
 from dtron.config import Parallel, Recompute
 from dtron.data import Batch
-from dtron.float8 import casting, delayed
+from dtron.float8 import casting, delayed, fused
 from dtron.parallelisms import apply, context, expert, fsdp, gradients, head_loss, tensor
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.deferred import WeightGradients
@@ -296,6 +296,12 @@ def choices_in_order_of_the_ranks() -> None:
     routing.Pooled.in_order = lambda self, drop, chosen, _order: in_order(self, drop, chosen, None)  # type: ignore[method-assign]
 
 
+def sequences_for_tokens() -> None:
+    """Rows of a micro-batch are cut as they lie: ranks get whole sequences."""
+    fused._rows = lambda x: x.reshape(-1, x.shape[2])
+    fused._unrows = lambda rows, batch: rows.view(batch, -1, rows.shape[1])
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -323,6 +329,9 @@ PADDED = Case("llama", 2, Parallel(tp=2), sequences=4, override={"tied": True})
 DROPPED = Case("gpt", 2, Parallel(tp=2), sequences=4, override={"dropout": 0.2})
 RING = Case("llama", 2, Parallel(cp=2), sequences=4)
 SCALED = [test_parity.float8("tensorwise", 2, p) for p in (Parallel(tp=2), Parallel(cp=2))]
+OVERLAPPED = test_parity.float8(
+    "tensorwise", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4
+)
 HEADS = Parallel(cp=2, cp_method="ulysses")
 OFFLOADED = [
     Case("llama", 2, Parallel(pp=2, schedule=name), Recompute(offload=True), sequences=4)
@@ -377,7 +386,8 @@ BUGS = [
     Bug(further_tokens_of_the_part, MTP, ALSO_LOSS),
     Bug(predictions_by_all_labels, MTP, ALSO_LOSS),
     *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
-    *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in SCALED],
+    *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in (*SCALED, OVERLAPPED)],
+    Bug(sequences_for_tokens, OVERLAPPED, ALSO_LOSS),
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
 ]
 

@@ -1,6 +1,7 @@
 """Collectives that the planner lists are those that real runs make, calls and bytes."""
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -8,15 +9,23 @@ from dtron.config import Parallel, Recompute
 from dtron.plan.communication import collectives
 from dtron.plan.resolved import Resolved
 from tests.harness import run_ranks
-from tests.parallelisms.parity import Case
+from tests.parallelisms.parity import Case, float8
 from tests.parallelisms.test_collectives import Counts, count_accumulation
 
 ULYSSES = Parallel(cp=2, cp_method="ulysses")
+SMALL: dict[str, Any] = {"dtype": "float32", "sequences": 2}
 CASES = [
     (Case("llama", 2, Parallel(tp=2), sequences=2), "tp"),
     (Case("llama", 2, Parallel(tp=2), Recompute(mode="selective"), sequences=2), "tp"),
     (Case("llama", 2, Parallel(tp=2), Recompute(mode="full"), sequences=2), "tp"),
     (Case("llama", 2, Parallel(tp=2, sequence_parallel=False)), "tp"),
+    *[
+        (float8("tensorwise", 2, parallel, **SMALL, float8=settings), "tp")
+        for parallel, settings in (
+            (Parallel(tp=2), {"gather_inputs": True}),
+            (Parallel(tp=2, async_tp=True), {"skip": ["blocks.1.attn.wo"]}),
+        )
+    ],
     (Case("llama", 2, ULYSSES, sequences=2), "cp"),
     (Case("llama", 2, ULYSSES, Recompute(mode="selective"), sequences=2), "cp"),
     (Case("gpt", 2, Parallel(dp_shard=2), sequences=4), "dp_shard"),
