@@ -59,7 +59,8 @@ def test_gives_what_three_layers_give(compiled: bool) -> None:
         wanted, found = results(apart, needed, compiled), results(fused, needed, compiled)
         for x, y in zip(found, wanted, strict=True):
             assert (x is None) == (y is None)
-            assert x is None or y is None or torch.equal(x, y)
+            if x is not None and y is not None:  # a flip of one operand in float8 is 1e-2
+                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
 
 
 def test_other_layers_stay_apart() -> None:
