@@ -66,11 +66,15 @@ EXPERTS = {
     "expert_dim": 16,
     "balance_coefficient": 0.5,
 }
+LIMITED = {"capacity_factor": 1.0}
+MTP = {"n_layers": 3, "mtp": 2}
 SINKHORN = {
     **{"router": "sinkhorn", "renormalize": False, "bias_speed": 0.0},
     **{"n_groups": 1, "top_groups": 1},
 }
 """The router in any mixture."""
+DELAYED = {"float8": {"scaling": "delayed", "amax_history": 2}, "steps": 4}
+"""Keys of `float8` for scales of earlier steps."""
 SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},
@@ -105,14 +109,22 @@ class Case:
     override: dict = field(default_factory=dict)
     """Fields of the model's config that replace those of SIZES."""
     dtype: str = "float32"
-    sequences: int = 8
-    """Sequences a step, over all ranks and micro-batches."""
+    sequences: int = 0
+    """Sequences a step, over all ranks and micro-batches. 0: as many as give a rank a first, a
+    middle and a last micro-batch, and a pipeline two micro-batches a rank of it."""
     micro_batch: int = 1
     loss_chunks: int = 1
     seq_len: int = 16
     documents: bool = False
     steps: int = 2
     float8: Float8 = Float8()
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            parallel = self.parallel
+            data_ranks = max(1, self.world // (parallel.pp * parallel.cp * parallel.tp))
+            number = 2 * parallel.pp if parallel.pp > 1 else 3
+            object.__setattr__(self, "sequences", number * data_ranks * self.micro_batch)
 
     @property
     def rounds_alike(self) -> bool:
