@@ -66,11 +66,15 @@ EXPERTS = {
     "expert_dim": 16,
     "balance_coefficient": 0.5,
 }
+LIMITED = {"capacity_factor": 1.0}
+MTP = {"n_layers": 3, "mtp": 2}
 SINKHORN = {
     **{"router": "sinkhorn", "renormalize": False, "bias_speed": 0.0},
     **{"n_groups": 1, "top_groups": 1},
 }
 """The router in any mixture."""
+DELAYED = {"float8": {"scaling": "delayed", "amax_history": 2}, "steps": 4}
+"""Keys of `float8` for scales of earlier steps."""
 SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},
@@ -105,14 +109,22 @@ class Case:
     override: dict = field(default_factory=dict)
     """Fields of the model's config that replace those of SIZES."""
     dtype: str = "float32"
-    sequences: int = 8
-    """Sequences a step, over all ranks and micro-batches."""
+    sequences: int = 0
+    """Sequences a step, over all ranks and micro-batches. 0: as many as give a rank a first, a
+    middle and a last micro-batch, and a pipeline two micro-batches a rank of it."""
     micro_batch: int = 1
     loss_chunks: int = 1
     seq_len: int = 16
     documents: bool = False
     steps: int = 2
     float8: Float8 = Float8()
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            parallel = self.parallel
+            data_ranks = max(1, self.world // (parallel.pp * parallel.cp * parallel.tp))
+            number = 2 * parallel.pp if parallel.pp > 1 else 3
+            object.__setattr__(self, "sequences", number * data_ranks * self.micro_batch)
 
     @property
     def rounds_alike(self) -> bool:
@@ -588,11 +600,16 @@ class Outcome:
         return [f"{k}: {over[k]:.3e}" for k in sorted(over, key=over.__getitem__, reverse=True)]
 
 
+def outcome_of(case: Case, ranks: Sequence[dict[str, Any]]) -> Outcome:
+    """From what each rank's `parallel_run` gave."""
+    if case.recompute.offload and not any(rank["offloaded"] for rank in ranks):
+        return Outcome({}, "nothing was offloaded")
+    return Outcome(deviations(case, ranks))
+
+
 def check(case: Case) -> None:
     """Fail unless a layout equals one process."""
-    ranks = run_ranks(case.world, parallel_run, case)
-    assert not case.recompute.offload or any(rank["offloaded"] for rank in ranks)
-    wrong = Outcome(deviations(case, ranks)).wrong(case)
+    wrong = outcome_of(case, run_ranks(case.world, parallel_run, case)).wrong(case)
     assert not wrong, f"{case}: {'; '.join(wrong)}"
 
 
@@ -620,7 +637,7 @@ def run_batch(cases: Sequence[Case], seconds: int = 600) -> list[Outcome]:
                 outcomes += run_batch([case]) if again else [Outcome({}, failure)]
                 return [*outcomes, *(run_batch(rest) if rest else [])]
             ranks = [pickle.loads(file.read_bytes()) for file in files]
-            outcomes.append(Outcome(deviations(case, ranks)))
+            outcomes.append(outcome_of(case, ranks))
         return outcomes
 
 
@@ -633,3 +650,36 @@ def _run_each(cases: Sequence[Case], directory: Path) -> None:
         (directory / f"{rank}.tmp").write_bytes(result)
         (directory / f"{rank}.tmp").rename(directory / f"{number}.{rank}")
         dist.barrier()  # a rank that fails ends the others: not before they have told this case
+
+
+class Batches:
+    """Cases of one world size that share processes, a few a launch: most cases take less time than
+    what torch does but once, of starting ranks, compilers and DTensor's propagation of shardings.
+
+    Args:
+        cases: of all world sizes; none is refused.
+    """
+
+    SIZE = 6
+
+    def __init__(self, cases: Iterable[Case]) -> None:
+        of_world: dict[int, list[Case]] = {}
+        for case in {str(case): case for case in cases}.values():
+            of_world.setdefault(case.world, []).append(case)
+        self.batches = [
+            of_world[world][i : i + self.SIZE]
+            for world in sorted(of_world)
+            for i in range(0, len(of_world[world]), self.SIZE)
+        ]
+        self._outcomes: dict[str, Outcome] = {}
+
+    def cases(self) -> list[Case]:
+        """All, in the order in which they run."""
+        return [case for batch in self.batches for case in batch]
+
+    def outcome(self, case: Case) -> Outcome:
+        """What became of a case; runs its batch if that has not been run."""
+        if str(case) not in self._outcomes:
+            (batch,) = [batch for batch in self.batches if case in batch]
+            self._outcomes.update(zip(map(str, batch), run_batch(batch), strict=True))
+        return self._outcomes[str(case)]

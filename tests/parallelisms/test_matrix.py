@@ -24,15 +24,14 @@ from tests.parallelisms.parity import (
     DENSE,
     SINKHORN,
     TOLERANCE,
+    Batches,
     Case,
-    Outcome,
     run_batch,
 )
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 WORLDS = (1, 2, 4, 8)
 SEQUENCES = 16
-BATCH = 6  # cases a launch
 WIDTHS: dict[str, dict[str, Any]] = {
     "llama": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
     "qwen3": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
@@ -271,25 +270,9 @@ def refusals() -> dict[str, str]:
 
 
 @cache
-def batches() -> list[list[Case]]:
-    """Cases to run, those of one world size together."""
-    legal = [case for case in CASES if str(case) not in refusals()]
-    found = []
-    for world in WORLDS:
-        of_world = [case for case in legal if case.world == world]
-        found += [of_world[i : i + BATCH] for i in range(0, len(of_world), BATCH)]
-    return found
-
-
-_OUTCOMES: dict[str, Outcome] = {}
-
-
-def outcome(case: Case) -> Outcome:
-    """What became of a legal case; runs its batch if that has not been run."""
-    if str(case) not in _OUTCOMES:
-        (batch,) = [batch for batch in batches() if case in batch]
-        _OUTCOMES.update(zip(map(str, batch), run_batch(batch), strict=True))
-    return _OUTCOMES[str(case)]
+def batches() -> Batches:
+    """Cases to run."""
+    return Batches(case for case in CASES if str(case) not in refusals())
 
 
 def test_every_case_is_another_one() -> None:
@@ -318,26 +301,26 @@ def test_tolerances_are_not_loosened() -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("case", [case for batch in batches() for case in batch], ids=str)
+@pytest.mark.parametrize("case", batches().cases(), ids=str)
 def test_equals_one_process(case: Case) -> None:
-    wrong = outcome(case).wrong(case)
+    wrong = batches().outcome(case).wrong(case)
     assert not wrong, "; ".join(wrong)
 
 
 @pytest.mark.matrix
 def test_document() -> None:
     """Written whatever came out: what fails is told there, too."""
-    failed = [str(c) for batch in batches() for c in batch if outcome(c).wrong(c)]
+    failed = [str(c) for c in batches().cases() if batches().outcome(c).wrong(c)]
     DOCUMENT.write_text(document(len(failed)))
     assert not failed
-    assert EXPECTED["passed"] == sum(map(len, batches()))
+    assert EXPECTED["passed"] == len(batches().cases())
 
 
 def document(n_failed: int) -> str:
     """docs/parity.md."""
     rules = Counter(refusals().values())
     letters = {rule: chr(ord("a") + i) for i, rule in enumerate(sorted(rules))}
-    counts = {"passed": sum(map(len, batches())) - n_failed, "**failed**": n_failed}
+    counts = {"passed": len(batches().cases()) - n_failed, "**failed**": n_failed}
     counts |= {f"**{letter}** {rule}": rules[rule] for rule, letter in letters.items()}
     lines = [HEAD.format(torch=torch.__version__.split("+")[0]), "| outcome | tuples |"]
     lines += ["| --- | --- |", *(f"| {what} | {n} |" for what, n in counts.items() if n)]
@@ -400,9 +383,10 @@ def _sample_rows(
 def _shown(case: Case, letters: dict[str, str]) -> str:
     if str(case) in refusals():
         return f"**{letters[refusals()[str(case)]]}**"
-    if outcome(case).wrong(case):
+    outcome = batches().outcome(case)
+    if outcome.wrong(case):
         return "**failed**"
-    return f"{outcome(case).worst:.0e}".replace("e-0", "e-")
+    return f"{outcome.worst:.0e}".replace("e-0", "e-")
 
 
 def _table(columns: Sequence[str], rows: Iterator[list[str]]) -> Iterator[str]:

@@ -29,7 +29,7 @@ from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.offload import Offload
 from dtron.parallelisms.stages import SharedWeights
 from tests.harness import run_ranks
-from tests.parallelisms import parity, test_parity
+from tests.parallelisms import parity
 from tests.parallelisms.parity import Case, Outcome, deviations, parallel_run
 
 
@@ -328,8 +328,8 @@ CHUNKED = Case("llama", 2, Parallel(tp=2), sequences=4, loss_chunks=3)
 PADDED = Case("llama", 2, Parallel(tp=2), sequences=4, override={"tied": True})
 DROPPED = Case("gpt", 2, Parallel(tp=2), sequences=4, override={"dropout": 0.2})
 RING = Case("llama", 2, Parallel(cp=2), sequences=4)
-SCALED = [test_parity.float8("tensorwise", 2, p) for p in (Parallel(tp=2), Parallel(cp=2))]
-OVERLAPPED = test_parity.float8(
+SCALED = [parity.float8("tensorwise", 2, p) for p in (Parallel(tp=2), Parallel(cp=2))]
+OVERLAPPED = parity.float8(
     "tensorwise", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4
 )
 HEADS = Parallel(cp=2, cp_method="ulysses")
@@ -341,8 +341,8 @@ EP = Case("mixtral", 2, Parallel(ep=2), sequences=4)
 SHARED = Case("mixtral", 4, Parallel(ep=2), sequences=4)
 ETP = Case("mixtral", 2, Parallel(etp=2), sequences=4)
 POOLED = Case("mixtral", 2, Parallel(cp=2), sequences=4)
-LIMITED = replace(POOLED, override=test_parity.LIMITED)
-MTP = Case("deepseek_v3", 2, Parallel(cp=2), override=test_parity.MTP, sequences=4, steps=1)
+LIMITED = replace(POOLED, override=parity.LIMITED)
+MTP = Case("deepseek_v3", 2, Parallel(cp=2), override=parity.MTP, sequences=4, steps=1)
 EXPERTS = r"gradient blocks\.\d+\.ffn\.experts\..*"
 BEFORE_EXPERTS = r"gradient (?!blocks\.4\.ffn\.|norm|head).*"
 BEFORE_RESULTS = r"gradient (?!blocks\.4\.ffn\.router|norm|head).*"
@@ -437,7 +437,7 @@ def test_norm_that_miscounts_experts_turns_parity_red(parallel: Parallel) -> Non
 
 
 def test_scales_of_other_steps_that_ranks_do_not_share_turn_parity_red() -> None:
-    case = test_parity.float8("tensorwise", 2, Parallel(dp_replicate=2), **test_parity.DELAYED)
+    case = parity.float8("tensorwise", 2, Parallel(dp_replicate=2), **parity.DELAYED)
     found = deviations(case, run_ranks(case.world, run_with, histories_of_ones_own, case))
     wrong = Outcome(found).wrong(case)
     assert any(line.startswith("parameter") for line in wrong)
@@ -446,7 +446,7 @@ def test_scales_of_other_steps_that_ranks_do_not_share_turn_parity_red() -> None
 
 def test_planted_bug_costs_decibels() -> None:
     """Where float8 does not round as one process does."""
-    case = test_parity.float8("rowwise", 2, Parallel(tp=2), dtype="float32")
+    case = parity.float8("rowwise", 2, Parallel(tp=2), dtype="float32")
     plant = functools.partial(activations_not_reduce_scattered, in_backward=True)
     found = deviations(case, run_ranks(case.world, run_with, plant, case))
     assert Outcome(found).wrong(case)
