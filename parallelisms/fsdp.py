@@ -126,7 +126,7 @@ def shard(
     )
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     _communicate([m for m in sharded if m not in experts], device_mesh, parallel, dtype)
-    if len(sharded) > sum(m not in experts for m in sharded):
+    if experts:  # asked for without any, their mesh would be made
         _communicate([m for m in sharded if m in experts], mesh.sharing_experts(), parallel, dtype)
     _prefetch(order, parallel.prefetch)
     for unit in alone:

@@ -11,7 +11,6 @@ Sources: CUDA's peer access; torch.distributed._symmetric_memory (its allocator 
 private names used, tested with torch 2.11 and 2.13).
 """
 
-import contextlib
 import os
 import socket
 import tempfile
@@ -29,14 +28,9 @@ _PAGE = 2**21
 
 
 class PeerMemory:
-    """`nbytes` on each rank of a group. Making one is a collective.
-
-    Raises:
-        ConfigError: the group's ranks are on several hosts.
-    """
+    """`nbytes` on each rank of a group of one host. Making one is a collective."""
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        _check_host(group)
         self.nbytes = nbytes
         self._group = group
         self._handle = None
@@ -77,14 +71,17 @@ def _shared_files(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
     """One file in memory a rank, mapped by all."""
     directory = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     handle, own = tempfile.mkstemp(dir=directory)
-    os.close(handle)
-    names: list[str | None] = [None] * group.size()
-    dist.all_gather_object(names, own, group)
-    parts = [
-        torch.from_file(str(name), shared=True, size=nbytes, dtype=torch.uint8) for name in names
-    ]
-    dist.barrier(group)  # all have mapped it
-    with contextlib.suppress(FileNotFoundError):
+    try:
+        os.posix_fallocate(handle, 0, nbytes)  # a full disk is an error here, not a fault later
+        names: list[str | None] = [None] * group.size()
+        dist.all_gather_object(names, own, group)
+        parts = [
+            torch.from_file(str(name), shared=True, size=nbytes, dtype=torch.uint8)
+            for name in names
+        ]
+        dist.barrier(group)  # all have mapped it
+    finally:
+        os.close(handle)
         os.unlink(own)
     return parts
 
@@ -98,9 +95,13 @@ class CopyEngine:
 
     The memory grows with the largest collective, which waits for the device when it does: in a
     first step.
+
+    Raises:
+        ConfigError: the group's ranks are on several hosts.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        _check_host(group)
         self.group = group
         self._device = device
         self._memory: PeerMemory | None = None
@@ -115,9 +116,13 @@ class CopyEngine:
         return memory.view(self.group.rank(), numel, dtype)
 
     def all_gather(self, output: Tensor, part: Tensor) -> None:
-        """(n,) of each rank, in their order, into (ranks * n,)."""
+        """(n,) of each rank, in order, into (ranks * n,), where this rank's may lie already."""
         self.staging(part.numel(), part.dtype).copy_(part)
-        self._pull(output.chunk(self.group.size()), 0)
+        parts = output.chunk(self.group.size())
+        own = parts[self.group.rank()]
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
+        self._pull(parts, 0)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Of (ranks * n,), this rank's n elements of each rank into (ranks * n,).
@@ -128,15 +133,16 @@ class CopyEngine:
         staged = self.staging(sent.numel(), sent.dtype)
         if staged.data_ptr() != sent.data_ptr():
             staged.copy_(sent)
-        size = self.group.size()
-        self._pull(received.chunk(size), self.group.rank() * (sent.numel() // size))
+        parts, rank = received.chunk(self.group.size()), self.group.rank()
+        parts[rank].copy_(staged.chunk(len(parts))[rank])
+        self._pull(parts, rank * parts[rank].numel())
 
     def _pull(self, parts: Sequence[Tensor], offset: int) -> None:
-        """Fill each rank's part from its memory; each rank begins with itself and goes on with the
-        next, so that no two read from one at a time."""
+        """Fill the other ranks' parts from their memory; each rank begins with the next one, which
+        spreads the load."""
         assert self._memory is not None, "staged before"
         self._memory.barrier()
-        for i in range(len(parts)):
+        for i in range(1, len(parts)):
             rank = (self.group.rank() + i) % len(parts)
             part = parts[rank]
             part.copy_(self._memory.view(rank, part.numel(), part.dtype, offset))
@@ -149,6 +155,7 @@ class CopyEngine:
         if self._memory is None or self._memory.nbytes < nbytes:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
+                torch.cuda.empty_cache()  # what torch keeps is not to be had otherwise
             dist.barrier(self.group)  # no peer reads it any more
             self._memory = None
             self._memory = PeerMemory(-(-nbytes // _PAGE) * _PAGE, self.group, self._device)

@@ -68,8 +68,9 @@ def parallelize(
             that has a `*`.
         placements: how modules split over tp: rows of `parallelisms.placement` by pattern, or by
             tuple of patterns. Every parameter must be covered. Needed where tp > 1.
-        parallel: of its keys `zero`, `reduce`, `reduce_dtype` and `prefetch` act here; the degrees
-            are the mesh's. Under gradient accumulation call `begin_micro_batch` before each
+        parallel: of its keys `zero`, `reduce`, `reduce_dtype`, `reduce_by`, `copy_engines` and
+            `prefetch` act here, the last four where ranks share parameters; the degrees are the
+            mesh's. Under gradient accumulation call `begin_micro_batch` before each
             forward.
         dtype: dtype of computation; parameters keep theirs.
         init: (seed, initializer) draws the weights of a model built on the meta device; without it

@@ -306,6 +306,27 @@ def test_gradients_that_travel_in_bfloat16_have_the_sums_of_float32(tmp_path: Pa
     assert (sent["count"], 2 * sent["bytes"]) == (summed["count"], summed["bytes"])
 
 
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_copy_engines_take_the_place_of_collectives(tmp_path: Path, model: str) -> None:
+    found = {}
+    for copies in (False, True):
+        changes = {"parallel__reduce_by": "all_to_all", "parallel__copy_engines": copies}
+        run_dir = tmp_path / str(copies)
+        changes |= {"model__override__ffn_dim": 0} if model == "mixtral" else {}
+        config = tiny(run_dir, model__name=model, debug__collectives=True, **changes)
+        run_ranks(4, fit, config)
+        found[copies] = [(row["loss"], row["grad_norm"]) for row in rows(run_dir)]
+        facts = json.loads((run_dir / "run.json").read_text())
+        sent = sum(
+            count["bytes"]
+            for kinds in facts["collectives"].values()
+            for kind, count in kinds.items()
+            if kind in ("all_gather", "all_to_all", "reduce_scatter")
+        )  # with copies, names of files
+        assert sent < facts["parameters"] if copies else sent >= 8 * facts["parameters"]
+    assert found[True] == pytest.approx(found[False])
+
+
 def test_collectives_of_tensor_and_pipeline_parallelism(tmp_path: Path) -> None:
     layout = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 1, "debug__collectives": True}
     run_dir = tmp_path / "run"

@@ -131,6 +131,7 @@ _TITAN_LACKS = (
     "parallel.defer_head",
     "parallel.reduce_dtype",
     "parallel.reduce_by",
+    "parallel.copy_engines",
     "parallel.high_priority",
     "parallel.sequence_parallel",
     "data.mask_documents",

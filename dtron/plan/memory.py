@@ -130,7 +130,7 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
         "activations": sum(modules.values()),
         "working": _working(run, rank),
         "logits": activations.logits(run) if _has_head(run, rank) else 0.0,
-        "buffers": _buffers(run, own),
+        "buffers": _buffers(run, own) + _peers(run, rank),
     }
     points = _points(run, rank, classes, flying)
     reserved = _reserved(run, classes)
@@ -181,19 +181,31 @@ def _reduction(run: Resolved, own: list[Unit]) -> float:
 
 
 def _buffers(run: Resolved, own: list[Unit]) -> float:
-    """All-gathers of FSDP go into a buffer first, and copy engines out of one that peers read, as
-    exchanged gradients do; context parallelism sends keys and values."""
+    """All-gathers of FSDP go into a buffer first; context parallelism sends keys and values."""
     largest = max((u.gathered for u in own), default=0)
     found = float(run.element * largest)
-    if run.config.parallel.copy_engines:
-        found += run.element * max((u.shard for u in own), default=0)
-        if run.config.parallel.reduce_by == "all_to_all":
-            found += run.element * largest
     if run.degrees["cp"] > 1:
         width = 2 * run.model.n_kv_heads * run.model.head_size // run.tp
         whole = any(m == "all_gather" for m in run.config.parallel.cp_methods())
         blocks = run.degrees["cp"] if whole else 2
         found += blocks * width * run.tokens * run.element
+    return found
+
+
+def _peers(run: Resolved, rank: int) -> float:
+    """What peers read by copy engines, for good: of each stage, dense and experts apart, a share of
+    the largest unit's parameters, and all of its gradients where they are exchanged."""
+    parallel, found = run.config.parallel, 0.0
+    if not parallel.copy_engines:
+        return found
+    for stage in run.stages_of(rank):
+        listed = units(run, stage)
+        dense = [(u.shard - u.experts_shard, u.gathered - u.experts_gathered) for u in listed]
+        experts = [(u.experts_shard, u.experts_gathered) for u in listed]
+        for sizes in (dense, experts):
+            shard, whole = max(sizes, key=lambda size: size[1], default=(0, 0))
+            if shard < whole:  # several ranks share it
+                found += run.element * (shard + whole * (parallel.reduce_by == "all_to_all"))
     return found
 
 
@@ -233,7 +245,8 @@ def _points(
 ) -> dict[str, float]:
     """Allocated bytes at the worst moments, as traces of the real code find them
     (tests/plan/test_exact.py). Gradients are there once a micro-batch's backward has made them."""
-    fixed = classes["parameters"] + classes["optimizer"]
+    peers = _peers(run, rank)
+    fixed = classes["parameters"] + classes["optimizer"] + peers
     made, activated = classes["gradients"], classes["activations"]
     before = made if run.micro_batches > max(flying.values(), default=1) else 0.0
     listed = [unit for stage in run.stages_of(rank) for unit in units(run, stage)]
@@ -241,7 +254,7 @@ def _points(
     inner = _reduced(run, [u for u in listed if u.kind != "embedding"])
     gathered, at_loss = classes["gathered"], classes["gathered"]
     if not run.policy.keep_gathered:
-        gathered += classes["buffers"]
+        gathered += classes["buffers"] - peers
         at_loss = float(run.element * sum(u.gathered for u in listed if u.name in ("root", "head")))
     working = gathered + classes["working"] + inner
     points = {

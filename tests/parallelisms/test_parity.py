@@ -364,6 +364,8 @@ SPECIAL = [
         override=TIED,
     ),
     Case("llama", 4, Parallel(pp=2, schedule=LOOP, copy_engines=True), compile=EAGER),
+    Case("mixtral", 4, Parallel(ep=2, copy_engines=True, reduce_by=EXCHANGED)),
+    Case("mixtral", 4, Parallel(dp_replicate=2, zero=2, copy_engines=True)),
     # experts; balance losses are strong enough to show in gradients
     *EXPERT_CASES,
     # every axis at once

@@ -1,6 +1,7 @@
 """Collectives as copies out of peers' memory, on ranks of which one is always late."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtron.errors import ConfigError
+from dtron.parallelisms import peer_memory
 from dtron.parallelisms.peer_memory import CopyEngine, PeerMemory
 from tests.harness import run_ranks
 
@@ -15,6 +17,7 @@ RANKS, ROUNDS = 3, 4
 
 
 def engine() -> CopyEngine:
+    peer_memory._PAGE = 1  # so that it grows
     group = dist.group.WORLD
     assert group is not None
     return CopyEngine(group, torch.device("cpu"))
@@ -40,18 +43,31 @@ def slow_views(late: int) -> None:
     PeerMemory.view = slow  # type: ignore[method-assign]
 
 
+def count_memories() -> list[int]:
+    """Bytes of each that is made from now on."""
+    made, init = [], PeerMemory.__init__
+
+    def counted(self: PeerMemory, nbytes: int, *args: Any) -> None:
+        made.append(nbytes)
+        init(self, nbytes, *args)
+
+    PeerMemory.__init__ = counted  # type: ignore[method-assign]
+    return made
+
+
 def gathers(late: int) -> None:
-    copies = engine()
+    copies, made = engine(), count_memories()
     slow_views(late)
     for i in range(ROUNDS):
         n = 4 << i // 2  # the memory grows, and is used again
         out = torch.empty(RANKS * n, dtype=torch.bfloat16)
         copies.all_gather(out, of(dist.get_rank(), i, n))
         assert torch.equal(out, torch.cat([of(rank, i, n) for rank in range(RANKS)]))
+    assert len(made) == ROUNDS // 2
 
 
 def exchanges(late: int) -> None:
-    copies = engine()
+    copies, made = engine(), count_memories()
     slow_views(late)
     for i in range(ROUNDS):
         n = RANKS * (4 << i // 2)
@@ -60,15 +76,16 @@ def exchanges(late: int) -> None:
         copies.all_to_all(out, copies.staging(n, sent.dtype).copy_(sent) if i % 2 else sent)
         parts = [of(rank, i, n).chunk(RANKS)[dist.get_rank()] for rank in range(RANKS)]
         assert torch.equal(out, torch.cat(parts))
+    assert len(made) == ROUNDS // 2
 
 
 @pytest.mark.parametrize("late", range(RANKS))
-def test_gathers_equal_the_backends(late: int) -> None:
+def test_gathers_wait_for_the_late(late: int) -> None:
     run_ranks(RANKS, gathers, late)
 
 
 @pytest.mark.parametrize("late", range(RANKS))
-def test_exchanges_equal_the_backends(late: int) -> None:
+def test_exchanges_wait_for_the_late(late: int) -> None:
     run_ranks(RANKS, exchanges, late)
 
 
@@ -78,7 +95,7 @@ def on_hosts() -> None:
     rank = dist.get_rank()
     socket.gethostname = lambda: f"host{rank % 2}"
     with pytest.raises(ConfigError, match=r"several hosts \(host0, host1\)"):
-        engine().staging(1, torch.bfloat16)
+        engine()
 
 
 def test_ranks_of_several_hosts_are_refused() -> None:
