@@ -2,6 +2,7 @@
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -119,6 +120,7 @@ def _death(rank: int, process: BaseProcess) -> Exception:
 def _rank(
     rank: int, n: int, store: str, pipe: Connection, body: Callable, args: tuple, seconds: int
 ) -> None:
+    gc.freeze()  # what is imported is no garbage: compilers have the collector walk it a second
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more ranks than GPUs: these tests are the CPU's
