@@ -161,6 +161,7 @@ class RunConfig(Section):
             lambda: resolve_expert_degrees(self.degrees(world_size), ep, etp),
             lambda: self.micro_batches(world_size),
             lambda: self._refuse_idle_axes(world_size),
+            lambda: self._refuse_unshared(world_size),
             lambda: self._refuse_narrow_accumulation(world_size),
             self._refuse_contradictions,
             self._refuse_settings_without_effect,
@@ -168,14 +169,6 @@ class RunConfig(Section):
 
     def _refuse_idle_axes(self, world_size: int) -> None:
         degrees = self.degrees(world_size)
-        of_sharing = {"reduce_by": "reduce_scatter", "copy_engines": False}
-        for key, default in of_sharing.items():
-            value = getattr(self.parallel, key)
-            if value != default and degrees["dp_shard"] * degrees["cp"] == 1:
-                raise ConfigError(
-                    f"parallel.{key} = {value!r} has no effect without parallel.dp_shard or "
-                    "parallel.cp > 1: no ranks share parameters"
-                )
         for axis in self.parallel.high_priority:
             if degrees[axis] == 1:
                 wide = [name for name, n in degrees.items() if n > 1]
@@ -201,10 +194,23 @@ class RunConfig(Section):
                 '"micro_batch"'
             )
 
+    def _refuse_unshared(self, world_size: int) -> None:
+        degrees = self.degrees(world_size)
+        keys = ("parallel.reduce_by", "parallel.copy_engines")
+        need = "parallel.dp_shard or parallel.cp > 1: no ranks share parameters"
+        self._refuse_idle([(keys, degrees["dp_shard"] * degrees["cp"] > 1, need)])
+
     def _refuse_settings_without_effect(self) -> None:
-        """A key that differs from its default must act."""
+        self._refuse_idle(self._effects())
+
+    def _refuse_idle(self, effects: list[tuple[tuple[str, ...], bool, str]]) -> None:
+        """A key that differs from its default must act.
+
+        Args:
+            effects: (keys, whether they act in this run, what they need).
+        """
         defaults = {key: default for key, default, _ in fields(type(self))}
-        for keys, acts, need in self._effects():
+        for keys, acts, need in effects:
             for key in keys:
                 section, name = key.split(".")
                 value = getattr(getattr(self, section), name)

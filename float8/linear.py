@@ -150,7 +150,7 @@ class Float8Linear(nn.Linear):
             "rowwise(), or leave the layer out of float8.filter"
         )
 
-    def how_over_ranks(self) -> "How":
+    def how_over_ranks(self) -> How:
         """How it computes where each rank casts its part of what travels: parts of the input and of
         the gradient are on the ranks of tp and cp, of the weight on those of tp."""
         return self._how(self.groups.both, self.groups.tp, self.groups.both)

@@ -175,14 +175,14 @@ def _communicate(
         _sum_gradients(module, mesh.size())
     if not modules or mesh.size(-1) == 1:
         return
-    gathers = reduces = None
     if parallel.copy_engines:
-        gathers, reduces = _engine(mesh), _engine(mesh)
-    for module in modules:
-        if gathers is not None:
-            module.set_custom_all_gather(CopiedAllGather(gathers))
-        if parallel.reduce_by == "all_to_all":
-            module.set_custom_reduce_scatter(AllToAllSum(dtype, reduces))
+        engine = _engine(mesh)
+        for module in modules:
+            module.set_custom_all_gather(CopiedAllGather(engine))
+    if parallel.reduce_by == "all_to_all":
+        engine = _engine(mesh) if parallel.copy_engines else None  # gathers run beside reductions
+        for module in modules:
+            module.set_custom_reduce_scatter(AllToAllSum(dtype, engine))
 
 
 def _engine(mesh: DeviceMesh) -> CopyEngine:

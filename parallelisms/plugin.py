@@ -70,8 +70,7 @@ def parallelize(
             tuple of patterns. Every parameter must be covered. Needed where tp > 1.
         parallel: of its keys `zero`, `reduce`, `reduce_dtype`, `reduce_by`, `copy_engines` and
             `prefetch` act here, the last four where ranks share parameters; the degrees are the
-            mesh's. Under gradient accumulation call `begin_micro_batch` before each
-            forward.
+            mesh's. Under gradient accumulation call `begin_micro_batch` before each forward.
         dtype: dtype of computation; parameters keep theirs.
         init: (seed, initializer) draws the weights of a model built on the meta device; without it
             the module's own weights and buffers are kept: rank 0's, on all ranks.

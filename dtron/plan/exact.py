@@ -91,6 +91,8 @@ def notes(config: RunConfig, traced: RunConfig, world_size: int) -> Iterator[str
         yield "traced and predicted without compile.enable: eager blocks and losses keep more"
     if config.parallel.async_tp:
         yield "traced and predicted without parallel.async_tp, which fuses tp's collectives"
+    if config.parallel.copy_engines:
+        yield "traced and predicted without parallel.copy_engines, whose memory torch does not see"
     if config.data.mask_documents:
         yield "each sequence is one document"
     if Resolved.model_of(config).n_experts:
