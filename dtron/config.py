@@ -311,11 +311,6 @@ class RunConfig(Section):
                 "and cannot be put off; use parallel.defer_head = 0 or train.loss_chunks = 1",
             ),
             (
-                parallel.async_tp and self.compile.enable and self.compile.backend != "inductor",
-                f"parallel.async_tp with compile.backend = {self.compile.backend!r}: inductor is "
-                "the backend that fuses; use it, or compile.enable = false",
-            ),
-            (
                 parallel.async_tp and not parallel.sequence_parallel,
                 "parallel.async_tp overlaps the all-gathers and reduce-scatters of "
                 "parallel.sequence_parallel, which is false; set it to true",

@@ -379,10 +379,7 @@ class Trainer:
 
     def _after_first_step(self) -> None:
         """Tell of what the first step has compiled and reserved."""
-        fused, offload = self.applied.fused, self.applied.offload
-        if fused is not None and self.config.compile.enable:
-            fused.check()
-            log.info("async tensor parallelism: %s in the compiled blocks", fused)
+        offload = self.applied.offload
         if offload is not None:
             log.info("offload: %.1f GiB of host memory a rank", offload.pool.reserved / 2**30)
 

@@ -128,14 +128,19 @@ def shared(amax: Tensor, groups: Sequence[str]) -> Tensor:
     return amax
 
 
+def magnitude(x: Tensor) -> Tensor:
+    """The largest |x|, () in x's dtype. One pass also where it is not compiled."""
+    return torch.linalg.vector_norm(x, torch.inf)
+
+
 def scales_together(xs: Sequence[Tensor], cast: Cast, groups: Sequence[str]) -> list[Tensor]:
     """Scales of several operands with one scale each, (1, 1), by one reduction over the ranks."""
-    amax = shared(torch.stack([x.abs().amax() for x in xs]), groups)
+    amax = shared(torch.stack([magnitude(x) for x in xs]), groups)
     return [scale.view(1, 1) for scale in scale_of(amax, cast).unbind()]
 
 
 def _scale_of_all(x: Tensor, cast: Cast, groups: Sequence[str]) -> Tensor:
-    return scale_of(shared(x.abs().amax().view(1, 1), groups), cast)
+    return scale_of(shared(magnitude(x).view(1, 1), groups), cast)
 
 
 def _tiled(x: Tensor, cast: Cast) -> Tensor:

@@ -27,13 +27,12 @@ Source: torch.distributed._symmetric_memory; Wang et al., overlap by decompositi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
@@ -48,18 +47,16 @@ from dtron.float8.casting import (
 )
 from dtron.float8.linear import Float8Linear, How, ahead, gathered, largest, one_of
 from dtron.float8.products import product
+from dtron.parallelisms.async_tp import (
+    Ranks,
+    from_rows,
+    rows_of,
+    scatter_rows,
+    split_parameters,
+)
 
 _c10d = torch.ops._c10d_functional
 _ROWS = 0
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of tp."""
-
-    size: int
-    group: str
-    """The process group's name."""
 
 
 def gather_products(
@@ -125,16 +122,11 @@ def product_scatter(
             out_dtype=dtype,
             use_fast_accum=fast,
         )
-    return _c10d.wait_tensor(_scatter(product(left, right, dtype, how.emulate, fast), ranks))
+    return _c10d.wait_tensor(scatter_rows(product(left, right, dtype, how.emulate, fast), ranks))
 
 
 def _fuses(data: Tensor, how: How) -> bool:
     return data.is_cuda and not how.emulate
-
-
-def _scatter(x: Tensor, ranks: Ranks) -> Tensor:
-    """Begin to sum (M, D) over the ranks; what arrives is the rank's (M / tp, D)."""
-    return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", ranks.size, ranks.group)
 
 
 _OF_A_LAYER = 5
@@ -187,7 +179,7 @@ class _GatherProducts(torch.autograd.Function):
                     product(grad8, w8, ctx.dtype, how.emulate, fast)
                     for (grad8, _), w8 in zip(both, turned, strict=True)
                 ]
-                travelling = _scatter(sum(parts[1:], parts[0]), ranks)
+                travelling = scatter_rows(sum(parts[1:], parts[0]), ranks)
         found: list[Any] = []
         x8 = Scaled(x, x_scale, to_weight.right).turned(grads[0])
         for i, (_, across) in enumerate(both):
@@ -267,13 +259,13 @@ class ScatteringLinear(Float8Linear):
         mesh = weight.device_mesh
         if not isinstance(x, DTensor) or x.placements != (Shard(2),):
             raise PlacementError("a float8 layer that scatters takes (B, T, N), split by columns")
-        ranks, how = Ranks(mesh.size(), self.groups.tp[0]), self.how_over_ranks()
+        ranks, how = Ranks.of(mesh), self.how_over_ranks()
         local, part = x.to_local(), weight.to_local()
-        rows = _rows(local)
+        rows = rows_of(local)
         out = _ProductScatter.apply(rows, how, ranks, *_arguments(self, part))
         assert isinstance(out, Tensor)
         self.show(rows, part, out, how)
-        out = _unrows(out, local.shape[0])
+        out = from_rows(out, local.shape[0])
         if isinstance(self.bias, DTensor):  # each rank adds it to its tokens alone
             out = out + self.bias.to_local(grad_placements=[Partial()])
         return DTensor.from_local(out, mesh, [Shard(1)], run_check=False)
@@ -294,7 +286,7 @@ class GatherProducts(PrepareModuleInput):
         self.children = tuple(children)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ranks = Ranks(device_mesh.size(), device_mesh.get_group().group_name)
+        ranks = Ranks.of(device_mesh)
         for i, name in enumerate(self.children):
             layer = module.get_submodule(name)
             assert isinstance(layer, GatheredLinear), f"{name} is a {type(layer).__name__}"
@@ -313,15 +305,13 @@ class SplitRows(ParallelStyle):
     """In place of a `colwise` row: splits a `GatheredLinear` by rows, and nothing else."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            split = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
-            setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+        split_parameters(module, device_mesh, Shard(0), Shard(0))
         return module
 
 
 def _products(x: Tensor, layers: Sequence[GatheredLinear], ranks: Ranks) -> list[Tensor]:
     """(B, T / tp, D) -> (B, T, N) of each layer."""
-    rows, how = _rows(x), layers[0].how_over_ranks()
+    rows, how = rows_of(x), layers[0].how_over_ranks()
     weights = [layer.weight.to_local() for layer in layers]  # type: ignore[operator]
     pairs = list(zip(layers, weights, strict=True))
     given = [part for layer, weight in pairs for part in _arguments(layer, weight)]
@@ -330,20 +320,10 @@ def _products(x: Tensor, layers: Sequence[GatheredLinear], ranks: Ranks) -> list
     done = []
     for (layer, weight), out in zip(pairs, outs, strict=True):
         layer.show(rows, weight, out, how)
-        out = _unrows(out, x.shape[0])
+        out = from_rows(out, x.shape[0])
         done.append(out if layer.bias is None else out + layer.bias.to_local())  # type: ignore[attr-defined]
     return done
 
 
 def _arguments(layer: Float8Linear, weight: Tensor) -> tuple[Any, ...]:
     return weight, *gathered(weight), *ahead(layer)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """(B, T, D) -> (T x B, D)."""
-    return x.transpose(0, 1).reshape(-1, x.shape[2])
-
-
-def _unrows(rows: Tensor, batch: int) -> Tensor:
-    """(T x B, D) -> (B, T, D)."""
-    return rows.view(-1, batch, rows.shape[1]).transpose(0, 1)

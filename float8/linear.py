@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from dtron.errors import PlacementError
 from dtron.float8.casting import (
     Scaled,
+    magnitude,
     quantize,
     quantize_both,
     quantize_weight,
@@ -212,7 +213,7 @@ def one_of(scales: Tensor | None, i: int) -> Tensor | None:
 
 def largest(x: Tensor) -> Tensor:
     """The largest magnitude, float32 (1,)."""
-    return x.abs().amax().float().view(1)
+    return magnitude(x).float().view(1)
 
 
 # Without it dynamo of torch 2.11 gives gradients of zero, without a word, for a function whose

@@ -21,7 +21,7 @@ from torch import nn
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
-from dtron.parallelisms.async_tp import FusedOps
+from dtron.parallelisms.async_tp import check_rows
 from dtron.parallelisms.compile import compile_activations, compile_blocks
 from dtron.parallelisms.context import Context, apply_context
 from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
@@ -118,8 +118,6 @@ class Applied:
     """FQN of a parameter -> its name, which is another one for a tied weight's second FQN."""
     shared: SharedWeights
     """Parameters whose gradients have to be summed with another stage's once a step."""
-    fused: FusedOps | None
-    """What async tensor parallelism has fused so far, where it is asked for."""
     deferred: Mapping[int, WeightGradients]
     """Queues of weight gradients of the stages whose backward is split."""
     loss_in_head: bool
@@ -173,6 +171,8 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     tp, pp = mesh.size("tp"), mesh.rank("pp")
     padded = pad_vocabulary(model, passes.vocabulary, tp)
     made = plan(model, passes.placements or {}, tp) if tp > 1 else Plan({}, ())
+    if passes.parallel.async_tp:
+        check_rows(made.rows)
     units = select_units(model, passes.units)
     refuse_shared_parameters(model, units)
     pieces, ranks, parts = uncut(model), (0,), {0: model}
@@ -188,13 +188,10 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         padded,
         pieces,
     )
-    fused = FusedOps() if passes.parallel.async_tp else None
     offload = None
     if passes.recompute.offload:
         offload = Offload(torch.device(mesh.device_type), passes.smallest_offload)
-    done = [
-        _apply_to_part(s, part, whole, mesh, passes, fused, offload) for s, part in parts.items()
-    ]
+    done = [_apply_to_part(s, part, whole, mesh, passes, offload) for s, part in parts.items()]
     return Applied(
         parts,
         units=sum(part.units for part in done),
@@ -203,7 +200,6 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         padded_rows=padded,
         partial=frozenset(made.partial) if passes.replicas == "step" else frozenset(),
         names=pieces.names,
-        fused=fused,
         shared=SharedWeights.of(pieces, parts, ranks, pp),
         deferred={
             stage: part.deferred for stage, part in zip(parts, done, strict=True) if part.deferred
@@ -246,16 +242,14 @@ def _apply_to_part(
     whole: _Whole,
     mesh: Mesh,
     passes: Passes,
-    fused: FusedOps | None,
     offload: Offload | None,
 ) -> _Done:
     """The passes over one stage. Names are those of the whole model; it may lack some."""
     held = present(dict(part.named_modules()))
     split = passes.layout.deferred(stage, part) if passes.layout else []
     if whole.made.rows:
-        eager = fused is not None and not passes.compile.enable
-        overlapped = _without_loss(held, passes) if eager else ()
-        apply_tensor_parallel(part, mesh.flat("tp"), whole.made, passes.replicas, overlapped)
+        overlap = passes.parallel.async_tp
+        apply_tensor_parallel(part, mesh.flat("tp"), whole.made, passes.replicas, overlap)
     apart = {name: held[name] for name in whole.experts if name in held}
     if passes.experts is not None and apart:
         apply_experts(apart, passes.experts, mesh)
@@ -270,7 +264,7 @@ def _apply_to_part(
     broken = {block for block in whole.blocks if waits_for_host(block, apart, mesh)}
     if broken:
         compile_activations(apart.values(), passes.compile)
-    recomputed, compiled = _wrap_blocks(blocks, mesh, passes, fused, offload, broken)
+    recomputed, compiled = _wrap_blocks(blocks, passes, offload, broken)
     if offload is not None:
         offload.attach(stage, [block for _, _, block in blocks])
     if compiled:
@@ -299,17 +293,9 @@ def _apply_to_part(
     return _Done(len(units), recomputed, compiled, deferred)
 
 
-def _without_loss(held: Mapping[str, nn.Module], passes: Passes) -> set[str]:
-    """FQNs of modules without a head that computes the loss: it multiplies chunk by chunk, when the
-    sequence is gathered."""
-    return {name for name in held if passes.loss is None or name != passes.loss[0]}
-
-
 def _wrap_blocks(
     blocks: Sequence[tuple[int, str, nn.Module]],
-    mesh: Mesh,
     passes: Passes,
-    fused: FusedOps | None,
     offload: Offload | None,
     broken: Collection[str],
 ) -> tuple[int, list[str]]:
@@ -317,8 +303,6 @@ def _wrap_blocks(
     options: Mapping[str, Any] = {}
     if passes.layout is not None and passes.layout.splits_backward:
         options = COMPILE_OPTIONS
-    if fused is not None and passes.compile.enable:
-        options = {**options, **fused.enable(mesh.group("tp"))}
     named = {name: block for _, name, block in blocks}
     numbered = [(i, block) for i, _, block in blocks]
     if passes.recompute.mode == "full":

@@ -21,7 +21,7 @@ Sources: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198;
 torch.distributed.tensor.parallel.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -176,19 +176,18 @@ def apply_tensor_parallel(
     mesh: DeviceMesh,
     made: Plan,
     replicas: Replicas,
-    fused: Collection[str] = (),
+    overlap: bool = False,
 ) -> None:
     """Split the modules of a plan over a 1-D mesh, in place; those a stage lacks are skipped.
 
     Args:
-        fused: FQNs of the modules that overlap their products with communication
-            (`async_tp.py`).
+        overlap: products overlap their communication, where rows allow (`async_tp.py`).
     Raises:
         PlacementError: modules that share a parameter split it differently.
     """
     modules = present(dict(model.named_modules()))
     shared = _shared_parameters(model)
-    done = fuse({name: modules[name] for name in fused}, made.rows, mesh)
+    done = fuse(modules, made.rows, mesh) if overlap else set()
     for name, rows in made.rows.items():
         for row in rows if name in modules else ():
             if (name, row) not in done:

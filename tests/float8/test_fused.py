@@ -1,13 +1,11 @@
 """float8 products fused with communication: what torch's operators are called with and give.
 
-Without GPUs torch's own operators run here too: all of them but the pipelined copies over symmetric
-memory, in whose place gloo gathers and exchanges the same parts.
+Without GPUs torch's own operators run here too (tests/operators.py).
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from dtron.float8.casting import Scaled
 from dtron.float8.fused import (
     GatheredLinear,
     GatherProducts,
-    Ranks,
     ScatteringLinear,
     SplitRows,
     gather_products,
@@ -33,9 +30,10 @@ from dtron.float8.fused import (
 )
 from dtron.float8.linear import How
 from dtron.float8.recipes import E4M3, E5M2
-from dtron.parallelisms.async_tp import FusedOps
+from dtron.parallelisms.async_tp import Ranks
 from dtron.parallelisms.placement import Shard, rowwise
 from dtron.parallelisms.tensor import apply_tensor_parallel, plan
+from tests import operators
 from tests.harness import run_ranks
 
 B, T, D, N = 3, 32, 48, 64
@@ -66,43 +64,8 @@ def install_operators() -> list[str]:
         demand(a, b, a_scale, b_scale)
         return symmetric._fused_scaled_matmul_reduce_scatter(a, b, a_scale, b_scale, *rest)
 
-    symmetric._pipelined_multi_all_gather_and_consume = _gather_and_consume
-    symmetric._pipelined_produce_and_all2all = _produce_and_exchange
-    library = torch.library.Library("symm_mem", "IMPL")
-    library.impl(GATHER, gather, "CPU")
-    library.impl(SCATTER, scatter, "CPU")
-    _LIBRARIES.append(library)
+    operators.install({GATHER: gather, SCATTER: scatter})
     return called
-
-
-_LIBRARIES: list[torch.library.Library] = []
-"""Kernels are gone with the library that has them."""
-
-
-def _gather_and_consume(
-    shard: list[Tensor],
-    consume: Callable[[list[Tensor], int], None],
-    out: list[Tensor],
-    group: str,
-    _needed: bool = True,
-) -> None:
-    n = dist.get_world_size()
-    for mine, whole in zip(shard, out, strict=True):
-        assert mine.is_contiguous()
-        parts = list(whole.view(torch.uint8).chunk(n))
-        dist.all_gather(parts, mine.view(torch.uint8))
-    for rank in range(n):
-        consume([whole.chunk(n)[rank] for whole in out], rank)
-
-
-def _produce_and_exchange(
-    produce: Callable[[int, Tensor], None], output: Tensor, group: str, out_chunk_dim: int = 0
-) -> None:
-    assert out_chunk_dim == 0
-    sent = torch.empty_like(output)
-    for rank, part in enumerate(sent.chunk(dist.get_world_size())):
-        produce(rank, part)
-    dist.all_to_all_single(output, sent)
 
 
 class Block(nn.Module):
@@ -203,12 +166,11 @@ def compile_blocks(blocks: int) -> tuple[dict[str, int], int, dict[str, float]]:
     install_operators()
     fused._fuses = lambda _data, how: not how.emulate  # type: ignore[assignment]
     wanted = results(build(True, torch.float32, False, blocks))
-    model, counted = build(True, torch.float32, False, blocks), FusedOps()
-    options = {"post_grad_custom_post_pass": counted, "_micro_pipeline_tp": True}
+    model, counted = build(True, torch.float32, False, blocks), operators.CountedOperators()
+    options = {"post_grad_custom_post_pass": counted}
     for block in model:  # type: ignore[attr-defined]
         block.compile(fullgraph=True, dynamic=False, options=options)
     errors = distances(results(model), wanted)
-    counted.check()
     return dict(counted.counts), counters["stats"]["unique_graphs"], errors
 
 

@@ -211,6 +211,7 @@ ALL_DENSE: dict[str, Any] = {
     **{"balance": "none", "balance_coefficient": 0.0},
 }
 SELECTIVE = Recompute(mode="selective")
+OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
 PADDED = {**LIMITED, "capacity_pad": True}
 PREDICTED: dict[str, Any] = {"override": MTP, "sequences": 4}
 EXPERT_CASES = [
@@ -299,7 +300,12 @@ SPECIAL = [
     Case("qwen3", 2, Parallel(pp=2, schedule=V), override=TIED, micro_batch=2, loss_chunks=5),
     Case("llama", 4, Parallel(pp=2, tp=2), compile=EAGER, loss_chunks=3),
     Case("llama", 4, Parallel(dp_replicate=2, zero=1, tp=1), dtype="float64", loss_chunks=7),
+    # products fused with their communication: siblings, biases, several sequences
     Case("llama", 2, Parallel(tp=2, async_tp=True), loss_chunks=3),
+    Case("llama", 2, Parallel(tp=2, async_tp=True), micro_batch=2, compile=EAGER),
+    Case("gpt", 2, Parallel(tp=2, async_tp=True), micro_batch=2, override=TIED),
+    Case("qwen3", 4, OVERLAPPED, micro_batch=2, sequences=8, recompute=SELECTIVE, compile=EAGER),
+    Case("gpt", 4, Parallel(pp=2, tp=2, schedule=LOOP, async_tp=True), recompute=FULL),
     Case("llama", 2, Parallel(cp=2), loss_chunks=3),
     # context parallelism on two levels, and by another method in each layer
     Case("llama", 4, Parallel(cp=4, cp_method="hierarchical"), documents=True, micro_batch=2),
@@ -381,7 +387,6 @@ GATHERS = {"all_gather": True, "gather_inputs": True}
 BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
 EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
-OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
 PARTLY: dict[str, Any] = {
     "float8": {"skip": SKIPPED, "output": True},
