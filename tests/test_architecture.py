@@ -39,6 +39,7 @@ ALLOWED = {
     },
     "dtron.float8": {
         "dtron.float8",
+        "dtron.parallelisms.async_tp",
         "dtron.parallelisms.placement",
         "dtron.kernels",
         "dtron.errors",
