@@ -3,6 +3,7 @@
 import functools
 import gc
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -217,7 +218,7 @@ class Trainer:
 
     def _resume(self) -> None:
         self.step = self.tokens = self.rollbacks = 0
-        checked = self.checked
+        checked, begun = self.checked, time.monotonic()
         if checked.checkpoint is None or checked.facts is None:
             if self.config.checkpoint.resume:
                 log.info("no checkpoint in %s yet: starting afresh", checked.tiers[-1].folder)
@@ -226,7 +227,7 @@ class Trainer:
                 if self.config.checkpoint.verify and initial.folder is None:
                     check_content(initial.path, self.checkpointer.group)
                 self.checkpointer.load_weights(initial.reader(), initial.path)
-                log.info("weights of %s", initial.path)
+                log.info("weights of %s in %.1f s", initial.path, time.monotonic() - begun)
             return
         checkpoint, facts = verified(self.config, checked, self.checkpointer.group)
         self.checked = replace(checked, checkpoint=checkpoint, facts=facts)
@@ -236,7 +237,7 @@ class Trainer:
         self.train_step.skipped += facts.skipped
         self.train_step.skipped_in_a_row += facts.skipped_in_a_row
         self._resume_guards(facts)
-        log.info("resumed from %s", checkpoint)
+        log.info("resumed from %s in %.1f s", checkpoint, time.monotonic() - begun)
 
     def _resume_guards(self, facts: Facts) -> None:
         self.rollbacks = max(self.rollbacks, facts.faults.get("rollbacks", 0))
