@@ -309,7 +309,8 @@ class Trainer:
             with self.guards.saving(self.step):
                 if not self.saving.try_wait():  # a failure beside training ends it here
                     saved = -1
-                if saved != self.step and (config.checkpoint.last or not finished):
+                due = config.checkpoint.last or self.checkpointer.lasts(self.step)
+                if saved != self.step and (due or not finished):
                     self.saving.begin(durable=True)  # a second signal does not interrupt it
                 self.checkpointer.wait()  # nothing comes after it that could save what it did not
         self._write_times()
