@@ -93,12 +93,15 @@ class Trainer:
             steps, where = self.config.train.steps, self.checked.checkpoint
             log.info("the run is finished: %s has all %d steps; nothing is done", where, steps)
             return
-        with process_group(self.place, self.config.parallel.timeout_seconds):
+        with (
+            StopSignal(self.config.faults.stop_seconds) as stop,
+            process_group(self.place, self.config.parallel.timeout_seconds),
+        ):
             self._build()
             self.guards.begin(self.step)
             gc.disable()  # collections come at the same step on all ranks
             try:
-                self._train()
+                self._train(stop)
             except TrainingError:  # all ranks raise it: what they began to save is completed
                 with self.guards.saving(self.step):
                     self.saving.try_wait()
@@ -284,35 +287,35 @@ class Trainer:
 
     # -- running ----------------------------------------------------------------------------
 
-    def _train(self) -> None:
+    def _train(self, stop: StopSignal) -> None:
         config = self.config
         saved = self._durable_step(self.checked.checkpoint)
         self.throughput.restart()
         if self.times is not None:
             self.times.begin()
-        with StopSignal(self.host_group, config.faults.stop_seconds) as stop:
-            while self.step < config.train.steps:
-                if self.checkpointer.failed:
-                    with self.guards.saving(self.step):
-                        self.saving.report_failed(stop)
-                stopped = stop.agreed()
-                if stopped:
-                    break
-                self._one_step()
-                if (spike := self.guards.after_step(self.step)) is not None:
-                    with self.guards.saving(self.step):
-                        saved = self._durable_step(self._roll_back(spike))
-                    continue
-                if self.checkpointer.due(self.step) and self._save():
-                    saved = self.step if self.checkpointer.lasts(self.step) else saved
-            finished = self.step == config.train.steps
-            with self.guards.saving(self.step):
-                if not self.saving.try_wait():  # a failure beside training ends it here
-                    saved = -1
-                due = config.checkpoint.last or self.checkpointer.lasts(self.step)
-                if saved != self.step and (due or not finished):
-                    self.saving.begin(durable=True)  # a second signal does not interrupt it
-                self.checkpointer.wait()  # nothing comes after it that could save what it did not
+        stopped = stop.begin(self.host_group)
+        while self.step < config.train.steps and not stopped:
+            if self.checkpointer.failed:
+                with self.guards.saving(self.step):
+                    self.saving.report_failed(stop)
+            if stop.agreed():
+                break
+            self._one_step()
+            if (spike := self.guards.after_step(self.step)) is not None:
+                with self.guards.saving(self.step):
+                    saved = self._durable_step(self._roll_back(spike))
+                continue
+            if self.checkpointer.due(self.step) and self._save():
+                saved = self.step if self.checkpointer.lasts(self.step) else saved
+        finished = self.step == config.train.steps
+        with self.guards.saving(self.step):
+            if not self.saving.try_wait():  # a failure beside training ends it here
+                saved = -1
+            due = config.checkpoint.last or self.checkpointer.lasts(self.step)
+            if saved != self.step and (due or not finished):
+                self.saving.begin(durable=True)  # a second signal does not interrupt it
+            self.checkpointer.wait()  # nothing comes after it that could save what it did not
+        stop.end()
         self._write_times()
         if finished:
             self._finish()

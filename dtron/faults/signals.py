@@ -21,6 +21,8 @@ import torch.distributed as dist
 log = logging.getLogger("dtron")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+EARLY = signal.SIGUSR1
+"""The one that stops a run before training begins."""
 EXIT_UNSAVED = 74
 """A signalled run ended before what it had to do; sysexits.h's EX_IOERR."""
 
@@ -64,17 +66,20 @@ class StopSignal:
     """SIGTERM, SIGINT and SIGUSR1 (which Slurm can send before a time limit) as a flag that all
     ranks agree on, one step late and without waiting.
 
+    Before training begins only SIGUSR1 is caught: ranks that SIGTERM or SIGINT ends at once lose
+    nothing then, and torchrun waits for them when another rank has failed.
+
     Args:
-        group: over all ranks, on the host.
         seconds: after a signal, or after the agreement on ranks without one, until the process is
-            ended if it has not left the context; 0: for ever.
+            ended if `end` has not come; 0: for ever.
     """
 
-    def __init__(self, group: dist.ProcessGroup, seconds: float = 0) -> None:
-        self._group = group
+    def __init__(self, seconds: float = 0) -> None:
+        self._group: dist.ProcessGroup | None = None
         self._raised = False
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
         self._previous: dict[int, Any] = {}
+        self._caught: frozenset[int] = frozenset()
         self._deadline = Deadline(seconds)
         self._wakeup: tuple[int, socket.socket] | None = None
 
@@ -85,27 +90,54 @@ class StopSignal:
         theirs.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False), theirs
         threading.Thread(target=self._listen, args=(ours,), daemon=True).start()
-        for number in SIGNALS:  # the rest is the thread's, which is told in any case
-            self._previous[number] = signal.signal(number, lambda *_: self.request())
+        self._catch(EARLY)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY})  # train.py has held it back until here
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous = {}
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._wakeup[0])
             self._wakeup[1].close()
-        if error is None and self._pending is not None and self._pending[0] is not None:
-            self._pending[0].wait()
+            self._wakeup = None
         self._deadline.call_off()
+
+    def begin(self, group: dist.ProcessGroup) -> bool:
+        """Training begins. Whether it has to stop before its first step, on all ranks.
+
+        Args:
+            group: over all ranks, on the host.
+        """
+        self._group = group
+        if self._wakeup is not None:
+            self._catch(*SIGNALS)
+        self.agreed()
+        return self.agreed()  # of what the first call has asked
+
+    def end(self) -> None:
+        """All is done and saved: signals are again what they were."""
+        if self._pending is not None and self._pending[0] is not None:
+            self._pending[0].wait()
+        self.__exit__()
+
+    def _catch(self, *numbers: signal.Signals) -> None:
+        for number in numbers:  # the rest is the thread's, which is told in any case
+            previous = signal.signal(number, lambda *_: self.request())
+            self._previous.setdefault(number, previous)
+        self._caught |= set(numbers)
 
     def _listen(self, ours: socket.socket) -> None:
         with contextlib.closing(ours):
             while received := ours.recv(16):
-                for number in set(received) & set(SIGNALS):
+                for number in set(received) & self._caught:
                     name = signal.Signals(number).name
                     self._deadline.begin(name)
-                    log.warning("%s: stopping after the next step, with a checkpoint", name)
+                    when = "before training begins"
+                    if self._group is not None:
+                        when = "after the next step, with a checkpoint"
+                    log.warning("%s: stopping %s", name, when)
                     self.request()
 
     def request(self) -> None:
