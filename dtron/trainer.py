@@ -48,6 +48,7 @@ from dtron.runsaves import Saving, before_step, verified
 from dtron.runtime import (
     Place,
     host_group,
+    new_host_group,
     process_group,
     seed_everything,
     set_timeouts,
@@ -64,6 +65,8 @@ from dtron.steptimes import StepTimes
 from dtron.tiers import owner
 
 log = logging.getLogger("dtron")
+_HOURS = 10**6
+"""More seconds than it takes until all ranks have heard of a signal."""
 
 
 class Trainer:
@@ -293,7 +296,7 @@ class Trainer:
         self.throughput.restart()
         if self.times is not None:
             self.times.begin()
-        stopped = stop.begin(self.host_group)
+        stopped = stop.begin(self.host_group, new_host_group(_HOURS))
         while self.step < config.train.steps and not stopped:
             if self.checkpointer.failed:
                 with self.guards.saving(self.step):

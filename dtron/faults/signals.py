@@ -3,7 +3,8 @@
 A rank that is signalled tells the others by a 1-element all-reduce a step, read one step late, so
 that nothing waits. The deadline runs from the signal, also while the main thread is inside a
 collective and Python's handlers cannot run: the interpreter writes the number of a signal to a
-socket at once (`signal.set_wakeup_fd`), which a thread reads.
+socket at once (`signal.set_wakeup_fd`), which a thread reads. Where another rank is dead, nothing
+can be saved, and the process ends a few seconds later.
 """
 
 import contextlib
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtron.faults.watchdog import EXIT_HUNG
+
 log = logging.getLogger("dtron")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -25,6 +28,13 @@ EARLY = signal.SIGUSR1
 """The one that stops a run before training begins."""
 EXIT_UNSAVED = 74
 """A signalled run ended before what it had to do; sysexits.h's EX_IOERR."""
+_UNSAVED = (
+    "rank {rank}: not done {seconds:g} seconds after {why} (faults.stop_seconds): what is being "
+    "saved is abandoned; older checkpoints are as they were"
+)
+_ALONE = "rank {rank}: another rank is gone, and this one has not ended for {seconds:g} seconds"
+_ALONE_SECONDS = 5.0
+"""Long enough for what a rank does after its last collective."""
 
 
 class Deadline:
@@ -32,34 +42,61 @@ class Deadline:
 
     Args:
         seconds: 0 for no deadline.
+        told: what is said then, with `rank`, `seconds` and `why` in braces.
+        code: of the exit.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, told: str, code: int) -> None:
+        self.seconds, self.told, self.code = seconds, told, code
         self._timer: threading.Timer | None = None
+        self._over = False
 
-    def begin(self, why: str) -> None:
-        """Count from now, if it does not already."""
-        if self.seconds and self._timer is None:
-            self._timer = threading.Timer(self.seconds, _end, (self.seconds, why))
+    def begin(self, why: str = "") -> None:
+        """Count from now, if it does not already and is not called off."""
+        if self.seconds and self._timer is None and not self._over:
+            self._timer = threading.Timer(self.seconds, self._end, (why,))
             self._timer.daemon = True
             self._timer.start()
 
     def call_off(self) -> None:
         """All is done."""
+        self._over = True
         if self._timer is not None:
             self._timer.cancel()
 
+    def _end(self, why: str) -> None:
+        rank = os.environ.get("RANK", "0")
+        told = self.told.format(rank=rank, seconds=self.seconds, why=why)
+        print(f"{told}, exit code {self.code}", file=sys.stderr, flush=True)
+        os._exit(self.code)
 
-def _end(seconds: float, why: str) -> None:
-    rank = os.environ.get("RANK", "0")
-    print(
-        f"rank {rank}: not done {seconds:g} seconds after {why} (faults.stop_seconds): what is "
-        f"being saved is abandoned, exit code {EXIT_UNSAVED}; older checkpoints are as they were",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(EXIT_UNSAVED)
+
+class Peers:
+    """Whether all ranks live, asked once some of them are told to stop.
+
+    When a rank dies, torchrun tells the others to stop. These may wait for it inside a kernel,
+    which does not see that it is dead, until torchrun kills them 30 seconds later. A collective on
+    the host does: its connections break.
+
+    Args:
+        group: over all ranks, on the host, which nothing else uses.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._asked = threading.Lock()
+        self.deadline = Deadline(_ALONE_SECONDS, _ALONE, EXIT_HUNG)
+
+    def ask(self) -> None:
+        """Find out, beside what else is done; every rank that lives asks once."""
+        if self._asked.acquire(blocking=False):
+            threading.Thread(target=self._meet, daemon=True).start()
+
+    def _meet(self) -> None:
+        try:
+            dist.all_reduce(torch.zeros(1), group=self._group)
+        except RuntimeError:
+            self.deadline.begin()
 
 
 class StopSignal:
@@ -80,7 +117,8 @@ class StopSignal:
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
         self._previous: dict[int, Any] = {}
         self._caught: frozenset[int] = frozenset()
-        self._deadline = Deadline(seconds)
+        self._deadline = Deadline(seconds, _UNSAVED, EXIT_UNSAVED)
+        self._peers: Peers | None = None
         self._wakeup: tuple[int, socket.socket] | None = None
 
     def __enter__(self) -> "StopSignal":
@@ -103,14 +141,17 @@ class StopSignal:
             self._wakeup[1].close()
             self._wakeup = None
         self._deadline.call_off()
+        if self._peers is not None:
+            self._peers.deadline.call_off()
 
-    def begin(self, group: dist.ProcessGroup) -> bool:
+    def begin(self, group: dist.ProcessGroup, apart: dist.ProcessGroup) -> bool:
         """Training begins. Whether it has to stop before its first step, on all ranks.
 
         Args:
             group: over all ranks, on the host.
+            apart: another one, which nothing else uses and whose collectives may wait for hours.
         """
-        self._group = group
+        self._group, self._peers = group, Peers(apart)
         if self._wakeup is not None:
             self._catch(*SIGNALS)
         self.agreed()
@@ -139,6 +180,8 @@ class StopSignal:
                         when = "after the next step, with a checkpoint"
                     log.warning("%s: stopping %s", name, when)
                     self.request()
+                    if self._peers is not None:
+                        self._peers.ask()
 
     def request(self) -> None:
         """Stop as after a signal."""
@@ -156,4 +199,6 @@ class StopSignal:
         stops = bool(previous[1].item())
         if stops:
             self._deadline.begin("ranks had agreed to stop")
+            assert self._peers is not None, "training has begun"
+            self._peers.ask()
         return stops
