@@ -11,6 +11,9 @@ step is logged, for which the device is waited for, so that
     load             what the run says itself, checksums included
     restart          from SIGKILL of a rank, with `torchrun --max-restarts`, to the next row
 
+A stop so contains what a save beside training slows down the next step by, which is much where the
+processes that write share cores with training; `benchmarks.save_stall` tells the two apart.
+
 One run saves once while training waits, the next one resumes, saves twice beside training, and has
 its last rank killed; others load what it left under another layout and from Hugging Face's format.
 Files to be loaded are dropped from the page cache before (where the file system can), but for

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -82,6 +83,53 @@ def test_torchrun_exits_0_when_it_is_warned_before_training(tmp_path: Path) -> N
     assert "SIGUSR1: stopping before training begins" in told
     assert rows(tmp_path / "run") == []
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+STANDINS = {
+    "torchrun": f"""#!{sys.executable}
+import subprocess, sys
+rank = 'import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\\n'
+rank += 'open("begun", "w").close(); time.sleep(60); sys.exit(1)'
+sys.exit(subprocess.call([sys.executable, "-c", rank]))
+""",
+    "scontrol": """#!/bin/sh
+[ "$1" = show ] && echo host-0 || echo "$@" >> queued
+""",
+    "srun": """#!/bin/sh
+shift
+echo $$ > step
+exec "$@"
+""",
+    # all processes of the step, as with Linux's cgroups
+    "scancel": """#!/bin/sh
+for pid in $(cat step) $(pgrep -P "$(cat step)"); do kill -USR1 "$pid"; done
+""",
+}
+
+
+@pytest.mark.parametrize("job", ["node", "nodes"])
+def test_a_job_is_queued_again_after_slurms_warning(tmp_path: Path, job: str) -> None:
+    """With stand-ins for torchrun and for Slurm's commands, of which only the names are right."""
+    for name, text in STANDINS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "host-0", "SLURM_NNODES": "1"}
+    path = {"PATH": f"{tmp_path}:{ENV['PATH']}"}
+    command = ["bash", f"launch/{job}.sbatch", "--config", "my.toml"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env={**ENV, **slurm, **path}, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "begun").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # what would queue it again in any case
+    assert (tmp_path / "queued").read_text() == "requeue 42\n"
 
 
 def namespaces() -> str:
