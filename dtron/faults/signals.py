@@ -35,6 +35,8 @@ _UNSAVED = (
 _ALONE = "rank {rank}: another rank is gone, and this one has not ended for {seconds:g} seconds"
 _ALONE_SECONDS = 5.0
 """Long enough for what a rank does after its last collective."""
+_LAST_SECONDS = 60.0
+"""For the others to come to their end too."""
 
 
 class Deadline:
@@ -84,11 +86,11 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._asked = threading.Lock()
+        self._asked, self._answered = threading.Lock(), threading.Event()
         self.deadline = Deadline(_ALONE_SECONDS, _ALONE, EXIT_HUNG)
 
     def ask(self) -> None:
-        """Find out, beside what else is done; every rank that lives asks once."""
+        """Find out, beside what else is done; every rank asks once, some only in `end`."""
         if self._asked.acquire(blocking=False):
             threading.Thread(target=self._meet, daemon=True).start()
 
@@ -97,6 +99,14 @@ class Peers:
             dist.all_reduce(torch.zeros(1), group=self._group)
         except RuntimeError:
             self.deadline.begin()
+        finally:
+            self._answered.set()
+
+    def end(self) -> None:
+        """All is done on this rank: nothing may be under way when the process group ends."""
+        self.deadline.call_off()
+        self.ask()
+        self._answered.wait(_LAST_SECONDS)
 
 
 class StopSignal:
@@ -161,6 +171,8 @@ class StopSignal:
         """All is done and saved: signals are again what they were."""
         if self._pending is not None and self._pending[0] is not None:
             self._pending[0].wait()
+        if self._peers is not None:
+            self._peers.end()
         self.__exit__()
 
     def _catch(self, *numbers: signal.Signals) -> None:
