@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return dry_run(config, options.hardware)
         if options.hardware:
             raise ConfigError(f"--hardware {options.hardware} has no effect without --dry-run")
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # until `StopSignal` takes it
         from dtron.trainer import Trainer
 
         Trainer(config).fit()

@@ -8,6 +8,7 @@ training keep `parallel.timeout_seconds`.
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ class Saver:
         kept: Collection[Location] = (),
     ) -> None:
         folder, begun = tier.folder / f"step-{facts.step}", False
+        started = time.monotonic()
         try:
             self.first(lambda: begin(folder, kept))
             begun = True  # before, what is there is another save's
@@ -115,7 +117,7 @@ class Saver:
                     self._limited(lambda: withdraw(folder))
             cause = why(error) if isinstance(error, dcp.CheckpointException) else error
             raise CheckpointError(f"{folder} could not be written: {cause}") from error
-        log.info("checkpoint: %s", folder)
+        log.info("checkpoint: %s in %.1f s", folder, time.monotonic() - started)
         try:
             self.first(lambda: retire(tier.folder, folder, tier.keep, tier.keep_every, kept))
         except CheckpointError as error:  # the new one is written all the same

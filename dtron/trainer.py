@@ -3,6 +3,7 @@
 import functools
 import gc
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,6 +48,7 @@ from dtron.runsaves import Saving, before_step, verified
 from dtron.runtime import (
     Place,
     host_group,
+    new_host_group,
     process_group,
     seed_everything,
     set_timeouts,
@@ -63,6 +65,8 @@ from dtron.steptimes import StepTimes
 from dtron.tiers import owner
 
 log = logging.getLogger("dtron")
+_HOURS = 10**6
+"""More seconds than it takes until all ranks have heard of a signal."""
 
 
 class Trainer:
@@ -92,12 +96,15 @@ class Trainer:
             steps, where = self.config.train.steps, self.checked.checkpoint
             log.info("the run is finished: %s has all %d steps; nothing is done", where, steps)
             return
-        with process_group(self.place, self.config.parallel.timeout_seconds):
+        with (
+            StopSignal(self.config.faults.stop_seconds) as stop,
+            process_group(self.place, self.config.parallel.timeout_seconds),
+        ):
             self._build()
             self.guards.begin(self.step)
             gc.disable()  # collections come at the same step on all ranks
             try:
-                self._train()
+                self._train(stop)
             except TrainingError:  # all ranks raise it: what they began to save is completed
                 with self.guards.saving(self.step):
                     self.saving.try_wait()
@@ -217,7 +224,7 @@ class Trainer:
 
     def _resume(self) -> None:
         self.step = self.tokens = self.rollbacks = 0
-        checked = self.checked
+        checked, begun = self.checked, time.monotonic()
         if checked.checkpoint is None or checked.facts is None:
             if self.config.checkpoint.resume:
                 log.info("no checkpoint in %s yet: starting afresh", checked.tiers[-1].folder)
@@ -226,7 +233,7 @@ class Trainer:
                 if self.config.checkpoint.verify and initial.folder is None:
                     check_content(initial.path, self.checkpointer.group)
                 self.checkpointer.load_weights(initial.reader(), initial.path)
-                log.info("weights of %s", initial.path)
+                log.info("weights of %s in %.1f s", initial.path, time.monotonic() - begun)
             return
         checkpoint, facts = verified(self.config, checked, self.checkpointer.group)
         self.checked = replace(checked, checkpoint=checkpoint, facts=facts)
@@ -236,7 +243,7 @@ class Trainer:
         self.train_step.skipped += facts.skipped
         self.train_step.skipped_in_a_row += facts.skipped_in_a_row
         self._resume_guards(facts)
-        log.info("resumed from %s", checkpoint)
+        log.info("resumed from %s in %.1f s", checkpoint, time.monotonic() - begun)
 
     def _resume_guards(self, facts: Facts) -> None:
         self.rollbacks = max(self.rollbacks, facts.faults.get("rollbacks", 0))
@@ -283,34 +290,35 @@ class Trainer:
 
     # -- running ----------------------------------------------------------------------------
 
-    def _train(self) -> None:
+    def _train(self, stop: StopSignal) -> None:
         config = self.config
         saved = self._durable_step(self.checked.checkpoint)
         self.throughput.restart()
         if self.times is not None:
             self.times.begin()
-        with StopSignal(self.host_group, config.faults.stop_seconds) as stop:
-            while self.step < config.train.steps:
-                if self.checkpointer.failed:
-                    with self.guards.saving(self.step):
-                        self.saving.report_failed(stop)
-                stopped = stop.agreed()
-                if stopped:
-                    break
-                self._one_step()
-                if (spike := self.guards.after_step(self.step)) is not None:
-                    with self.guards.saving(self.step):
-                        saved = self._durable_step(self._roll_back(spike))
-                    continue
-                if self.checkpointer.due(self.step) and self._save():
-                    saved = self.step if self.checkpointer.lasts(self.step) else saved
-            finished = self.step == config.train.steps
-            with self.guards.saving(self.step):
-                if not self.saving.try_wait():  # a failure beside training ends it here
-                    saved = -1
-                if saved != self.step and (config.checkpoint.last or not finished):
-                    self.saving.begin(durable=True)  # a second signal does not interrupt it
-                self.checkpointer.wait()  # nothing comes after it that could save what it did not
+        stopped = stop.begin(self.host_group, new_host_group(_HOURS))
+        while self.step < config.train.steps and not stopped:
+            if self.checkpointer.failed:
+                with self.guards.saving(self.step):
+                    self.saving.report_failed(stop)
+            if stop.agreed():
+                break
+            self._one_step()
+            if (spike := self.guards.after_step(self.step)) is not None:
+                with self.guards.saving(self.step):
+                    saved = self._durable_step(self._roll_back(spike))
+                continue
+            if self.checkpointer.due(self.step) and self._save():
+                saved = self.step if self.checkpointer.lasts(self.step) else saved
+        finished = self.step == config.train.steps
+        with self.guards.saving(self.step):
+            if not self.saving.try_wait():  # a failure beside training ends it here
+                saved = -1
+            due = config.checkpoint.last or self.checkpointer.lasts(self.step)
+            if saved != self.step and (due or not finished):
+                self.saving.begin(durable=True)  # a second signal does not interrupt it
+            self.checkpointer.wait()  # nothing comes after it that could save what it did not
+        stop.end()
         self._write_times()
         if finished:
             self._finish()

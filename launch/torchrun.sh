@@ -2,11 +2,12 @@
 # torchrun whose ranks are told to stop by SIGUSR1, SIGTERM or SIGINT, and which then exits 0.
 #
 # torchrun itself ends its ranks 30 seconds after SIGTERM, dies of SIGUSR1, and reports both as a
-# failure. Here the signal goes to the ranks: they save, exit 0, and so does torchrun.
+# failure. Here the signal goes to the ranks: they save, exit 0, and so does torchrun, which ignores a
+# SIGUSR1 that it gets itself, as from scancel; ranks do until they have begun to start.
 #
 #     launch/torchrun.sh --standalone --nproc-per-node 8 train.py --config my.toml
 set -u
-setsid torchrun "$@" &
+(trap '' USR1; exec setsid torchrun "$@") &
 agent=$!
 trap 'pkill -USR1 -P "$agent"' USR1 TERM INT
 while true; do

@@ -21,7 +21,7 @@ from dtron.files import plain_name, read_json
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import HuggingFace, Name
 from dtron.parallelisms.placement import matches
-from dtron.tensorfile import DTYPES_BY_NAME
+from dtron.tensorfile import DTYPE_NAMES, DTYPES_BY_NAME
 
 log = logging.getLogger("dtron")
 
@@ -147,7 +147,7 @@ class Folder:
         zero_centered: give weights of norms as gamma - 1, as `norm_zero_centered` wants them.
     Raises:
         CheckpointError: it is not such a folder, the model is not one of dtron's, or a tensor is
-            missing, left over or of another shape; names it.
+            missing, left over, of another shape or not of a dtype that weights have; names it.
     """
 
     def __init__(
@@ -273,6 +273,15 @@ class Folder:
                     f"{stored.file}: {key} has shape {list(stored.shape)}, and the model of "
                     f"{CONFIG} has {list(shape)}"
                 )
+            if stored.dtype not in _WEIGHTS:
+                found, weights = (
+                    DTYPE_NAMES[stored.dtype],
+                    ", ".join(DTYPE_NAMES[d] for d in _WEIGHTS),
+                )
+                raise CheckpointError(
+                    f"{stored.file}: {key} is {found}, and weights are {weights}; save the model "
+                    "dequantised"
+                )
 
     def _repeats(self, key: str) -> bool:
         """Whether it is another tensor once more: the head of a model whose head is the embedding,
@@ -297,6 +306,7 @@ class Folder:
 
 
 _HEAD = "lm_head.weight"
+_WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ROWS = 4096  # compared at once
 
 

@@ -535,6 +535,34 @@ def test_a_signal_to_one_rank_stops_and_saves_all_at_one_step(tmp_path: Path) ->
     assert losses(run_dir) == losses(whole)
 
 
+def fit_signalled_at_the_start(config: RunConfig) -> None:
+    """Rank 1 gets a signal while the model is built."""
+    trainer = Trainer(config)
+    build = trainer._build
+
+    def then_signal() -> None:
+        if trainer.place.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        build()
+
+    trainer._build = then_signal  # type: ignore[method-assign]
+    trainer.fit()
+
+
+def test_a_signal_before_training_ends_all_ranks_before_the_first_step(tmp_path: Path) -> None:
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    run_ranks(2, fit, tiny(whole))
+    config = tiny(run_dir, checkpoint__resume="latest", checkpoint__interval=4)
+    run_ranks(2, fit_signalled_at_the_start, config)
+    assert rows(run_dir) == []
+    assert not (run_dir / "checkpoints").exists()
+    run_ranks(2, fit_until_signal, config, 3, signal.SIGUSR1)
+    run_ranks(2, fit_signalled_at_the_start, config)
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["latest", "step-4"]
+    run_ranks(2, fit, config)
+    assert losses(run_dir) == losses(whole)
+
+
 # Losses of steps 1, 3 and 6; they change only if the model, its start, the data order or the
 # optimizer do, which is then said in the changelog.
 GOLDEN = {

@@ -3,7 +3,8 @@
 A rank that is signalled tells the others by a 1-element all-reduce a step, read one step late, so
 that nothing waits. The deadline runs from the signal, also while the main thread is inside a
 collective and Python's handlers cannot run: the interpreter writes the number of a signal to a
-socket at once (`signal.set_wakeup_fd`), which a thread reads.
+socket at once (`signal.set_wakeup_fd`), which a thread reads. Where another rank is dead, nothing
+can be saved, and the process ends a few seconds later.
 """
 
 import contextlib
@@ -18,11 +19,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtron.faults.watchdog import EXIT_HUNG
+
 log = logging.getLogger("dtron")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+EARLY = signal.SIGUSR1
+"""The one that stops a run before training begins."""
 EXIT_UNSAVED = 74
 """A signalled run ended before what it had to do; sysexits.h's EX_IOERR."""
+_UNSAVED = (
+    "rank {rank}: not done {seconds:g} seconds after {why} (faults.stop_seconds): what is being "
+    "saved is abandoned; older checkpoints are as they were"
+)
+_ALONE = "rank {rank}: another rank is gone, and this one has not ended for {seconds:g} seconds"
+_ALONE_SECONDS = 5.0
+"""Long enough for what a rank does after its last collective."""
+_LAST_SECONDS = 60.0
+"""For the others to come to their end too."""
 
 
 class Deadline:
@@ -30,52 +44,91 @@ class Deadline:
 
     Args:
         seconds: 0 for no deadline.
+        told: what is said then, with `rank`, `seconds` and `why` in braces.
+        code: of the exit.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, told: str, code: int) -> None:
+        self.seconds, self.told, self.code = seconds, told, code
         self._timer: threading.Timer | None = None
+        self._over = False
 
-    def begin(self, why: str) -> None:
-        """Count from now, if it does not already."""
-        if self.seconds and self._timer is None:
-            self._timer = threading.Timer(self.seconds, _end, (self.seconds, why))
+    def begin(self, why: str = "") -> None:
+        """Count from now, if it does not already and is not called off."""
+        if self.seconds and self._timer is None and not self._over:
+            self._timer = threading.Timer(self.seconds, self._end, (why,))
             self._timer.daemon = True
             self._timer.start()
 
     def call_off(self) -> None:
         """All is done."""
+        self._over = True
         if self._timer is not None:
             self._timer.cancel()
 
+    def _end(self, why: str) -> None:
+        rank = os.environ.get("RANK", "0")
+        told = self.told.format(rank=rank, seconds=self.seconds, why=why)
+        print(f"{told}, exit code {self.code}", file=sys.stderr, flush=True)
+        os._exit(self.code)
 
-def _end(seconds: float, why: str) -> None:
-    rank = os.environ.get("RANK", "0")
-    print(
-        f"rank {rank}: not done {seconds:g} seconds after {why} (faults.stop_seconds): what is "
-        f"being saved is abandoned, exit code {EXIT_UNSAVED}; older checkpoints are as they were",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(EXIT_UNSAVED)
+
+class Peers:
+    """Whether all ranks live, asked once some of them are told to stop.
+
+    When a rank dies, torchrun tells the others to stop. These may wait for it inside a kernel,
+    which does not see that it is dead, until torchrun kills them 30 seconds later. A collective on
+    the host does: its connections break.
+
+    Args:
+        group: over all ranks, on the host, which nothing else uses.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._asked, self._answered = threading.Lock(), threading.Event()
+        self.deadline = Deadline(_ALONE_SECONDS, _ALONE, EXIT_HUNG)
+
+    def ask(self) -> None:
+        """Find out, beside what else is done; every rank asks once, some only in `end`."""
+        if self._asked.acquire(blocking=False):
+            threading.Thread(target=self._meet, daemon=True).start()
+
+    def _meet(self) -> None:
+        try:
+            dist.all_reduce(torch.zeros(1), group=self._group)
+        except RuntimeError:
+            self.deadline.begin()
+        finally:
+            self._answered.set()
+
+    def end(self) -> None:
+        """All is done on this rank: nothing may be under way when the process group ends."""
+        self.deadline.call_off()
+        self.ask()
+        self._answered.wait(_LAST_SECONDS)
 
 
 class StopSignal:
     """SIGTERM, SIGINT and SIGUSR1 (which Slurm can send before a time limit) as a flag that all
     ranks agree on, one step late and without waiting.
 
+    Before training begins only SIGUSR1 is caught: ranks that SIGTERM or SIGINT ends at once lose
+    nothing then, and torchrun waits for them when another rank has failed.
+
     Args:
-        group: over all ranks, on the host.
         seconds: after a signal, or after the agreement on ranks without one, until the process is
-            ended if it has not left the context; 0: for ever.
+            ended if `end` has not come; 0: for ever.
     """
 
-    def __init__(self, group: dist.ProcessGroup, seconds: float = 0) -> None:
-        self._group = group
+    def __init__(self, seconds: float = 0) -> None:
+        self._group: dist.ProcessGroup | None = None
         self._raised = False
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
         self._previous: dict[int, Any] = {}
-        self._deadline = Deadline(seconds)
+        self._caught: frozenset[int] = frozenset()
+        self._deadline = Deadline(seconds, _UNSAVED, EXIT_UNSAVED)
+        self._peers: Peers | None = None
         self._wakeup: tuple[int, socket.socket] | None = None
 
     def __enter__(self) -> "StopSignal":
@@ -85,28 +138,62 @@ class StopSignal:
         theirs.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False), theirs
         threading.Thread(target=self._listen, args=(ours,), daemon=True).start()
-        for number in SIGNALS:  # the rest is the thread's, which is told in any case
-            self._previous[number] = signal.signal(number, lambda *_: self.request())
+        self._catch(EARLY)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY})  # train.py has held it back until here
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous = {}
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._wakeup[0])
             self._wakeup[1].close()
-        if error is None and self._pending is not None and self._pending[0] is not None:
-            self._pending[0].wait()
+            self._wakeup = None
         self._deadline.call_off()
+        if self._peers is not None:
+            self._peers.deadline.call_off()
+
+    def begin(self, group: dist.ProcessGroup, apart: dist.ProcessGroup) -> bool:
+        """Training begins. Whether it has to stop before its first step, on all ranks.
+
+        Args:
+            group: over all ranks, on the host.
+            apart: another one, which nothing else uses and whose collectives may wait for hours.
+        """
+        self._group, self._peers = group, Peers(apart)
+        if self._wakeup is not None:
+            self._catch(*SIGNALS)
+        self.agreed()
+        return self.agreed()  # of what the first call has asked
+
+    def end(self) -> None:
+        """All is done and saved: signals are again what they were."""
+        if self._pending is not None and self._pending[0] is not None:
+            self._pending[0].wait()
+        if self._peers is not None:
+            self._peers.end()
+        self.__exit__()
+
+    def _catch(self, *numbers: signal.Signals) -> None:
+        for number in numbers:  # the rest is the thread's, which is told in any case
+            previous = signal.signal(number, lambda *_: self.request())
+            self._previous.setdefault(number, previous)
+        self._caught |= set(numbers)
 
     def _listen(self, ours: socket.socket) -> None:
         with contextlib.closing(ours):
             while received := ours.recv(16):
-                for number in set(received) & set(SIGNALS):
+                for number in set(received) & self._caught:
                     name = signal.Signals(number).name
                     self._deadline.begin(name)
-                    log.warning("%s: stopping after the next step, with a checkpoint", name)
+                    when = "before training begins"
+                    if self._group is not None:
+                        when = "after the next step, with a checkpoint"
+                    log.warning("%s: stopping %s", name, when)
                     self.request()
+                    if self._peers is not None:
+                        self._peers.ask()
 
     def request(self) -> None:
         """Stop as after a signal."""
@@ -124,4 +211,6 @@ class StopSignal:
         stops = bool(previous[1].item())
         if stops:
             self._deadline.begin("ranks had agreed to stop")
+            assert self._peers is not None, "training has begun"
+            self._peers.ask()
         return stops

@@ -1,13 +1,14 @@
 """`dtron convert`, and training that starts from a Hugging Face folder, on one rank and several."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dtron.convert import convert_parser, from_hf_folder, to_hf_folder, to_hf_from
 from dtron.errors import CheckpointError, ConfigError
@@ -223,6 +224,30 @@ def test_another_model_and_another_folder_are_refused(tmp_path: Path, llama: Pat
     unverified = {"checkpoint__initial": str(llama), "checkpoint__verify": False, **SAME}
     with pytest.raises(ConfigError, match=r"checkpoint\.verify = false has no effect"):
         Trainer(tiny(run, **unverified))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.to(torch.float8_e4m3fn), "is F8_E4M3, and weights are"),
+        (lambda t: t.to(torch.int8), "is I8, and weights are"),
+        (lambda t: t[:-1], r"has shape \[47, 32\], and the model of config.json has \[48, 32\]"),
+        (None, r"which model.safetensors.index.json says is there"),
+    ],
+)
+def test_a_file_that_differs_from_config_or_index_is_refused_by_name(
+    tmp_path: Path, llama: Path, change: Callable[[torch.Tensor], torch.Tensor] | None, message: str
+) -> None:
+    """Before ranks meet."""
+    key = "model.layers.1.mlp.up_proj.weight"
+    copy = Path(shutil.copytree(llama, tmp_path / "copy"))
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    file = copy / index["weight_map"][key]
+    tensors = load_file(file)
+    tensor = tensors.pop(key)
+    save_file(tensors | ({key: change(tensor).contiguous()} if change else {}), file)
+    with pytest.raises(CheckpointError, match=rf"{file.name}.*{key}.*{message}"):
+        Trainer(tiny(tmp_path / "run", checkpoint__initial=str(copy), **SAME))
 
 
 def convert_there_and_back(hf: Path, out: Path) -> None:

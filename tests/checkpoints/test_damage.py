@@ -151,17 +151,40 @@ def test_sizes_alone_are_compared_without_verify(tmp_path: Path, trained: Path) 
     assert any(message.startswith("resumed from") and "step-6" in message for message in told)
 
 
-def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path: Path, trained: Path) -> None:
-    """Of a checkpoint that is whole, but of another dtron."""
+def lacks(tensors: dict[str, Any]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def of_another_dtype(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"]["dtype"] = "BF16"
+
+
+def of_another_shape(tensors: dict[str, Any]) -> None:
+    entry = tensors["model.norm.weight"]
+    entry["shape"] = [16]
+    entry["parts"] = [[[0], [16], entry["parts"][0][2]]]
+
+
+def in_other_parts(tensors: dict[str, Any]) -> None:
+    """All in one file, which holds a half."""
+    entry = tensors["model.norm.weight"]
+    entry["parts"] = [[[0], entry["shape"], entry["parts"][0][2]]]
+
+
+@pytest.mark.parametrize("change", [lacks, of_another_dtype, of_another_shape, in_other_parts])
+def test_a_tensor_that_is_not_there_as_it_should_be_is_named(
+    tmp_path: Path, trained: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    """Of a checkpoint whose checksums are right, as one that another program has written."""
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     folder = run / "checkpoints/step-6"
     facts = read_facts(folder)
     index = json.loads((folder / "index.json").read_text())
-    del index["tensors"]["model.norm.weight"]
+    change(index["tensors"])
     (folder / "index.json").write_text(json.dumps(index))
     write_facts(folder, facts)
     config = tiny(tmp_path / "x", checkpoint__resume=str(folder), train__steps=8)
-    _, error = run_ranks(2, fit_and_listen, config)[0]
-    assert error is not None
-    assert "model.norm.weight" in error
+    for _, error in run_ranks(2, fit_and_listen, config):
+        assert error is not None
+        assert "model.norm.weight" in error

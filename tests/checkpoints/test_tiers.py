@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from dtron import files, published
+from dtron import files, published, saving
+from dtron.config import RunConfig
 from dtron.convert import convert_parser, to_hf_from
 from dtron.errors import CheckpointError, ConfigError
 from dtron.files import location
@@ -38,6 +39,8 @@ from dtron.tiers import tiers_of
 from dtron.trainer import Trainer
 from tests.checkpoints.test_damage import fit_and_listen, flipped
 from tests.checkpoints.test_saving import fit_with_faults, steps
+from tests.faults.processes import finish, start
+from tests.faults.processes import told as told_by
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
 from tests.test_trainer import fit, losses, rows, same_checkpoint, tiny
@@ -351,6 +354,55 @@ def test_a_fast_tier_before_a_durable_one(tmp_path: Path) -> None:
         assert same_checkpoint(last, whole / "checkpoints/step-6")
     with pytest.raises(ConfigError, match="holds checkpoints of an earlier start"):
         Trainer(tiny(run, **tiered))
+
+
+def fit_and_die_copying(config: RunConfig) -> None:
+    """Rank 1 dies before it copies its part of the last checkpoint, rank 0 behind its own."""
+    copy = saving._copy_files
+
+    def half(source: Any, folder: Any, process: Any) -> None:
+        if folder.name != "step-4":
+            return copy(source, folder, process)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        copy(source, folder, process)
+        time.sleep(600)
+
+    saving._copy_files = half
+    Trainer(config).fit()
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_run_that_dies_while_its_last_checkpoint_is_copied(
+    tmp_path: Path, last: bool, lost: bool
+) -> None:
+    """It is copied by the next start, which trains nothing again unless the fast tier is lost."""
+    run, fast = tmp_path / "run", tmp_path / "fast"
+    keys = {"checkpoint__fast_dir": str(fast), "checkpoint__fast_interval": 1}
+    keys |= {"checkpoint__interval": 2, "checkpoint__last": last, "checkpoint__resume": "latest"}
+    config = tiny(run, train__steps=4, checkpoint__mode="async", **keys)
+    processes = start(2, tmp_path / "ranks", fit_and_die_copying, config)
+    processes[1].join(60)
+    half = run / "checkpoints/step-4"
+    for _ in range(600):
+        if (half / "rank-0.safetensors").exists():
+            break
+        time.sleep(0.1)
+    assert finish(processes, 1) == [-signal.SIGKILL] * 2, told_by(tmp_path / "ranks")
+    assert [path.name for path in half.iterdir()] == ["rank-0.safetensors"]
+    assert steps(run) == [2]
+    before = losses(run)
+    if lost:
+        shutil.rmtree(fast)
+    (said, error), _ = run_ranks(2, fit_and_listen, config)
+    assert error is None
+    wanted = "run/checkpoints/step-2" if lost else "step-4"
+    assert any(message.startswith("resumed from") and wanted in message for message in said)
+    assert any(message.startswith(f"step {3:5d}") for message in said) == lost
+    assert steps(run) == [2, 4]
+    assert problem(half) is None
+    assert losses(run) == before
 
 
 # -- stores ---------------------------------------------------------------------------------

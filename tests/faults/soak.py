@@ -9,7 +9,8 @@ and ends each attempt in one of these ways, drawn from the seed:
     disk     a random rank cannot write its part: no file above 4 KB (RLIMIT_FSIZE), or ENOSPC
 
 The other ranks are then killed, as torchrun does, and the next attempt resumes by itself, some of
-the time in another layout.
+the time in another layout. Nothing happens in a run's last steps, so that `calm` of them at least
+follow its last restart. Every row is compared, however long ago the restart was.
 """
 
 import json
@@ -66,6 +67,8 @@ class Counts:
     steps: int = 0
     worst: float = 0.0
     """Largest relative difference of a loss after a change of layout."""
+    behind: list[int] = field(default_factory=list)
+    """Of each run, its steps behind its last restart, if there was one."""
     restarts: list[float] = field(default_factory=list)
     """Seconds from the start of an attempt until it trains."""
 
@@ -75,7 +78,8 @@ class Counts:
             f"{self.kills} SIGKILLs ({self.inside_saves} inside saves), {self.full_disks} full "
             f"disks, {self.layout_changes} layout changes, {self.attempts} attempts, {self.runs} "
             f"runs, {self.steps} rows compared; largest relative difference {self.worst:.1e}; "
-            f"median start to training {middle:.1f} s"
+            f"steps behind a run's last restart: {self.behind}; median start to training "
+            f"{middle:.1f} s"
         )
 
 
@@ -115,11 +119,12 @@ class Soak:
         folder: for runs.
         seed: of all that happens.
         steps: of each run.
+        calm: how many of them at least follow its last restart.
         changes: whether restarts change the layout.
     """
 
-    def __init__(self, folder: Path, seed: int, steps: int, changes: bool) -> None:
-        self.folder, self.steps, self.changes = folder, steps, changes
+    def __init__(self, folder: Path, seed: int, steps: int, calm: int, changes: bool) -> None:
+        self.folder, self.steps, self.calm, self.changes = folder, steps, calm, changes
         self.random = random.Random(seed)
         self.counts = Counts()
         whole = start(4, folder / "whole", fit, self._config("undisturbed", LAYOUTS[0]))
@@ -148,12 +153,16 @@ class Soak:
                 layout, same = changed, same and changed == layout
             config = self._config(name, layout, checkpoint__mode=mode)
             last = time.monotonic() > deadline or self.counts.kills >= kills
+            last |= not self._early(config)
             done = self._attempt(config, layout[0], "none" if last else self.random.choice(_KINDS))
             self._compare(self.folder / name, same)
             if done:
                 break
         found = rows(self.folder / name)
         assert [row["step"] for row in found] == list(range(1, self.steps + 1))
+        resumed = json.loads((self.folder / name / "run.json").read_text())["start_step"]
+        assert self.steps - resumed >= self.calm
+        self.counts.behind += [self.steps - resumed] if resumed else []
         self.counts.runs += 1
 
     def _attempt(self, config: RunConfig, n: int, kind: str) -> bool:
@@ -172,7 +181,8 @@ class Soak:
             if not first and metrics.exists() and metrics.stat().st_mtime_ns != before:
                 first = time.monotonic()
                 counts.restarts.append(first - begun)
-            if kind == "time" and first and time.monotonic() - first > wait and not killed:
+            due = kind == "time" and first and time.monotonic() - first > wait
+            if due and self._early(config) and not killed:
                 processes[rank].kill()
                 killed = True
             assert time.monotonic() - begun < 300, told(folder)
@@ -189,6 +199,12 @@ class Soak:
         good = all(code == 0 for code in codes)
         assert good or killed or kind == "save" or refused, told(folder)
         return good
+
+    def _early(self, config: RunConfig) -> bool:
+        """Whether something may still happen: a few steps may be done until it does."""
+        path = Path(config.run.dir) / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return not lines or json.loads(lines[-1])["step"] < self.steps - self.calm - 4
 
     def _compare(self, run_dir: Path, same: bool) -> None:
         """Each row there, also of steps that will be trained again, with the undisturbed run's."""

@@ -1,7 +1,9 @@
 """Loss spikes, corrupted copies and slow ranks are found, on the ranks where they are planted."""
 
 import logging
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dtron.faults.stragglers import Stragglers, table
 from dtron.runtime import Place
 from dtron.trainer import Trainer
 from tests.harness import run_ranks
+from tests.test_routing import SMALL
 from tests.test_trainer import contents, fit, losses, rows, tiny
 
 
@@ -79,17 +82,54 @@ def trained(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_step_of_a_spike_is_not_taken(tmp_path: Path) -> None:
-    every = {**WATCHED, "checkpoint__interval": 1}
-    config = tiny(tmp_path / "run", train__steps=8, faults__on_spike="skip_data", **every)
-    run_ranks(1, fit_spiking, config)
+class Poisoned(Planted):
+    """Its gradients are not numbers on one rank at a step."""
+
+    def before(self, number: int) -> None:
+        loss = self.loss
+        factor = math.nan if number == 7 and self.place.rank == self.place.world_size - 1 else 1.0
+        self.train_step.loss = lambda logits, labels: factor * loss(logits, labels)
+
+
+def fit_poisoned(config: RunConfig) -> None:
+    Poisoned(config).fit()
+
+
+GUARDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "experts apart, with biases": (4, {**SMALL, "parallel__tp": 2, "parallel__ep": 4}),
+    "embeddings tied over stages": (
+        2,
+        {
+            "model__name": "gpt",
+            "model__override.n_kv_heads": 4,
+            "model__override.tied": True,
+            "parallel__pp": 2,
+            "train__micro_batch": 4,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("act", [fit_spiking, fit_poisoned])
+@pytest.mark.parametrize("layout", GUARDED)
+def test_the_step_of_a_spike_or_of_a_nan_is_not_taken(
+    tmp_path: Path, layout: str, act: Callable[[RunConfig], None]
+) -> None:
+    """Nothing moves in it, on any rank, and everything in the next one."""
+    ranks, changes = GUARDED[layout]
+    every = {**WATCHED, "checkpoint__interval": 1, "faults__on_spike": "skip_data", **changes}
+    run_ranks(ranks, act, tiny(tmp_path / "run", train__steps=8, **every))
     checkpoints = tmp_path / "run/checkpoints"
     told = rows(tmp_path / "run")
-    assert told[6]["loss"] > 2 * told[5]["loss"]
+    if act is fit_spiking:
+        assert told[6]["loss"] > 2 * told[5]["loss"]
+    else:
+        assert (told[6]["grad_norm"], told[7]["skipped"]) == (None, 1)
     before, spiked, after = (trained(checkpoints / f"step-{n}") for n in (6, 7, 8))
+    assert any("expert_bias" in name for name in before) == ("experts" in layout)
     assert all(torch.equal(value, spiked[name]) for name, value in before.items())
     assert not any(torch.equal(value, after[name]) for name, value in before.items())
-    assert (checkpoints / "step-8").is_dir()
 
 
 def means_of(values: list[float]) -> list[int]:

@@ -93,3 +93,31 @@ def test_the_deadline_runs_inside_a_collective_too(tmp_path: Path) -> None:
     processes = start(2, tmp_path / "ranks", stuck_when_signalled, config)
     processes[0].join(60)
     assert finish(processes, 0)[0] == EXIT_UNSAVED
+
+
+def alone_when_signalled(config: RunConfig) -> None:
+    """Rank 1 dies in the third step, in which the others wait for ever; then they are signalled."""
+    trainer = Trainer(config)
+    one_step = trainer._one_step
+
+    def stuck() -> None:
+        if trainer.step < 2:
+            return one_step()
+        if trainer.place.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        time.sleep(60)
+
+    trainer._one_step = stuck  # type: ignore[method-assign]
+    trainer.fit()
+
+
+def test_ranks_that_wait_for_a_dead_one_end_soon_after_the_signal(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", train__global_batch=6)
+    processes = start(3, tmp_path / "ranks", alone_when_signalled, config)
+    processes[1].join(60)
+    begun = time.monotonic()
+    assert finish(processes) == [EXIT_HUNG, -signal.SIGKILL, EXIT_HUNG]
+    assert time.monotonic() - begun < 30
+    text = told(tmp_path / "ranks")
+    assert "rank 2: another rank is gone, and this one has not ended for 5 seconds" in text

@@ -1,10 +1,13 @@
 """Scripts of launch/: signals reach the ranks through torchrun; two hosts lose each other."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -42,6 +45,91 @@ def test_torchrun_exits_0_after_slurms_warning(tmp_path: Path) -> None:
     assert "SIGUSR1: stopping after the next step, with a checkpoint" in told
     last = rows(tmp_path / "run")[-1]["step"]
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step-{last}\n"
+
+
+def holding(agent: int) -> list[int]:
+    """Ranks that hold SIGUSR1 back, as they do while they start."""
+    held = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            lines = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+            blocked = int(lines.get("SigBlk", "0"), 16) >> (signal.SIGUSR1 - 1) & 1
+            if blocked and _torchrun_of(lines) == agent:
+                held.append(int(lines["Pid"]))
+    return held
+
+
+def _torchrun_of(lines: dict[str, str]) -> int:
+    """The shell script whose torchrun is the parent of a process."""
+    parent = Path(f"/proc/{lines['PPid'].strip()}/status").read_text()
+    return int(re.search(r"PPid:\t(\d+)", parent)[1])  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_torchrun_exits_0_when_it_is_warned_before_training(tmp_path: Path) -> None:
+    """While ranks import torch; torchrun itself gets the signal too, as from scancel."""
+    words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=10**6)
+    command = [str(ROOT / "launch/torchrun.sh"), "--standalone", "--nproc-per-node", "2", *words]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(ranks := holding(process.pid)) < 2:
+        assert time.monotonic() < deadline, "no ranks"
+        time.sleep(0.02)
+    (parent,) = {int(Path(f"/proc/{rank}/stat").read_text().split()[3]) for rank in ranks}
+    os.kill(parent, signal.SIGUSR1)
+    process.send_signal(signal.SIGUSR1)
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert "SIGUSR1: stopping before training begins" in told
+    assert rows(tmp_path / "run") == []
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+STANDINS = {
+    "torchrun": f"""#!{sys.executable}
+import subprocess, sys
+rank = 'import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\\n'
+rank += 'open("begun", "w").close(); time.sleep(60); sys.exit(1)'
+sys.exit(subprocess.call([sys.executable, "-c", rank]))
+""",
+    "scontrol": """#!/bin/sh
+[ "$1" = show ] && echo host-0 || echo "$@" >> queued
+""",
+    "srun": """#!/bin/sh
+shift
+echo $$ > step
+exec "$@"
+""",
+    # all processes of the step, as with Linux's cgroups
+    "scancel": """#!/bin/sh
+for pid in $(cat step) $(pgrep -P "$(cat step)"); do kill -USR1 "$pid"; done
+""",
+}
+
+
+@pytest.mark.parametrize("job", ["node", "nodes"])
+def test_a_job_is_queued_again_after_slurms_warning(tmp_path: Path, job: str) -> None:
+    """With stand-ins for torchrun and for Slurm's commands, of which only the names are right."""
+    for name, text in STANDINS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "host-0", "SLURM_NNODES": "1"}
+    path = {"PATH": f"{tmp_path}:{ENV['PATH']}"}
+    command = ["bash", f"launch/{job}.sbatch", "--config", "my.toml"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env={**ENV, **slurm, **path}, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "begun").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # what would queue it again in any case
+    assert (tmp_path / "queued").read_text() == "requeue 42\n"
 
 
 def namespaces() -> str:

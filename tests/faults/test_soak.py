@@ -12,7 +12,7 @@ from tests.faults.soak import Soak
 
 
 def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    soak = Soak(tmp_path, seed=3, steps=14, changes=True)
+    soak = Soak(tmp_path, seed=3, steps=24, calm=8, changes=True)
     counts = soak.until(time.monotonic() + 20, kills=5)
     assert counts.kills >= 1
     with capsys.disabled():
@@ -26,8 +26,11 @@ def test_a_soak(
 ) -> None:
     minutes: float = pytestconfig.option.soak_minutes
     seed: int = pytestconfig.option.soak_seed
-    soak = Soak(tmp_path, seed, steps=40, changes=changes)
+    with capsys.disabled():
+        print(f"\nseed {seed}")
+    soak = Soak(tmp_path, seed, steps=150, calm=50, changes=changes)
     counts = soak.until(time.monotonic() + 30 * minutes, kills=10**6)
     with capsys.disabled():
         print(f"\nseed {seed}: {counts}")
     assert counts.kills > 0
+    assert counts.behind, "no run has gone on from a checkpoint"
