@@ -176,7 +176,14 @@ def _gradients(run: Resolved, own: list[Unit]) -> float:
     reduced = ELEMENT[run.config.parallel.reduce_dtype]
     shard, whole = (sum(getattr(u, key) for u in own) for key in ("shard", "gathered"))
     # The shards appear unit by unit while the whole gradients go.
-    return max(4.0 * shard, float(reduced * whole)) if _accumulates(run) else 4.0 * shard
+    summed = float(reduced * (whole + _unsplit(own)))
+    return max(4.0 * shard, summed) if _accumulates(run) else 4.0 * shard
+
+
+def _unsplit(own: list[Unit]) -> int:
+    """Elements of other tp ranks in an embedding's gradient: DTensor's backward of a lookup makes
+    all rows on each rank, which are split when they are reduced."""
+    return sum(u.whole - u.gathered for u in own if u.kind == "embedding")
 
 
 def _reduces_each(run: Resolved) -> bool:
@@ -387,22 +394,26 @@ def _points(
         gathered += _gather(run, listed) + _context(run)
         at_loss = float(run.element * sum(u.gathered for u in listed if u.name in ("root", "head")))
     working = gathered + classes["working"] + inner
+    # A step's last backward frees weights unit by unit.
+    last = max((u.gathered for u in listed), default=0) * run.element
+    last = min(gathered, last) if run.layout is None else gathered
     points = {
         "loss": fixed + at_loss + before + activated + classes["logits"] + classes["waiting"],
         "first backward": fixed + working + before + activated,
-        "last backward": fixed + working + made,
+        "last backward": fixed + last + classes["working"] + inner + made,
         "update": fixed + made,
     }
     if embedding:  # reduced when its micro-batch is done
         left = activated * (1 - 1 / max(sum(flying.values()), 1))
-        points["embedding"] = fixed + gathered + made + left + _reduced(run, embedding)
+        points["embedding"] = fixed + last + made + left + _reduced(run, embedding)
     return points
 
 
 def _reduced(run: Resolved, own: list[Unit]) -> float:
     """As `_reduction`, beside the gradients that are summed over micro-batches."""
     largest = max((u.gathered for u in own), default=0)
-    return float(largest * (_sent(run) + (0 if _accumulates(run) else run.element)))
+    made = 0 if _accumulates(run) else run.element * (largest + _unsplit(own))
+    return float(largest * _sent(run) + made)
 
 
 def _reserved(run: Resolved, classes: Mapping[str, float]) -> float:
