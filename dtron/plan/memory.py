@@ -5,6 +5,7 @@
     gathered     weights in the dtype of computation: all of them (zero 1 and 2, and where none
                  shares them), or those of the unit that computes and of those fetched ahead
     gradients    a shard in float32, or under accumulation to the end of the step whole ones
+    foreign rows of an embedding, whose gradient tp ranks have whole until it is reduced
     reduction    the gradient of one unit in the dtype of computation, and as it is sent
     activations  what blocks keep, of as many micro-batches as the schedule has in flight
     working      of one block what it computes again, and gradients of its widest hidden rows
@@ -35,6 +36,7 @@ CLASSES = (
     "optimizer",
     "gathered",
     "gradients",
+    "foreign rows",
     "reduction",
     "activations",
     "working",
@@ -130,6 +132,7 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
         "optimizer": float(MOMENTS[run.config.optim.name] * _moment(run) * shard),
         "gathered": _gathered(run, rank, own),
         "gradients": _gradients(run, own),
+        "foreign rows": _foreign(run, own),
         "reduction": _reduction(run, own),
         "activations": sum(modules.values()),
         "working": _working(run, rank),
@@ -176,8 +179,13 @@ def _gradients(run: Resolved, own: list[Unit]) -> float:
     reduced = ELEMENT[run.config.parallel.reduce_dtype]
     shard, whole = (sum(getattr(u, key) for u in own) for key in ("shard", "gathered"))
     # The shards appear unit by unit while the whole gradients go.
-    summed = float(reduced * (whole + _unsplit(own)))
-    return max(4.0 * shard, summed) if _accumulates(run) else 4.0 * shard
+    return max(4.0 * shard, float(reduced * whole)) if _accumulates(run) else 4.0 * shard
+
+
+def _foreign(run: Resolved, own: list[Unit]) -> float:
+    """Of sums over micro-batches, rows of other tp ranks."""
+    reduced = ELEMENT[run.config.parallel.reduce_dtype]
+    return float(reduced * _unsplit(own)) if _accumulates(run) else 0.0
 
 
 def _unsplit(own: list[Unit]) -> int:
@@ -384,7 +392,8 @@ def _points(
     (tests/plan/test_exact.py). Gradients are there once a micro-batch's backward has made them."""
     peers = _peers(run, rank)
     fixed = classes["parameters"] + classes["optimizer"] + peers
-    made, activated = classes["gradients"], classes["activations"]
+    made = classes["gradients"] + classes["foreign rows"]
+    activated = classes["activations"]
     before = made if run.micro_batches > max(flying.values(), default=1) else 0.0
     listed = [unit for stage in run.stages_of(rank) for unit in units(run, stage)]
     embedding = [u for u in listed if u.kind == "embedding"]
@@ -419,7 +428,7 @@ def _reduced(run: Resolved, own: list[Unit]) -> float:
 def _reserved(run: Resolved, classes: Mapping[str, float]) -> float:
     """Shards of gradients, as large as the parameters', and buffers are of other streams. Moments
     are cut from blocks that the first step's activations left, and so leave holes too."""
-    whole = classes["gradients"] if _accumulates(run) else 0.0
+    whole = classes["gradients"] + classes["foreign rows"] if _accumulates(run) else 0.0
     late = max(classes["logits"] + classes["waiting"], classes["working"] + classes["reduction"])
     fixed = classes["parameters"] + classes["optimizer"]
     compute = fixed + classes["gathered"] + classes["activations"] + late + whole
