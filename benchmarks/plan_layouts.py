@@ -1,13 +1,17 @@
 """Predictions for layouts that were drawn before any was measured, and their measurement.
 
     python -m benchmarks.plan_layouts draw       writes plan_layouts.json: layouts and predictions
+    python -m benchmarks.plan_layouts predict    writes predictions of its layouts anew
     python -m benchmarks.plan_layouts measure [--world N ...] [--only I ...]
         on H200: runs those that the GPUs here can hold, or what is named; a line a row. What is
         measured goes to plan_measured.json at once, and a row that is there is not run again.
-    python -m benchmarks.plan_layouts compare    prints the table of docs/planning.md
+    python -m benchmarks.plan_layouts compare [--hardware ROW]
+        prints the table of docs/planning.md; with a row, such as a file of `dtron plan calibrate`,
+        of predictions by that row in place of those in plan_layouts.json
 
 Layouts of Llama-3-8B, Qwen3-8B and DeepSeek-V2-Lite (16B, experts) on 1, 2 and 4 GPUs, drawn by
-SEED from those that are legal and that the planner says fit.
+SEED from those that are legal and that the planner said fit when they were drawn; a planner that
+tells other sizes would draw others, so that they are not drawn again.
 """
 
 import argparse
@@ -26,7 +30,7 @@ import torch
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.plan.hardware import hardware
+from dtron.plan.hardware import Hardware, hardware
 from dtron.plan.memory import memory, worst
 from dtron.plan.resolved import Resolved
 from dtron.plan.steptime import predict
@@ -80,18 +84,27 @@ def draw() -> list[dict[str, Any]]:
             if held > row.memory - row.outside or label in seen:
                 continue
             seen.add(label)
-            time = predict(run, row)
-            found.append(
-                {
-                    "label": label,
-                    "world": world,
-                    "overrides": words,
-                    "gib": round(held / 2**30, 1),
-                    "step_seconds": round(time.step, 4),
-                    "tokens_per_second_per_gpu": round(time.tokens_per_second_per_gpu),
-                }
-            )
+            layout = {"label": label, "world": world, "overrides": words}
+            found.append(predicted(layout, row))
     return found
+
+
+def predicted(layout: dict[str, Any], row: Hardware) -> dict[str, Any]:
+    """A layout with what is predicted of it now."""
+    config = RunConfig.load(HERE.parent / CONFIG, layout["overrides"])
+    run = Resolved.of(config, layout["world"])
+    time = predict(run, row)
+    return {
+        **layout,
+        "gib": round(worst(memory(run)).reserved / 2**30, 1),
+        "step_seconds": round(time.step, 4),
+        "tokens_per_second_per_gpu": round(time.tokens_per_second_per_gpu),
+    }
+
+
+def write(layouts: list[dict[str, Any]], file: Path = FILE) -> None:
+    """Layouts and predictions, with the seed that drew them."""
+    file.write_text(json.dumps({"seed": SEED, "layouts": layouts}, indent=1) + "\n")
 
 
 def measure(layout: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]:
@@ -183,21 +196,27 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("what", choices=["draw", "measure", "compare"])
+    made.add_argument("what", choices=["draw", "predict", "measure", "compare"])
     made.add_argument("--world", type=int, nargs="*", default=[], help="ranks of layouts to run")
     made.add_argument("--only", type=int, nargs="*", default=[], help="places in the list, from 0")
     made.add_argument("--limit", type=float, default=300, help="seconds a row; default 300")
+    made.add_argument("--hardware", default="", help="compare: a row to predict by")
     made.add_argument("--measured", type=Path, default=MEASURED, help="where figures are kept")
     return made
 
 
 def main() -> None:
-    """Draw, measure what was drawn, or compare."""
+    """Draw, predict or measure what was drawn, or compare."""
     given = parser().parse_args()
     if given.what == "draw":
-        FILE.write_text(json.dumps({"seed": SEED, "layouts": draw()}, indent=1) + "\n")
+        write(draw())
         return
     layouts = json.loads(FILE.read_text())["layouts"]
+    if given.what == "predict":
+        write([predicted(layout, hardware("h200")) for layout in layouts])
+        return
+    if given.hardware:
+        layouts = [predicted(layout, hardware(given.hardware)) for layout in layouts]
     if given.what == "measure":
         which = chosen(layouts, given.world, given.only, torch.cuda.device_count())
         if not which:

@@ -63,6 +63,13 @@ def _expert_group(run: Resolved, axis: str, domain: int) -> tuple[int, int]:
     return ranks, max(1, min(ranks, domain // ep_etp))
 
 
+def sharing(run: Resolved, domain: int) -> Iterator[tuple[str, int, int]]:
+    """(what, ranks of a group that shares it, of these in one domain of GPUs) of parameters."""
+    yield "parameters", *group(run, FSDP_AXES, domain)
+    if run.model.n_experts and run.experts_apart:
+        yield "experts", *_expert_group(run, "edp_shard", domain)
+
+
 def collectives(run: Resolved, rank: int, domain: int = 8) -> list[Collective]:
     """Of a pipeline rank's step.
 
@@ -87,26 +94,29 @@ def activation_collectives(run: Resolved, stage: Stage, domain: int) -> list[Col
 
 
 def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """A unit is gathered by each forward and backward, or once a step; the last one of a model that
-    is no stage, and the root, once a micro-batch."""
-    m, policy = run.micro_batches, run.policy
     listed = units(run, stage)
-    reduces = m if policy.reduce_each_micro_batch else 1
+    reduces = run.micro_batches if run.policy.reduce_each_micro_batch else 1
     reduced = ELEMENT[run.config.parallel.reduce_dtype]
     by_all_to_all = run.config.parallel.reduce_by == "all_to_all"
     for place, each in enumerate(listed):
-        stays = each.name == "root" or (run.layout is None and place == len(listed) - 1)
-        gathers = 1 if policy.keep_gathered else m * (1 if stays else 2)
+        times = gathers(run, each, place == len(listed) - 1)
         for axis, shard, (ranks, inside) in _shared(run, each, domain):
             padded = shard * ranks
-            yield Collective(
-                axis, "all_gather", padded * run.element, gathers, "fsdp", ranks, inside
-            )
+            yield Collective(axis, "all_gather", padded * run.element, times, "fsdp", ranks, inside)
             kind = "all_to_all" if by_all_to_all else "reduce_scatter"
             size = padded * (run.element if by_all_to_all else reduced)
             yield Collective(axis, kind, size, reduces, "fsdp", ranks, inside)
             copies, near = group(run, ("dp_replicate",), domain)
             yield Collective("dp_replicate", "all_reduce", shard * reduced, 1, "fsdp", copies, near)
+
+
+def gathers(run: Resolved, unit: Unit, last: bool) -> int:
+    """How often a unit is gathered: by each forward and backward, or once a step; the last one of a
+    model that is no stage, and the root, once a micro-batch."""
+    if run.policy.keep_gathered:
+        return 1
+    stays = unit.name == "root" or (run.layout is None and last)
+    return run.micro_batches * (1 if stays else 2)
 
 
 def _name(run: Resolved, axes: Sequence[Degree]) -> str:

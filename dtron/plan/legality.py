@@ -1,8 +1,9 @@
 """Whether a run is legal on a number of ranks, why not, and which layouts near it are.
 
 The reasons are preflight's own, but for those that depend on the machine: the choice of an
-attention backend, and whether there are GPUs. Near layouts differ in one or two degrees, by as
-small a factor as possible; the rest of the world goes to dp_shard.
+attention backend, and whether there are GPUs. Of hosts of a hardware row copy engines are refused,
+where a run would find that ranks cannot read each other's memory. Near layouts differ in one or two
+degrees, by as small a factor as possible; the rest of the world goes to dp_shard.
 """
 
 import math
@@ -13,6 +14,8 @@ from typing import Any
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
+from dtron.plan.communication import sharing
+from dtron.plan.hardware import Hardware
 from dtron.plan.resolved import Resolved, shortened
 from dtron.preflight import reasons
 
@@ -38,22 +41,44 @@ class Legality:
         return not self.reasons
 
 
-def check(config: RunConfig, world_size: int) -> Legality:
-    """All that is wrong, and what near is right."""
+def check(config: RunConfig, world_size: int, hardware: Hardware | None = None) -> Legality:
+    """All that is wrong, and what near is right.
+
+    Args:
+        hardware: what the ranks' hosts are; None: not known.
+    """
     found = tuple(reasons(_short(config, world_size), world_size))
-    near = tuple(_nearest(config, world_size, found)) if found else ()
+    if not found and hardware is not None:
+        found = tuple(far_copies(Resolved.of(config, world_size), hardware))
+    near = tuple(_nearest(config, world_size, found, hardware)) if found else ()
     return Legality(found, near)
 
 
+def far_copies(run: Resolved, hardware: Hardware) -> Iterator[str]:
+    """Why copy engines cannot reach (`peer_memory.CopyEngine` asks the hosts themselves)."""
+    if not run.config.parallel.copy_engines:
+        return
+    for what, ranks, inside in sharing(run, hardware.host):
+        if inside < ranks:
+            yield (
+                f"parallel.copy_engines: {ranks} ranks share {what}, of which a host of "
+                f"{hardware.host} GPUs ({hardware.name}) has {inside}, and cannot read each "
+                "other's memory; share them inside a host (parallel.dp_shard, dp_replicate)"
+            )
+
+
 def _nearest(
-    config: RunConfig, world_size: int, found: tuple[str, ...]
+    config: RunConfig, world_size: int, found: tuple[str, ...], hardware: Hardware | None
 ) -> Iterator[dict[str, Any]]:
     told = 0
     changes = [*_changes(config), *_batches(config, world_size, found)]
+    changes += _inside_hosts(config, world_size, found)
     for _, change in sorted(changes, key=lambda pair: pair[0])[:_TRIES]:
         try:
-            Resolved.of(_changed(config, change), world_size)
+            run = Resolved.of(_changed(config, change), world_size)
         except ConfigError:
+            continue
+        if hardware is not None and any(far_copies(run, hardware)):
             continue
         yield change
         told += 1
@@ -84,6 +109,22 @@ def _batches(
         for n in (batch // each * each, -(-batch // each) * each):
             if n and n != batch:
                 yield abs(math.log2(n / batch)), {BATCH: n}
+
+
+def _inside_hosts(
+    config: RunConfig, world_size: int, found: tuple[str, ...]
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """More copies of fewer shards each, or no copy engines, where those are refused."""
+    if not any(reason.startswith("parallel.copy_engines:") for reason in found):
+        return
+    degrees = config.degrees(world_size)
+    for factor in (2**n for n in range(1, 12)):
+        if degrees["dp_shard"] % factor == 0:
+            yield (
+                math.log2(factor),
+                {"dp_shard": -1, "dp_replicate": degrees["dp_replicate"] * factor},
+            )
+    yield 1.0, {"copy_engines": False}
 
 
 def _short(config: RunConfig, world_size: int) -> RunConfig:

@@ -5,11 +5,13 @@
     gathered     weights in the dtype of computation: all of them (zero 1 and 2, and where none
                  shares them), or those of the unit that computes and of those fetched ahead
     gradients    a shard in float32, or under accumulation to the end of the step whole ones
-    reduction    the gradient of one unit in the dtype of computation, and as it is reduced
+    foreign rows of an embedding, whose gradient tp ranks have whole until it is reduced
+    reduction    the gradient of one unit in the dtype of computation, and as it is sent
     activations  what blocks keep, of as many micro-batches as the schedule has in flight
     working      of one block what it computes again, and gradients of its widest hidden rows
     logits       of the rank with the head
-    buffers      what collectives gather into, on a stream of their own
+    waiting      what the reduction of a micro-batch sent last, until the next one reduces
+    buffers      what collectives gather into and sum in, on streams of their own
 
 `peak` is what the allocator has handed out at the worst point of the step. `reserved` is what it
 holds: memory of another stream is not given to this one, so shards of gradients, made on the stream
@@ -17,25 +19,29 @@ of reductions, come on top of the activations which they follow in time. That is
 `outside` the allocator are the context, NCCL's channels and libraries; hardware rows say how much.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dtron.parallelisms.actions import Kind, Order
 from dtron.plan import activations
+from dtron.plan.allocator import Block, Pool
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, held, units
-from dtron.plan.resolved import ELEMENT, Resolved
+from dtron.plan.resolved import ELEMENT, Resolved, Stage
 
 CLASSES = (
     "parameters",
     "optimizer",
     "gathered",
     "gradients",
+    "foreign rows",
     "reduction",
     "activations",
     "working",
     "logits",
+    "waiting",
     "buffers",
 )
 MOMENTS = {"adamw": 2, "sgd": 0}
@@ -126,11 +132,13 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
         "optimizer": float(MOMENTS[run.config.optim.name] * _moment(run) * shard),
         "gathered": _gathered(run, rank, own),
         "gradients": _gradients(run, own),
+        "foreign rows": _foreign(run, own),
         "reduction": _reduction(run, own),
         "activations": sum(modules.values()),
         "working": _working(run, rank),
         "logits": activations.logits(run) if _has_head(run, rank) else 0.0,
-        "buffers": _buffers(run, own) + _peers(run, rank),
+        "waiting": _waiting(run, rank),
+        "buffers": _buffers(run, rank) + _context(run) + _peers(run, rank),
     }
     points = _points(run, rank, classes, flying)
     reserved = _reserved(run, classes)
@@ -174,22 +182,159 @@ def _gradients(run: Resolved, own: list[Unit]) -> float:
     return max(4.0 * shard, float(reduced * whole)) if _accumulates(run) else 4.0 * shard
 
 
+def _foreign(run: Resolved, own: list[Unit]) -> float:
+    """Of sums over micro-batches, rows of other tp ranks."""
+    reduced = ELEMENT[run.config.parallel.reduce_dtype]
+    return float(reduced * _unsplit(own)) if _accumulates(run) else 0.0
+
+
+def _unsplit(own: list[Unit]) -> int:
+    """Elements of other tp ranks in an embedding's gradient: DTensor's backward of a lookup makes
+    all rows on each rank, which are split when they are reduced."""
+    return sum(u.whole - u.gathered for u in own if u.kind == "embedding")
+
+
+def _reduces_each(run: Resolved) -> bool:
+    """Whether several micro-batches are reduced one by one."""
+    return run.policy.reduce_each_micro_batch and run.micro_batches > 1
+
+
+def _exchanges(run: Resolved) -> bool:
+    return run.shards > 1 and run.config.parallel.reduce_by == "all_to_all"
+
+
+def _sent(run: Resolved) -> int:
+    """Bytes an element of what a reduction takes of the allocator to send from. Gradients that are
+    exchanged go as they are, and by copy engines out of memory that is not the allocator's."""
+    if _exchanges(run):
+        return 0 if run.config.parallel.copy_engines else run.element
+    return ELEMENT[run.config.parallel.reduce_dtype]
+
+
 def _reduction(run: Resolved, own: list[Unit]) -> float:
     """Of the largest unit: gradients as the backward makes them, and as they are sent."""
     largest = max((u.gathered for u in own), default=0)
-    return float(largest * (run.element + ELEMENT[run.config.parallel.reduce_dtype]))
+    return float(largest * (run.element + _sent(run)))
 
 
-def _buffers(run: Resolved, own: list[Unit]) -> float:
-    """All-gathers of FSDP go into a buffer first; context parallelism sends keys and values."""
-    largest = max((u.gathered for u in own), default=0)
-    found = float(run.element * largest)
-    if run.degrees["cp"] > 1:
-        width = 2 * run.model.n_kv_heads * run.model.head_size // run.tp
-        whole = any(m == "all_gather" for m in run.config.parallel.cp_methods())
-        blocks = run.degrees["cp"] if whole else 2
-        found += blocks * width * run.tokens * run.element
+def _waiting(run: Resolved, rank: int) -> float:
+    """FSDP keeps what it sent of a unit until the next one is reduced, and at the end of a step:
+    between micro-batches that of the first unit, through the forward and the loss."""
+    if not _reduces_each(run):
+        return 0.0
+    firsts = [units(run, stage)[:1] for stage in run.stages_of(rank)]
+    return float(_sent(run) * sum(u.gathered for first in firsts for u in first))
+
+
+def _gather(run: Resolved, own: list[Unit]) -> float:
+    """The buffer of the largest gather alone."""
+    return float(run.element * max((u.gathered for u in own), default=0))
+
+
+def _context(run: Resolved) -> float:
+    """Context parallelism sends keys and values."""
+    if run.degrees["cp"] == 1:
+        return 0.0
+    width = 2 * run.model.n_kv_heads * run.model.head_size // run.tp
+    whole = any(m == "all_gather" for m in run.config.parallel.cp_methods())
+    blocks = run.degrees["cp"] if whole else 2
+    return float(blocks * width * run.tokens * run.element)
+
+
+def _buffers(run: Resolved, rank: int) -> float:
+    """Of FSDP's streams, which each stage has of its own, over shards of gradients."""
+    if run.shards == 1:  # weights are cast where they are read, sums are shards
+        return float(sum(_sums(run, stage) for stage in run.stages_of(rank)))
+    depth, again = run.config.parallel.prefetch, not run.policy.keep_gathered
+    found = 0.0
+    for stage in run.stages_of(rank):
+        sizes = tuple(_parts(run, unit) for unit in units(run, stage))
+        stays = run.layout is None  # the last unit
+        found += gathered_through(sizes, depth, again, stays) + _sums(run, stage)
     return found
+
+
+Gather = tuple[int, int]
+"""Bytes of what is gathered, and of a rank's share of it in the dtype of computation."""
+
+
+def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
+    """A unit's gathers, of its dense part and of its experts."""
+    cast = run.element if run.element < 4 else 0  # what needs no cast is sent as it is
+    dense = (unit.gathered - unit.experts_gathered, unit.shard - unit.experts_shard)
+    experts = (unit.experts_gathered, unit.experts_shard)
+    shared = [(whole, part) for whole, part in (dense, experts) if part < whole]
+    return tuple((run.element * whole, cast * part) for whole, part in shared)
+
+
+@functools.lru_cache(maxsize=1024)
+def gathered_through(
+    sizes: Sequence[Sequence[Gather]], depth: int, again: bool, stays: bool
+) -> int:
+    """Bytes that the stream of gathers takes in steps over units.
+
+    In the forward a gather's buffer is given back when the next one is copied out of its own, in
+    the backward when it is copied itself. Large ones of embedding and head do not share a block
+    where a layer's lies in it.
+
+    Args:
+        sizes: gathers of each unit, in the order of the forward.
+        depth: units that are gathered ahead.
+        again: whether the backward gathers units again.
+        stays: whether it finds the last one there.
+    """
+    pool = Pool()
+    for _ in range(2):  # what the first left over is cut otherwise
+        _forward_gathers(pool, sizes, depth)
+        if again:
+            _backward_gathers(pool, sizes[: len(sizes) - stays], depth)
+    return pool.reserved
+
+
+def _take(pool: Pool, gather: Gather) -> Block:
+    whole, part = gather
+    cast = pool.take(part) if part else None
+    found = pool.take(whole)
+    if cast is not None:
+        pool.give(cast)
+    return found
+
+
+def _forward_gathers(pool: Pool, sizes: Sequence[Sequence[Gather]], depth: int) -> None:
+    flying: dict[int, list[Block]] = {}
+    copied: Block | None = None
+    for i in range(len(sizes)):
+        for place, block in enumerate(flying.pop(i, None) or [_take(pool, g) for g in sizes[i]]):
+            if copied is not None:
+                pool.give(copied)
+            copied = block
+            for ahead in range(i + 1, min(i + 1 + depth, len(sizes))) if place == 0 else ():
+                if ahead not in flying:
+                    flying[ahead] = [_take(pool, g) for g in sizes[ahead]]
+    if copied is not None:
+        pool.give(copied)
+
+
+def _backward_gathers(pool: Pool, sizes: Sequence[Sequence[Gather]], depth: int) -> None:
+    flying: dict[int, list[Block]] = {}
+    for i in reversed(range(len(sizes))):
+        for block in flying.pop(i, None) or [_take(pool, g) for g in sizes[i]]:
+            pool.give(block)
+        for behind in range(i - 1, max(-1, i - 1 - depth), -1):
+            if behind not in flying:
+                flying[behind] = [_take(pool, g) for g in sizes[behind]]
+
+
+def _sums(run: Resolved, stage: Stage) -> int:
+    """Of a stage's largest unit, what its reduction holds beside shards of gradients that are there
+    already: new sums before they are added, sums before they are cast, what others have sent."""
+    listed, each = units(run, stage), 0
+    if _reduces_each(run):
+        each += 4
+    if (reduced := ELEMENT[run.config.parallel.reduce_dtype]) < 4:
+        each += reduced
+    received = run.element if _exchanges(run) else 0
+    return max((u.shard * each + u.gathered * received for u in listed), default=0)
 
 
 def _peers(run: Resolved, rank: int) -> float:
@@ -247,43 +392,47 @@ def _points(
     (tests/plan/test_exact.py). Gradients are there once a micro-batch's backward has made them."""
     peers = _peers(run, rank)
     fixed = classes["parameters"] + classes["optimizer"] + peers
-    made, activated = classes["gradients"], classes["activations"]
+    made = classes["gradients"] + classes["foreign rows"]
+    activated = classes["activations"]
     before = made if run.micro_batches > max(flying.values(), default=1) else 0.0
     listed = [unit for stage in run.stages_of(rank) for unit in units(run, stage)]
     embedding = [u for u in listed if u.kind == "embedding"]
     inner = _reduced(run, [u for u in listed if u.kind != "embedding"])
     gathered, at_loss = classes["gathered"], classes["gathered"]
     if not run.policy.keep_gathered:
-        gathered += classes["buffers"] - peers
+        gathered += _gather(run, listed) + _context(run)
         at_loss = float(run.element * sum(u.gathered for u in listed if u.name in ("root", "head")))
     working = gathered + classes["working"] + inner
+    # A step's last backward frees weights unit by unit.
+    last = max((u.gathered for u in listed), default=0) * run.element
+    last = min(gathered, last) if run.layout is None else gathered
     points = {
-        "loss": fixed + at_loss + before + activated + classes["logits"],
+        "loss": fixed + at_loss + before + activated + classes["logits"] + classes["waiting"],
         "first backward": fixed + working + before + activated,
-        "last backward": fixed + working + made,
+        "last backward": fixed + last + classes["working"] + inner + made,
         "update": fixed + made,
     }
     if embedding:  # reduced when its micro-batch is done
         left = activated * (1 - 1 / max(sum(flying.values()), 1))
-        points["embedding"] = fixed + gathered + made + left + _reduced(run, embedding)
+        points["embedding"] = fixed + last + made + left + _reduced(run, embedding)
     return points
 
 
 def _reduced(run: Resolved, own: list[Unit]) -> float:
     """As `_reduction`, beside the gradients that are summed over micro-batches."""
     largest = max((u.gathered for u in own), default=0)
-    sent = ELEMENT[run.config.parallel.reduce_dtype]
-    return float(largest * (sent if _accumulates(run) else run.element + sent))
+    made = 0 if _accumulates(run) else run.element * (largest + _unsplit(own))
+    return float(largest * _sent(run) + made)
 
 
 def _reserved(run: Resolved, classes: Mapping[str, float]) -> float:
-    """Shards of gradients, as large as the parameters', and buffers of gathers are of other
-    streams."""
+    """Shards of gradients, as large as the parameters', and buffers are of other streams. Moments
+    are cut from blocks that the first step's activations left, and so leave holes too."""
+    whole = classes["gradients"] + classes["foreign rows"] if _accumulates(run) else 0.0
+    late = max(classes["logits"] + classes["waiting"], classes["working"] + classes["reduction"])
     fixed = classes["parameters"] + classes["optimizer"]
-    whole = classes["gradients"] if _accumulates(run) else 0.0
-    late = max(classes["logits"], classes["working"] + classes["reduction"])
-    compute = classes["gathered"] + classes["activations"] + late + whole
-    return fixed + FRAGMENTED * compute + classes["buffers"] + classes["parameters"]
+    compute = fixed + classes["gathered"] + classes["activations"] + late + whole
+    return FRAGMENTED * compute + classes["buffers"] + classes["parameters"]
 
 
 def in_flight(run: Resolved, rank: int) -> dict[int, int]:

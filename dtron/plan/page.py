@@ -15,8 +15,8 @@ from dtron.plan.steptime import timeline
 
 GIB = 2**30
 COLOURS = (
-    "#3d7fd0", "#7fb0e8", "#2f9c8d", "#c96f16", "#e8b26f", "#7b5bb8", "#b9a3e0", "#c04a62",
-    "#8a8f98",
+    "#3d7fd0", "#7fb0e8", "#2f9c8d", "#c96f16", "#dd8f45", "#e8b26f", "#7b5bb8", "#b9a3e0",
+    "#c04a62", "#d98b9a", "#8a8f98",
 )  # fmt: skip
 _WIDTH, _LEFT, _ROW = 1100, 90, 26
 Points = Sequence[tuple[float, float]]

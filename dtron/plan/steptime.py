@@ -7,6 +7,8 @@
     fsdp       gathers and reductions run beside the computation: those that are longer than it are
                waited for, the others slow it down by a share of their time; the first gather and
                the last reduction are alone
+    copies     what FSDP copies on the stream of computation: weights out of gathers, gradients into
+               reductions and into sums over micro-batches
     bubble     the schedule run on a clock with each stage's own times, less what ranks compute
     update     norm, clip and AdamW, at the rate of memory
 
@@ -23,10 +25,10 @@ from dtron.errors import ConfigError
 from dtron.float8.recipes import RECIPES
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.timeline import Timeline
-from dtron.plan.communication import Collective, activation_collectives, collectives
+from dtron.plan.communication import Collective, activation_collectives, collectives, gathers
 from dtron.plan.hardware import Hardware
-from dtron.plan.parameters import held
-from dtron.plan.resolved import Resolved, Stage, shortened
+from dtron.plan.parameters import held, units
+from dtron.plan.resolved import ELEMENT, Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
 from dtron.plan.work import Seconds, head, layer, offload_wait
 
@@ -112,9 +114,10 @@ def predict(run: Resolved, hardware: Hardware) -> Prediction:
         bubble = max(0.0, body - busy)
     fsdp = _added(beside[slowest], slowed[slowest], busy) + _alone(run, slowest, hardware)
     update = _update(run, hardware)
-    step = body + fsdp + update
+    copies = copied_bytes(run, slowest) / hardware.copy
+    step = body + fsdp + copies + update
     parts = {"compute": compute[slowest], **exposed[slowest], "fsdp": fsdp}
-    parts |= {"bubble": bubble, "update": update}
+    parts |= {"copies": copies, "bubble": bubble, "update": update}
     each = run.tokens_per_step / step / run.world_size
     flops = {name: each * value for name, value in run.flops().items()}
     mfu = {name: value / hardware.peak for name, value in flops.items()}
@@ -190,6 +193,31 @@ def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:
         return 0.0
     first = own[:2]
     return sum(hardware.collective(c.kind, c.size, c.ranks, c.inside) for c in first)
+
+
+def copied_bytes(run: Resolved, rank: int) -> float:
+    """Bytes of a step that FSDP reads and writes on the stream of computation.
+
+    A gathered weight is copied out of its buffer; one that no ranks share is cast from float32. A
+    gradient is copied to where it is reduced from; one that is summed over micro-batches before is
+    cast in the first of them and added in the others.
+    """
+    parallel, m, policy = run.config.parallel, run.micro_batches, run.policy
+    sums = ELEMENT[parallel.reduce_dtype]
+    sent = run.element if run.shards > 1 and parallel.reduce_by == "all_to_all" else sums
+    weight = (run.element if run.shards > 1 else 4) + run.element
+    summed = not policy.reduce_each_micro_batch and m > 1
+    if summed:
+        gradient = (run.element + sums) + (m - 1) * (run.element + 2 * sums) + 2 * sums
+    else:
+        gradient = (m if policy.reduce_each_micro_batch else 1) * (run.element + sent)
+    found = 0.0
+    for stage in run.stages_of(rank):
+        listed = units(run, stage)
+        for place, unit in enumerate(listed):
+            times = gathers(run, unit, place == len(listed) - 1)
+            found += unit.gathered * (times * weight + gradient)
+    return found
 
 
 def _update(run: Resolved, hardware: Hardware) -> float:

@@ -24,7 +24,7 @@ def plan(
     Args:
         tokens: of the whole training, for its cost; 0: those of train.steps.
     """
-    legality = check(config, world_size)
+    legality = check(config, world_size, hardware)
     found: dict[str, Any] = {
         "legal": legality.legal,
         "reasons": list(legality.reasons),

@@ -61,6 +61,33 @@ def test_a_batch_that_is_refused_has_near_ones(capsys: pytest.CaptureFixture[str
     assert "legal: train.global_batch=8" in capsys.readouterr().out
 
 
+def test_copy_engines_over_several_hosts_are_refused_with_what_fits() -> None:
+    """As a run refuses them that finds its ranks on several hosts."""
+    copies = ["parallel.copy_engines=true", "train.global_batch=128"]
+    found = planned("llama3_8b", 64, *copies)
+    assert not found["legal"]
+    assert (
+        "64 ranks share parameters, of which a host of 8 GPUs (h100) has 8" in found["reasons"][0]
+    )
+    assert {"copy_engines": False} in found["nearest"]
+    assert {"dp_shard": -1, "dp_replicate": 8} in found["nearest"]
+    assert planned("llama3_8b", 64, *copies, "parallel.dp_replicate=8")["legal"]
+    assert planned("llama3_8b", 8, *copies)["legal"]
+    assert not planned("llama3_8b", 16, *copies, "parallel.tp=2")["legal"]  # 8 ranks, 4 of a host
+    assert planned("llama3_8b", 16, *copies, "parallel.tp=2", "parallel.dp_replicate=2")["legal"]
+
+
+def test_copy_engines_of_experts_are_refused_too() -> None:
+    """Ranks share dense parameters inside a host, and experts with ranks of other ones."""
+    shared = ["parallel.copy_engines=true", "parallel.zero=2", "parallel.schedule=1F1B"]
+    degrees = ["pp=1", "tp=1", "stages_per_rank=0", "dp_replicate=1", "ep=2", "etp=1", "pp_layout="]
+    words = [*shared, *(f"parallel.{each}" for each in degrees), "train.global_batch=16"]
+    reasons = planned("deepseek_v3", 16, *words)["reasons"]
+    assert any(
+        "8 ranks share experts, of which a host of 8 GPUs (h100) has 4" in r for r in reasons
+    )
+
+
 def test_gpt3_on_1024() -> None:
     """Narayanan et al. 2021: 175 B over 8 x 16 ranks, and 7.5 bytes a parameter of state."""
     found = planned("gpt3_175b", 1024)["memory"]

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from benchmarks import plan_layouts
-from benchmarks.plan_layouts import FILE, chosen, compare, measure, measure_all, measured
+from benchmarks.plan_layouts import (
+    FILE,
+    chosen,
+    compare,
+    measure,
+    measure_all,
+    measured,
+    predicted,
+    write,
+)
+from dtron.plan.hardware import hardware
 
 LAYOUTS = json.loads(FILE.read_text())["layouts"]
 
@@ -55,3 +65,10 @@ def test_a_row_that_takes_too_long_says_so(tmp_path: Path) -> None:
     """Of a real `dtron bench`, which is given no time."""
     found = measure(LAYOUTS[0], tmp_path, 0.01)
     assert found == {"failed": "timed out after 0.01 s"}
+
+
+def test_predictions_are_those_of_the_planner_as_it_is(tmp_path: Path) -> None:
+    """After a change of the planner: python -m benchmarks.plan_layouts predict."""
+    now = [predicted(layout, hardware("h200")) for layout in LAYOUTS]
+    write(now, tmp_path / "layouts.json")
+    assert (tmp_path / "layouts.json").read_text() == FILE.read_text()
