@@ -24,7 +24,7 @@ def pulled_kernel(
     program = tl.program_id(0)
     row = (program % LANES * each + program // LANES).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row, mask=row < n, other=-1)
+    slot = tl.load(slots + tl.minimum(row, n - 1))
     held = tl.maximum(slot, 0)
     rank = held // n_rows
     start = held % n_rows * width
@@ -41,4 +41,4 @@ def pulled_kernel(
         values = total.to(out.dtype.element_ty)
     if out.dtype.element_ty.is_floating():
         values = tl.where(slot == -2, float("nan"), values).to(out.dtype.element_ty)
-    tl.store(out + row * width + at, values, mask=(at < width) & (row < n))
+    tl.store(out + row * width + at, values, mask=at < tl.where(row < n, width, 0))
