@@ -12,6 +12,7 @@ Shapes: P ranks, R rows each, N rows of the result, D width.
 """
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,12 +67,12 @@ def rows_of_pointers(
     out = torch.empty(n, width, dtype=dtype, device=slots.device)
     if not out.numel():
         return out
-    each = -(-n // LANES)
-    pulled_kernel[LANES * each, -(-width // BLOCK)](
+    each, kernel = -(-n // LANES), cast(Any, pulled_kernel)
+    kernel[LANES * each, -(-width // BLOCK)](
         *(pointers, offset, slots, out, n, n_rows, width, each),
         PARTS=parts,
         WIDE=dtype == torch.float64,
         LANES=LANES,
-        BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]
+        BLOCK=BLOCK,
     )
     return out

@@ -60,7 +60,7 @@ def differences(case: tuple, device: str) -> list[float]:
     memory = [torch.cat([x.new_zeros(OFFSET // x.element_size()), x.flatten()]) for x in peers]
     memory = [part.to(device) for part in memory]
     pointers = torch.tensor([part.data_ptr() for part in memory], device=device)
-    args = (pointers, OFFSET, tuple(peers[0].shape), case[5], slots.to(device), case[4])
+    args = (pointers, OFFSET, (case[1], case[2]), case[5], slots.to(device), case[4])
     found, wanted = rows_of_pointers(*args).cpu(), rows_of_peers(peers, slots, case[4])
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     if not found.numel():
