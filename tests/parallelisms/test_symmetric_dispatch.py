@@ -33,6 +33,7 @@ from tests.parallelisms.test_parity import EAGER, FULL
 
 EXPERTS, ROWS, DIM = 8, 24, 5
 SYMMETRIC: dict[str, Any] = {"dispatcher": "symmetric_memory"}
+SHALLOW = {"n_layers": 3, "first_dense_layers": 1}
 LOADS = ("random", "one expert", "all but one expert", "none", "some nowhere")
 
 
@@ -266,7 +267,8 @@ def layout(ep: int, **more: Any) -> Parallel:
     [
         Case("mixtral", 2, layout(2, ep_capacity=1.5)),
         Case("deepseek_v3", 4, layout(2, etp=2, ep_capacity=1.5), FULL),
-        Case("gpt_oss", 4, layout(4, ep_capacity=3.0), compile=EAGER),
+        Case("gpt_oss", 4, layout(4, ep_capacity=3.0)),
+        Case("deepseek_v3", 4, layout(4, ep_capacity=3.0), compile=EAGER, override=SHALLOW),
     ],
     ids=str,
 )
