@@ -91,7 +91,8 @@ class Assembly:
         if not self.model.n_experts:
             return None
         spec = MODELS[self.config.model.name]
-        return ExpertLayers(spec.experts, self.config.parallel.dispatcher)
+        parallel = self.config.parallel
+        return ExpertLayers(spec.experts, parallel.dispatcher, capacity=parallel.ep_capacity)
 
     def _conversion(self) -> Callable[[nn.Module], None] | None:
         plan = self.float8

@@ -238,6 +238,12 @@ class RunConfig(Section):
             (adamw, self.optim.name == "adamw", 'optim.name = "adamw"'),
             (("parallel.sequence_parallel", "parallel.async_tp"), tp, "parallel.tp > 1"),
             (pipeline, self.parallel.pp > 1, "parallel.pp > 1"),
+            (("parallel.dispatcher",), parallel.ep * parallel.etp > 1, "parallel.ep or etp > 1"),
+            (
+                ("parallel.ep_capacity",),
+                parallel.dispatcher == "symmetric_memory",
+                'parallel.dispatcher = "symmetric_memory"',
+            ),
             (("parallel.cp_method",), self.parallel.cp > 1, "parallel.cp > 1"),
             (("parallel.cp_inner",), hierarchical, 'parallel.cp_method = "hierarchical"'),
             (("schedule.decay",), self.schedule.name == "wsd", 'schedule.name = "wsd"'),

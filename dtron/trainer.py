@@ -429,6 +429,8 @@ class Trainer:
         if validates and (validation_loss := self._validate()) is not None:
             row["validation_loss"] = validation_loss
         self.writer.row(row)
+        if self.applied.dispatcher is not None:
+            self.applied.dispatcher.check(self.place.device)
         in_a_row = int(self.train_step.most_in_a_row)
         if in_a_row >= self.config.train.max_skipped:
             raise TrainingError(
@@ -555,6 +557,8 @@ class Trainer:
         if train.sample_tokens:
             with self.applied.evaluating():
                 text = self._sample()
+            if self.applied.dispatcher is not None:
+                self.applied.dispatcher.check(self.place.device)
             log.info("sample: %s", text)
         if self.config.metrics.tensorboard:
             log.info("TensorBoard: tensorboard --logdir %s", self.rundir.tensorboard)

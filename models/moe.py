@@ -86,7 +86,8 @@ class Experts(nn.Module):
         Args:
             x: (N, D), sorted by expert.
             offsets: int32 (E,), where each expert's rows end.
-            tail: rows may follow those of the last expert; their results and gradients are zero.
+            tail: rows may follow those of the last expert, and their results and gradients are to
+                be zero. Without it what comes of such rows is anything, and nobody may read it.
         Returns:
             (N, D).
         """

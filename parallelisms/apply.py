@@ -27,11 +27,13 @@ from dtron.parallelisms.context import Context, apply_context
 from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
 from dtron.parallelisms.execution import Accumulation, Execution
 from dtron.parallelisms.expert import (
+    Dispatcher,
     ExpertLayers,
     apply_experts,
+    leaves_rank,
+    make_dispatcher,
     refuse_half_compiled,
     stands_apart,
-    waits_for_host,
 )
 from dtron.parallelisms.fsdp import DTYPES, Policy, free_gathered, shard
 from dtron.parallelisms.gradients import reduce_replicas
@@ -124,6 +126,8 @@ class Applied:
     """Whether the model, called with labels, gives the summed loss."""
     offload: Offload | None
     """What offloads activations, where it is asked for."""
+    dispatcher: Dispatcher | None
+    """What brings rows to experts on other ranks, where there are some."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of all stages; a tied weight comes twice if both stages are here."""
@@ -184,6 +188,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         _blocks(model, passes),
         _cores(model, mesh, passes),
         _experts(model, mesh, passes, units),
+        make_dispatcher(passes.experts, mesh) if passes.experts else None,
         made,
         padded,
         pieces,
@@ -206,6 +211,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         },
         loss_in_head=passes.loss is not None,
         offload=offload,
+        dispatcher=whole.dispatcher,
     )
 
 
@@ -231,6 +237,7 @@ class _Whole:
     """FQNs of the modules that attend, in order; none where cp is 1."""
     experts: list[str]
     """FQNs of the experts that have a mesh of their own."""
+    dispatcher: Dispatcher | None
     made: Plan
     padded: Mapping[str, int]
     pieces: Cut
@@ -252,7 +259,7 @@ def _apply_to_part(
         apply_tensor_parallel(part, mesh.flat("tp"), whole.made, passes.replicas, overlap)
     apart = {name: held[name] for name in whole.experts if name in held}
     if passes.experts is not None and apart:
-        apply_experts(apart, passes.experts, mesh)
+        apply_experts(apart, passes.experts, mesh, whole.dispatcher)
     if passes.context is not None and whole.cores:
         cores = [(i, held[name]) for i, name in enumerate(whole.cores) if name in held]
         apply_context(cores, passes.context, mesh.size("cp"), mesh.context, mesh.device_type)
@@ -261,7 +268,7 @@ def _apply_to_part(
         head, loss = passes.loss
         attach_loss(held[head], loss)
     blocks = [(i, name, held[name]) for i, name in enumerate(whole.blocks) if name in held]
-    broken = {block for block in whole.blocks if waits_for_host(block, apart, mesh)}
+    broken = {block for block in whole.blocks if leaves_rank(block, apart, mesh)}
     if broken:
         compile_activations(apart.values(), passes.compile)
     recomputed, compiled = _wrap_blocks(blocks, passes, offload, broken)

@@ -19,11 +19,12 @@ came from. Hence the calls of the module that holds the experts are all that is 
       v all-to-all over ep x etp                                | the same back
     rows by (sender, expert) -> sorted by expert -> experts -> by (sender, expert)
 
-A row goes to all etp ranks of its expert, each of which gives a part of a sum. A call costs an
-all-to-all of counts, of which the host reads the sums, once, since sizes of messages are the
-host's; then one each way, and one each way in the backward. Nothing else waits for the device.
+A row goes to all etp ranks of its expert, each of which gives a part of a sum. A call of
+`AllToAll` costs an all-to-all of counts, of which the host reads the sums, once, since sizes of
+messages are the host's; then one each way, and one each way in the backward. Nothing else waits for
+the device. `symmetric_dispatch.py` has a dispatcher for ranks of one host that waits for nothing.
 
-A layer's `begin` issues the first all-to-all of rows, its `finish` waits for it. Collectives run on
+Of `AllToAll` a layer's `begin` issues the first all-to-all of rows, its `finish` waits for it. Collectives run on
 a stream of their own, so that order is all that is needed for what a model computes in between to
 run beside them. The backward has the same order by autograd's rule that of the nodes that are ready
 the latest made comes first:
@@ -41,6 +42,7 @@ arXiv:2504.14960; Megatron-LM's token dispatchers.
 """
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -57,6 +59,7 @@ from dtron.config import Compile, Recompute
 from dtron.errors import ConfigError
 from dtron.kernels.permute import inverse_of, reordered
 from dtron.parallelisms.mesh import Mesh
+from dtron.parallelisms.symmetric_dispatch import SymmetricMemory
 
 WIDTHS = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": 1}
 """The dim that etp splits, by the parameter's name; of down_bias it is D, whose columns each rank
@@ -80,6 +83,10 @@ class ExpertLayers:
     """A row of DISPATCHERS, or one of its kind."""
     widths: Mapping[str, int] = field(default_factory=lambda: WIDTHS)
     """The dim that etp splits, by the parameter's name."""
+    capacity: float = 2.0
+    """Of dispatchers whose buffers are bounded: rows that a rank takes at most, over those of even
+    loads. Such hand rows to experts that follow those of the last one without saying so by `tail`:
+    as many results are needed, of which nobody reads those, nor their gradients."""
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -87,17 +94,26 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class Dispatcher(Protocol):
-    """Brings rows to the ranks of their experts and the results back."""
+    """Brings rows to the ranks of their experts and the results back; one for all layers."""
 
-    def __init__(self, group: dist.ProcessGroup, ep: int, etp: int) -> None: ...
+    def __init__(self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float) -> None: ...
 
-    def begin(self, rows: Tensor, offsets: Tensor) -> Any:
+    def begin(self, rows: Tensor, offsets: Tensor, layer: str) -> Any:
         """Set rows off, (M, D), with offsets int32 (E,) of all experts; what it returns is for
-        `finish`."""
+        `finish`. Errors name the layer."""
         ...
 
     def finish(self, pending: Any, compute: Compute) -> Tensor:
-        """Results of the rows that `begin` was given, (M, D); zero after the last offset."""
+        """Results of the rows that `begin` was given, (M, D); zero after the last offset, NaN where
+        a row was lost."""
+        ...
+
+    def check(self, device: torch.device) -> None:
+        """Wait for the device and raise if rows were lost; called by all ranks together.
+
+        Raises:
+            TrainingError: on all ranks, if any has lost some.
+        """
         ...
 
 
@@ -132,12 +148,15 @@ class AllToAll:
 
     Args:
         group: of ep x etp ranks, etp being the innermost.
+        capacity: not needed, buffers are as large as what comes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ep: int, etp: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float = math.inf
+    ) -> None:
         self.group, self.ep, self.etp = group, ep, etp
 
-    def begin(self, rows: Tensor, offsets: Tensor) -> _Travelling:
+    def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> _Travelling:
         """See Dispatcher."""
         counts = offsets.diff(prepend=offsets.new_zeros(1))
         mine = counts.long().view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten(0, 1)  # (P, E_r)
@@ -158,6 +177,9 @@ class AllToAll:
         returning = self._issue(reordered(results, inverse, order), back)
         out = self._sums(_Wait.apply(returning, back), there.sent)
         return F.pad(out, (0, 0, 0, pending.n_rows - len(out)))
+
+    def check(self, device: torch.device) -> None:
+        """See Dispatcher; nothing is ever lost."""
 
     def _issue(self, rows: Tensor, exchange: _Exchange) -> Tensor:
         return _Issue.apply(rows, exchange)
@@ -218,7 +240,10 @@ def _sent(rows: Tensor, received: list[int], sent: list[int], group: str) -> Ten
     return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
 
 
-DISPATCHERS: dict[str, type[Dispatcher]] = {"all_to_all": AllToAll}
+DISPATCHERS: dict[str, type[Dispatcher]] = {
+    "all_to_all": AllToAll,
+    "symmetric_memory": SymmetricMemory,
+}
 
 
 def _by_expert(counts: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
@@ -253,51 +278,65 @@ def refuse_half_compiled(recompute: Recompute, compile: Compile, ranks: int) -> 
         raise ConfigError(
             f'recompute.mode = "{recompute.mode}" with compile.enable and parallel.ep x '
             f"parallel.etp = {ranks}: a block of which some results are "
-            "kept compiles whole or not at all, and experts that wait for the host break it; "
+            "kept compiles whole or not at all, and experts on other ranks break it; "
             'use "full", or compile.enable = false'
         )
 
 
-def waits_for_host(block: str, experts: Iterable[str], mesh: Mesh) -> bool:
+def leaves_rank(block: str, experts: Iterable[str], mesh: Mesh) -> bool:
     """Whether a block, by its FQN, has experts to which tokens travel."""
     travels = mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1
     return travels and any(name.startswith(f"{block}.") for name in experts)
 
 
-def apply_experts(modules: Mapping[str, nn.Module], layers: ExpertLayers, mesh: Mesh) -> None:
+def make_dispatcher(layers: ExpertLayers, mesh: Mesh) -> Dispatcher | None:
+    """What brings rows to the experts of all layers and stages, made by all ranks together; None
+    where no row leaves its rank."""
+    ep, etp = mesh.expert_degrees["ep"], mesh.expert_degrees["etp"]
+    if ep * etp == 1:
+        return None
+    kind = layers.dispatcher
+    kind = DISPATCHERS[kind] if isinstance(kind, str) else kind
+    return kind(mesh.expert_group(), ep, etp, layers.capacity)
+
+
+def apply_experts(
+    modules: Mapping[str, nn.Module],
+    layers: ExpertLayers,
+    mesh: Mesh,
+    dispatcher: Dispatcher | None,
+) -> None:
     """Split experts over ep and etp and route their rows there, in place.
 
     Args:
         modules: experts by FQN.
+        dispatcher: of `make_dispatcher`.
     Raises:
         ConfigError: ep does not divide the experts, or etp their width, or `widths` lacks a
             parameter.
     """
-    ep, etp = mesh.expert_degrees["ep"], mesh.expert_degrees["etp"]
-    if ep * etp == 1:
+    if dispatcher is None:
         return
-    axes, kind = mesh.experts["ep", "etp"], layers.dispatcher
-    kind = DISPATCHERS[kind] if isinstance(kind, str) else kind
+    axes, etp = mesh.experts["ep", "etp"], mesh.expert_degrees["etp"]
     for fqn, module in modules.items():
         _split(fqn, module, layers.widths, axes)
         module.part = (mesh.experts.get_local_rank("etp"), etp)  # type: ignore[assignment]
         module.own = functools.partial(_local, module)  # type: ignore[assignment]
-        dispatcher = kind(mesh.expert_group(), ep, etp)
-        elsewhere = _Elsewhere(module.forward, dispatcher)
+        elsewhere = _Elsewhere(module.forward, dispatcher, fqn)
         for call in ("begin", "finish", "forward"):
-            # Left out of compiled graphs, which cannot wait for the host.
+            # Left out of compiled graphs, which can neither wait for the host nor for other ranks.
             setattr(module, call, torch.compiler.disable(getattr(elsewhere, call)))
 
 
 class _Elsewhere:
     """The calls of experts of which this rank has a part."""
 
-    def __init__(self, compute: Callable[..., Tensor], dispatcher: Dispatcher) -> None:
-        self.compute, self.dispatcher = compute, dispatcher
+    def __init__(self, compute: Callable[..., Tensor], dispatcher: Dispatcher, fqn: str) -> None:
+        self.compute, self.dispatcher, self.fqn = compute, dispatcher, fqn
 
     def begin(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Any:
         """As the experts' own; rows after the last expert's stay here, so that there is no tail."""
-        return self.dispatcher.begin(rows, offsets)
+        return self.dispatcher.begin(rows, offsets, self.fqn)
 
     def finish(self, pending: Any) -> Tensor:
         return self.dispatcher.finish(pending, self._local)

@@ -40,6 +40,9 @@ class PeerMemory:
             self._parts = [own]  # its owner; peers' are mapped by the handle
         else:
             self._parts = _shared_files(nbytes, group)
+        starts = [self.view(r, nbytes, torch.uint8).data_ptr() for r in range(group.size())]
+        self.pointers = torch.tensor(starts, device=device)
+        """int64 (ranks,): where the memory of each begins, for kernels of this rank."""
 
     def view(self, rank: int, numel: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
         """(numel,) of a rank's memory, from its element `offset` of that dtype on."""
@@ -56,15 +59,44 @@ class PeerMemory:
             dist.barrier(self._group)
 
 
-def _check_host(group: dist.ProcessGroup) -> None:
+def check_host(group: dist.ProcessGroup, key: str, shared: str, fix: str) -> None:
+    """Refuse a group whose ranks cannot read each other's memory; a collective.
+
+    Args:
+        key: the setting that wants them to.
+        shared: what the ranks share.
+        fix: what to do about it.
+    Raises:
+        ConfigError: the ranks are on several hosts.
+    """
     hosts: list[str | None] = [None] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group)
     if len(set(hosts)) > 1:
         raise ConfigError(
-            f"parallel.copy_engines: ranks {dist.get_process_group_ranks(group)} share parameters "
+            f"{key}: ranks {dist.get_process_group_ranks(group)} share {shared} "
             f"on several hosts ({', '.join(sorted({str(host) for host in hosts}))}) and cannot "
-            "read each other's memory; share them inside a host (parallel.dp_shard, dp_replicate)"
+            f"read each other's memory; {fix}"
         )
+
+
+class GrowingMemory:
+    """The memory of a group as large as was asked for so far. Where it grows it waits for the
+    device and for all ranks, and what was in it is lost: in a first step."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._memory: PeerMemory | None = None
+
+    def at_least(self, nbytes: int, device: torch.device) -> PeerMemory:
+        """All ranks ask for the same."""
+        if self._memory is None or self._memory.nbytes < nbytes:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                torch.cuda.empty_cache()  # what torch keeps is not to be had otherwise
+            dist.barrier(self._group)  # no peer reads it any more
+            self._memory = None
+            self._memory = PeerMemory(-(-nbytes // _PAGE) * _PAGE, self._group, device)
+        return self._memory
 
 
 def _shared_files(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
@@ -101,16 +133,19 @@ class CopyEngine:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        _check_host(group)
+        fix = "share them inside a host (parallel.dp_shard, dp_replicate)"
+        check_host(group, "parallel.copy_engines", "parameters", fix)
         self.group = group
         self._device = device
+        self._growing = GrowingMemory(group)
         self._memory: PeerMemory | None = None
         self._free: torch.cuda.Event | None = None
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of this rank's memory, for what the others will read; the current stream waits
         until it is free. All ranks ask for the same."""
-        memory = self._reserve(numel * dtype.itemsize)
+        self._memory = None  # or an old one would live while a larger one is made
+        self._memory = memory = self._growing.at_least(numel * dtype.itemsize, self._device)
         if self._free is not None:
             self._free.wait()
         return memory.view(self.group.rank(), numel, dtype)
@@ -150,13 +185,3 @@ class CopyEngine:
         if self._device.type == "cuda":
             self._free = torch.cuda.Event()
             self._free.record()
-
-    def _reserve(self, nbytes: int) -> PeerMemory:
-        if self._memory is None or self._memory.nbytes < nbytes:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-                torch.cuda.empty_cache()  # what torch keeps is not to be had otherwise
-            dist.barrier(self.group)  # no peer reads it any more
-            self._memory = None
-            self._memory = PeerMemory(-(-nbytes // _PAGE) * _PAGE, self.group, self._device)
-        return self._memory

@@ -113,6 +113,7 @@ _TRAINERS_KEYS = (
     "cp_method",
     "cp_inner",
     "dispatcher",
+    "ep_capacity",
     "async_tp",
     "schedule",
     "stages_per_rank",

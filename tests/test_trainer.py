@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import tomllib
 from pathlib import Path
@@ -14,11 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, TrainingError
+from dtron.parallelisms import symmetric_dispatch
+from dtron.parallelisms.gradients import local_part
 from dtron.step import StepResult, TrainStep
 from dtron.storage import ShardReader
 from dtron.trainer import Trainer
 from tests.harness import run_ranks
 
+MIXTURE = {
+    **{"model__name": "mixtral", "train__dtype": "bfloat16", "model__override__ffn_dim": 0},
+    **{"model__override__n_experts": 4, "model__override__experts_per_token": 2},
+    "model__override__expert_dim": 32,
+}
+"""Changes that make the model a mixture of experts."""
 TINY = {
     "model.override.n_layers": 2,
     "model.override.dim": 32,
@@ -377,12 +386,13 @@ def values_read_by_the_host(config: RunConfig) -> int:
         {"parallel__zero": 2, "parallel__reduce_by": "all_to_all", "parallel__copy_engines": True},
         {"float8__recipe": "tensorwise", "float8__all_gather": True, "optim__moments": "bfloat16"},
         {"float8__recipe": "tensorwise", "float8__scaling": "delayed"},
+        {**MIXTURE, "parallel__ep": 2, "parallel__dispatcher": "symmetric_memory"},
     ],
     ids=str,
 )
 def test_a_step_never_waits_for_a_value(tmp_path: Path, changes: dict[str, Any]) -> None:
-    shapes = {"model__override__dim": 64, "model__override__ffn_dim": 64}
-    config = tiny(tmp_path / "run", train__steps=3, train__micro_batch=4, **shapes, **changes)
+    shapes = {"model__override__dim": 64, "model__override__ffn_dim": 64, **changes}
+    config = tiny(tmp_path / "run", train__steps=3, train__micro_batch=4, **shapes)
     assert run_ranks(2, values_read_by_the_host, config) == [0, 0]
 
 
@@ -432,6 +442,35 @@ def test_too_many_skipped_steps_stop_the_run(tmp_path: Path) -> None:
     messages = run_ranks(2, stopped_by_poison, config)
     assert all("3 steps in a row, by step 4" in message for message in messages)
     assert (tmp_path / "run/checkpoints/step-3").is_dir()
+
+
+def stopped_by_full_buffers(config: RunConfig) -> tuple[str, bool]:
+    """On one rank: the error, and whether parameters are what they were."""
+    symmetric_dispatch.LEAST = 1
+    trainer = Trainer(config)
+    train, before = trainer._train, []
+
+    def watched() -> None:
+        before.extend(local_part(p).clone() for p in trainer.train_step.parameters)
+        train()
+
+    trainer._train = watched  # type: ignore[method-assign]
+    with pytest.raises(TrainingError) as error:
+        trainer.fit()
+    after = map(local_part, trainer.train_step.parameters)
+    return str(error.value), all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("layout", [{"parallel__ep": 4}, {"parallel__ep": 2, "parallel__pp": 2}])
+def test_rows_that_do_not_fit_stop_the_run(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """No step is taken that lacks a row, and the next row of figures ends the run, on all ranks."""
+    bound = {"parallel__dispatcher": "symmetric_memory", "parallel__ep_capacity": 1.0}
+    steps = {"train__steps": 3, "metrics__log_interval": 3, "train__eval_sequences": 0}
+    config = tiny(tmp_path / "run", **MIXTURE, **layout, **bound, **steps)
+    for said, unchanged in run_ranks(4, stopped_by_full_buffers, config):
+        assert unchanged
+        assert re.search(r"ep_capacity = 1.0: rank \d was .* of blocks.\d.ffn.experts, more", said)
+    assert rows(tmp_path / "run")[-1]["skipped"] == 3
 
 
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])

@@ -104,7 +104,7 @@ def gathered(
     y = x[held // k]
     if weights is not None:
         y = y * weights.flatten()[held].unsqueeze(1)
-    return torch.where((slots >= 0).unsqueeze(1), y, 0).to(dtype)
+    return _converted(torch.where((slots >= 0).unsqueeze(1), y, 0), dtype)
 
 
 def added(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -114,7 +114,7 @@ def added(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -
     picked = _picked(y, rows)
     if weights is not None:
         picked = picked.to(weights.dtype) * weights.unsqueeze(-1)
-    return picked.sum(1).to(dtype)
+    return _converted(picked.sum(1), dtype)
 
 
 def dots(grad: Tensor, y: Tensor, rows: Tensor) -> Tensor:
@@ -122,6 +122,12 @@ def dots(grad: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     if _by_triton(grad):
         return _dots_on_gpu(grad, y.contiguous(), rows)
     return (_picked(y, rows).to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
+
+
+def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Without a call that converts nothing: compiled by torch 2.11, a Function that ends in one has
+    gradients of zero."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _picked(y: Tensor, rows: Tensor) -> Tensor:

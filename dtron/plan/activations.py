@@ -18,7 +18,7 @@ from typing import Literal
 
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS
-from dtron.plan.resolved import Resolved
+from dtron.plan.resolved import Resolved, expert_room
 
 NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
 ALL = (NONE, SELECTIVE, ATTENTION, "full")
@@ -39,6 +39,8 @@ class Saved:
     """float32 whatever the computation's dtype."""
     eager: bool | None = None
     """Kept by eager blocks alone (True), by compiled ones alone (False), by both."""
+    arrived: bool = False
+    """Of rows that are at their experts, for which buffers may have more room."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -150,13 +152,14 @@ def _mixture(model: DecoderConfig) -> list[Saved]:
         Saved("router", k + 2, "tokens", wide=True),
         Saved("dispatch", 2 * k, "tokens", chosen, wide=True),  # int64: order of rows
         Saved("dispatch", 2 * k, "tokens", wide=True),  # and its inverse
-        Saved("experts", k * model.dim, "tokens"),
-        *[Saved("experts", k * model.expert_dim, "tokens", PRODUCT)] * (2 if gated else 1),
-        Saved("experts", k * model.expert_dim, "tokens"),
+        Saved("experts", k * model.dim, "tokens", arrived=True),
+        *[Saved("experts", k * model.expert_dim, "tokens", PRODUCT, arrived=True)]
+        * (2 if gated else 1),
+        Saved("experts", k * model.expert_dim, "tokens", arrived=True),
         Saved("experts", k * model.dim, "tokens", PRODUCT),
     ]
     if gated:
-        rows.append(Saved("experts", k * model.expert_dim, "tokens", eager=True))
+        rows.append(Saved("experts", k * model.expert_dim, "tokens", eager=True, arrived=True))
     if width := model.n_shared_experts * model.expert_dim:
         rows.append(Saved("shared", model.dim, "none"))
         rows += _feed_forward(model, "shared", width)
@@ -194,7 +197,8 @@ def _kept(run: Resolved, kind: str, mode: str) -> dict[str, float]:
 def _bytes(run: Resolved, row: Saved) -> float:
     shared = {"neurons": run.tp, "tokens": run.between, "none": 1}[row.split]
     element = max(4, run.element) if row.wide else run.element
-    return row.width * element * run.tokens / shared
+    more = expert_room(run) if row.arrived else 1.0
+    return more * row.width * element * run.tokens / shared
 
 
 def widest(run: Resolved, layer: int) -> float:

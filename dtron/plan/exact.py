@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dtron.config import RunConfig
+from dtron.config import Parallel, RunConfig
 from dtron.errors import ConfigError
 from dtron.plan.communication import collectives
 from dtron.plan.memory import RankMemory, memory
@@ -74,6 +74,7 @@ def refusals(config: RunConfig) -> list[str]:
 def traceable(config: RunConfig, world_size: int) -> RunConfig:
     """The run as it is traced: eager, on no stream of its own, with fewer micro-batches."""
     plain = {"async_tp": False, "high_priority": [], "copy_engines": False}
+    plain |= {"dispatcher": "all_to_all", "ep_capacity": Parallel().ep_capacity}
     parallel = config.parallel.model_copy(update=plain)
     compile = config.compile.model_copy(update={"enable": False})
     eager = config.model_copy(update={"parallel": parallel, "compile": compile})
@@ -93,6 +94,8 @@ def notes(config: RunConfig, traced: RunConfig, world_size: int) -> Iterator[str
         yield "traced and predicted without parallel.async_tp, which fuses tp's collectives"
     if config.parallel.copy_engines:
         yield "traced and predicted without parallel.copy_engines, whose memory torch does not see"
+    if config.parallel.dispatcher == "symmetric_memory":
+        yield 'traced and predicted with parallel.dispatcher = "all_to_all": nothing is bounded'
     if config.data.mask_documents:
         yield "each sequence is one document"
     if Resolved.model_of(config).n_experts:

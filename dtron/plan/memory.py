@@ -29,7 +29,7 @@ from dtron.plan import activations
 from dtron.plan.allocator import Block, Pool
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, held, units
-from dtron.plan.resolved import ELEMENT, Resolved, Stage
+from dtron.plan.resolved import ELEMENT, Resolved, Stage, expert_room, expert_rows
 
 CLASSES = (
     "parameters",
@@ -338,9 +338,10 @@ def _sums(run: Resolved, stage: Stage) -> int:
 
 
 def _peers(run: Resolved, rank: int) -> float:
-    """What peers read by copy engines, for good: of each stage, dense and experts apart, a share of
-    the largest unit's parameters, and all of its gradients where they are exchanged."""
-    parallel, found = run.config.parallel, 0.0
+    """What peers read, for good: rows of experts; by copy engines, of each stage, dense and experts
+    apart, a share of the largest unit's parameters, and all of its gradients where they are
+    exchanged."""
+    parallel, found = run.config.parallel, _mailbox(run)
     if not parallel.copy_engines:
         return found
     for stage in run.stages_of(rank):
@@ -352,6 +353,14 @@ def _peers(run: Resolved, rank: int) -> float:
             if shard < whole:  # several ranks share it
                 found += run.element * (shard + whole * (parallel.reduce_by == "all_to_all"))
     return found
+
+
+def _mailbox(run: Resolved) -> float:
+    """Rows that experts' ranks pull from each other, twice as many as one has room for."""
+    if run.config.parallel.dispatcher != "symmetric_memory":
+        return 0.0
+    rows = expert_room(run) * expert_rows(run) / run.experts["etp"]
+    return 2 * rows * run.model.dim * run.element
 
 
 def _activations(run: Resolved, flying: Mapping[int, int]) -> dict[str, float]:

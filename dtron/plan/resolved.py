@@ -13,6 +13,7 @@ from dtron.parallelisms.actions import Order
 from dtron.parallelisms.fsdp import Policy
 from dtron.parallelisms.pipeline import Layout
 from dtron.parallelisms.placement import matches
+from dtron.parallelisms.symmetric_dispatch import rows_at_most
 from dtron.precision import Float8Plan
 from dtron.preflight import resolve
 
@@ -223,3 +224,13 @@ def expert_rows(run: Resolved) -> int:
         most = capacity(choices, model.n_experts, model.capacity_factor)
         rows = model.n_experts * min(most, own)
     return rows * run.experts["etp"]
+
+
+def expert_room(run: Resolved) -> float:
+    """Rows for which a rank's experts have room, over those that the rank sends, where buffers are
+    bounded; else 1: as many come as are sent."""
+    ep, etp, parallel = run.experts["ep"], run.experts["etp"], run.config.parallel
+    if parallel.dispatcher != "symmetric_memory" or ep * etp == 1:
+        return 1.0
+    sent = expert_rows(run) // etp
+    return rows_at_most(sent, ep, etp, parallel.ep_capacity) / sent

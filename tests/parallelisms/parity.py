@@ -462,10 +462,16 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         replicas="step",
         smallest_offload=1,
         context=context_of(case),
-        experts=ExpertLayers(spec.experts) if config.n_experts else None,
+        experts=expert_layers(case) if config.n_experts else None,
         loss=build_head_loss(case, config, mesh),
     )
     return apply_passes(model, mesh, passes)
+
+
+def expert_layers(case: Case) -> ExpertLayers:
+    """Experts of the case's model, as the Trainer wants them."""
+    parallel, spec = case.parallel, MODELS[case.model]
+    return ExpertLayers(spec.experts, parallel.dispatcher, capacity=parallel.ep_capacity)
 
 
 def build_head_loss(

@@ -178,6 +178,14 @@ def test_experts_that_stay_wait_for_nothing(parallel: Parallel) -> None:
         assert of_rank == {"forward": nothing, "backward": nothing}
 
 
+@pytest.mark.parametrize("etp", [1, 2])
+def test_symmetric_memory_waits_for_nothing(etp: int) -> None:
+    parallel = Parallel(ep=4 // etp, etp=etp, dispatcher="symmetric_memory")
+    for of_rank in layer(Case("mixtral", 4, parallel, Recompute(mode="full"))):
+        for way in ("forward", "backward"):
+            assert of_rank[way] == {"waits": 0, "count": 0, "bytes": 0}
+
+
 def first_experts(self: Router, logits: Tensor, scores: Tensor) -> Tensor:
     """All tokens take the experts 0, 1, 2."""
     del logits
@@ -196,6 +204,7 @@ def run_with_first_experts(case: Case) -> dict[str, Any]:
         Case("qwen3_moe", 4, Parallel(ep=4)),
         Case("gpt_oss", 4, Parallel(ep=2, etp=2)),
         Case("deepseek_v3", 4, Parallel(ep=2, tp=2), Recompute(mode="full")),
+        Case("qwen3_moe", 4, Parallel(ep=4, dispatcher="symmetric_memory")),
     ],
     ids=str,
 )

@@ -77,7 +77,11 @@ Choice = tuple[int, ...]
 EXPERT_AXES: Axes = {
     "model": [{"model": name} for name in MODELS if name not in DENSE],
     "data": [{}, {"parallel": {"dp_shard": 2}}, {"parallel": {"dp_replicate": 2}}],
-    "experts": [{}, {"parallel": {"ep": 2}}],
+    "experts": [
+        {},
+        {"parallel": {"ep": 2}},
+        {"parallel": {"ep": 2, "dispatcher": "symmetric_memory"}},
+    ],
     "width": [{}, {"parallel": {"etp": 2}}],
     "tensor": [{}, {"parallel": {"tp": 2}}],
     "context": [
