@@ -24,10 +24,10 @@ A row goes to all etp ranks of its expert, each of which gives a part of a sum. 
 messages are the host's; then one each way, and one each way in the backward. Nothing else waits for
 the device. `symmetric_dispatch.py` has a dispatcher for ranks of one host that waits for nothing.
 
-Of `AllToAll` a layer's `begin` issues the first all-to-all of rows, its `finish` waits for it. Collectives run on
-a stream of their own, so that order is all that is needed for what a model computes in between to
-run beside them. The backward has the same order by autograd's rule that of the nodes that are ready
-the latest made comes first:
+Of `AllToAll` a layer's `begin` issues the first all-to-all of rows, its `finish` waits for it.
+Collectives run on a stream of their own, so that order is all that is needed for what a model
+computes in between to run beside them. The backward has the same order by autograd's rule that of
+the nodes that are ready the latest made comes first:
 
     forward     _Issue: all-to-all     in between                 _Wait: wait
     backward    _Issue: wait           in between's gradients     _Wait: all-to-all back

@@ -223,6 +223,7 @@ FREE = {
     "optim.eps",
     "optim.weight_decay",
     "parallel.dispatcher",
+    "parallel.ep_capacity",
     *(key for key, _, _ in fields(RunConfig) if key.startswith("checkpoint.")),  # none is saved
     *(key for key, _, _ in fields(RunConfig) if key.startswith("faults.")),  # dtron alone is slower
     "debug.collectives",  # of the first step
