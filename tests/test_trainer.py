@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, TrainingError
+from dtron.faults.signals import StopSignal
 from dtron.parallelisms import symmetric_dispatch
 from dtron.parallelisms.gradients import local_part
 from dtron.step import StepResult, TrainStep
@@ -450,9 +451,9 @@ def stopped_by_full_buffers(config: RunConfig) -> tuple[str, bool]:
     trainer = Trainer(config)
     train, before = trainer._train, []
 
-    def watched() -> None:
+    def watched(stop: StopSignal) -> None:
         before.extend(local_part(p).clone() for p in trainer.train_step.parameters)
-        train()
+        train(stop)
 
     trainer._train = watched  # type: ignore[method-assign]
     with pytest.raises(TrainingError) as error:
