@@ -176,7 +176,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     padded = pad_vocabulary(model, passes.vocabulary, tp)
     made = plan(model, passes.placements or {}, tp) if tp > 1 else Plan({}, ())
     if passes.parallel.async_tp:
-        check_rows(made.rows)
+        check_rows(dict(model.named_modules()), made.rows)
     units = select_units(model, passes.units)
     refuse_shared_parameters(model, units)
     pieces, ranks, parts = uncut(model), (0,), {0: model}

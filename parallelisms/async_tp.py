@@ -28,7 +28,7 @@ Source: Wang et al., overlap by decomposition, ASPLOS 2023; torch.distributed._s
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from dtron.errors import PlacementError
-from dtron.parallelisms.placement import Row, prepare_input, rowwise
+from dtron.parallelisms.placement import Row, prepare_input
 
 _c10d = torch.ops._c10d_functional
 _ROWS = 0
@@ -155,14 +155,15 @@ def from_rows(rows: Tensor, batch: int) -> Tensor:
     return rows.view(-1, batch, rows.shape[1]).transpose(0, 1)
 
 
-def check_rows(rows: Mapping[str, Sequence[Any]]) -> None:
-    """Raises PlacementError where a whole model's rows gather and scatter no sequence."""
-    fusable = (prepare_input(Shard(1), Replicate()), rowwise(output=Shard(1)))
+def check_rows(modules: Mapping[str, nn.Module], rows: Mapping[str, Sequence[Any]]) -> None:
+    """Raises PlacementError where nothing of a whole model is fused, here or by rows that are not
+    of `parallelisms.placement`; arguments as for `fuse`."""
     every = [row for of_module in rows.values() for row in of_module]
-    if not any(row in fusable or not isinstance(row, Row) for row in every):
+    if not any(_fusable(modules, rows)) and all(isinstance(row, Row) for row in every):
         raise PlacementError(
             "parallel.async_tp = true, but no row gathers or scatters a sequence: it fuses "
-            "prepare_input() before colwise() rows, and rowwise(output=Shard(1)); set it to false"
+            "prepare_input() before colwise() rows, and rowwise(output=Shard(1)) of an nn.Linear; "
+            "set it to false"
         )
 
 
@@ -178,30 +179,37 @@ def fuse(
         (FQN, row) of what is done: gathers for colwise linears, and rowwise linears that scatter.
     """
     done: set[tuple[str, Any]] = set()
-    colwise = {
-        (name, row)
-        for name in rows.keys() & modules.keys()
-        for row in rows[name]
-        if isinstance(row, Row) and row.kind == "colwise" and row.output == Shard(-1)
-    }
-    for name in rows.keys() & modules.keys():
-        for row in rows[name]:
-            if not isinstance(row, Row):
-                continue
-            scatters = row.kind == "rowwise" and row.output == Shard(1)
-            if scatters and _is_plain(linear := modules[name]):
-                fuse_scatter(linear, mesh)
-                done.add((name, row))
-            if row == prepare_input(Shard(1), Replicate()):
-                served = sorted(
-                    ((child, how) for child, how in colwise if child.rpartition(".")[0] == name),
-                    key=operator.itemgetter(0),
-                )
-                if not served or not all(_is_plain(modules[child]) for child, _ in served):
-                    continue
-                fuse_gather(modules[name], [child.rpartition(".")[2] for child, _ in served], mesh)
-                done |= {(name, row), *served}
+    for name, row, served in list(_fusable(modules, rows)):
+        module = modules[name]
+        if served:
+            fuse_gather(module, [child.rpartition(".")[2] for child, _ in served], mesh)
+        else:
+            assert isinstance(module, nn.Linear)
+            fuse_scatter(module, mesh)
+        done |= {(name, row), *served}
     return done
+
+
+def _fusable(
+    modules: Mapping[str, nn.Module], rows: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[str, Row, list[tuple[str, Row]]]]:
+    """(FQN, row, the colwise linears whose input it gathers; none where it scatters)."""
+    held = [
+        (name, row)
+        for name in rows
+        if name in modules
+        for row in rows[name]
+        if isinstance(row, Row)
+    ]
+    colwise = [(n, row) for n, row in held if row.kind == "colwise" and row.output == Shard(-1)]
+    for name, row in held:
+        scatters = row.kind == "rowwise" and row.output == Shard(1)
+        if scatters and _is_plain(modules[name]):
+            yield name, row, []
+        if row == prepare_input(Shard(1), Replicate()):
+            served = [(child, how) for child, how in colwise if child.rpartition(".")[0] == name]
+            if served and all(_is_plain(modules[child]) for child, _ in served):
+                yield name, row, sorted(served, key=operator.itemgetter(0))
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

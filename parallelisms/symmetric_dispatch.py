@@ -231,7 +231,7 @@ class SymmetricMemory:
         self.mailbox.put(rows.detach(), offsets)
         ends = self.mailbox.headers(offsets)
         ways = ways_of(ends, self.group.rank(), self.etp, len(rows), most)
-        self._count(layer, ways.n_rows, most)
+        self._count(layer, ways.n_rows, most, self.etp * len(rows))
         both, parts = (ways.there, ways.back), (1, self.etp)
         return _Arrived(_Moved.apply(rows, both, parts, self.mailbox, False), ways)  # type: ignore[arg-type]
 
@@ -250,19 +250,19 @@ class SymmetricMemory:
 
     def check(self, device: torch.device) -> None:
         """See Dispatcher."""
-        found = [torch.zeros(2, dtype=torch.int64, device=device), *self._exceeded.values()]
+        found = [torch.zeros(3, dtype=torch.int64, device=device), *self._exceeded.values()]
         most = torch.stack(found).amax(0)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         if not most[0].item():
             return
         own = [(*counts.tolist(), layer) for layer, counts in self._exceeded.items()]
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, max(own, default=(0, 0, "")))
+        dist.all_gather_object(of_ranks, max(own, default=(0, 0, 0, "")))
         raise TrainingError(self._told(of_ranks))
 
-    def _told(self, of_ranks: list[tuple[int, int, str]]) -> str:
-        (rows, most, layer), rank = max((found, rank) for rank, found in enumerate(of_ranks))
-        needed = min(float(self.ep), math.ceil(self.capacity * rows / most * 10) / 10)
+    def _told(self, of_ranks: list[tuple[int, int, int, str]]) -> str:
+        (rows, most, even, layer), rank = max((found, rank) for rank, found in enumerate(of_ranks))
+        needed = min(float(self.ep), math.ceil(rows / even * 10) / 10)
         return (
             f"parallel.ep_capacity = {self.capacity}: rank {rank} was to take {rows} rows for its "
             f"experts of {layer}, more than the {most} that it has room for; no step was taken "
@@ -271,11 +271,12 @@ class SymmetricMemory:
             'parallel.dispatcher = "all_to_all"'
         )
 
-    def _count(self, layer: str, n_rows: Tensor, most: int) -> None:
-        """Remember, on the device, what was too much: rows and how many there was room for."""
-        both = torch.stack([n_rows, torch.full_like(n_rows, most)])
-        before = self._exceeded.get(layer, torch.zeros_like(both))
-        self._exceeded[layer] = torch.where((n_rows > most) & (n_rows > before[0]), both, before)
+    def _count(self, layer: str, n_rows: Tensor, most: int, even: int) -> None:
+        """Remember, on the device, what was too much: rows, how many there was room for, and how
+        many even loads would bring."""
+        found = torch.stack([n_rows, *(torch.full_like(n_rows, n) for n in (most, even))])
+        before = self._exceeded.get(layer, torch.zeros_like(found))
+        self._exceeded[layer] = torch.where((n_rows > most) & (n_rows > before[0]), found, before)
 
 
 def rows_at_most(n_rows: int, ep: int, etp: int, capacity: float) -> int:

@@ -70,6 +70,11 @@ def sharing(run: Resolved, domain: int) -> Iterator[tuple[str, int, int]]:
         yield "experts", *_expert_group(run, "edp_shard", domain)
 
 
+def exchanging(run: Resolved, domain: int) -> tuple[int, int]:
+    """Ranks of a group whose rows go to each other's experts, of these in one domain of GPUs."""
+    return _expert_group(run, "ep", domain)
+
+
 def collectives(run: Resolved, rank: int, domain: int = 8) -> list[Collective]:
     """Of a pipeline rank's step.
 
@@ -240,7 +245,7 @@ def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     """Rows there and back, forward and backward, after how many there are."""
     layers = [i for i in stage.layers if run.has_experts(i)]
     again = sum(run.recomputes(i) and run.config.recompute.mode != "none" for i in layers)
-    ranks, inside = _expert_group(run, "ep", domain)
+    ranks, inside = exchanging(run, domain)
     size = float(expert_rows(run) * run.model.dim * run.element)
     count = (4 * len(layers) + 2 * again) * run.micro_batches
     name = "+".join(axis for axis in ("ep", "etp") if run.experts[axis] > 1)

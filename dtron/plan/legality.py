@@ -1,9 +1,10 @@
 """Whether a run is legal on a number of ranks, why not, and which layouts near it are.
 
 The reasons are preflight's own, but for those that depend on the machine: the choice of an
-attention backend, and whether there are GPUs. Of hosts of a hardware row copy engines are refused,
-where a run would find that ranks cannot read each other's memory. Near layouts differ in one or two
-degrees, by as small a factor as possible; the rest of the world goes to dp_shard.
+attention backend, and whether there are GPUs. Of hosts of a hardware row copy engines and the
+dispatch by symmetric memory are refused, where a run would find that ranks cannot read each other's
+memory. Near layouts differ in one or two degrees, by as small a factor as possible; the rest of the
+world goes to dp_shard.
 """
 
 import math
@@ -14,7 +15,7 @@ from typing import Any
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.plan.communication import sharing
+from dtron.plan.communication import exchanging, sharing
 from dtron.plan.hardware import Hardware
 from dtron.plan.resolved import Resolved, shortened
 from dtron.preflight import reasons
@@ -49,22 +50,33 @@ def check(config: RunConfig, world_size: int, hardware: Hardware | None = None) 
     """
     found = tuple(reasons(_short(config, world_size), world_size))
     if not found and hardware is not None:
-        found = tuple(far_copies(Resolved.of(config, world_size), hardware))
+        found = tuple(far_memory(Resolved.of(config, world_size), hardware))
     near = tuple(_nearest(config, world_size, found, hardware)) if found else ()
     return Legality(found, near)
 
 
-def far_copies(run: Resolved, hardware: Hardware) -> Iterator[str]:
-    """Why copy engines cannot reach (`peer_memory.CopyEngine` asks the hosts themselves)."""
-    if not run.config.parallel.copy_engines:
-        return
-    for what, ranks, inside in sharing(run, hardware.host):
-        if inside < ranks:
-            yield (
-                f"parallel.copy_engines: {ranks} ranks share {what}, of which a host of "
-                f"{hardware.host} GPUs ({hardware.name}) has {inside}, and cannot read each "
-                "other's memory; share them inside a host (parallel.dp_shard, dp_replicate)"
-            )
+def far_memory(run: Resolved, hardware: Hardware) -> Iterator[str]:
+    """Why ranks cannot reach each other's memory (`peer_memory.check_host` asks the hosts)."""
+    parallel = run.config.parallel
+    if parallel.copy_engines:
+        for what, ranks, inside in sharing(run, hardware.host):
+            fix = "share them inside a host (parallel.dp_shard, dp_replicate)"
+            yield from _apart("parallel.copy_engines", what, ranks, inside, fix, hardware)
+    if parallel.dispatcher == "symmetric_memory":
+        ranks, inside = exchanging(run, hardware.host)
+        fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
+        key = 'parallel.dispatcher = "symmetric_memory"'
+        yield from _apart(key, "experts", ranks, inside, fix, hardware)
+
+
+def _apart(
+    key: str, what: str, ranks: int, inside: int, fix: str, hardware: Hardware
+) -> Iterator[str]:
+    if inside < ranks:
+        yield (
+            f"{key}: {ranks} ranks share {what}, of which a host of {hardware.host} GPUs "
+            f"({hardware.name}) has {inside}, and cannot read each other's memory; {fix}"
+        )
 
 
 def _nearest(
@@ -78,7 +90,7 @@ def _nearest(
             run = Resolved.of(_changed(config, change), world_size)
         except ConfigError:
             continue
-        if hardware is not None and any(far_copies(run, hardware)):
+        if hardware is not None and any(far_memory(run, hardware)):
             continue
         yield change
         told += 1
@@ -114,7 +126,11 @@ def _batches(
 def _inside_hosts(
     config: RunConfig, world_size: int, found: tuple[str, ...]
 ) -> Iterator[tuple[float, dict[str, Any]]]:
-    """More copies of fewer shards each, or no copy engines, where those are refused."""
+    """What needs no memory of other hosts: more copies of fewer shards each, where copy engines are
+    refused, or none of them; all-to-alls, where rows are pulled."""
+    if any(reason.startswith("parallel.dispatcher") for reason in found):
+        if "ep_capacity" not in config.parallel.model_fields_set:  # it would have no effect
+            yield 1.0, {"dispatcher": "all_to_all"}
     if not any(reason.startswith("parallel.copy_engines:") for reason in found):
         return
     degrees = config.degrees(world_size)

@@ -24,7 +24,7 @@ from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 from dtron.plan.activations import block
 from dtron.plan.hardware import Hardware
-from dtron.plan.legality import far_copies
+from dtron.plan.legality import far_memory
 from dtron.plan.memory import MOMENTS, RankMemory, fits, memory, worst
 from dtron.plan.parameters import parts
 from dtron.plan.resolved import ELEMENT, Resolved
@@ -103,7 +103,7 @@ def search(
         except ConfigError:
             counts["illegal"] += 1
             continue
-        if any(far_copies(run, hardware)):
+        if any(far_memory(run, hardware)):
             counts["illegal"] += 1
             continue
         held = memory(run)

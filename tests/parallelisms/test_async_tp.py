@@ -181,10 +181,15 @@ def test_calls_obey_the_rules_of_torch() -> None:
 
 
 def test_asked_for_and_absent_is_an_error() -> None:
-    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
-    for rows in ({"*": replicate()}, {"0": colwise(), "1": rowwise()}):
+    """Embeddings scatter, and linears that gather alone do, without being fused."""
+    model = nn.Sequential(nn.Embedding(D, D), nn.Linear(D, D), nn.Linear(D, D))
+    for rows in (
+        {"*": replicate()},
+        {"0": replicate(), "1": colwise(), "2": rowwise()},
+        {"0": rowwise(output=Shard(1)), "1": colwise(inputs=Shard(1)), "2": rowwise()},
+    ):
         with pytest.raises(PlacementError, match="no row gathers or scatters a sequence"):
-            check_rows(plan(model, rows, 2).rows)
+            check_rows(dict(model.named_modules()), plan(model, rows, 2).rows)
 
 
 @pytest.mark.gpu

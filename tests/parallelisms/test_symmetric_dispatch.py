@@ -182,9 +182,9 @@ def test_ranks_wait_for_the_late(late: int) -> None:
     run_ranks(2, with_late_rank, late)
 
 
-def exceeded(capacity: float) -> tuple[Tensor, str]:
+def exceeded(capacity: float, least: int = 1) -> tuple[Tensor, str]:
     """On one rank, all of whose rows take an expert of rank 2: results, and what is said."""
-    symmetric_dispatch.LEAST = 1
+    symmetric_dispatch.LEAST = least
     dispatcher = SymmetricMemory(dist.group.WORLD, 4, 1, capacity)  # type: ignore[arg-type]
     rows, offsets = drawn("one expert", dist.get_rank())
     out = dispatcher.finish(dispatcher.begin(rows, offsets, "some.layer"), lambda x, _: 2 * x)
@@ -206,6 +206,14 @@ def test_lost_rows_are_nan_and_told() -> None:
     for out, said in run_ranks(4, exceeded, 4.0):
         assert not out.isnan().any()
         assert not said
+
+
+def test_room_that_is_always_there_is_no_capacity() -> None:
+    """What is said to be enough is, though 1.5 x even loads had more room than that."""
+    for out, said in run_ranks(4, exceeded, 1.5, 60):
+        assert out.isnan().any() == (not torch.equal(out, out))
+        assert "more than the 60" in said
+        assert "parallel.ep_capacity = 4.0 or more" in said
 
 
 def test_bounds() -> None:

@@ -88,6 +88,16 @@ def test_copy_engines_of_experts_are_refused_too() -> None:
     )
 
 
+def test_experts_memory_over_several_hosts_is_refused() -> None:
+    keys = ["parallel.dispatcher=symmetric_memory", "parallel.ep=64"]
+    found = planned("deepseek_v3", 1024, *keys)
+    assert len(found["reasons"]) == 1
+    assert "64 ranks share experts, of which a host of 8 GPUs (h100) has 8" in found["reasons"][0]
+    assert {"ep": 8} in found["nearest"]
+    assert {"dispatcher": "all_to_all"} in found["nearest"]
+    assert planned("deepseek_v3", 1024, *keys[:1], "parallel.ep=8")["legal"]
+
+
 def test_gpt3_on_1024() -> None:
     """Narayanan et al. 2021: 175 B over 8 x 16 ranks, and 7.5 bytes a parameter of state."""
     found = planned("gpt3_175b", 1024)["memory"]
