@@ -4,7 +4,8 @@ Each row is a tensor that autograd saves, with the modes of recomputation in whi
 
     width    elements a token
     split    how tp splits it: "neurons" (heads and neurons, over tp), "tokens" (over tp under
-             sequence parallelism), "none" (gathered: whole on every rank)
+             sequence parallelism), "columns" (tokens, and the width of experts over etp), "none"
+             (gathered: whole on every rank)
     modes    none, selective, attention; the block's input is kept in all, and in `full` alone
 
 The rows are those of a compiled block: of what is elementwise, the compiler keeps what is cheapest
@@ -24,7 +25,7 @@ NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
 ALL = (NONE, SELECTIVE, ATTENTION, "full")
 PRODUCT = (NONE, SELECTIVE)
 """Results of matrix products that the backward reads."""
-Split = Literal["neurons", "tokens", "none"]
+Split = Literal["neurons", "tokens", "columns", "none"]
 
 
 @dataclass(frozen=True)
@@ -153,13 +154,13 @@ def _mixture(model: DecoderConfig) -> list[Saved]:
         Saved("dispatch", 2 * k, "tokens", chosen, wide=True),  # int64: order of rows
         Saved("dispatch", 2 * k, "tokens", wide=True),  # and its inverse
         Saved("experts", k * model.dim, "tokens", arrived=True),
-        *[Saved("experts", k * model.expert_dim, "tokens", PRODUCT, arrived=True)]
+        *[Saved("experts", k * model.expert_dim, "columns", PRODUCT, arrived=True)]
         * (2 if gated else 1),
-        Saved("experts", k * model.expert_dim, "tokens", arrived=True),
+        Saved("experts", k * model.expert_dim, "columns", arrived=True),
         Saved("experts", k * model.dim, "tokens", PRODUCT),
     ]
     if gated:
-        rows.append(Saved("experts", k * model.expert_dim, "tokens", eager=True, arrived=True))
+        rows.append(Saved("experts", k * model.expert_dim, "columns", eager=True, arrived=True))
     if width := model.n_shared_experts * model.expert_dim:
         rows.append(Saved("shared", model.dim, "none"))
         rows += _feed_forward(model, "shared", width)
@@ -195,7 +196,8 @@ def _kept(run: Resolved, kind: str, mode: str) -> dict[str, float]:
 
 
 def _bytes(run: Resolved, row: Saved) -> float:
-    shared = {"neurons": run.tp, "tokens": run.between, "none": 1}[row.split]
+    columns = run.between * run.experts["etp"]
+    shared = {"neurons": run.tp, "tokens": run.between, "columns": columns, "none": 1}[row.split]
     element = max(4, run.element) if row.wide else run.element
     more = expert_room(run) if row.arrived else 1.0
     return more * row.width * element * run.tokens / shared

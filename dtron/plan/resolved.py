@@ -227,10 +227,10 @@ def expert_rows(run: Resolved) -> int:
 
 
 def expert_room(run: Resolved) -> float:
-    """Rows for which a rank's experts have room, over those that the rank sends, where buffers are
-    bounded; else 1: as many come as are sent."""
+    """Rows for which a rank's experts have room, over the rank's own: where buffers are not
+    bounded, as many as come of even loads, to each of etp ranks."""
     ep, etp, parallel = run.experts["ep"], run.experts["etp"], run.config.parallel
     if parallel.dispatcher != "symmetric_memory" or ep * etp == 1:
-        return 1.0
+        return float(etp)
     sent = expert_rows(run) // etp
     return rows_at_most(sent, ep, etp, parallel.ep_capacity) / sent

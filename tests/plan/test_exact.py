@@ -89,6 +89,13 @@ def test_what_is_kept_between_micro_batches_is_in_the_peak(name: str) -> None:
     assert rank["peak"]["predicted"] == pytest.approx(rank["peak"]["exact"], rel=CLOSE)
 
 
+def test_rows_come_to_all_ranks_that_share_an_expert() -> None:
+    """Their inputs are kept by each, hidden columns shared out."""
+    keys = "parallel.ep=2 parallel.etp=2 recompute.mode=none train.seq_len=4096"
+    for rank in exact(config(MIXTURE, keys), 4)["ranks"]:
+        assert rank["peak"]["predicted"] == pytest.approx(rank["peak"]["exact"], rel=CLOSE)
+
+
 @pytest.mark.parametrize(
     "key", ["float8.recipe=tensorwise", "recompute.offload=true", "train.dtype=float32"]
 )
