@@ -49,6 +49,7 @@ from dtron.float8.linear import Float8Linear, How, ahead, gathered, largest, one
 from dtron.float8.products import product
 from dtron.parallelisms.async_tp import (
     Ranks,
+    change_first,
     from_rows,
     rows_of,
     scatter_rows,
@@ -293,11 +294,11 @@ class GatherProducts(PrepareModuleInput):
             layer.place = i
         names = self.children
 
-        def multiply(module: nn.Module, args: tuple) -> tuple:
+        def multiply(module: nn.Module, x: Tensor) -> list[Tensor]:
             layers = [module.get_submodule(name) for name in names]
-            return (_products(args[0], layers, ranks), *args[1:])  # type: ignore[arg-type]
+            return _products(x, layers, ranks)  # type: ignore[arg-type]
 
-        module.register_forward_pre_hook(multiply)
+        change_first(module, multiply)
         return module
 
 

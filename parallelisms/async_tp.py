@@ -28,7 +28,7 @@ Source: Wang et al., overlap by decomposition, ASPLOS 2023; torch.distributed._s
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -264,11 +264,24 @@ def fuse_gather(parent: nn.Module, children: Sequence[str], mesh: DeviceMesh) ->
         linear.place = i  # type: ignore[assignment]
 
     # By name, not by object, again so that blocks share what is compiled.
-    def multiply(module: nn.Module, args: tuple) -> tuple:
+    def multiply(module: nn.Module, x: Tensor) -> list[Tensor]:
         linears = [module.get_submodule(name) for name in names]
-        return (_gathered(args[0], linears, ranks), *args[1:])  # type: ignore[arg-type]
+        return _gathered(x, linears, ranks)  # type: ignore[arg-type]
 
-    parent.register_forward_pre_hook(multiply)
+    change_first(parent, multiply)
+
+
+def change_first(module: nn.Module, change: Callable[[nn.Module, Tensor], Any]) -> None:
+    """Let a module's forward see change(module, x) in place of its first argument x, given by
+    position or by keyword."""
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        if args:
+            return (change(module, args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: change(module, kwargs[name])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def fuse_scatter(linear: nn.Linear, mesh: DeviceMesh) -> None:

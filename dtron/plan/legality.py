@@ -128,9 +128,9 @@ def _inside_hosts(
 ) -> Iterator[tuple[float, dict[str, Any]]]:
     """What needs no memory of other hosts: more copies of fewer shards each, where copy engines are
     refused, or none of them; all-to-alls, where rows are pulled."""
-    if any(reason.startswith("parallel.dispatcher") for reason in found):
-        if "ep_capacity" not in config.parallel.model_fields_set:  # it would have no effect
-            yield 1.0, {"dispatcher": "all_to_all"}
+    bounded = "ep_capacity" in config.parallel.model_fields_set  # has no effect on all-to-alls
+    if not bounded and any(reason.startswith("parallel.dispatcher") for reason in found):
+        yield 1.0, {"dispatcher": "all_to_all"}
     if not any(reason.startswith("parallel.copy_engines:") for reason in found):
         return
     degrees = config.degrees(world_size)

@@ -65,6 +65,13 @@ def whole(blocks: int, dtype: torch.dtype, device: str) -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(blocks))).to(device, dtype)
 
 
+class ByKeyword(Block):
+    """Hands its input on as Hugging Face's layers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x=x)
+
+
 def split(model: nn.Module) -> nn.Module:
     """Over all ranks, on one of them."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
@@ -133,6 +140,17 @@ def test_operators_give_what_one_process_gives(ranks: int) -> None:
     """Of several sequences, whose tokens are cut, not they."""
     for called, errors in run_ranks(ranks, called_on_ranks):
         assert called == [GATHER, SCATTER, GATHER]
+        assert max(errors.values()) <= 1e-12, errors
+
+
+def called_by_keyword() -> dict[str, float]:
+    reference = whole(1, torch.float64, "cpu")
+    reference[0].__class__ = ByKeyword  # type: ignore[index]
+    return errors_of(split(copy.deepcopy(reference)), reference)
+
+
+def test_a_module_called_by_keyword() -> None:
+    for errors in run_ranks(2, called_by_keyword):
         assert max(errors.values()) <= 1e-12, errors
 
 

@@ -118,8 +118,8 @@ def test_what_peers_read_is_memory_of_a_rank_and_spares_time() -> None:
 
 @pytest.mark.parametrize(("ep", "etp", "capacity", "room"), [(4, 1, 2.0, 2), (2, 2, 1.5, 3)])
 def test_bounded_buffers_of_experts(ep: int, etp: int, capacity: float, room: int) -> None:
-    """Rows that experts keep have that much room, of their hidden columns an etp-th is a rank's, and
-    peers read twice as many."""
+    """Rows that experts keep have that much room, an etp-th of their hidden columns is a rank's,
+    and peers read twice as many."""
     model = "model.name=deepseek_v3 model.size=16b model.override.n_layers=2 compile.enable=true"
     layout = f"parallel.ep={ep} parallel.etp={etp} recompute.mode=none"
     bounded = f"parallel.dispatcher=symmetric_memory parallel.ep_capacity={capacity}"
