@@ -210,8 +210,7 @@ def test_lost_rows_are_nan_and_told() -> None:
 
 def test_room_that_is_always_there_is_no_capacity() -> None:
     """What is said to be enough is, though 1.5 x even loads had more room than that."""
-    for out, said in run_ranks(4, exceeded, 1.5, 60):
-        assert out.isnan().any() == (not torch.equal(out, out))
+    for _, said in run_ranks(4, exceeded, 1.5, 60):
         assert "more than the 60" in said
         assert "parallel.ep_capacity = 4.0 or more" in said
 
