@@ -13,10 +13,12 @@ first renames what an earlier run left there by a number.
 """
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger("dtron")
 _KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace", "hangs")
 
 
@@ -78,6 +80,7 @@ def _set_aside(path: Path) -> None:
     while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
     path.rename(aside)
+    log.info("%s of an earlier run is now %s", path, aside.name)
 
 
 def _write(path: Path, text: str) -> None:

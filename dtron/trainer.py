@@ -108,6 +108,7 @@ class Trainer:
             except TrainingError:  # all ranks raise it: what they began to save is completed
                 with self.guards.saving(self.step):
                     self.saving.try_wait()
+                stop.end()  # together: ranks that leave while others ask of signals end in abort()
                 raise
             finally:
                 gc.enable()

@@ -266,9 +266,9 @@ class SymmetricMemory:
         return (
             f"parallel.ep_capacity = {self.capacity}: rank {rank} was to take {rows} rows for its "
             f"experts of {layer}, more than the {most} that it has room for; no step was taken "
-            f"that lacks a row. Resume from a checkpoint with parallel.ep_capacity = {needed} or "
-            f"more ({self.ep} is enough for any loads), or with "
-            'parallel.dispatcher = "all_to_all"'
+            "that lacks a row. Resume from a checkpoint, or start again, with "
+            f"parallel.ep_capacity = {needed} or more, as loads may yet grow ({self.ep} is enough "
+            'for any loads), or with parallel.dispatcher = "all_to_all"'
         )
 
     def _count(self, layer: str, n_rows: Tensor, most: int, even: int) -> None:

@@ -60,7 +60,7 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
     memory = plan["memory"]
     verdict = "fits" if memory["fits"] else "DOES NOT FIT"
     lines = [
-        f"{memory['parameters'] / 1e9:.2f} B parameters, "
+        f"{_count(memory['parameters'])} parameters, "
         f"{plan['flops']['full_per_token'] / 1e9:.4g} GFLOP a token (full), "
         f"{plan['flops']['causal_per_token'] / 1e9:.4g} (causal)",
         f"memory: {_size(memory['reserved'])} on pipeline rank {memory['worst_rank']} of "
@@ -70,6 +70,11 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
     ]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _count(n: float) -> str:
+    """In millions what is below a billion."""
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
 
 
 def _size(n_bytes: float, digits: int = 1) -> str:
