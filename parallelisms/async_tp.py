@@ -94,10 +94,14 @@ class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         gathered, *weights = ctx.saved_tensors
-        grad, weight = _joined(grads, 1), _joined(weights, 0)
-        travelling = scatter_rows(grad @ weight, ctx.ranks)
-        grad_weights = (grad.t() @ gathered).split([w.shape[0] for w in weights])
-        return _c10d.wait_tensor(travelling), None, *grad_weights
+        grad, grad_x = _joined(grads, 1), None
+        of_x, _, *of_weights = ctx.needs_input_grad
+        if of_x:
+            grad_x = scatter_rows(grad @ _joined(weights, 0), ctx.ranks)
+        grad_weights: Sequence[Tensor | None] = [None] * len(weights)
+        if any(of_weights):
+            grad_weights = (grad.t() @ gathered).split([w.shape[0] for w in weights])
+        return None if grad_x is None else _c10d.wait_tensor(grad_x), None, *grad_weights
 
 
 @torch._dynamo.allow_in_graph
@@ -116,7 +120,7 @@ class _LinearScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         gathered, (grad_x,) = _all_gather_matmul(grad, [weight], ctx.ranks)
-        return grad_x, gathered.t() @ x, None
+        return grad_x, gathered.t() @ x if ctx.needs_input_grad[1] else None, None
 
 
 def _joined(parts: tuple[Tensor, ...] | list[Tensor], dim: int) -> Tensor:

@@ -4,9 +4,6 @@ Without GPUs torch's own operators run here too (tests/operators.py).
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +31,7 @@ from dtron.parallelisms.async_tp import Ranks
 from dtron.parallelisms.placement import Shard, rowwise
 from dtron.parallelisms.tensor import apply_tensor_parallel, plan
 from tests import operators
-from tests.harness import run_ranks
+from tests.harness import run_on_gpus, run_ranks
 
 B, T, D, N = 3, 32, 48, 64
 TENSORWISE = RECIPES["tensorwise"]
@@ -209,13 +206,7 @@ def test_calls_obey_the_rules_of_torch() -> None:
 
 @pytest.mark.gpu
 def test_operators_give_what_unfused_products_give() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("products travel between two GPUs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    root = Path(__file__).parents[2]
-    command += ["--nproc-per-node", "2", "-m", "tests.float8.test_fused"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_gpus(2, "tests.float8.test_fused")
 
 
 def _on_gpus() -> None:

@@ -2,9 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +26,7 @@ from dtron.parallelisms.placement import (
 )
 from dtron.parallelisms.tensor import apply_tensor_parallel, plan
 from tests import operators
-from tests.harness import run_ranks
+from tests.harness import run_on_gpus, run_ranks
 
 B, T, D, N = 3, 32, 48, 64
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
@@ -210,15 +207,30 @@ def test_asked_for_and_absent_is_an_error() -> None:
             check_rows(dict(model.named_modules()), plan(model, rows, 2).rows)
 
 
+def frozen_weights() -> tuple[bool, dict[str, float]]:
+    """On one rank: whether no frozen weight has a gradient, and the input's error."""
+    reference = whole(1, torch.float64, "cpu")
+    reference[0].inner.requires_grad_(False)  # type: ignore[union-attr]
+    model = split(copy.deepcopy(reference))
+    x, grad = torch.randn(
+        2, B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    rank = dist.get_rank()
+    wanted = results(reference, x, grad)["input"].chunk(2, 1)[rank]
+    found = results(model, x.chunk(2, 1)[rank].contiguous(), grad.chunk(2, 1)[rank])["input"]
+    error = ((found - wanted).norm() / wanted.norm()).item()
+    return all(p.grad is None for p in model.parameters()), {"input": error}
+
+
+def test_frozen_weights_cost_no_product() -> None:
+    for bare, errors in run_ranks(2, frozen_weights):
+        assert bare
+        assert errors["input"] <= 1e-12
+
+
 @pytest.mark.gpu
 def test_operators_on_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("products travel between two GPUs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    root = Path(__file__).parents[2]
-    command += ["--nproc-per-node", "2", "-m", "tests.parallelisms.test_async_tp"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_gpus(2, "tests.parallelisms.test_async_tp")
 
 
 def _on_gpus() -> None:

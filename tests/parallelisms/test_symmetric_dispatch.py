@@ -2,11 +2,8 @@
 
 import functools
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +23,7 @@ from dtron.parallelisms.symmetric_dispatch import (
     rows_at_most,
     ways_of,
 )
-from tests.harness import run_ranks
+from tests.harness import run_on_gpus, run_ranks
 from tests.models.build import small_config
 from tests.parallelisms.parity import Case, outcome_of, parallel_run
 from tests.parallelisms.test_parity import EAGER, FULL
@@ -202,7 +199,10 @@ def test_lost_rows_are_nan_and_told() -> None:
         assert torch.equal(out[fits], 2 * drawn("one expert", rank)[0][fits])
         assert out[~fits].isnan().all()
         assert "rank 2 was to take 96 rows for its experts of some.layer, more than the 36" in said
-        assert "parallel.ep_capacity = 4.0 or more, as loads may yet grow (4 is enough for any loads)" in said
+        assert (
+            "parallel.ep_capacity = 4.0 or more, as loads may yet grow (4 is enough for any loads)"
+            in said
+        )
     for out, said in run_ranks(4, exceeded, 4.0):
         assert not out.isnan().any()
         assert not said
@@ -321,13 +321,7 @@ def layers_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_gpus", [2, 4])
 def test_equals_all_to_all_on_gpus(n_gpus: int) -> None:
-    if torch.cuda.device_count() < n_gpus:
-        pytest.skip(f"needs {n_gpus} GPUs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(n_gpus), "-m", "tests.parallelisms.test_symmetric_dispatch"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_gpus(n_gpus, "tests.parallelisms.test_symmetric_dispatch")
 
 
 def _on_gpus() -> None:
