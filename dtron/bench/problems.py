@@ -24,6 +24,7 @@ from dtron.kernels.float8 import (
     gated_cast,
 )
 from dtron.kernels.grouped import grouped_product
+from dtron.kernels.peers import rows_of_peers, rows_of_pointers
 from dtron.kernels.permute import inverse_of, repeated
 from dtron.models import BACKENDS
 from dtron.models.attention import Need
@@ -331,6 +332,34 @@ def _rows_bytes(inputs: Tensors) -> Figures:
     return (float(x.nbytes + grad.nbytes),) * 2
 
 
+# -- rows out of the memory of several ranks -------------------------------------------------------
+
+
+def _draw_peers(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Rows of each rank, here all of one device, where those of the result lie, and addresses."""
+    ranks, rows, width = shape
+    generator = torch.Generator(device).manual_seed(0)
+    held = torch.randn(ranks, rows, width, generator=generator, device=device).to(dtype)
+    slots = torch.randperm(ranks * rows, generator=generator, device=device)[:rows]
+    return [held, slots, torch.tensor([part.data_ptr() for part in held], device=device)]
+
+
+def _chosen(inputs: Tensors) -> Tensors:
+    held, slots, _ = inputs
+    return [rows_of_peers(held.unbind(), slots)]
+
+
+def _pulled(inputs: Tensors) -> Tensors:
+    held, slots, pointers = inputs
+    return [rows_of_pointers(pointers, 0, held.shape[1:], held.dtype, slots)]  # type: ignore[arg-type]
+
+
+def _pulled_bytes(inputs: Tensors) -> Figures:
+    """Rows, read and written."""
+    held, slots, _ = inputs
+    return (2.0 * len(slots) * held[0, 0].nbytes,)
+
+
 # -- products of experts ---------------------------------------------------------------------------
 
 
@@ -451,6 +480,21 @@ PROBLEMS: dict[str, Problem] = {
             Row("indexing", _indexed, _indexed_backward, lambda *_: None),
             Row("dtron", _repeated, _repeated_backward, lambda *_: None),
         ),
+    ),
+    "peers": Problem(
+        modules=("peers", "peers_triton"),
+        dims="ranks, rows of each and of the result, width",
+        shapes={"cuda": (4, 98304, 2048), "cpu": (4, 512, 64)},
+        draw=_draw_peers,
+        flops=lambda _shape: (0.0,),
+        n_bytes=_pulled_bytes,
+        reference="formula",
+        rows=(
+            Row("formula", _chosen, None, lambda *_: None),
+            Row("dtron", _pulled, None, _needs_triton),
+        ),
+        parts=("pull",),
+        compared=None,
     ),
     "experts": Problem(
         modules=("grouped",),
