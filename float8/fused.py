@@ -49,12 +49,12 @@ from dtron.float8.linear import Float8Linear, How, ahead, gathered, largest, one
 from dtron.float8.products import product
 from dtron.parallelisms.async_tp import (
     Ranks,
-    change_first,
     from_rows,
     rows_of,
     scatter_rows,
     split_parameters,
 )
+from dtron.parallelisms.placement import change_argument
 
 _c10d = torch.ops._c10d_functional
 _ROWS = 0
@@ -298,7 +298,7 @@ class GatherProducts(PrepareModuleInput):
             layers = [module.get_submodule(name) for name in names]
             return _products(x, layers, ranks)  # type: ignore[arg-type]
 
-        change_first(module, multiply)
+        change_argument(module, 0, multiply)
         return module
 
 

@@ -28,7 +28,7 @@ Source: Wang et al., overlap by decomposition, ASPLOS 2023; torch.distributed._s
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from dtron.errors import PlacementError
-from dtron.parallelisms.placement import Row, prepare_input
+from dtron.parallelisms.placement import Row, change_argument, prepare_input
 
 _c10d = torch.ops._c10d_functional
 _ROWS = 0
@@ -272,20 +272,7 @@ def fuse_gather(parent: nn.Module, children: Sequence[str], mesh: DeviceMesh) ->
         linears = [module.get_submodule(name) for name in names]
         return _gathered(x, linears, ranks)  # type: ignore[arg-type]
 
-    change_first(parent, multiply)
-
-
-def change_first(module: nn.Module, change: Callable[[nn.Module, Tensor], Any]) -> None:
-    """Let a module's forward see change(module, x) in place of its first argument x, given by
-    position or by keyword."""
-
-    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        if args:
-            return (change(module, args[0]), *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, {**kwargs, name: change(module, kwargs[name])}
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    change_argument(parent, 0, multiply)
 
 
 def fuse_scatter(linear: nn.Linear, mesh: DeviceMesh) -> None:

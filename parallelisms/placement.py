@@ -7,7 +7,7 @@ Rows are data that `parallelisms/tensor.py` acts on. Placements are those of DTe
 Shard(1) is "split along the sequence", Shard(-1) "along features", Replicate "whole on each rank".
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +24,7 @@ __all__ = [
     "Row",
     "Shard",
     "Unit",
+    "change_argument",
     "colwise",
     "experts",
     "first_tensor",
@@ -163,6 +164,32 @@ def whole_input(layout: Placement, argument: int | str = 0) -> Row:
 def prepare_output(layout: Placement, desired: Placement) -> Row:
     """Bring a module's local output from `layout` to `desired` (torch's PrepareModuleOutput)."""
     return Row("prepare_output", layout, desired)
+
+
+def change_argument(
+    module: nn.Module, argument: int | str, change: Callable[[nn.Module, Any], Any]
+) -> None:
+    """Let a module's forward see change(module, x) in place of an argument x.
+
+    Args:
+        argument: as `prepare_input` counts.
+    Raises:
+        PlacementError: in a call without that argument.
+    """
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        key = argument
+        if isinstance(key, int) and len(args) <= key < len(args) + len(kwargs):
+            key = list(kwargs)[key - len(args)]
+        if key not in kwargs and key not in range(len(args)):
+            raise PlacementError(
+                f"prepare_input: a {type(module).__name__} is called without argument {key!r}"
+            )
+        if isinstance(key, str):
+            return args, {**kwargs, key: change(module, kwargs[key])}
+        return tuple(change(module, x) if i == key else x for i, x in enumerate(args)), kwargs
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def matches(pattern: str, fqn: str) -> bool:

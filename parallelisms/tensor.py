@@ -43,7 +43,14 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from dtron.errors import PlacementError
 from dtron.parallelisms.async_tp import fuse
-from dtron.parallelisms.placement import Row, present, replicate, select, select_parameters
+from dtron.parallelisms.placement import (
+    Row,
+    change_argument,
+    present,
+    replicate,
+    select,
+    select_parameters,
+)
 
 Placements = Mapping[Any, Row | ParallelStyle]
 """A row by pattern, or by tuple of patterns. A pattern that names no module may name parameters,
@@ -281,23 +288,7 @@ class _PrepareArgument(PrepareModuleInput):
         self.argument, self.layout, self.desired = argument, layout, desired
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def prepare(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            def move(x: Any) -> Any:
-                return self._moved(x, device_mesh)
-
-            key = self.argument
-            if isinstance(key, int) and len(args) <= key < len(args) + len(kwargs):
-                key = list(kwargs)[key - len(args)]
-            if key not in kwargs and key not in range(len(args)):
-                raise PlacementError(
-                    f"prepare_input: a {type(_module).__name__} is called without argument {key!r}"
-                )
-            if isinstance(key, str):
-                return args, {**kwargs, key: move(kwargs[key])}
-            moved = [move(x) if i == key else x for i, x in enumerate(args)]
-            return tuple(moved), kwargs
-
-        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        change_argument(module, self.argument, lambda _module, x: self._moved(x, device_mesh))
         return module
 
     def _moved(self, x: Any, device_mesh: DeviceMesh) -> Any:
