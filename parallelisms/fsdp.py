@@ -173,7 +173,7 @@ def _communicate(
     """How units that are sharded over the mesh's last dimension are gathered and reduced."""
     for module in modules:
         _sum_gradients(module, mesh.size())
-    if not modules or mesh.size(-1) == 1:
+    if not modules or mesh.size(mesh.ndim - 1) == 1:
         return
     if parallel.copy_engines:
         engine = _engine(mesh)
