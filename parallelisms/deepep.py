@@ -16,8 +16,9 @@ the forward's dispatch remembers. Dispatch has the host wait for how many rows c
 computes between `begin` and `finish` runs beside the forward's rows, and nothing beside the others.
 
 Shapes: M rows, D width, E experts, P = ep ranks, N rows that came.
-Source: DeepEP's documented `Buffer` of version 1.2.1, which 2.x has as its legacy interface (read
-at commit 189df34, deep_ep/buffers/legacy.py, docs/legacy.md). Followed, never run against it.
+Source: DeepEP's `Buffer` as documented in the legacy interface of 2.x (docs/legacy.md;
+deep_ep/buffers/legacy.py at commit 189df34), whose names 1.2.1 exports too. Followed, never run
+against it.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""A stand-in for the package deep_ep on CPU ranks: what `Buffer` of 1.2.1 documents, no more.
+"""A stand-in for the package deep_ep on CPU ranks: what its `Buffer` documents, and no more.
 
 Arguments are asserted to be what is documented or what the library asserts itself. Whatever is
 asked for with `async_finish` holds garbage until its event is waited for. Tokens come in the order
