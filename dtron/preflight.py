@@ -30,6 +30,7 @@ from dtron.initial import Initial, check_same_model, open_initial
 from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
+from dtron.parallelisms import deepep
 from dtron.parallelisms.context import shape_of
 from dtron.parallelisms.expert import refuse_half_compiled, shared_dim
 from dtron.parallelisms.fsdp import DTYPES
@@ -330,6 +331,8 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
         section, name = key.split(".")
         if (value := getattr(getattr(config, section), name)) and device.type != "cuda":
             raise ConfigError(f"{key} = {value!r} needs GPUs; this machine has none")
+    if config.parallel.dispatcher == "deepep":
+        deepep.library(config.parallel.ep, device.type == "cuda")
 
 
 def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:
@@ -451,6 +454,9 @@ def _check_experts(config: RunConfig, model: DecoderConfig, world_size: int) -> 
             "each rank routes tokens of its own; use true"
         )
     refuse_half_compiled(config.recompute, config.compile, parallel.ep * parallel.etp)
+    if parallel.dispatcher == "deepep":
+        deepep.check_settings(parallel.etp, config.debug.deterministic)
+        deepep.check_rows(DTYPES[config.train.dtype], model.dim)
     _check_expert_degrees(config, model, world_size)
 
 

@@ -67,10 +67,11 @@ class Parallel(Section):
     travel. Those it leaves share each expert's parameters as dp_shard does."""
     etp: int = Field(default=1, ge=1)
     """Ranks of dp_shard x cp x tp that share the width of each expert, whatever tp is."""
-    dispatcher: Literal["all_to_all", "symmetric_memory"] = "all_to_all"
+    dispatcher: Literal["all_to_all", "symmetric_memory", "deepep"] = "all_to_all"
     """With ep or etp > 1, how tokens get to their experts. `all_to_all`: an all-to-all each way,
     with one wait of the host a layer. `symmetric_memory`: ranks of one host read each other's
-    memory, and the host waits for nothing; buffers are bounded by `ep_capacity`."""
+    memory, and the host waits for nothing; buffers are bounded by `ep_capacity`. `deepep`: by the
+    library DeepEP, in bfloat16, where it is installed."""
     ep_capacity: float = Field(default=2.0, ge=1.0)
     """With `dispatcher = "symmetric_memory"`, rows that a rank takes at most, over those of even
     loads: what experts keep, and the memory that ranks share, grow with it. A run stops where loads

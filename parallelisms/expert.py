@@ -58,6 +58,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dtron.config import Compile, Recompute
 from dtron.errors import ConfigError
 from dtron.kernels.permute import inverse_of, reordered
+from dtron.parallelisms.deepep import DeepEP
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.symmetric_dispatch import SymmetricMemory
 
@@ -243,6 +244,7 @@ def _sent(rows: Tensor, received: list[int], sent: list[int], group: str) -> Ten
 DISPATCHERS: dict[str, type[Dispatcher]] = {
     "all_to_all": AllToAll,
     "symmetric_memory": SymmetricMemory,
+    "deepep": DeepEP,
 }
 
 

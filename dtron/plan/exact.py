@@ -96,6 +96,8 @@ def notes(config: RunConfig, traced: RunConfig, world_size: int) -> Iterator[str
         yield "traced and predicted without parallel.copy_engines, whose memory torch does not see"
     if config.parallel.dispatcher == "symmetric_memory":
         yield 'traced and predicted with parallel.dispatcher = "all_to_all": nothing is bounded'
+    if config.parallel.dispatcher == "deepep":
+        yield 'traced and predicted with parallel.dispatcher = "all_to_all": no buffers of DeepEP'
     if config.data.mask_documents:
         yield "each sequence is one document"
     if Resolved.model_of(config).n_experts:

@@ -15,6 +15,7 @@ from typing import Any
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
+from dtron.parallelisms import deepep
 from dtron.plan.communication import exchanging, sharing
 from dtron.plan.hardware import Hardware
 from dtron.plan.resolved import Resolved, shortened
@@ -67,6 +68,14 @@ def far_memory(run: Resolved, hardware: Hardware) -> Iterator[str]:
         fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
         key = 'parallel.dispatcher = "symmetric_memory"'
         yield from _apart(key, "experts", ranks, inside, fix, hardware)
+    if parallel.dispatcher == "deepep":
+        ranks, inside = exchanging(run, hardware.host)
+        if inside < min(ranks, deepep.HOST):
+            yield (
+                f"{deepep.KEY}: {ranks} ranks share experts, of which a host of {hardware.host} "
+                f"GPUs ({hardware.name}) has {inside}, but DeepEP takes each {deepep.HOST} to be "
+                'on one; use fewer (parallel.ep), or parallel.dispatcher = "all_to_all"'
+            )
 
 
 def _apart(

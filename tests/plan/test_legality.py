@@ -1,6 +1,7 @@
 """The examples that everyone quotes are planned as they are: their degrees, sizes and bubbles."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,19 @@ def test_experts_memory_over_several_hosts_is_refused() -> None:
     assert {"ep": 8} in found["nearest"]
     assert {"dispatcher": "all_to_all"} in found["nearest"]
     assert planned("deepseek_v3", 1024, *keys[:1], "parallel.ep=8")["legal"]
+
+
+def test_deepep_takes_whole_hosts() -> None:
+    """Four of the experts' eight ranks are on a host, as two tp ranks have the same."""
+    words = ["parallel.dispatcher=deepep", "parallel.ep=8"]
+    assert planned("deepseek_v3", 1024, *words)["legal"]
+    small = replace(hardware("h100"), host=4)
+    config = RunConfig.load(CONFIGS / "deepseek_v3.toml", words)
+    found = check(config, 1024, small)
+    assert len(found.reasons) == 1
+    assert "8 ranks share experts, of which a host of 4 GPUs" in found.reasons[0]
+    assert {"dispatcher": "all_to_all"} in found.nearest
+    assert {"ep": 4} in found.nearest
 
 
 def test_gpt3_on_1024() -> None:
