@@ -162,6 +162,8 @@ class DeepEP:
         ConfigError: etp > 1, the library cannot be used here, or the ranks are elsewhere.
     """
 
+    in_graphs = False
+
     def __init__(
         self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float = math.inf
     ) -> None:
@@ -171,6 +173,10 @@ class DeepEP:
         _check_hosts(group)
         self.group, self.ep = group, ep
         self._buffer: Any = None
+
+    def layer(self, fqn: str, device: torch.device) -> str:
+        """See Dispatcher."""
+        return fqn
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> _Travelling:
         """See Dispatcher; rows in bfloat16."""

@@ -462,7 +462,14 @@ def stopped_by_full_buffers(config: RunConfig) -> tuple[str, bool]:
     return str(error.value), all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("layout", [{"parallel__ep": 4}, {"parallel__ep": 2, "parallel__pp": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel__ep": 4},
+        {"parallel__ep": 2, "parallel__pp": 2},
+        {"parallel__ep": 4, "compile__enable": True, "compile__backend": "aot_eager"},
+    ],
+)
 def test_rows_that_do_not_fit_stop_the_run(tmp_path: Path, layout: dict[str, Any]) -> None:
     """No step is taken that lacks a row, and the next row of figures ends the run, on all ranks."""
     bound = {"parallel__dispatcher": "symmetric_memory", "parallel__ep_capacity": 1.0}
