@@ -86,7 +86,7 @@ def ways_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> Way
     own_after, own_before = (table.index_select(0, own).squeeze(0) for table in (after, before))
 
     row = torch.arange(most, device=ends.device)
-    block = torch.searchsorted(own_after, row, right=True).clamp(max=blocks.shape[1] - 1)
+    block = _bucket(own_after, row).clamp(max=blocks.shape[1] - 1)
     sender, expert = block % n_ranks, own * each + block // n_ranks
     place = starts[sender, expert] + row - own_before[block]
     there = torch.where(row < own_after[-1], sender * n_rows + place, NONE)
@@ -94,12 +94,21 @@ def ways_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> Way
 
     row = torch.arange(n_rows, device=ends.device)
     mine, starts = (table.index_select(0, rank).squeeze(0) for table in (ends, starts))
-    expert = torch.searchsorted(mine, row, right=True).clamp(max=n_experts - 1)
+    expert = _bucket(mine, row).clamp(max=n_experts - 1)
     first = before.view(n_experts, n_ranks).index_select(1, rank).squeeze(1)
     place = first[expert] + row - starts[expert]
     back = torch.where(place < most, expert // each * (etp * most) + place, LOST)
     back = torch.where(row < mine[-1], back, NONE)
     return Ways(there, back, offsets, own_after[-1:])
+
+
+def _bucket(ends: Tensor, rows: Tensor) -> Tensor:
+    """int64 (N,): which of the buckets, that end where `ends` (B,) says, each row is in; B: none.
+
+    As torch.searchsorted, which inductor of torch 2.11 cannot compile for GPUs where what is
+    searched is a view.
+    """
+    return (rows.unsqueeze(1) >= ends).sum(1)
 
 
 class _Layer(NamedTuple):
