@@ -100,8 +100,7 @@ class Dispatcher(Protocol):
 
     Attributes:
         in_graphs: compiled graphs can hold `begin` and `finish`, which neither wait for the host
-            nor need sizes that it learns. A class without it says no, and needs no `layer`: its
-            `begin` is handed the layer's FQN.
+            nor need sizes that it learns. A class without it says no.
     """
 
     in_graphs: bool
@@ -358,7 +357,7 @@ def apply_experts(
         module.part = (mesh.experts.get_local_rank("etp"), etp)  # type: ignore[assignment]
         module.own = functools.partial(_local, module)  # type: ignore[assignment]
         held = in_graphs(dispatcher)
-        layer = dispatcher.layer(fqn, torch.device(mesh.device_type)) if held else fqn
+        layer = dispatcher.layer(fqn, torch.device(mesh.device_type))
         elsewhere = _Elsewhere(module.forward, dispatcher, layer)
         for name in ("begin", "finish", "forward"):
             call = getattr(elsewhere, name)

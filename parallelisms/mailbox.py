@@ -8,9 +8,10 @@ that it leaves behind is read by another call, so that recomputation may call it
 and a compiler may treat it as a function. Its shapes are static.
 
 Order: calls meet at barriers, so that all ranks of a group must make the same calls in the same
-order. They run the same model, and graphs that are the same on all ranks (a rank's number comes
-into them as a tensor, not as a constant) are put in the same order by the compiler: also where a
-backward has two calls of which neither waits for the other, a gradient's and a recomputed one.
+order. They run the same model, and graphs that are the same on all ranks are put in the same order
+by the compiler: also where a backward has two calls of which neither waits for the other, a
+gradient's and a recomputed one. A rank's number comes into them as a tensor, not as a constant (but
+for where a split expert's bias goes, a number that orders nothing).
 
 Two halves of the memory are put in turn. A rank that puts into a half has passed the barrier of the
 call before, which all ranks reach after the pulls of the call before that, the last ones from this
@@ -64,7 +65,7 @@ class Mailbox:
 
     def note(self, layer: Tensor, number: Tensor) -> None:
         """Remember the largest number of a layer; both int64 (1,), on the device."""
-        self.noted(number.device).scatter_reduce_(0, layer, number, "amax")
+        self._noted = self.noted(number.device).scatter_reduce(0, layer, number, "amax")
 
     def noted(self, device: torch.device) -> Tensor:
         """int64 (layers,): what was noted of each, 0 at first."""
@@ -146,6 +147,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, slots, parts, back, back_parts, group, *_ = inputs
     ctx.save_for_backward(slots, back)
     ctx.settings = parts, back_parts, group
+    ctx.mailbox = _MAILBOXES.get(group)  # not read: held as long as a backward may need it
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

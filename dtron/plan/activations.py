@@ -161,6 +161,8 @@ def _mixture(model: DecoderConfig) -> list[Saved]:
         * (2 if gated else 1),
         Saved("experts", k * model.expert_dim, "columns", arrived=True),
         Saved("experts", k * model.dim, "tokens", PRODUCT),
+        # Eager recomputation keeps what it is told to: of the last product what is sent back, too.
+        Saved("experts", k * model.dim, "tokens", (), eager=True, arrived=True, pulled=True),
     ]
     if gated:
         rows.append(Saved("experts", k * model.expert_dim, "columns", eager=True, arrived=True))
