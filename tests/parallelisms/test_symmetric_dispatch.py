@@ -1,6 +1,7 @@
 """Rows of experts by peers' memory: the ways, any loads, late ranks, bounds that are exceeded."""
 
 import functools
+import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -297,6 +298,40 @@ def test_calls_of_forwards_backwards_and_recomputation_take_turns(
 def test_a_mailbox_needs_two_halves() -> None:
     """What a rank reads late has another call's rows by then."""
     assert not all(equal for equal, *_ in run_ranks(2, taking_turns, "full", False, 1))
+
+
+def doubled(rows: Tensor, offsets: Tensor) -> Tensor:
+    """By a dispatcher that nobody holds afterwards."""
+    dispatcher = SymmetricMemory(dist.group.WORLD, 2, 1, 2.0)  # type: ignore[arg-type]
+    layer = layer_of(dispatcher, "layer")
+    return dispatcher.finish(dispatcher.begin(rows, offsets, layer), lambda x, _: 2 * x)
+
+
+def backward_after_all_is_gone() -> None:
+    rows, offsets = drawn("random", dist.get_rank())
+    rows.requires_grad_()
+    out = doubled(rows, offsets)
+    gc.collect()
+    out.sum().backward()
+    assert rows.grad is not None
+    assert torch.equal(rows.grad[: offsets[-1]], torch.full_like(rows, 2.0)[: offsets[-1]])
+
+
+def inference_first() -> None:
+    dispatcher = SymmetricMemory(dist.group.WORLD, 2, 1, 2.0)  # type: ignore[arg-type]
+    layer = layer_of(dispatcher, "layer")
+    rows, offsets = drawn("random", dist.get_rank())
+    found = []
+    for mode in (torch.inference_mode, torch.enable_grad):
+        with mode():
+            pending = dispatcher.begin(rows, offsets, layer)
+            found.append(dispatcher.finish(pending, lambda x, _: 2 * x).clone())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("act", [backward_after_all_is_gone, inference_first])
+def test_what_models_of_ones_own_do(act: Callable[[], None]) -> None:
+    run_ranks(2, act)
 
 
 def exceeded(capacity: float, least: int = 1) -> tuple[Tensor, str]:
