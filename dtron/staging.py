@@ -87,7 +87,7 @@ class Staging:
                 torch.cuda.set_device(gpu)
             self._memory = SharedMemory(size)
 
-        self._reserving = Background(act)
+        self._reserving = Background(act, daemon=False)  # an interpreter that ends would abort
 
     @torch.no_grad()
     def start(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -184,11 +184,16 @@ def _places(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class Background:
-    """One call in a thread of its own, which ends with the process."""
+    """One call in a thread of its own.
 
-    def __init__(self, call: Callable[[], None]) -> None:
+    Args:
+        daemon: it ends with the process, as a call may have to that waits for a disk; else the
+            process waits for it.
+    """
+
+    def __init__(self, call: Callable[[], None], daemon: bool = True) -> None:
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=daemon)
         self._thread.start()
 
     def _run(self, call: Callable[[], None]) -> None:

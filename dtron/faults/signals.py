@@ -86,27 +86,28 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._asked, self._answered = threading.Lock(), threading.Event()
+        self._asks = threading.Thread(target=self._meet, daemon=True)
+        self._asked = threading.Lock()
         self.deadline = Deadline(_ALONE_SECONDS, _ALONE, EXIT_HUNG)
 
     def ask(self) -> None:
         """Find out, beside what else is done; every rank asks once, some only in `end`."""
-        if self._asked.acquire(blocking=False):
-            threading.Thread(target=self._meet, daemon=True).start()
+        with self._asked:
+            if self._asks.ident is None:
+                self._asks.start()
 
     def _meet(self) -> None:
         try:
             dist.all_reduce(torch.zeros(1), group=self._group)
         except RuntimeError:
             self.deadline.begin()
-        finally:
-            self._answered.set()
 
     def end(self) -> None:
-        """All is done on this rank: nothing may be under way when the process group ends."""
+        """All is done on this rank: nothing may be under way when the process group ends, nor the
+        thread inside of torch when the interpreter does, which would abort it."""
         self.deadline.call_off()
         self.ask()
-        self._answered.wait(_LAST_SECONDS)
+        self._asks.join(_LAST_SECONDS)
 
 
 class StopSignal:
