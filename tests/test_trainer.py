@@ -5,6 +5,8 @@ import json
 import os
 import re
 import signal
+import threading
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -460,6 +462,21 @@ def stopped_by_full_buffers(config: RunConfig) -> tuple[str, bool]:
         trainer.fit()
     after = map(local_part, trainer.train_step.parameters)
     return str(error.value), all(map(torch.equal, before, after))
+
+
+def slowly_told(self: StopSignal, ours: Any) -> None:
+    with contextlib.closing(ours):
+        while ours.recv(16):
+            pass
+        time.sleep(0.2)
+
+
+def test_no_thread_outlives_what_listens_to_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last reference to a process group would end in it, which aborts an interpreter's end."""
+    monkeypatch.setattr(StopSignal, "_listen", slowly_told)
+    with StopSignal():
+        assert any(thread.name == "signals" for thread in threading.enumerate())
+    assert not any(thread.name == "signals" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize(

@@ -130,15 +130,17 @@ class StopSignal:
         self._caught: frozenset[int] = frozenset()
         self._deadline = Deadline(seconds, _UNSAVED, EXIT_UNSAVED)
         self._peers: Peers | None = None
-        self._wakeup: tuple[int, socket.socket] | None = None
+        self._wakeup: tuple[int, socket.socket, threading.Thread] | None = None
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is not threading.main_thread():
             return self  # no signals to catch
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False), theirs
-        threading.Thread(target=self._listen, args=(ours,), daemon=True).start()
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        listener = threading.Thread(target=self._listen, args=(ours,), name="signals", daemon=True)
+        listener.start()
+        self._wakeup = before, theirs, listener
         self._catch(EARLY)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY})  # train.py has held it back until here
         return self
@@ -148,8 +150,12 @@ class StopSignal:
             signal.signal(number, handler)
         self._previous = {}
         if self._wakeup is not None:
-            signal.set_wakeup_fd(self._wakeup[0])
-            self._wakeup[1].close()
+            before, theirs, listener = self._wakeup
+            signal.set_wakeup_fd(before)
+            theirs.close()
+            # It may hold the last reference to this and to process groups, whose end in a thread
+            # aborts an interpreter that ends.
+            listener.join()
             self._wakeup = None
         self._deadline.call_off()
         if self._peers is not None:
