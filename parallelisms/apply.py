@@ -31,6 +31,7 @@ from dtron.parallelisms.expert import (
     ExpertLayers,
     apply_experts,
     breaks_graph,
+    in_graphs,
     make_dispatcher,
     refuse_half_compiled,
     stands_apart,
@@ -44,6 +45,7 @@ from dtron.parallelisms.initialize import (
     initialize,
     materialize,
 )
+from dtron.parallelisms.mailbox import IN_ORDER
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.parallelisms.pipeline import Layout, Pipeline
@@ -271,7 +273,8 @@ def _apply_to_part(
     broken = {block for block in whole.blocks if breaks_graph(block, apart, whole.dispatcher)}
     if broken:
         compile_activations(apart.values(), passes.compile)
-    recomputed, compiled = _wrap_blocks(blocks, passes, offload, broken)
+    options = _inductor_options(passes, whole.dispatcher if apart else None)
+    recomputed, compiled = _wrap_blocks(blocks, passes, offload, broken, options)
     if offload is not None:
         offload.attach(stage, [block for _, _, block in blocks])
     if compiled:
@@ -300,16 +303,20 @@ def _apply_to_part(
     return _Done(len(units), recomputed, compiled, deferred)
 
 
+def _inductor_options(passes: Passes, dispatcher: Dispatcher | None) -> dict[str, Any]:
+    splits = passes.layout is not None and passes.layout.splits_backward
+    held = dispatcher is not None and in_graphs(dispatcher)
+    return {**(COMPILE_OPTIONS if splits else {}), **(IN_ORDER if held else {})}
+
+
 def _wrap_blocks(
     blocks: Sequence[tuple[int, str, nn.Module]],
     passes: Passes,
     offload: Offload | None,
     broken: Collection[str],
+    options: Mapping[str, Any],
 ) -> tuple[int, list[str]]:
     """Recompute and compile (index in the model, FQN, block); how many recompute, which compile."""
-    options: Mapping[str, Any] = {}
-    if passes.layout is not None and passes.layout.splits_backward:
-        options = COMPILE_OPTIONS
     named = {name: block for _, name, block in blocks}
     numbered = [(i, block) for i, _, block in blocks]
     if passes.recompute.mode == "full":

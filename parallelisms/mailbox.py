@@ -1,11 +1,14 @@
 """Rows from all ranks of a host to all, as operators that graphs can hold.
 
-    move        put own rows -> barrier -> pull the rows wanted, of all ranks
-    exchange    the same of one row of numbers, which every rank pulls of every rank
+    set_off     put own rows, and then, on a stream beside: barrier -> pull the rows wanted
+    arrived     wait for them                 of gradients the same, set off by the backward of
+                                              `arrived` and waited for by that of `set_off`
+    exchange    the same at once, of one row of numbers, which every rank pulls of every rank
 
-An operator does all of it in one call. What it gives depends on its arguments alone and nothing
-that it leaves behind is read by another call, so that recomputation may call it again, anywhere,
-and a compiler may treat it as a function. Its shapes are static.
+What is computed between the first two runs while rows travel, forward and backward. What they give
+depends on their arguments alone and nothing that they leave behind is read by another call, so that
+recomputation may call them again, anywhere, and a compiler may treat them as functions: of waiting
+it knows from torch's own collectives. Its shapes are static.
 
 Order: calls meet at barriers, so that all ranks of a group must make the same calls in the same
 order. They run the same model, and graphs that are the same on all ranks are put in the same order
@@ -13,26 +16,34 @@ by the compiler: also where a backward has two calls of which neither waits for 
 gradient's and a recomputed one. A rank's number comes into them as a tensor, not as a constant (but
 for where a split expert's bias goes, a number that orders nothing).
 
-Two halves of the memory are put in turn. A rank that puts into a half has passed the barrier of the
-call before, which all ranks reach after the pulls of the call before that, the last ones from this
-half; streams run calls in the order in which they were made. This holds for any sequence of calls,
-of whatever layers, micro-batches, forwards or backwards, since each call puts once, meets once and
-pulls once, on all ranks. Where the memory grows, the device and all ranks are waited for, and the
-halves of the new one hold nothing that is wanted.
+Two halves of the memory are put in turn, and nobody puts before the pull of the call before is
+done. A rank that puts into a half has so passed the barrier of the call before, which all ranks
+reach after the pulls of the call before that, the last ones from this half. This holds for any
+sequence of calls, of whatever layers, micro-batches, forwards or backwards, since each call puts
+once, meets once and pulls once, on all ranks. Where the memory grows, the device and all ranks are
+waited for, and the halves of the new one hold nothing that is wanted.
 
 Shapes: P ranks, R rows of each, the same on all; N rows of the result, D width, E experts.
+Private names used, tested with torch 2.11 and 2.13: torch._C._distributed_c10d._register_work.
 """
 
 from collections.abc import MutableMapping
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _register_work as register_work
+from torch.distributed._functional_collectives import wait_tensor
 
 from dtron.kernels.peers import rows_of_peers, rows_of_pointers
-from dtron.parallelisms.peer_memory import GrowingMemory
+from dtron.parallelisms.peer_memory import GrowingMemory, PeerMemory
+
+IN_ORDER: dict[str, Any] = {"reorder_for_peak_memory": False}
+"""Options of torch.compile that graphs with rows on their way need under inductor: what a model
+computes between `set_off` and `arrived` stays there, forward and backward."""
 
 
 class Mailbox:
@@ -45,9 +56,14 @@ class Mailbox:
         self._growing = GrowingMemory(group)
         self._second = False
         self._noted = torch.zeros(0, dtype=torch.int64)
+        self._stream: torch.cuda.Stream | None = None
+        self._arriving: Tensor | None = None
+        """With `_slots` what the stream uses, to be held until the current one has waited for it."""
 
     def moved(self, rows: Tensor, slots: Tensor, parts: int) -> Tensor:
-        """See `move`."""
+        """(N, D), to be read after `wait_tensor`; see `set_off`."""
+        if self._arriving is not None:  # often waited for already, which costs nothing then
+            wait_tensor(self._arriving)
         (n_rows, width), size = rows.shape, rows.element_size()
         half = max(n_rows, len(slots)) * width * size  # what comes back next has as many rows
         memory = self._growing.at_least(2 * half, rows.device)
@@ -55,13 +71,28 @@ class Mailbox:
         at = memory.nbytes // 2 if self._second else 0
         own = memory.view(self.group.rank(), rows.numel(), rows.dtype, at // size)
         own.view(n_rows, width).copy_(rows)
-        memory.barrier()
         if rows.is_cuda:
-            shape = (n_rows, width)
-            return rows_of_pointers(memory.pointers, at, shape, rows.dtype, slots, parts)
+            self._arriving = self._pulled(memory, at, rows, slots, parts)
+            return self._arriving
+        memory.barrier()
         ranks = range(self.group.size())
         peers = [memory.view(rank, rows.numel(), rows.dtype, at // size) for rank in ranks]
         return rows_of_peers([peer.view(n_rows, width) for peer in peers], slots, parts)
+
+    def _pulled(
+        self, memory: PeerMemory, at: int, rows: Tensor, slots: Tensor, parts: int
+    ) -> Tensor:
+        """Set the barrier and the pull off on a stream of their own."""
+        if self._stream is None:  # of high priority: its programs are few, and not to queue
+            self._stream = torch.cuda.Stream(rows.device, priority=-1)
+        out = rows.new_empty(len(slots), rows.shape[1])
+        self._slots = slots.clone()  # a graph may use the memory of its own for something else
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            memory.barrier()
+            rows_of_pointers(memory.pointers, at, len(rows), self._slots, out, parts)
+            register_work(out, _Pull())
+        return out
 
     def note(self, layer: Tensor, number: Tensor) -> None:
         """Remember the largest number of a layer; both int64 (1,), on the device."""
@@ -73,6 +104,19 @@ class Mailbox:
             self._noted = torch.cat([self._noted, self._noted.new_zeros(missing)])
         self._noted = self._noted.to(device)
         return self._noted
+
+
+class _Pull(dist.Work):
+    """What the current stream has issued so far, for `wait_tensor`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._done.wait()
+        return True
 
 
 _MAILBOXES: MutableMapping[str, Mailbox] = WeakValueDictionary()
@@ -99,7 +143,7 @@ def exchange(numbers: Tensor, senders: Tensor, group: str) -> Tensor:
     Returns:
         int32 (P, E).
     """
-    return _MAILBOXES[group].moved(numbers.unsqueeze(0), senders, 1)
+    return wait_tensor(_MAILBOXES[group].moved(numbers.unsqueeze(0), senders, 1))
 
 
 @exchange.register_fake
@@ -107,8 +151,20 @@ def _(numbers: Tensor, senders: Tensor, group: str) -> Tensor:
     return numbers.new_empty(senders.shape[0], numbers.shape[0])
 
 
-@torch.library.custom_op("dtron::peers_move", mutates_args=())
-def move(
+class Moving(NamedTuple):
+    """Rows on their way, for `arrived`, and the way back."""
+
+    rows: Tensor
+    """(N, D), not to be read."""
+    ticket: Tensor
+    """(R, D) without memory. What arrives backward as its gradient is that of the rows put, on its
+    way: autograd wants gradients to have the shape of what they are gradients of."""
+    back: Tensor
+    back_parts: int
+    group: str
+
+
+def set_off(
     rows: Tensor,
     slots: Tensor,
     parts: int,
@@ -117,8 +173,8 @@ def move(
     group: str,
     layer: Tensor | None = None,
     number: Tensor | None = None,
-) -> Tensor:
-    """Rows of all ranks, by their slots; gradients go back as rows do.
+) -> Moving:
+    """Put rows and begin to pull those of all ranks, by their slots; gradients go back as rows do.
 
     Args:
         rows: (R, D).
@@ -128,32 +184,71 @@ def move(
         group: name of the process group.
         layer, number: int64 (1,), to be noted by the way, for `Mailbox.noted`; outside of what the
             compiler knows, which copies what it sees changed.
-    Returns:
-        (N, D).
     """
+    rows, ticket = _move(rows, slots, parts, group, layer, number)
+    return Moving(rows, ticket, back, back_parts, group)
+
+
+def arrived(moving: Moving) -> Tensor:
+    """The rows, (N, D), for which the current stream waits. Backward their gradients set off."""
+    return _Arrive.apply(*moving)  # type: ignore[return-value]
+
+
+def move(*args: Any, **kwargs: Any) -> Tensor:
+    """Both at once."""
+    return arrived(set_off(*args, **kwargs))
+
+
+@torch.library.custom_op("dtron::peers_move", mutates_args=())
+def _move(
+    rows: Tensor,
+    slots: Tensor,
+    parts: int,
+    group: str,
+    layer: Tensor | None = None,
+    number: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     mailbox = _MAILBOXES[group]
     if layer is not None and number is not None:
         mailbox.note(layer, number)
-    return mailbox.moved(rows, slots, parts)
+    return mailbox.moved(rows, slots, parts), _without_memory(rows)
 
 
-@move.register_fake
-def _(rows: Tensor, slots: Tensor, *_: Any, **__: Any) -> Tensor:
-    return rows.new_empty(slots.shape[0], rows.shape[1])
+@_move.register_fake
+def _(rows: Tensor, slots: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(slots.shape[0], rows.shape[1]), _without_memory(rows)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """The ways alone: the memory holds something else by then."""
-    _, slots, parts, back, back_parts, group, *_ = inputs
-    ctx.save_for_backward(slots, back)
-    ctx.settings = parts, back_parts, group
-    ctx.mailbox = _MAILBOXES.get(group)  # not read: held as long as a backward may need it
+def _without_memory(rows: Tensor) -> Tensor:
+    return rows.new_empty(()).expand(rows.shape)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    slots, back = ctx.saved_tensors
-    parts, back_parts, group = ctx.settings
-    return move(grad, back, back_parts, slots, parts, group), *[None] * 7
+def _hold(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.mailbox = _MAILBOXES.get(inputs[3])  # not read: held as long as a backward may need it
+    ctx.set_materialize_grads(False)
 
 
-move.register_autograd(_backward, setup_context=_save)
+def _wait_for_gradients(ctx: Any, _: Any, returning: Tensor) -> tuple[Any, ...]:
+    return wait_tensor(returning), *[None] * 5
+
+
+_move.register_autograd(_wait_for_gradients, setup_context=_hold)
+
+
+class _Arrive(torch.autograd.Function):
+    """It keeps the ways alone: the memory holds something else by the time of its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, ticket: Tensor, back: Tensor, back_parts: int, group: str
+    ) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.settings = back_parts, group
+        return wait_tensor(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (back,) = ctx.saved_tensors
+        parts, group = ctx.settings
+        returning, _ = _move(gradients[0], back, parts, group)
+        return None, returning, None, None, None

@@ -5,11 +5,13 @@ much a message holds before it is sent, so that no count is read by the host.
 
     put      offsets (E,)             rows (M, D)                        results (C, D)
     pulled   all ranks' (P, E)     -> rows by (expert, sender) (C, D) -> results by expert (M, D)
-             `exchange`               `move`                             `move`
+             `exchange`               `set_off`, `arrived`               `move`
 
-Each is an operator that puts, meets all ranks at a barrier on the device, and pulls (`mailbox.py`).
-Where rows are is computed in between by plain torch. So a block compiles whole, and one graph
-serves all layers. The same ways are gone backward by gradients, in the opposite order.
+Each puts, meets all ranks at a barrier on the device, and pulls, on a stream beside (`mailbox.py`):
+what a model computes between `begin` and `finish` runs while rows travel, and its backward while
+their gradients do. Where rows are is computed in between by plain torch. So a block compiles whole,
+and one graph serves all layers. The same ways are gone backward by gradients, in the opposite
+order.
 
 A rank takes at most C rows, of which those after the last expert's are zero:
 
@@ -41,13 +43,15 @@ from torch import Tensor
 
 from dtron.errors import ConfigError, TrainingError
 from dtron.kernels.peers import LOST, NONE
-from dtron.parallelisms.mailbox import exchange, mailbox_of, move
+from dtron.parallelisms.mailbox import Moving, arrived, exchange, mailbox_of, move, set_off
 from dtron.parallelisms.peer_memory import check_host
 
 LEAST = 4096
 """Rows that a rank always takes: loads of a few tokens are never even."""
 _NUMBERS = 2**32
 """Above any number of rows: two of them are noted as one number."""
+_UNEVEN = 2**62
+"""What is noted where ranks have different numbers of rows; above any two."""
 
 
 class Ways(NamedTuple):
@@ -122,10 +126,10 @@ class _Layer(NamedTuple):
     """int64 (P,), all of them."""
 
 
-class _Arrived(NamedTuple):
-    """Rows at experts of this rank."""
+class _Travelling(NamedTuple):
+    """Rows on their way to experts of this rank."""
 
-    rows: Tensor
+    moving: Moving
     """(C, D), by expert; zero after the last one's."""
     ways: Ways
 
@@ -158,23 +162,27 @@ class SymmetricMemory:
         numbers = ([number], [group.rank()], list(range(group.size())))
         return _Layer(*(torch.tensor(each, device=device) for each in numbers))
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: _Layer) -> _Arrived:
+    def begin(self, rows: Tensor, offsets: Tensor, layer: _Layer) -> _Travelling:
         """See Dispatcher."""
         most = rows_at_most(len(rows), self.ep, self.etp, self.capacity)
-        ends = exchange(offsets, layer.ranks, self.name)
-        ways = ways_of(ends, layer.rank, self.etp, len(rows), most)
+        numbers = torch.cat([offsets, offsets.new_full((1,), len(rows))])
+        numbers = exchange(numbers, layer.ranks, self.name)
+        ways = ways_of(numbers[:, :-1], layer.rank, self.etp, len(rows), most)
+        uneven = (numbers[:, -1] != len(rows)).any()
+        ways = ways._replace(back=torch.where(uneven, LOST, ways.back))
         exceeded = torch.where(ways.n_rows > most, ways.n_rows * _NUMBERS + len(rows), 0)
+        exceeded = torch.where(uneven, _UNEVEN, exceeded)
         there = (ways.there, 1, ways.back, self.etp)
-        return _Arrived(move(rows, *there, self.name, layer.number, exceeded), ways)
+        return _Travelling(set_off(rows, *there, self.name, layer.number, exceeded), ways)
 
-    def finish(self, pending: _Arrived, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def finish(self, pending: _Travelling, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """See Dispatcher."""
-        ways = pending.ways
-        results = compute(pending.rows, ways.offsets)
-        if results.shape != pending.rows.shape:
+        ways, rows = pending.ways, arrived(pending.moving)
+        results = compute(rows, ways.offsets)
+        if results.shape != rows.shape:
             raise ConfigError(
                 f'parallel.dispatcher = "symmetric_memory": experts gave {tuple(results.shape)} '
-                f"for rows {tuple(pending.rows.shape)}; rows after the last offset need results "
+                f"for rows {tuple(rows.shape)}; rows after the last offset need results "
                 "too, of any value"
             )
         return move(results, ways.back, self.etp, ways.there, 1, self.name)
@@ -187,23 +195,39 @@ class SymmetricMemory:
         if not most.item():
             return
         own = [
-            (*divmod(n, _NUMBERS), fqn) for fqn, n in zip(self._layers, noted.tolist(), strict=True)
+            (fqn, *divmod(n, _NUMBERS))
+            for fqn, n in zip(self._layers, noted.tolist(), strict=True)
+            if n
         ]
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, max(own, default=(0, 0, "")))
+        dist.all_gather_object(of_ranks, own)
         raise TrainingError(self._told(of_ranks))
 
-    def _told(self, of_ranks: list[tuple[int, int, str]]) -> str:
-        (rows, n_rows, fqn), rank = max((found, rank) for rank, found in enumerate(of_ranks))
+    def _told(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
+        """Of the first layer that lacked rows: routers of those behind it saw its NaN."""
+        found = [(entry, rank) for rank, entries in enumerate(of_ranks) for entry in entries]
+        first = min((fqn for (fqn, *_), _ in found), key=_in_order)
+        rows, n_rows, rank = max((*counts, rank) for (fqn, *counts), rank in found if fqn == first)
+        if rows == _UNEVEN // _NUMBERS:
+            return (
+                f'parallel.dispatcher = "symmetric_memory": ranks had different numbers of rows '
+                f"for the experts of {first}; no step was taken. Give all ranks as many tokens, "
+                'padded, or use parallel.dispatcher = "all_to_all"'
+            )
         most = rows_at_most(n_rows, self.ep, self.etp, self.capacity)
         needed = min(float(self.ep), math.ceil(rows / (self.etp * n_rows) * 10) / 10)
         return (
             f"parallel.ep_capacity = {self.capacity}: rank {rank} was to take {rows} rows for its "
-            f"experts of {fqn}, more than the {most} that it has room for; no step was taken "
+            f"experts of {first}, more than the {most} that it has room for; no step was taken "
             "that lacks a row. Resume from a checkpoint, or start again, with "
             f"parallel.ep_capacity = {needed} or more, as loads may yet grow ({self.ep} is enough "
             'for any loads), or with parallel.dispatcher = "all_to_all"'
         )
+
+
+def _in_order(fqn: str) -> list[tuple[str, int]]:
+    """For sorting: blocks.9 comes before blocks.10."""
+    return [("", int(word)) if word.isdigit() else (word, 0) for word in fqn.split(".")]
 
 
 def rows_at_most(n_rows: int, ep: int, etp: int, capacity: float) -> int:

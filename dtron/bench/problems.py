@@ -351,7 +351,9 @@ def _chosen(inputs: Tensors) -> Tensors:
 
 def _pulled(inputs: Tensors) -> Tensors:
     held, slots, pointers = inputs
-    return [rows_of_pointers(pointers, 0, held.shape[1:], held.dtype, slots)]  # type: ignore[arg-type]
+    out = held.new_empty(len(slots), held.shape[2])
+    rows_of_pointers(pointers, 0, held.shape[1], slots, out)
+    return [out]
 
 
 def _pulled_bytes(inputs: Tensors) -> Figures:

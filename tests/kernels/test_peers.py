@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtron.kernels.peers import BLOCK, LANES, LOST, NONE, rows_of_peers, rows_of_pointers
+from dtron.kernels.peers import BLOCK, LOST, NONE, PROGRAMS, ROWS, rows_of_peers, rows_of_pointers
 from tests.kernels.interpreter import numbers_of
 
 CASES = [
     # ranks, rows of each, width, rows of the result, summed over, dtype
     (3, 5, 8, 0, 1, torch.float32),
     (2, 7, 16, 11, 1, torch.float32),
-    (4, 6, BLOCK + 24, LANES + 3, 2, torch.float32),
-    (4, 3, 5, 2 * LANES, 4, torch.float64),
+    (4, 6, BLOCK + 24, PROGRAMS + 3, 2, torch.float32),
+    (4, 3, 5, 2 * PROGRAMS, 4, torch.float64),
+    (2, 40, 3, (ROWS + 1) * PROGRAMS, 1, torch.float32),
     (3, 1, 9, 3, 1, torch.int32),
 ]
 ON_GPU = [*CASES, (4, 300, 2048, 1000, 1, torch.bfloat16), (4, 300, 2048, 1000, 2, torch.bfloat16)]
@@ -60,9 +61,10 @@ def differences(case: tuple, device: str) -> list[float]:
     memory = [torch.cat([x.new_zeros(OFFSET // x.element_size()), x.flatten()]) for x in peers]
     memory = [part.to(device) for part in memory]
     pointers = torch.tensor([part.data_ptr() for part in memory], device=device)
-    args = (pointers, OFFSET, (case[1], case[2]), case[5], slots.to(device), case[4])
-    found, wanted = rows_of_pointers(*args).cpu(), rows_of_peers(peers, slots, case[4])
-    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    wanted = rows_of_peers(peers, slots, case[4])
+    out = torch.full(wanted.shape, -1, dtype=wanted.dtype, device=device)
+    rows_of_pointers(pointers, OFFSET, case[1], slots.to(device), out, case[4])
+    found = out.cpu()
     if not found.numel():
         return [0.0]
     apart = (found.isnan() != wanted.isnan()).any()

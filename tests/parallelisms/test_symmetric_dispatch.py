@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError, TrainingError
@@ -364,6 +366,49 @@ def test_lost_rows_are_nan_and_told() -> None:
         assert not said
 
 
+def told_of(act: Callable[[SymmetricMemory], None]) -> str:
+    """On one rank: what a dispatcher says after it has been used."""
+    symmetric_dispatch.LEAST = 1
+    dispatcher = SymmetricMemory(dist.group.WORLD, 2, 1, 1.5)  # type: ignore[arg-type]
+    act(dispatcher)
+    with pytest.raises(TrainingError) as raised:
+        dispatcher.check(torch.device("cpu"))
+    return str(raised.value)
+
+
+def lose(dispatcher: SymmetricMemory, fqn: str, n_rows: int) -> Tensor:
+    """So many rows, all for the first rank's experts."""
+    ends = torch.full((EXPERTS,), n_rows, dtype=torch.int32)
+    layer = layer_of(dispatcher, fqn)
+    pending = dispatcher.begin(torch.ones(n_rows, DIM), ends, layer)
+    return dispatcher.finish(pending, lambda x, _: x)
+
+
+def lose_in_two_layers(dispatcher: SymmetricMemory) -> None:
+    lose(dispatcher, "blocks.9.experts", 10)
+    lose(dispatcher, "blocks.10.experts", 20)
+
+
+def have_uneven_rows(dispatcher: SymmetricMemory) -> None:
+    lose(dispatcher, "blocks.0.experts", 20)  # memory for either number of rows
+    out = lose(dispatcher, "blocks.0.experts", 10 + dist.get_rank())
+    assert out.isnan().all()
+
+
+def test_the_first_layer_that_lacks_rows_is_told() -> None:
+    """Those behind it get NaN, and what their routers make of it."""
+    (said, _) = run_ranks(2, told_of, lose_in_two_layers)
+    assert (
+        "rank 0 was to take 20 rows for its experts of blocks.9.experts, more than the 15" in said
+    )
+
+
+def test_different_numbers_of_rows_are_told() -> None:
+    (said, other) = run_ranks(2, told_of, have_uneven_rows)
+    assert said == other
+    assert "different numbers of rows for the experts of blocks.0.experts" in said
+
+
 def test_room_that_is_always_there_is_no_capacity() -> None:
     """What is said to be enough is, though 1.5 x even loads had more room than that."""
     for _, said in run_ranks(4, exceeded, 1.5, 60):
@@ -488,6 +533,38 @@ def test_compiled_blocks_equal_one_process(case: Case) -> None:
     kinds = 1 if case.model == "mixtral" else 2  # gpt_oss attends to windows in every other one
     if case.parallel.pp == 1:
         assert [graphs for _, graphs, _ in ranks] == [kinds + 1] * case.world
+
+
+def calls_in_graphs() -> list[list[str]]:
+    """On one rank: of each graph of a block with experts, its products and calls, in order."""
+    sizes = {"n_experts": EXPERTS, "force_balance": True, **SHALLOW}
+    config, spec = small_config("deepseek_v3", **sizes), MODELS["deepseek_v3"]
+    with torch.device("meta"):
+        model = build_model("deepseek_v3", config, BACKENDS["math"])
+    passes = Passes(
+        units=spec.units(config),
+        blocks="blocks.*",
+        parallel=layout(2),
+        compile=INDUCTOR,
+        init=(7, functools.partial(spec.init_parameter, config)),
+        experts=ExpertLayers(spec.experts, "symmetric_memory"),
+    )
+    applied = apply_passes(model, Mesh(dp_shard=2, ep=2), passes)
+    tokens = torch.randint(config.vocab_size, (2, 64))
+    _, codes = run_and_get_code(lambda: applied.parts[0](tokens).square().mean().backward())
+    call = re.compile(r"= torch\.ops\.dtron\.(peers_move)|(wait_tensor)\.default\(|kernels\.(mm)\(")
+    calls = [["".join(found) for found in call.findall(code)] for code in codes]
+    return [found for found in calls if "peers_move" in found]
+
+
+def test_compiled_blocks_compute_shared_experts_while_rows_travel() -> None:
+    """And their gradients while those of rows do: three products, and twice as many."""
+    (forward, backward), _ = run_ranks(2, calls_in_graphs, seconds=240)
+    between = [
+        [len(part.split()) for part, _ in re.findall(r"peers_move(( mm)*) wait", " ".join(calls))]
+        for calls in (forward, backward)
+    ]
+    assert between == [[3, 0], [0, 6]]
 
 
 def layers_on_a_gpu(
