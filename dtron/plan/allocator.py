@@ -8,6 +8,7 @@ and larger ones get segments of their own size in whole 2 MiB; the smallest bloc
 enough is taken, and what it has over is cut off.
 """
 
+import bisect
 from dataclasses import dataclass
 
 _MIB = 2**20
@@ -21,6 +22,7 @@ class Block:
     nbytes: int
     small: bool
     """Of a segment for blocks up to 1 MiB."""
+    free: bool = False
     before: "Block | None" = None
     after: "Block | None" = None
     """Neighbours in the segment."""
@@ -35,45 +37,65 @@ class Pool:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._free: list[Block] = []
+        self._free: dict[bool, list[Block]] = {False: [], True: []}
+        """By `Block.small`, ascending by size."""
+        self._sizes: dict[bool, list[int]] = {False: [], True: []}
+        """Theirs."""
 
     def take(self, nbytes: int) -> Block:
         """Memory of a tensor."""
         size = max(_UNIT, -(-nbytes // _UNIT) * _UNIT)
         small = size <= _MIB
-        able = [b for b in self._free if b.small == small and b.nbytes >= size]
-        block = min(able, key=lambda b: b.nbytes, default=None)
-        if block is None:
+        able = self._free[small]
+        place = bisect.bisect_left(self._sizes[small], size)
+        if place == len(able):
             block = Block(_segment(size), small)
             self.reserved += block.nbytes
         else:
-            self._free.remove(block)
+            block = able.pop(place)
+            del self._sizes[small][place]
+            block.free = False
         over = block.nbytes - size
         if over >= _UNIT if small else over > _MIB:
-            rest = Block(over, small, block, block.after)
+            rest = Block(over, small, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
             block.nbytes, block.after = size, rest
-            self._free.append(rest)
+            self._add(rest)
         return block
 
     def give(self, block: Block) -> None:
         """What a tensor leaves."""
-        if block.after in self._free:
+        if block.after is not None and block.after.free:
             self._join(block, block.after)
-        if block.before in self._free:
-            block = self._join(block.before, block)
-        if block not in self._free:
-            self._free.append(block)
+        if block.before is not None and block.before.free:
+            first = block.before
+            self._remove(first)
+            block = self._join(first, block)
+        self._add(block)
 
     def _join(self, first: Block, second: Block) -> Block:
-        if second in self._free:
-            self._free.remove(second)
+        if second.free:
+            self._remove(second)
         first.nbytes += second.nbytes
         first.after = second.after
         if first.after is not None:
             first.after.before = first
         return first
+
+    def _add(self, block: Block) -> None:
+        block.free = True
+        place = bisect.bisect_right(self._sizes[block.small], block.nbytes)
+        self._sizes[block.small].insert(place, block.nbytes)
+        self._free[block.small].insert(place, block)
+
+    def _remove(self, block: Block) -> None:
+        block.free = False
+        able = self._free[block.small]
+        place = bisect.bisect_left(self._sizes[block.small], block.nbytes)
+        while able[place] is not block:  # of its size
+            place += 1
+        del able[place], self._sizes[block.small][place]
 
 
 def _segment(size: int) -> int:

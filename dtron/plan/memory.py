@@ -14,8 +14,9 @@
     buffers      what collectives gather into and sum in, on streams of their own
 
 `peak` is what the allocator has handed out at the worst point of the step. `reserved` is what it
-holds: memory of another stream is not given to this one, so shards of gradients, made on the stream
-of reductions, come on top of the activations which they follow in time. That is what has to fit.
+holds, and what has to fit: of the stream of computation by a replay of its tensors
+(`dtron.plan.replay`). Memory of another stream is not given to this one, so shards of gradients,
+made on the stream of reductions, come on top of the activations which they follow in time.
 `outside` the allocator are the context, NCCL's channels and libraries; hardware rows say how much.
 """
 
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dtron.parallelisms.actions import Kind, Order
-from dtron.plan import activations
+from dtron.plan import activations, replay
 from dtron.plan.allocator import Block, Pool
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, held, units
@@ -45,8 +46,6 @@ CLASSES = (
     "buffers",
 )
 MOMENTS = {"adamw": 2, "sgd": 0}
-FRAGMENTED = 1.02
-"""What the allocator holds over what it needs; fitted to the runs named in docs/planning.md."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
         "buffers": _buffers(run, rank) + _context(run) + _peers(run, rank),
     }
     points = _points(run, rank, classes, flying)
-    reserved = _reserved(run, classes)
+    reserved = _reserved(run, rank, classes)
     return RankMemory(rank, elements, classes, modules, flying, points, reserved)
 
 
@@ -434,14 +433,12 @@ def _reduced(run: Resolved, own: list[Unit]) -> float:
     return float(largest * _sent(run) + made)
 
 
-def _reserved(run: Resolved, classes: Mapping[str, float]) -> float:
-    """Shards of gradients, as large as the parameters', and buffers are of other streams. Moments
-    are cut from blocks that the first step's activations left, and so leave holes too."""
-    whole = classes["gradients"] + classes["foreign rows"] if _accumulates(run) else 0.0
-    late = max(classes["logits"] + classes["waiting"], classes["working"] + classes["reduction"])
-    fixed = classes["parameters"] + classes["optimizer"]
-    compute = fixed + classes["gathered"] + classes["activations"] + late + whole
-    return FRAGMENTED * compute + classes["buffers"] + classes["parameters"]
+def _reserved(run: Resolved, rank: int, classes: Mapping[str, float]) -> float:
+    """What the stream of computation takes, and on streams of their own shards of gradients, as
+    large as the parameters', and buffers."""
+    count = MOMENTS[run.config.optim.name]
+    computed = replay.reserved(run, rank, _moment(run), count, _sent(run))
+    return computed + classes["foreign rows"] + classes["buffers"] + classes["parameters"]
 
 
 def in_flight(run: Resolved, rank: int) -> dict[int, int]:

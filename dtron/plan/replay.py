@@ -1,0 +1,221 @@
+"""What the stream of computation takes of the allocator: the tensors of a rank's steps, taken and
+given back in the order of a run.
+
+    forward    FSDP copies the unit's weights out of their gather, of one unit at a time; where none
+               share them, casts and then copies them. The block makes two passing tensors as large
+               as its largest, and what it keeps
+    loss       logits, and beside them their gradient
+    backward   weights again, if they were freed; what is computed again, three tensors as large as
+               the largest, gradients of the weights and of the input; then weights go, what was
+               sent of the unit before goes, and what is sent of this one is made. It waits for the
+               next reduction, at the end of a step for nothing
+    update     in the first step moments, cut from what activations left: the activations of the
+               second step do not find the same room, and take more
+
+Three steps are enough: later ones take nothing new. Gathers and sums of gradients are of other
+streams (`dtron.plan.memory`). Sources: `foreach_reduce` and `FSDPParamGroup` of
+torch.distributed.fsdp._fully_shard, torch 2.11; `dtron.plan.allocator` for the rules.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from dtron.parallelisms.actions import Kind
+from dtron.plan import activations
+from dtron.plan.allocator import Block, Pool
+from dtron.plan.parameters import elements, units
+from dtron.plan.resolved import ELEMENT, Resolved, Stage
+
+STEPS = 3
+MICRO_BATCHES = 3
+"""Of a step without a pipeline: further ones repeat the last but one."""
+
+
+@dataclass
+class _Unit:
+    """What a FSDP unit makes; bytes, of a micro-batch."""
+
+    weights: list[int]
+    """Of each parameter, gathered, in the dtype of computation."""
+    shards: list[int]
+    """Elements of each."""
+    kept: list[int]
+    again: list[int]
+    """What the backward computes again."""
+    widest: int
+    sent: int
+    """What a reduction sends."""
+    stays: bool
+    """Weights are not freed between forward and backward."""
+    out: list[Block] = field(default_factory=list)
+    """Weights that are there."""
+    summed: list[Block] = field(default_factory=list)
+    """Gradients that are summed over micro-batches, in the dtype of reductions."""
+
+
+def reserved(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int:
+    """Bytes that a pipeline rank's stream of computation has taken of the device.
+
+    Args:
+        moment: bytes an element of the optimizer's moments, of which there are `moments`.
+        sent: bytes an element of what a reduction takes to send from.
+    """
+    return _Replay(run, rank, sent).steps(moment, moments)
+
+
+class _Replay:
+    def __init__(self, run: Resolved, rank: int, sent: int) -> None:
+        self.run, self.rank, self.sent = run, rank, sent
+        self.pool = Pool()
+        self.stages = {s.index: _listed(run, s, sent) for s in run.stages_of(rank)}
+        self.hidden = int(activations.boundary(run))
+        self.logits = activations.loss_tensors(run)
+        self.flying: dict[tuple[int, int], list[list[Block]]] = {}
+        self.pending: Block | None = None
+        self.sums = not run.policy.reduce_each_micro_batch
+
+    def steps(self, moment: int, moments: int) -> int:
+        every = [unit for listed in self.stages.values() for unit in listed]
+        for unit in every:
+            for shard in unit.shards:
+                self.pool.take(4 * shard)
+        for step in range(STEPS):
+            self._step()
+            if step == 0:
+                for shard in (shard for unit in every for shard in unit.shards):
+                    self._take([moment * shard] * moments)
+        return self.pool.reserved
+
+    def _step(self) -> None:
+        acts = list(_actions(self.run, self.rank))
+        left = Counter(stage for kind, stage in acts if kind is Kind.BACKWARD)
+        ahead, behind = Counter[int](), Counter[int]()
+        for kind, stage in acts:
+            if kind is Kind.FORWARD:
+                self._forward(stage, ahead[stage])
+                ahead[stage] += 1
+            else:
+                left[stage] -= 1
+                self._backward(stage, behind[stage], last=not left[stage])
+                behind[stage] += 1
+        self._free([self.pending] if self.pending else [])
+        self.pending = None
+
+    def _forward(self, stage: int, micro_batch: int) -> None:
+        listed = self.stages[stage]
+        kept = self.flying[stage, micro_batch] = []
+        for unit in listed:
+            self._gather(unit)
+            working = self._take([unit.widest] * 2)
+            kept.append(self._take(unit.kept))
+            self._free(working)
+            if not (unit.stays or self.run.policy.keep_gathered):
+                self._reshard(unit)
+
+    def _backward(self, stage: int, micro_batch: int, last: bool) -> None:
+        listed, kept = self.stages[stage], self.flying.pop((stage, micro_batch))
+        head = self.run.stages[stage].head
+        logits = self._take(self.logits) if head else []
+        gradient = self._take([self.hidden])
+        for unit, own in zip(reversed(listed), reversed(kept), strict=True):
+            self._gather(unit)
+            working = self._take([*unit.again, *[unit.widest] * 3])
+            made = self._take(unit.weights)
+            inward = self._take([self.hidden])
+            for blocks in (logits, working, own, gradient):
+                self._free(blocks)
+            gradient, logits = inward, []
+            self._reduce(unit, made, last)
+        self._free(gradient)
+
+    def _reduce(self, unit: _Unit, made: list[Block], last: bool) -> None:
+        keep = self.run.policy.keep_gathered
+        if self.sums and not last:
+            if not unit.summed:
+                unit.summed = self._take([_wide(self.run, size) for size in unit.weights])
+            self._free(made)
+            return
+        if unit.summed:
+            self._free(made)
+            made, unit.summed = unit.summed, []
+        if last or not keep:
+            self._reshard(unit)
+        if self.pending is not None:
+            self._free([self.pending])
+        self.pending = self.pool.take(unit.sent) if unit.sent else None
+        self._free(made)
+
+    def _gather(self, unit: _Unit) -> None:
+        if unit.out:
+            return
+        for size in unit.weights:
+            unit.out += self._take([size])
+            if self.run.shards == 1:  # cast first, then copied
+                self._free(self._take([size]))
+
+    def _reshard(self, unit: _Unit) -> None:
+        self._free(unit.out)
+        unit.out = []
+
+    def _take(self, sizes: list[int]) -> list[Block]:
+        return [self.pool.take(size) for size in sizes if size]
+
+    def _free(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            self.pool.give(block)
+
+
+def _actions(run: Resolved, rank: int) -> Iterator[tuple[Kind, int]]:
+    """Forwards and backwards, in order. Of a split backward the part of the weights frees."""
+    if run.layout is None:
+        for _ in range(min(run.micro_batches, MICRO_BATCHES)):
+            yield Kind.FORWARD, 0
+            yield Kind.BACKWARD, 0
+        return
+    for action in run.order[rank]:
+        if action.kind is Kind.FORWARD:
+            yield Kind.FORWARD, action.stage
+        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            yield Kind.BACKWARD, action.stage
+
+
+def _wide(run: Resolved, size: int) -> int:
+    return size // run.element * ELEMENT[run.config.parallel.reduce_dtype]
+
+
+def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
+    found, layers = [], iter(stage.layers)
+    every = units(run, stage)
+    for place, unit in enumerate(every):
+        sizes = elements(run, unit.kind)
+        is_layer = unit.kind not in ("embedding", "head")
+        layer = next(layers) if is_layer else -1
+        kept, again, widest = _block(run, layer) if is_layer else ([], [], 0)
+        if unit.kind == "head" or unit.name == "root":  # the last norm
+            kept = [2 * int(activations.boundary(run))] if stage.head else []
+        stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
+        found.append(
+            _Unit(
+                [run.element * whole for whole, _ in sizes],
+                [shard for _, shard in sizes],
+                kept,
+                again,
+                widest,
+                sent * unit.gathered,
+                stays,
+            )
+        )
+    return found
+
+
+def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
+    """What a layer keeps, what it computes again, and its largest tensor."""
+    kept, whole = (Counter(activations.tensors(run, layer, every)) for every in (False, True))
+    if run.config.recompute.offload:
+        kept = Counter()
+    return (
+        list(kept.elements()),
+        list((whole - kept).elements()),
+        int(activations.widest(run, layer)),
+    )
