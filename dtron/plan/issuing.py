@@ -11,9 +11,9 @@ host's work is counted in calls, each of which has a price that does not depend 
     collective  one of a graph and the wait for it
 
 A block is one graph. Where rows of experts leave the rank it is CUT graphs, with ROUTED eager
-operations between them, and `recompute.mode = "full"` calls all of them once more: both are counts
-of a real step, as is KERNELS. Prices are of the processor's time, measured by a few calls in a row
-on any machine; no GPU is needed. What the optimizer and the loss issue is left out.
+operations between them, and `recompute.mode = "full"` calls all of them once more. CUT is a count
+of a real step; ROUTED and KERNELS are estimates, not counted. Prices are of the processor's time,
+measured by a few calls in a row on any machine; no GPU is needed. What the optimizer and the loss issue is left out.
 
 It is a lower bound: calls in a row, of graphs with little in them, take less than those of a step
 (docs/planning.md has a layout that it does not explain).
@@ -40,9 +40,9 @@ CUT = 4
 """Graphs of a block with experts on other ranks: before rows leave, beside them, what experts
 compute element by element, and after rows are back."""
 ROUTED = 30
-"""Eager operations of such a block: sorting, sizes of messages, experts' products."""
+"""Eager operations of such a block, an estimate: sorting, sizes of messages, experts' products."""
 KERNELS = 2
-"""Kernels of a graph for each of its products, which are among them."""
+"""Kernels of a graph for each of its products, which are among them; an estimate."""
 _WIDTH, _RUNS, _WARM = 8, 30, 5
 
 

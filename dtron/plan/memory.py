@@ -87,7 +87,34 @@ def memory(run: Resolved) -> tuple[RankMemory, ...]:
     return tuple(_of_rank(run, rank) for rank in range(run.degrees["pp"]))
 
 
-def worst(ranks: tuple[RankMemory, ...]) -> RankMemory:
+def least(run: Resolved, hardware: Hardware) -> tuple[float, ...]:
+    """What `reserved` of each pipeline rank cannot be below, told much faster; empty if the run
+    cannot fit."""
+    found: list[float] = []
+    for rank in range(run.degrees["pp"]) if _host_fits(run, hardware) else ():
+        found.append(replay.least(*_replayed(run, rank)) + _elsewhere(run, rank))
+        if found[-1] > _room(hardware):
+            return ()
+    return tuple(found)
+
+
+def fitting(
+    run: Resolved, hardware: Hardware, bounds: Sequence[float]
+) -> tuple[RankMemory, ...] | None:
+    """`memory` of a run that fits; None at the first rank that does not.
+
+    Args:
+        bounds: `least`; the fullest ranks are looked at first.
+    """
+    found: list[RankMemory] = []
+    for rank in sorted(range(len(bounds)), key=lambda rank: -bounds[rank]):
+        found.append(_of_rank(run, rank))
+        if found[-1].reserved > _room(hardware):
+            return None
+    return tuple(sorted(found, key=lambda each: each.rank))
+
+
+def worst(ranks: Sequence[RankMemory]) -> RankMemory:
     """The rank that holds most."""
     return max(ranks, key=lambda each: each.reserved)
 
@@ -112,13 +139,18 @@ def offloaded_by_host(run: Resolved, hardware: Hardware) -> float:
     return offloaded(run) * min(hardware.host, run.world_size)
 
 
-def fits(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> bool:
-    """Whether a device holds the worst rank, and a host what its ranks offload, of which a
-    twentieth stays free (`dtron.parallelisms.offload`)."""
-    return (
-        worst(ranks).reserved <= hardware.memory - hardware.outside
-        and offloaded_by_host(run, hardware) <= hardware.host_memory * 19 / 20
-    )
+def fits(run: Resolved, ranks: Sequence[RankMemory], hardware: Hardware) -> bool:
+    """Whether a device holds the worst rank, and a host what its ranks offload."""
+    return worst(ranks).reserved <= _room(hardware) and _host_fits(run, hardware)
+
+
+def _room(hardware: Hardware) -> float:
+    return hardware.memory - hardware.outside
+
+
+def _host_fits(run: Resolved, hardware: Hardware) -> bool:
+    """A twentieth of a host's memory stays free (`dtron.parallelisms.offload`)."""
+    return offloaded_by_host(run, hardware) <= hardware.host_memory * 19 / 20
 
 
 def _of_rank(run: Resolved, rank: int) -> RankMemory:
@@ -137,10 +169,10 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
         "working": _working(run, rank),
         "logits": activations.logits(run) if _has_head(run, rank) else 0.0,
         "waiting": _waiting(run, rank),
-        "buffers": _buffers(run, rank) + _context(run) + _peers(run, rank),
+        "buffers": _all_buffers(run, rank),
     }
     points = _points(run, rank, classes, flying)
-    reserved = _reserved(run, rank, classes)
+    reserved = replay.reserved(*_replayed(run, rank)) + _elsewhere(run, rank)
     return RankMemory(rank, elements, classes, modules, flying, points, reserved)
 
 
@@ -238,6 +270,10 @@ def _context(run: Resolved) -> float:
     whole = any(m == "all_gather" for m in run.config.parallel.cp_methods())
     blocks = run.degrees["cp"] if whole else 2
     return float(blocks * width * run.tokens * run.element)
+
+
+def _all_buffers(run: Resolved, rank: int) -> float:
+    return _buffers(run, rank) + _context(run) + _peers(run, rank)
 
 
 def _buffers(run: Resolved, rank: int) -> float:
@@ -433,12 +469,16 @@ def _reduced(run: Resolved, own: list[Unit]) -> float:
     return float(largest * _sent(run) + made)
 
 
-def _reserved(run: Resolved, rank: int, classes: Mapping[str, float]) -> float:
-    """What the stream of computation takes, and on streams of their own shards of gradients, as
-    large as the parameters', and buffers."""
-    count = MOMENTS[run.config.optim.name]
-    computed = replay.reserved(run, rank, _moment(run), count, _sent(run))
-    return computed + classes["foreign rows"] + classes["buffers"] + classes["parameters"]
+def _replayed(run: Resolved, rank: int) -> tuple[Resolved, int, int, int, int]:
+    """Arguments of `replay.reserved` and `replay.least`."""
+    return run, rank, _moment(run), MOMENTS[run.config.optim.name], _sent(run)
+
+
+def _elsewhere(run: Resolved, rank: int) -> float:
+    """Not of the stream of computation: shards of gradients, as large as the parameters', and
+    buffers are of streams of their own, and foreign rows."""
+    own = list(held(run, rank))
+    return _foreign(run, own) + _all_buffers(run, rank) + 4.0 * sum(u.shard for u in own)
 
 
 def in_flight(run: Resolved, rank: int) -> dict[int, int]:

@@ -36,11 +36,12 @@ class Traffic:
 
     def next_end(self) -> float:
         """When the first of them is done if no other starts; infinity if there is none."""
-        return min((self.now + left / self._rate(n) for n, left in self._left.items()), default=inf)
+        rates = self._rates()
+        return min((self.now + left / rates[n] for n, left in self._left.items()), default=inf)
 
     def advance(self, until: float) -> list[Any]:
         """Let time go on, not beyond the next end; those that are then done."""
-        rates = {name: self._rate(name) for name in self._left}
+        rates = self._rates()
         ends = {name: self.now + left / rates[name] for name, left in self._left.items()}
         done = [name for name, end in ends.items() if end <= until]
         for name, rate in rates.items():
@@ -50,9 +51,9 @@ class Traffic:
             del self._left[name], self._links[name]
         return done
 
-    def _rate(self, name: Any) -> float:
+    def _rates(self) -> dict[Any, float]:
         used = Counter(link for links in self._links.values() for link in links)
-        return 1 / max(used[link] for link in self._links[name])
+        return {name: 1 / max(used[link] for link in self._links[name]) for name in self._left}
 
 
 def run_order(

@@ -77,7 +77,7 @@ MEASURED = [
     (PP + " parallel.schedule=Interleaved1F1B", 4, 105.0, 0.03),
     (BLOCKS, 1, 76.6, 0.03),
     (BLOCKS + " recompute.mode=selective", 1, 71.1, 0.03),
-    # 3.9 GiB, as much as its logits, are not accounted for.
+    # 3.9 GiB, as much as its logits, are not explained (docs/planning.md).
     (BLOCKS + " recompute.mode=full parallel.zero=3", 1, 61.6, 0.07),
     (TP, 4, 90.1, 0.10),
     (

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,9 @@ from dtron.parallelisms.schedules import order_of, stage_ranks
 from dtron.parallelisms.timeline import simulate
 from dtron.plan import activations
 from dtron.plan.hardware import hardware
-from dtron.plan.memory import fits, memory, worst
+from dtron.plan.memory import fits, fitting, least, memory, worst
 from dtron.plan.resolved import Resolved
-from dtron.plan.search import _choices, _least_bytes, _weights, _with, pareto, search
+from dtron.plan.search import _choices, _least_bytes, _Space, _weights, _with, pareto, search
 from dtron.plan.simulate import Disorder, Traffic, run_order, slowest_of
 from dtron.plan.steptime import predict
 from dtron.plan.whole import plan
@@ -72,6 +73,62 @@ def test_no_layout_needs_less_than_its_least_bytes(overrides: str, world: int) -
         if seen == 20:
             break
     assert seen == 20
+
+
+@pytest.mark.parametrize(("overrides", "world"), DRAWN)
+def test_no_rank_takes_less_than_its_bound(overrides: str, world: int) -> None:
+    """Which is told without the allocator's holes, of ten layouts that are drawn."""
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", overrides.split())
+    large = hardware("h200", memory=1e15, host_memory=1e18)
+    space = _Space(config, Resolved.model_of(config), world, large)
+    choices = list(_choices(config, space.model, world))
+    random.Random(1).shuffle(choices)
+    for choice in choices[:10]:
+        space.push(choice)
+    seen = 0
+    for entry in list(space.queue):
+        if timed := space._time(entry.choice):
+            reserved = [rank.reserved for rank in memory(timed.run)]
+            for bound, taken in zip(timed.least, reserved, strict=True):
+                assert 0.5 * taken < bound <= taken, entry.choice
+            seen += 1
+    assert seen >= 5
+
+
+def test_memory_is_replayed_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a search of many ranks takes minutes; what is printed is what a plan of it says."""
+    replayed: list[Resolved] = []
+
+    def counted(run: Resolved, *rest: Any) -> Any:
+        replayed.append(run)
+        return fitting(run, *rest)
+
+    monkeypatch.setattr("dtron.plan.search.fitting", counted)
+    config = RunConfig.load(ROOT / "configs/llama3_70b.toml", ["train.global_batch=64"])
+    found = search(config, 64, hardware("h100"))
+    assert found.counts["predicted"] > len(found.best) == 10
+    assert sum(found.counts.values()) == 2 * found.counts["enumerated"]
+    assert 10 <= len(replayed) <= 20
+    assert found.best[0].memory == worst(memory(found.best[0].run))
+    slowest = found.best[-1].time.tokens_per_second_per_gpu
+    assert all(speed <= 1.01 * slowest for _, speed in found.seen[10:])
+
+
+def test_a_rank_that_does_not_fit_ends_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fullest rank comes first, and no other is looked at."""
+    words = ["parallel.pp=4", "parallel.zero=1", "train.micro_batch=1"]
+    run = Resolved.of(RunConfig.load(ROOT / "configs/llama3_8b.toml", words), 4)
+    ranks, bounds = memory(run), least(run, hardware("h200"))
+    full = worst(ranks)
+    assert fitting(run, hardware("h200"), bounds) == ranks
+    tight = hardware("h200", memory=full.reserved - 1, outside=0.0)
+    taken: list[int] = []
+    monkeypatch.setattr(
+        "dtron.plan.memory.replay.reserved", lambda run, rank, *_: taken.append(rank) or 10**12
+    )
+    assert fitting(run, tight, bounds) is None
+    assert taken == [full.rank]
+    assert least(run, hardware("h200", memory=min(bounds) - 1, outside=0.0)) == ()
 
 
 def test_a_rank_of_empty_stages_alone_is_predicted() -> None:
