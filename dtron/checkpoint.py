@@ -152,8 +152,7 @@ class Checkpointer:
 
     def _begin(self, facts: Facts) -> None:
         """Write a checkpoint to the first tier, or begin to."""
-        state = {**self._stored(self._held()), "rng": _get_rng(), "float8": self.scales}
-        flat = {f"{kind}.{name}": value for kind, v in state.items() for name, value in v.items()}
+        flat = self._flat()
         if self.options.mode == "sync":
             self._write(flat, facts, write_here)
             return
@@ -163,6 +162,17 @@ class Checkpointer:
         except OSError as error:
             write = functools.partial(_raise, error)  # so that all ranks hear of it
         self._running = Background(functools.partial(self._write, flat, facts, write))
+
+    def reserve(self) -> None:
+        """Begin to reserve host memory for saves beside training, if there will be any; behind a
+        first step, when the optimizer has its state."""
+        if self.options.mode == "async" and any(tier.interval for tier in self.tiers):
+            self.staging.reserve(self._flat())
+
+    def _flat(self) -> dict[str, Any]:
+        """What a checkpoint holds, by the names under which it is stored."""
+        state = {**self._stored(self._held()), "rng": _get_rng(), "float8": self.scales}
+        return {f"{kind}.{name}": value for kind, v in state.items() for name, value in v.items()}
 
     def _begin_copy(self, facts: Facts, written: Background | None) -> None:
         """Copy a checkpoint from the first tier to the last one, when it is `written`."""

@@ -72,7 +72,7 @@ def open_initial(path: str | Location, zero_centered: bool = False) -> Initial:
     if isinstance(where, Path) and (where / CONFIG).is_file():
         folder = hf_folder(where, zero_centered)
         return Initial(where, folder.family, folder.config, folder)
-    found = find_weights(where)
+    found = find_weights(where, "a Hugging Face folder (with config.json) nor ")
     model = dict(read_facts(found).model)
     name = str(model.pop("name", ""))
     try:

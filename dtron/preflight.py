@@ -479,9 +479,10 @@ def _check_experts(config: RunConfig, model: DecoderConfig, world_size: int) -> 
             f"parallel.sequence_parallel = false with parallel.tp = {parallel.tp} and experts: "
             "each rank routes tokens of its own; use true"
         )
-    refuse_half_compiled(config.recompute, config.compile, parallel.ep * parallel.etp)
+    ranks = parallel.ep * parallel.etp
+    refuse_half_compiled(config.recompute, config.compile, ranks, parallel.dispatcher)
     if parallel.dispatcher == "deepep":
-        deepep.check_settings(parallel.etp, config.debug.deterministic)
+        deepep.check_settings(parallel.ep, parallel.etp, config.debug.deterministic)
         deepep.check_rows(DTYPES[config.train.dtype], model.dim)
     _check_expert_degrees(config, model, world_size)
 

@@ -144,13 +144,17 @@ def find(resume: str, folders: Sequence[Location]) -> Location | None:
     return found
 
 
-def find_weights(path: Location | str) -> Location:
-    """The checkpoint in a folder that is one, or a run. Raises CheckpointError."""
+def find_weights(path: Location | str, besides: str = "") -> Location:
+    """The checkpoint in a folder that is one, or a run. Raises CheckpointError.
+
+    Args:
+        besides: what else the folder might have been.
+    """
     found = _within(path)
     if found is None:
         raise CheckpointError(
-            f"{path} is neither a Hugging Face folder (with config.json) nor a checkpoint (with "
-            f"{FACTS}) nor a run directory that has one"
+            f"{path} is neither {besides}a checkpoint of dtron (with {FACTS}) nor a run directory "
+            "that has one"
         )
     if wrong := problem(found):
         raise unreadable(found, wrong, "take")

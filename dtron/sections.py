@@ -164,7 +164,8 @@ class Train(Section):
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     max_skipped: int = Field(default=10, ge=1)
-    """A step whose gradients are not finite is skipped; this many in a row end the run."""
+    """A step whose gradients are not finite is skipped; this many in a row end the run, at the next
+    logged row."""
     eval_interval: int = Field(default=0, ge=0)
     """Steps between validations on the held-out split; 0: only after the last step."""
     eval_sequences: int = Field(default=64, ge=0)

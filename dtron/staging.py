@@ -6,6 +6,7 @@ the next step waits for them, if they are not there by then. The copies lie in m
 shares, which hashes and writes them (`writer.py`); the thread waits for it, and for other ranks.
 """
 
+import itertools
 import mmap
 import os
 import tempfile
@@ -39,6 +40,7 @@ class SharedMemory:
                 self.descriptor = os.dup(file.fileno())
         os.ftruncate(self.descriptor, size)
         self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+        self.bytes.zero_()  # pinning pages that are there keeps CUDA to itself for less long
         self._pinned = torch.cuda.is_available()
         if self._pinned:
             failed = _cuda().cudaHostRegister(self.bytes.data_ptr(), size, 0)
@@ -67,11 +69,25 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory: SharedMemory | None = None
+        self._reserving: Background | None = None
         self._process: WriterProcess | None = None
         self._left: list[tuple[Tensor, Tensor]] = []
         self._host_done = threading.Event()
         self._host_done.set()
         self._device_done: torch.cuda.Event | None = None
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin to make room for copies of these tensors, so that a first `start` need not stop
+        training for it: pinning takes seconds for each ten gigabytes."""
+        size = sum(_places({n: _local(t) for n, t in tensors.items()}).values())
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def act() -> None:
+            if gpu is not None:  # a thread begins with the first one
+                torch.cuda.set_device(gpu)
+            self._memory = SharedMemory(size)
+
+        self._reserving = Background(act, daemon=False)  # an interpreter that ends would abort
 
     @torch.no_grad()
     def start(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -83,7 +99,7 @@ class Staging:
         Raises:
             OSError: there is too little host memory.
         """
-        here = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+        here = {name: _local(tensor) for name, tensor in tensors.items()}
         buffers = self._buffers(here)
         pairs = [(buffers[name], local) for name, local in here.items()]
         self._left = [pair for pair in pairs if not pair[1].is_cuda]
@@ -134,19 +150,21 @@ class Staging:
         self._process = None
 
     def _buffers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        offsets, size = {}, 0
-        for name, tensor in tensors.items():
-            offsets[name] = size
-            size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-        self._reserve(size)
+        sizes = _places(tensors)
+        self._have(sum(sizes.values()))
         assert self._memory is not None
-        cut = {n: self._memory.bytes[o : o + tensors[n].nbytes] for n, o in offsets.items()}
+        offsets = itertools.accumulate(sizes.values(), initial=0)
+        held = self._memory.bytes
+        cut = {n: held[o : o + tensors[n].nbytes] for n, o in zip(sizes, offsets, strict=False)}
         return {n: cut[n].view(t.dtype).reshape(t.shape) for n, t in tensors.items()}
 
-    def _reserve(self, size: int) -> None:
+    def _have(self, size: int) -> None:
         """Have memory of this size, and a process that sees it.
 
         The calling thread has to outlive the process, which Linux ends with it."""
+        reserving, self._reserving = self._reserving, None
+        if reserving is not None:
+            reserving.wait()
         if self._memory is None or len(self._memory) < size:
             self.end()
             if self._memory is not None:
@@ -156,12 +174,26 @@ class Staging:
             self._process = WriterProcess(self._memory.descriptor, len(self._memory))
 
 
-class Background:
-    """One call in a thread of its own, which ends with the process."""
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def __init__(self, call: Callable[[], None]) -> None:
+
+def _places(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Bytes of memory that each takes."""
+    return {n: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for n, tensor in tensors.items()}
+
+
+class Background:
+    """One call in a thread of its own.
+
+    Args:
+        daemon: it ends with the process, as a call may have to that waits for a disk; else the
+            process waits for it.
+    """
+
+    def __init__(self, call: Callable[[], None], daemon: bool = True) -> None:
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=daemon)
         self._thread.start()
 
     def _run(self, call: Callable[[], None]) -> None:

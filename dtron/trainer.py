@@ -387,7 +387,8 @@ class Trainer:
         return result, lr, attended
 
     def _after_first_step(self) -> None:
-        """Tell of what the first step has compiled and reserved."""
+        """Tell of what the first step has reserved, and reserve what saves will need."""
+        self.checkpointer.reserve()
         offload = self.applied.offload
         if offload is not None:
             log.info("offload: %.1f GiB of host memory a rank", offload.pool.reserved / 2**30)

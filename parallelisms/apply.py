@@ -30,7 +30,7 @@ from dtron.parallelisms.expert import (
     Dispatcher,
     ExpertLayers,
     apply_experts,
-    leaves_rank,
+    breaks_graph,
     make_dispatcher,
     refuse_half_compiled,
     stands_apart,
@@ -268,7 +268,7 @@ def _apply_to_part(
         head, loss = passes.loss
         attach_loss(held[head], loss)
     blocks = [(i, name, held[name]) for i, name in enumerate(whole.blocks) if name in held]
-    broken = {block for block in whole.blocks if leaves_rank(block, apart, mesh)}
+    broken = {block for block in whole.blocks if breaks_graph(block, apart, whole.dispatcher)}
     if broken:
         compile_activations(apart.values(), passes.compile)
     recomputed, compiled = _wrap_blocks(blocks, passes, offload, broken)
@@ -342,7 +342,9 @@ def _check_axes(mesh: Mesh, passes: Passes) -> None:
             'which modules are split, such as ExpertLayers("blocks.*.experts")'
         )
     ranks = mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"]
-    refuse_half_compiled(passes.recompute, passes.compile, ranks)
+    if passes.experts is not None:
+        kind = passes.experts.dispatcher
+        refuse_half_compiled(passes.recompute, passes.compile, ranks, kind)
     if mesh.size("tp") > 1 and passes.experts is None and experts() in _rows(passes):
         raise ConfigError("a row experts() needs `experts`: which modules are stacked experts")
     if mesh.size("tp") > 1 and not passes.placements:

@@ -1,8 +1,9 @@
 """torch.compile, block by block: all blocks share one compiled graph, so that start-up stays short.
 
 The graph must be whole (`fullgraph`): a break would be silent and slow. Only experts on other ranks
-break it, since rows travel outside of all graphs; of what they compute there the elementwise part
-is compiled by itself. FSDP's hooks stay outside, around the block.
+break it, and these only where the host reads how many rows travel (`Dispatcher.in_graphs`); of what
+they compute there the elementwise part is compiled by itself. FSDP's hooks stay outside, around the
+block.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -25,7 +26,7 @@ def compile_blocks(
 
     Args:
         inductor_options: options of the inductor backend; no other backend has them.
-        broken: FQNs of blocks whose rows leave the rank, where their graph breaks.
+        broken: FQNs of blocks whose rows leave the rank outside of graphs, where theirs breaks.
         forward_only: compile the block's `forward`, which may then be wrapped, not its call.
     Returns:
         FQNs of what was compiled, for the log.

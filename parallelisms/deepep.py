@@ -23,7 +23,6 @@ against it.
 
 import importlib
 import math
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,22 +33,29 @@ from torch import Tensor
 
 from dtron.errors import ConfigError
 from dtron.kernels.permute import inverse_of, reordered
+from dtron.parallelisms.peer_memory import check_host
 
 KEY = 'parallel.dispatcher = "deepep"'
-HOST = 8
-"""GPUs of one host: DeepEP takes ranks P > 8 of a group to be whole hosts of 8, in order."""
 _INSTEAD = 'use parallel.dispatcher = "all_to_all"'
 _NAMES = ("Buffer", "topk_idx_t")
-_BYTES = 16
-"""Rows are copied in units of so many."""
+_BYTES, _MOST = 32, 16_352
+"""Rows are copied in two halves, multiples of 16 bytes, each within a warp's 8 KiB less 8 bytes."""
+_RANKS = 8
+"""At most: those of one host."""
 
 
-def check_settings(etp: int, deterministic: bool) -> None:
+def check_settings(ep: int, etp: int, deterministic: bool) -> None:
     """Refuse what the settings alone rule out.
 
     Raises:
-        ConfigError: etp > 1, or deterministic algorithms, under which torch fills new tensors.
+        ConfigError: ep > 8, etp > 1, or deterministic algorithms, under which torch fills new
+            tensors.
     """
+    if ep > _RANKS:
+        raise ConfigError(
+            f"{KEY} with parallel.ep = {ep}: only DeepEP's way inside a host is followed; use "
+            f"parallel.ep = 2, 4 or {_RANKS}, or {_INSTEAD}"
+        )
     if etp > 1:
         raise ConfigError(
             f"{KEY} with parallel.etp = {etp}: DeepEP sends a row to one rank, not to all that "
@@ -66,17 +72,17 @@ def check_rows(dtype: torch.dtype, dim: int) -> None:
     """Refuse rows that DeepEP does not send, of a dtype and so many elements.
 
     Raises:
-        ConfigError: not bfloat16, or no multiple of 16 bytes.
+        ConfigError: not bfloat16, no multiple of 32 bytes, or more than 16,352.
     """
     if dtype != torch.bfloat16:
         raise ConfigError(
             f"{KEY} sends rows in bfloat16, not in {str(dtype).removeprefix('torch.')}; use "
             f'train.dtype = "bfloat16", or {_INSTEAD}'
         )
-    if dim * dtype.itemsize % _BYTES:
+    if dim * dtype.itemsize % _BYTES or dim * dtype.itemsize > _MOST:
         raise ConfigError(
-            f"{KEY} sends rows of a multiple of {_BYTES // dtype.itemsize} elements, which "
-            f"model.dim = {dim} is not; {_INSTEAD}"
+            f"{KEY} sends rows of a multiple of {_BYTES // dtype.itemsize} elements, up to "
+            f"{_MOST // dtype.itemsize}, which model.dim = {dim} is not; {_INSTEAD}"
         )
 
 
@@ -115,23 +121,12 @@ def _configs(buffer: Any, ranks: int) -> list[Any]:
     return [buffer.get_dispatch_config(ranks), buffer.get_combine_config(ranks)]
 
 
-def _check_hosts(group: dist.ProcessGroup) -> None:
-    """Refuse ranks whose eights are not on a host each; a collective."""
-    hosts: list[str | None] = [None] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group)
-    for first in range(0, len(hosts), HOST):
-        near = set(hosts[first : first + HOST])
-        if len(near) > 1:
-            ranks = dist.get_process_group_ranks(group)[first : first + HOST]
-            raise ConfigError(
-                f"{KEY}: ranks {ranks} are on several hosts ({', '.join(sorted(map(str, near)))}), "
-                f"but DeepEP takes each {HOST} to be on one; change parallel.ep, or {_INSTEAD}"
-            )
-
-
 @dataclass
 class _Crossing:
-    """Of a layer's rows: by what they went, and the ways, along which all else goes too."""
+    """Of a layer's rows: by what they went, and the ways, along which all else goes too.
+
+    Where a forward is computed again, gradients go along the ways of the first, in whose order the
+    rows have to come again. DeepEP promises no order; its kernel inside a host sends in one."""
 
     buffer: Any
     handle: Any = None
@@ -156,21 +151,27 @@ class DeepEP:
     """Dispatch and combine of the library's `Buffer`; see above.
 
     Args:
-        group: of ep ranks, at most 8 of a host, or whole hosts of 8.
+        group: of ep ranks, at most 8, of one host.
         capacity: not needed, buffers are as large as what comes.
     Raises:
-        ConfigError: etp > 1, the library cannot be used here, or the ranks are elsewhere.
+        ConfigError: as `check_settings` and `library`, or the ranks are on several hosts.
     """
+
+    in_graphs = False
 
     def __init__(
         self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float = math.inf
     ) -> None:
         fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        check_settings(etp, torch.are_deterministic_algorithms_enabled() and fills)
+        check_settings(ep, etp, torch.are_deterministic_algorithms_enabled() and fills)
         self.library = library(ep, torch.cuda.is_available())
-        _check_hosts(group)
+        check_host(group, KEY, "experts", f"use a smaller parallel.ep, or {_INSTEAD}")
         self.group, self.ep = group, ep
         self._buffer: Any = None
+
+    def layer(self, fqn: str, device: torch.device) -> str:
+        """See Dispatcher."""
+        return fqn
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> _Travelling:
         """See Dispatcher; rows in bfloat16."""
@@ -197,14 +198,13 @@ class DeepEP:
 
     def _room(self, row: int) -> Any:
         """A buffer for rows of so many bytes, made by all ranks together with the first layer."""
-        configs, ranks = _configs(self.library.Buffer, self.ep), self.ep
-        near = max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs)
-        # Built without NVSHMEM the library knows no size here, and inside a host it needs none.
-        hints = (config.get_rdma_buffer_size_hint for config in configs)
-        far = max(hint(row, ranks) for hint in hints) if ranks > HOST else 0
-        held = self._buffer
-        if held is None or held.num_nvl_bytes < near or held.num_rdma_bytes < far:
-            self._buffer = self.library.Buffer(self.group, near, far)
+        configs = _configs(self.library.Buffer, self.ep)
+        size = max(config.get_nvl_buffer_size_hint(row, self.ep) for config in configs)
+        if self._buffer is None or self._buffer.num_nvl_bytes < size:
+            if self._buffer is not None:
+                self._buffer.destroy()
+            # Else its end would wait for all ranks, also that of one which has raised.
+            self._buffer = self.library.Buffer(self.group, size, explicitly_destroy=True)
         return self._buffer
 
 
@@ -218,7 +218,7 @@ class _Dispatched(torch.autograd.Function):
         arriving, experts, _, _, crossing.handle, crossing.event = buffer.dispatch(
             rows.contiguous(),
             topk_idx=chosen,
-            topk_weights=torch.ones(chosen.shape, device=rows.device),
+            topk_weights=torch.ones(chosen.shape, dtype=torch.float32, device=rows.device),
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_host,
             is_token_in_rank=goes,

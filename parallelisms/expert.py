@@ -22,7 +22,8 @@ came from. Hence the calls of the module that holds the experts are all that is 
 A row goes to all etp ranks of its expert, each of which gives a part of a sum. A call of
 `AllToAll` costs an all-to-all of counts, of which the host reads the sums, once, since sizes of
 messages are the host's; then one each way, and one each way in the backward. Nothing else waits for
-the device. `symmetric_dispatch.py` has a dispatcher for ranks of one host that waits for nothing.
+the device. Hence no compiled graph holds these calls. `symmetric_dispatch.py` has a dispatcher for
+ranks of one host that waits for nothing, which graphs hold as any other operators.
 
 Of `AllToAll` a layer's `begin` issues the first all-to-all of rows, its `finish` waits for it.
 Collectives run on a stream of their own, so that order is all that is needed for what a model
@@ -95,13 +96,25 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class Dispatcher(Protocol):
-    """Brings rows to the ranks of their experts and the results back; one for all layers."""
+    """Brings rows to the ranks of their experts and the results back; one for all layers.
+
+    Attributes:
+        in_graphs: compiled graphs can hold `begin` and `finish`, which neither wait for the host
+            nor need sizes that it learns. A class without it says no.
+    """
+
+    in_graphs: bool
 
     def __init__(self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float) -> None: ...
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: str) -> Any:
+    def layer(self, fqn: str, device: torch.device) -> Any:
+        """What `begin` is handed for a layer; asked for once, before any call, in the same order
+        on all ranks. In graphs that all layers share it tells them apart by tensors."""
+        ...
+
+    def begin(self, rows: Tensor, offsets: Tensor, layer: Any) -> Any:
         """Set rows off, (M, D), with offsets int32 (E,) of all experts; what it returns is for
-        `finish`. Errors name the layer."""
+        `finish`."""
         ...
 
     def finish(self, pending: Any, compute: Compute) -> Tensor:
@@ -152,10 +165,16 @@ class AllToAll:
         capacity: not needed, buffers are as large as what comes.
     """
 
+    in_graphs = False
+
     def __init__(
         self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float = math.inf
     ) -> None:
         self.group, self.ep, self.etp = group, ep, etp
+
+    def layer(self, fqn: str, device: torch.device) -> str:
+        """See Dispatcher."""
+        return fqn
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> _Travelling:
         """See Dispatcher."""
@@ -268,27 +287,40 @@ def stands_apart(mesh: Mesh) -> bool:
     return mesh.size("tp") > 1 or mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1
 
 
-def refuse_half_compiled(recompute: Recompute, compile: Compile, ranks: int) -> None:
+def in_graphs(kind: "str | type[Dispatcher] | Dispatcher") -> bool:
+    """Whether compiled graphs can hold what a dispatcher does."""
+    return getattr(DISPATCHERS[kind] if isinstance(kind, str) else kind, "in_graphs", False)
+
+
+def refuse_half_compiled(
+    recompute: Recompute, compile: Compile, ranks: int, kind: "str | type[Dispatcher]"
+) -> None:
     """Refuse blocks that would be left uncompiled without a word.
 
     Args:
         ranks: ep x etp.
+        kind: the dispatcher.
     Raises:
-        ConfigError: experts on other ranks, compile, and recomputation that keeps some results.
+        ConfigError: experts on other ranks that no graph can hold, compile, and recomputation that
+            keeps some results.
     """
-    if ranks > 1 and compile.enable and recompute.mode in ("attention", "selective"):
+    if ranks == 1 or in_graphs(kind):
+        return
+    if compile.enable and recompute.mode in ("attention", "selective"):
         raise ConfigError(
             f'recompute.mode = "{recompute.mode}" with compile.enable and parallel.ep x '
-            f"parallel.etp = {ranks}: a block of which some results are "
-            "kept compiles whole or not at all, and experts on other ranks break it; "
-            'use "full", or compile.enable = false'
+            f"parallel.etp = {ranks}: a block of which some results are kept compiles whole or not "
+            "at all, and experts on other ranks break it where the host reads how many rows "
+            'travel; use parallel.dispatcher = "symmetric_memory" inside a host, '
+            'recompute.mode = "full", or compile.enable = false'
         )
 
 
-def leaves_rank(block: str, experts: Iterable[str], mesh: Mesh) -> bool:
-    """Whether a block, by its FQN, has experts to which tokens travel."""
-    travels = mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1
-    return travels and any(name.startswith(f"{block}.") for name in experts)
+def breaks_graph(block: str, experts: Iterable[str], dispatcher: Dispatcher | None) -> bool:
+    """Whether a block, by its FQN, has experts to which tokens travel outside of any graph."""
+    if dispatcher is None or in_graphs(dispatcher):
+        return False
+    return any(name.startswith(f"{block}.") for name in experts)
 
 
 def make_dispatcher(layers: ExpertLayers, mesh: Mesh) -> Dispatcher | None:
@@ -324,21 +356,24 @@ def apply_experts(
         _split(fqn, module, layers.widths, axes)
         module.part = (mesh.experts.get_local_rank("etp"), etp)  # type: ignore[assignment]
         module.own = functools.partial(_local, module)  # type: ignore[assignment]
-        elsewhere = _Elsewhere(module.forward, dispatcher, fqn)
-        for call in ("begin", "finish", "forward"):
-            # Left out of compiled graphs, which can neither wait for the host nor for other ranks.
-            setattr(module, call, torch.compiler.disable(getattr(elsewhere, call)))
+        held = in_graphs(dispatcher)
+        layer = dispatcher.layer(fqn, torch.device(mesh.device_type))
+        elsewhere = _Elsewhere(module.forward, dispatcher, layer)
+        for name in ("begin", "finish", "forward"):
+            call = getattr(elsewhere, name)
+            # Left out of compiled graphs where it waits for the host.
+            setattr(module, name, call if held else torch.compiler.disable(call))
 
 
 class _Elsewhere:
     """The calls of experts of which this rank has a part."""
 
-    def __init__(self, compute: Callable[..., Tensor], dispatcher: Dispatcher, fqn: str) -> None:
-        self.compute, self.dispatcher, self.fqn = compute, dispatcher, fqn
+    def __init__(self, compute: Callable[..., Tensor], dispatcher: Dispatcher, layer: Any) -> None:
+        self.compute, self.dispatcher, self.layer = compute, dispatcher, layer
 
     def begin(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Any:
         """As the experts' own; rows after the last expert's stay here, so that there is no tail."""
-        return self.dispatcher.begin(rows, offsets, self.fqn)
+        return self.dispatcher.begin(rows, offsets, self.layer)
 
     def finish(self, pending: Any) -> Tensor:
         return self.dispatcher.finish(pending, self._local)

@@ -182,9 +182,7 @@ def change_argument(
         if isinstance(key, int) and len(args) <= key < len(args) + len(kwargs):
             key = list(kwargs)[key - len(args)]
         if key not in kwargs and key not in range(len(args)):
-            raise PlacementError(
-                f"prepare_input: a {type(module).__name__} is called without argument {key!r}"
-            )
+            raise PlacementError(f"a {type(module).__name__} is called without argument {key!r}")
         if isinstance(key, str):
             return args, {**kwargs, key: change(module, kwargs[key])}
         return tuple(change(module, x) if i == key else x for i, x in enumerate(args)), kwargs

@@ -3,7 +3,8 @@
     mode         kept of a block                         computed again
     full         its input                               all of it, about a third more compute
     attention    and the outputs of attention            all else, matrix products too
-    selective    and the results of matrix products      norms, rotary embedding, activations, sums
+    selective    and the results of matrix products,     norms, rotary embedding, activations, sums
+                 and rows pulled from other ranks
 
 `attention` is for long sequences: attention's compute grows with the square of the length, its
 output only with the length. What `selective` recomputes costs memory traffic alone. The dropout of
@@ -55,13 +56,18 @@ PRODUCTS = (
     "symm_mem.fused_scaled_matmul_reduce_scatter.default",
 )
 
-CHOICES = ("aten.topk.default", "aten.sort.stable")
-"""Which experts tokens take, and the order of their rows: chosen twice, by kernels that round
-otherwise, they could differ from what other results were kept for."""
+CHOICES = ("aten.topk.default", "aten.sort.stable", "dtron.peers_exchange.default")
+"""Which experts tokens take, and the order of their rows, here and on other ranks: chosen twice, by
+kernels that round otherwise, they could differ from what other results were kept for."""
+
+MOVES = ("dtron.peers_move.default",)
+"""Rows at the experts that they have reached, which gradients of matrices need, and results that
+have come back, which gradients of weights need. Moved again they cost as much time as a product,
+kept they cost the bounded rows of a layer, in `attention` the larger part of what it would keep."""
 
 SAVED_OPS = {
     "attention": (*ATTENTION, *CHOICES),
-    "selective": (*ATTENTION, *PRODUCTS, *CHOICES),
+    "selective": (*ATTENTION, *PRODUCTS, *CHOICES, *MOVES),
 }
 """Operators whose results a mode keeps; those that this torch lacks are left out. Where attention
 is written out (the `math` backend) its products are what `selective` keeps, `attention` nothing."""

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import signal
+import threading
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -462,7 +464,29 @@ def stopped_by_full_buffers(config: RunConfig) -> tuple[str, bool]:
     return str(error.value), all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("layout", [{"parallel__ep": 4}, {"parallel__ep": 2, "parallel__pp": 2}])
+def slowly_told(self: StopSignal, ours: Any) -> None:
+    with contextlib.closing(ours):
+        while ours.recv(16):
+            pass
+        time.sleep(0.2)
+
+
+def test_no_thread_outlives_what_listens_to_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last reference to a process group would end in it, which aborts an interpreter's end."""
+    monkeypatch.setattr(StopSignal, "_listen", slowly_told)
+    with StopSignal():
+        assert any(thread.name == "signals" for thread in threading.enumerate())
+    assert not any(thread.name == "signals" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel__ep": 4},
+        {"parallel__ep": 2, "parallel__pp": 2},
+        {"parallel__ep": 4, "compile__enable": True, "compile__backend": "aot_eager"},
+    ],
+)
 def test_rows_that_do_not_fit_stop_the_run(tmp_path: Path, layout: dict[str, Any]) -> None:
     """No step is taken that lacks a row, and the next row of figures ends the run, on all ranks."""
     bound = {"parallel__dispatcher": "symmetric_memory", "parallel__ep_capacity": 1.0}

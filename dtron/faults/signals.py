@@ -86,27 +86,28 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._asked, self._answered = threading.Lock(), threading.Event()
+        self._asks = threading.Thread(target=self._meet, daemon=True)
+        self._asked = threading.Lock()
         self.deadline = Deadline(_ALONE_SECONDS, _ALONE, EXIT_HUNG)
 
     def ask(self) -> None:
         """Find out, beside what else is done; every rank asks once, some only in `end`."""
-        if self._asked.acquire(blocking=False):
-            threading.Thread(target=self._meet, daemon=True).start()
+        with self._asked:
+            if self._asks.ident is None:
+                self._asks.start()
 
     def _meet(self) -> None:
         try:
             dist.all_reduce(torch.zeros(1), group=self._group)
         except RuntimeError:
             self.deadline.begin()
-        finally:
-            self._answered.set()
 
     def end(self) -> None:
-        """All is done on this rank: nothing may be under way when the process group ends."""
+        """All is done on this rank: nothing may be under way when the process group ends, nor the
+        thread inside of torch when the interpreter does, which would abort it."""
         self.deadline.call_off()
         self.ask()
-        self._answered.wait(_LAST_SECONDS)
+        self._asks.join(_LAST_SECONDS)
 
 
 class StopSignal:
@@ -129,15 +130,17 @@ class StopSignal:
         self._caught: frozenset[int] = frozenset()
         self._deadline = Deadline(seconds, _UNSAVED, EXIT_UNSAVED)
         self._peers: Peers | None = None
-        self._wakeup: tuple[int, socket.socket] | None = None
+        self._wakeup: tuple[int, socket.socket, threading.Thread] | None = None
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is not threading.main_thread():
             return self  # no signals to catch
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False), theirs
-        threading.Thread(target=self._listen, args=(ours,), daemon=True).start()
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        listener = threading.Thread(target=self._listen, args=(ours,), name="signals", daemon=True)
+        listener.start()
+        self._wakeup = before, theirs, listener
         self._catch(EARLY)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY})  # train.py has held it back until here
         return self
@@ -147,8 +150,12 @@ class StopSignal:
             signal.signal(number, handler)
         self._previous = {}
         if self._wakeup is not None:
-            signal.set_wakeup_fd(self._wakeup[0])
-            self._wakeup[1].close()
+            before, theirs, listener = self._wakeup
+            signal.set_wakeup_fd(before)
+            theirs.close()
+            # It may hold the last reference to this and to process groups, whose end in a thread
+            # aborts an interpreter that ends.
+            listener.join()
             self._wakeup = None
         self._deadline.call_off()
         if self._peers is not None:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS
-from dtron.plan.resolved import Resolved, expert_room
+from dtron.plan.resolved import Resolved, expert_room, pulls_rows
 
 NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
 ALL = (NONE, SELECTIVE, ATTENTION, "full")
@@ -42,6 +42,9 @@ class Saved:
     """Kept by eager blocks alone (True), by compiled ones alone (False), by both."""
     arrived: bool = False
     """Of rows that are at their experts, for which buffers may have more room."""
+    pulled: bool = False
+    """What peers' memory gives, which selective recomputation keeps where experts' rows come from
+    there."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -153,11 +156,13 @@ def _mixture(model: DecoderConfig) -> list[Saved]:
         Saved("router", k + 2, "tokens", wide=True),
         Saved("dispatch", 2 * k, "tokens", chosen, wide=True),  # int64: order of rows
         Saved("dispatch", 2 * k, "tokens", wide=True),  # and its inverse
-        Saved("experts", k * model.dim, "tokens", arrived=True),
+        Saved("experts", k * model.dim, "tokens", arrived=True, pulled=True),
         *[Saved("experts", k * model.expert_dim, "columns", PRODUCT, arrived=True)]
         * (2 if gated else 1),
         Saved("experts", k * model.expert_dim, "columns", arrived=True),
         Saved("experts", k * model.dim, "tokens", PRODUCT),
+        # Eager recomputation keeps what it is told to: of the last product what is sent back, too.
+        Saved("experts", k * model.dim, "tokens", (), eager=True, arrived=True, pulled=True),
     ]
     if gated:
         rows.append(Saved("experts", k * model.expert_dim, "columns", eager=True, arrived=True))
@@ -190,7 +195,8 @@ def _kept(run: Resolved, kind: str, mode: str) -> dict[str, float]:
     for row in _rows(run, kind):
         if row.eager == run.config.compile.enable and row.eager is not None:
             continue
-        if mode in row.modes:
+        pulled = row.pulled and mode == SELECTIVE and pulls_rows(run)
+        if mode in row.modes or pulled:
             found[row.module] = found.get(row.module, 0.0) + _bytes(run, row)
     return found
 

@@ -13,7 +13,8 @@ host's work is counted in calls, each of which has a price that does not depend 
 A block is one graph. Where rows of experts leave the rank it is CUT graphs, with ROUTED eager
 operations between them, and `recompute.mode = "full"` calls all of them once more. CUT is a count
 of a real step; ROUTED and KERNELS are estimates, not counted. Prices are of the processor's time,
-measured by a few calls in a row on any machine; no GPU is needed. What the optimizer and the loss issue is left out.
+measured by a few calls in a row on any machine; no GPU is needed. What the optimizer and the loss
+issue is left out.
 
 It is a lower bound: calls in a row, of graphs with little in them, take less than those of a step
 (docs/planning.md has a layout that it does not explain).

@@ -15,7 +15,6 @@ from typing import Any
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.parallelisms import deepep
 from dtron.plan.communication import exchanging, sharing
 from dtron.plan.hardware import Hardware
 from dtron.plan.resolved import Resolved, shortened
@@ -63,19 +62,11 @@ def far_memory(run: Resolved, hardware: Hardware) -> Iterator[str]:
         for what, ranks, inside in sharing(run, hardware.host):
             fix = "share them inside a host (parallel.dp_shard, dp_replicate)"
             yield from _apart("parallel.copy_engines", what, ranks, inside, fix, hardware)
-    if parallel.dispatcher == "symmetric_memory":
+    if parallel.dispatcher in ("symmetric_memory", "deepep"):
         ranks, inside = exchanging(run, hardware.host)
         fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
-        key = 'parallel.dispatcher = "symmetric_memory"'
+        key = f'parallel.dispatcher = "{parallel.dispatcher}"'
         yield from _apart(key, "experts", ranks, inside, fix, hardware)
-    if parallel.dispatcher == "deepep":
-        ranks, inside = exchanging(run, hardware.host)
-        if inside < min(ranks, deepep.HOST):
-            yield (
-                f"{deepep.KEY}: {ranks} ranks share experts, of which a host of {hardware.host} "
-                f"GPUs ({hardware.name}) has {inside}, but DeepEP takes each {deepep.HOST} to be "
-                'on one; use fewer (parallel.ep), or parallel.dispatcher = "all_to_all"'
-            )
 
 
 def _apart(

@@ -226,11 +226,17 @@ def expert_rows(run: Resolved) -> int:
     return rows * run.experts["etp"]
 
 
+def pulls_rows(run: Resolved) -> bool:
+    """Whether rows come to their experts out of peers' memory."""
+    pulls = run.config.parallel.dispatcher == "symmetric_memory"
+    return pulls and run.experts["ep"] * run.experts["etp"] > 1
+
+
 def expert_room(run: Resolved) -> float:
     """Rows for which a rank's experts have room, over the rank's own: where buffers are not
     bounded, as many as come of even loads, to each of etp ranks."""
     ep, etp, parallel = run.experts["ep"], run.experts["etp"], run.config.parallel
-    if parallel.dispatcher != "symmetric_memory" or ep * etp == 1:
+    if not pulls_rows(run):
         return float(etp)
     sent = expert_rows(run) // etp
     return rows_at_most(sent, ep, etp, parallel.ep_capacity) / sent

@@ -221,6 +221,8 @@ def test_another_model_and_another_folder_are_refused(tmp_path: Path, llama: Pat
         Trainer(tiny(run, checkpoint__initial=str(llama), model__name="qwen3"))
     with pytest.raises(CheckpointError, match="neither a Hugging Face folder"):
         Trainer(tiny(run, checkpoint__initial=str(tmp_path)))
+    with pytest.raises(CheckpointError, match="is neither a checkpoint of dtron"):
+        to_hf_from(convert_parser().parse_args(["to-hf", str(llama), str(tmp_path / "out")]))
     unverified = {"checkpoint__initial": str(llama), "checkpoint__verify": False, **SAME}
     with pytest.raises(ConfigError, match=r"checkpoint\.verify = false has no effect"):
         Trainer(tiny(run, **unverified))

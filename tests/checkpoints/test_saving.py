@@ -20,7 +20,7 @@ from dtron.errors import CheckpointError, ConfigError
 from dtron.published import complete, step_of
 from dtron.runsaves import Saving
 from dtron.saveplan import KeptPlan
-from dtron.staging import Staging
+from dtron.staging import SharedMemory, Staging
 from dtron.trainer import Trainer
 from dtron.writer import WriterProcess
 from tests.checkpoints.faulty_writer import fail_at
@@ -127,9 +127,71 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(tmp_path: Path) -> None
         assert same_checkpoint(tmp_path / "sync" / folder, tmp_path / "async" / folder)
 
 
+def memories_of_a_run(config: Any) -> list[tuple[int, str]]:
+    """The step and the thread in which memory for copies was made."""
+    made: list[tuple[int, str]] = []
+    trainer = Trainer(config)
+    make = SharedMemory.__init__
+
+    def noted(self: SharedMemory, size: int) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        made.append((trainer.step, "main" if is_main else "beside"))
+        make(self, size)
+
+    SharedMemory.__init__ = noted  # type: ignore[method-assign]
+    trainer.fit()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "made"),
+    [
+        ({"checkpoint__mode": "async", "checkpoint__interval": 3}, ["beside"]),
+        ({"checkpoint__mode": "async", "checkpoint__interval": 0}, ["main"]),  # at the end alone
+        ({"checkpoint__mode": "sync", "checkpoint__interval": 3}, []),
+    ],
+)
+def test_room_for_copies_is_made_beside_training(
+    tmp_path: Path, changes: dict[str, Any], made: list[str]
+) -> None:
+    for found in run_ranks(2, memories_of_a_run, tiny(tmp_path, **changes)):
+        assert [thread for _, thread in found] == made
+        assert all(step <= 1 for step, thread in found if thread == "beside")
+
+
+def test_a_first_copy_waits_for_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, tensors = SharedMemory.__init__, {"x": torch.arange(100.0), "y": torch.ones(3)}
+
+    def slowly(self: SharedMemory, size: int) -> None:
+        time.sleep(0.3)
+        make(self, size)
+
+    monkeypatch.setattr(SharedMemory, "__init__", slowly)
+    staging = Staging()
+    staging.reserve(tensors)
+    reserved = staging._reserving
+    assert reserved is not None
+    assert reserved.running
+    copies = staging.start(tensors)
+    assert not reserved.running
+    staging.finish()
+    staging.end()
+    assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
+
+    def refused(self: SharedMemory, size: int) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(SharedMemory, "__init__", refused)
+    staging = Staging()
+    staging.reserve(tensors)
+    with pytest.raises(OSError, match="no room"):
+        staging.start(tensors)
+
+
 @pytest.mark.gpu
 def test_copies_of_a_gpu_lie_in_pinned_memory_that_is_used_again() -> None:
     staging, places = Staging(), set()
+    staging.reserve({"x": torch.randn(1000, device="cuda")})
     for _ in range(2):
         tensor = torch.randn(1000, device="cuda")
         copy = staging.start({"x": tensor})["x"]

@@ -23,9 +23,6 @@ class Config:
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         return 64 * hidden_bytes * num_ranks
 
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        raise AssertionError("NVSHMEM is disabled")
-
 
 class EventOverlap:
     """What is not there before it is waited for."""
@@ -40,17 +37,27 @@ class EventOverlap:
 
 
 class Buffer:
-    """One for all calls; `shuffled` and `made` are the tests'."""
+    """One for all calls; `shuffled`, `made` and `destroyed` are the tests'."""
 
     shuffled = False
-    made = 0
+    made = destroyed = 0
 
     def __init__(
-        self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0
+        self,
+        group: dist.ProcessGroup,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        explicitly_destroy: bool = False,
     ) -> None:
         dist.barrier(group)
-        self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
+        assert not num_rdma_bytes
+        assert explicitly_destroy, "its end would wait for all ranks"
+        self.group, self.num_nvl_bytes = group, num_nvl_bytes
         Buffer.made += 1
+
+    def destroy(self) -> None:
+        dist.barrier(self.group)
+        Buffer.destroyed += 1
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -150,7 +157,8 @@ class Buffer:
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         assert not x.requires_grad or not torch.is_grad_enabled()
-        assert x.shape[1] * x.element_size() % 16 == 0
+        assert x.shape[1] * x.element_size() % 32 == 0
+        assert x.shape[1] * x.element_size() // 2 + 8 <= 8192
         assert self.num_nvl_bytes >= 64 * x.shape[1] * x.element_size() * self.group.size()
 
     def _sent(self, parts: list[Tensor]) -> list[Tensor]:

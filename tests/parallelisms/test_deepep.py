@@ -232,8 +232,9 @@ def config(**sections: Any) -> RunConfig:
         ({"train": {"dtype": "float32"}}, 'not in float32; use train.dtype = "bfloat16"'),
         (
             {"model": {"override": {"dim": 36, "head_dim": 8}}},
-            "multiple of 8 elements, which model.dim = 36",
+            "multiple of 16 elements, up to 8176, which model.dim = 36",
         ),
+        ({"model": {"override": {"dim": 8192}}}, "up to 8176, which model.dim = 8192"),
         ({"debug": {"deterministic": True}}, "debug.deterministic = true"),
     ],
 )
@@ -245,6 +246,29 @@ def test_settings_it_cannot_serve_are_refused(sections: dict, message: str) -> N
         check_layout(run, 4)
     assert message in str(error.value)
     assert any(message in reason for reason in reasons(run, 4))
+
+
+def test_several_hosts_are_refused() -> None:
+    wide = config(
+        model={"override": {"n_experts": 16}}, parallel={"ep": 16}, train={"global_batch": 16}
+    )
+    with pytest.raises(ConfigError, match=r"parallel.ep = 16: only DeepEP's way inside a host"):
+        check_layout(wide, 16)
+
+
+def grown() -> None:
+    fake_deep_ep.installed()
+    dispatcher = on_gpus(DeepEP)(dist.group.WORLD, 2, 1)
+    ends = torch.full((EXPERTS,), 4, dtype=torch.int32)
+    for width in (DIM, 2 * DIM, DIM):
+        rows = torch.ones(4, width).bfloat16()
+        pending = dispatcher.begin(rows, ends, "")
+        assert torch.equal(dispatcher.finish(pending, lambda x, _: 2 * x), 2 * rows)
+    assert (fake_deep_ep.Buffer.made, fake_deep_ep.Buffer.destroyed) == (2, 1)
+
+
+def test_a_buffer_grows() -> None:
+    run_ranks(2, grown)
 
 
 def test_a_trace_says_what_it_leaves_out() -> None:
@@ -307,5 +331,7 @@ def refused_rows() -> None:
     import socket
 
     socket.gethostname = lambda: f"host{dist.get_rank()}"
-    with pytest.raises(ConfigError, match=r"ranks \[0, 1\] are on several hosts \(host0, host1\)"):
+    with pytest.raises(
+        ConfigError, match=r"ranks \[0, 1\] share experts on several hosts \(host0, host1\)"
+    ):
         on_gpus(DeepEP)(dist.group.WORLD, 2, 1)

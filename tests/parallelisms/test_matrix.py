@@ -42,7 +42,8 @@ EXPECTED: dict[str, int] = {
     "passed": 1103,
     'recompute.mode = "selective" with compile.enable and parallel.ep x parallel.etp = 2: a block'
     " of which some results are kept compiles whole or not at all, and experts on other ranks"
-    ' break it; use "full", or compile.enable = false': 8,
+    " break it where the host reads how many rows travel; use parallel.dispatcher ="
+    ' "symmetric_memory" inside a host, recompute.mode = "full", or compile.enable = false': 8,
     "model.full_attention_every = 2 with parallel.cp = 2: context parallelism has one window for"
     " all layers; use parallel.cp = 1": 3,
     "parallel.ep = 2 x parallel.etp = 1 does not divide the 3 ranks of dp_shard x cp x tp; use"

@@ -1,36 +1,42 @@
 """Rows of experts by peers' memory: the ways, any loads, late ranks, bounds that are exceeded."""
 
 import functools
+import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-from dtron.config import Parallel
+from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError, TrainingError
 from dtron.kernels.peers import LOST, NONE
-from dtron.models import moe
-from dtron.parallelisms import symmetric_dispatch
-from dtron.parallelisms.expert import AllToAll, Dispatcher
-from dtron.parallelisms.symmetric_dispatch import (
-    Mailbox,
-    SymmetricMemory,
-    rows_at_most,
-    ways_of,
-)
+from dtron.models import BACKENDS, MODELS, build_model, moe
+from dtron.parallelisms import Mesh, symmetric_dispatch
+from dtron.parallelisms.apply import Passes, apply_passes
+from dtron.parallelisms.compile import compile_blocks
+from dtron.parallelisms.expert import AllToAll, Dispatcher, ExpertLayers
+from dtron.parallelisms.mailbox import Mailbox
+from dtron.parallelisms.peer_memory import PeerMemory
+from dtron.parallelisms.recompute import recompute
+from dtron.parallelisms.symmetric_dispatch import SymmetricMemory, rows_at_most, ways_of
 from tests.harness import run_on_gpus, run_ranks
 from tests.models.build import small_config
-from tests.parallelisms.parity import Case, outcome_of, parallel_run
-from tests.parallelisms.test_parity import EAGER, FULL
+from tests.parallelisms.parity import Case, outcome_of, parallel_run, whole
+from tests.parallelisms.test_parity import EAGER, FULL, SELECTIVE
 
 EXPERTS, ROWS, DIM = 8, 24, 5
 SYMMETRIC: dict[str, Any] = {"dispatcher": "symmetric_memory"}
+INDUCTOR = Compile(enable=True, backend="inductor")
 SHALLOW = {"n_layers": 3, "first_dense_layers": 1}
+MOVED_AGAIN = [("none", 0), ("selective", 0), ("attention", 2), ("full", 3)]
+"""Modes of recomputation, and how many of a layer's three calls it may repeat."""
 LOADS = ("random", "one expert", "all but one expert", "none", "some nowhere")
 
 
@@ -63,7 +69,7 @@ def test_ways_are_those_of_a_sort(loads: str, ep: int, etp: int, most: int) -> N
     ]
     each = EXPERTS // ep
     for rank in range(ep * etp):
-        ways, mine = ways_of(ends, rank, etp, ROWS, most), rank // etp
+        ways, mine = ways_of(ends, torch.tensor([rank]), etp, ROWS, most), rank // etp
         sorted_rows = {
             owner: sorted(
                 (expert, sender, row)
@@ -116,6 +122,10 @@ def compute_of(weight: Tensor, part: float) -> Callable[[Tensor, Tensor], Tensor
     return compute
 
 
+def layer_of(dispatcher: Dispatcher, fqn: str, device: str = "cpu") -> Any:
+    return dispatcher.layer(fqn, torch.device(device))
+
+
 def moved(kind: Callable[..., Dispatcher], loads: str, etp: int, rounds: int) -> list[Tensor]:
     """On one rank: results, gradients of rows and of experts, of some layers in a row."""
     group, rank, n_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
@@ -128,7 +138,8 @@ def moved(kind: Callable[..., Dispatcher], loads: str, etp: int, rounds: int) ->
     for i in range(rounds):
         rows, offsets = drawn(loads, rank, i)
         rows.requires_grad_()
-        out = dispatcher.finish(dispatcher.begin(rows, offsets, f"layer {i}"), compute)
+        layer = layer_of(dispatcher, f"layer {i}")
+        out = dispatcher.finish(dispatcher.begin(rows, offsets, layer), compute)
         total = total + (out * (rank + i + 1)).square().sum()
         found += [out, rows]
     gradients = torch.autograd.grad(total, [*found[1::2], own])
@@ -151,21 +162,21 @@ def test_equals_all_to_all(world: int, etp: int) -> None:
 
 def with_late_rank(late: int) -> None:
     wanted = moved(SymmetricMemory, "random", 1, 3)
-    put, pulled = Mailbox.put, Mailbox._pulled
+    put, meet = Mailbox.moved, PeerMemory.barrier
 
-    def put_late(self: Mailbox, *args: Any) -> None:
+    def put_late(self: Mailbox, *args: Any) -> Tensor:
         be_late(late)
-        put(self, *args)
+        return put(self, *args)
 
-    def pulled_late(self: Mailbox, *args: Any) -> Tensor:
+    def pull_late(self: PeerMemory) -> None:
+        meet(self)
         be_late(late)
-        return pulled(self, *args)
 
-    for name, method in (("put", put_late), ("_pulled", pulled_late)):
-        setattr(Mailbox, name, method)
+    for of, name, method in ((Mailbox, "moved", put_late), (PeerMemory, "barrier", pull_late)):
+        setattr(of, name, method)
         for one, other in zip(moved(SymmetricMemory, "random", 1, 3), wanted, strict=True):
             assert torch.equal(one, other)
-        Mailbox.put, Mailbox._pulled = put, pulled  # type: ignore[method-assign]
+        Mailbox.moved, PeerMemory.barrier = put, meet  # type: ignore[method-assign]
 
 
 def be_late(rank: int) -> None:
@@ -179,12 +190,157 @@ def test_ranks_wait_for_the_late(late: int) -> None:
     run_ranks(2, with_late_rank, late)
 
 
+class Layer(nn.Module):
+    """Experts that are a vector each."""
+
+    def __init__(self, dispatcher: Dispatcher, fqn: str, weight: Tensor) -> None:
+        super().__init__()
+        self.dispatcher, self.layer = dispatcher, layer_of(dispatcher, fqn)
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        return self.dispatcher.finish(
+            self.dispatcher.begin(rows, offsets, self.layer), self._compute
+        )
+
+    def _compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        place = torch.arange(len(rows), dtype=torch.int32)
+        expert = torch.searchsorted(offsets, place, right=True).clamp(max=len(offsets) - 1)
+        return (rows * self.weight[expert]).sin()
+
+
+def in_flight(
+    kind: Callable[..., Dispatcher], mode: str, compiled: bool
+) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+    """On one rank, gradients of two layers and of rows, of three micro-batches whose forwards and
+    backwards take turns; and the shapes of what was put, in order."""
+    rank, n_ranks = dist.get_rank(), dist.get_world_size()
+    dispatcher = kind(dist.group.WORLD, n_ranks, 1, float(n_ranks))
+    weights = torch.arange(1, EXPERTS * DIM + 1, dtype=torch.float64).view(EXPERTS, DIM) / 7
+    own = weights.chunk(n_ranks)[rank]
+    layers = [Layer(dispatcher, f"layer {i}", own * (i + 1)) for i in range(2)]
+    named = {f"layer {i}": layer for i, layer in enumerate(layers)}
+    options = Compile(enable=compiled, backend="inductor")
+    if mode == "full":
+        compile_blocks(named, options, forward_only=True)
+    recompute(enumerate(layers), Recompute(mode=mode))  # type: ignore[arg-type]
+    if mode != "full":
+        compile_blocks(named, options)
+    put: list[tuple[int, ...]] = []
+    moved = Mailbox.moved
+
+    def seen(self: Mailbox, rows: Tensor, *args: Any) -> Tensor:
+        put.append((*rows.shape, *args[0].shape))
+        return moved(self, rows, *args)
+
+    Mailbox.moved = seen  # type: ignore[method-assign]
+    inputs = [drawn("random", rank, i) for i in range(3)]
+    losses: dict[int, Tensor] = {}
+    for way, i in zip("ffbfbb", (0, 1, 0, 2, 1, 2), strict=True):
+        if way == "b":
+            losses.pop(i).backward()
+            continue
+        rows, offsets = inputs[i]
+        hidden = rows.requires_grad_()
+        for layer in layers:
+            hidden = layer(hidden, offsets)
+        losses[i] = (hidden * (rank + i + 1)).square().sum()
+    Mailbox.moved = moved  # type: ignore[method-assign]
+    gradients = [layer.weight.grad for layer in layers] + [rows.grad for rows, _ in inputs]
+    return [gradient for gradient in gradients if gradient is not None], put
+
+
+def taking_turns(
+    mode: str, compiled: bool, halves: int
+) -> tuple[bool, list[tuple[int, ...]], int, int]:
+    """On one of two ranks, of which the first reads late: whether gradients are those by
+    all-to-all, what was put in order, and how many graphs and breaks there are."""
+    wanted, _ = in_flight(AllToAll, "none", False)
+    counters.clear()
+    meet = PeerMemory.barrier
+
+    def late(self: PeerMemory) -> None:
+        meet(self)
+        be_late(0)
+
+    PeerMemory.barrier = late  # type: ignore[method-assign]
+    if halves == 1:
+        Mailbox._second = property(lambda _: False, lambda *_: None)  # type: ignore[assignment]
+    found, put = in_flight(SymmetricMemory, mode, compiled)
+    assert len(found) == len(wanted) == 5
+    equal = all(
+        torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+        for one, other in zip(found, wanted, strict=True)
+    )
+    return equal, put, counters["stats"]["unique_graphs"], len(counters["graph_break"])
+
+
+WITHOUT = 2 * 3 * 5
+"""Calls of two layers and three micro-batches: three forward, two backward."""
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("mode", "most"), MOVED_AGAIN)
+def test_calls_of_forwards_backwards_and_recomputation_take_turns(
+    mode: str, most: int, compiled: bool
+) -> None:
+    """In one order on all ranks, and nobody reads what another call has put; compiled, both layers
+    are one graph without a break."""
+    found = run_ranks(2, taking_turns, mode, compiled, 2, seconds=240)
+    assert found[0] == found[1]
+    equal, put, graphs, breaks = found[0]
+    assert equal
+    assert (graphs, breaks) == (int(compiled), 0)
+    assert WITHOUT <= len(put) <= WITHOUT + 2 * 3 * most
+    assert (len(put) > WITHOUT) == (most > 0)
+
+
+def test_a_mailbox_needs_two_halves() -> None:
+    """What a rank reads late has another call's rows by then."""
+    assert not all(equal for equal, *_ in run_ranks(2, taking_turns, "full", False, 1))
+
+
+def doubled(rows: Tensor, offsets: Tensor) -> Tensor:
+    """By a dispatcher that nobody holds afterwards."""
+    dispatcher = SymmetricMemory(dist.group.WORLD, 2, 1, 2.0)  # type: ignore[arg-type]
+    layer = layer_of(dispatcher, "layer")
+    return dispatcher.finish(dispatcher.begin(rows, offsets, layer), lambda x, _: 2 * x)
+
+
+def backward_after_all_is_gone() -> None:
+    rows, offsets = drawn("random", dist.get_rank())
+    rows.requires_grad_()
+    out = doubled(rows, offsets)
+    gc.collect()
+    out.sum().backward()
+    assert rows.grad is not None
+    assert torch.equal(rows.grad[: offsets[-1]], torch.full_like(rows, 2.0)[: offsets[-1]])
+
+
+def inference_first() -> None:
+    dispatcher = SymmetricMemory(dist.group.WORLD, 2, 1, 2.0)  # type: ignore[arg-type]
+    layer = layer_of(dispatcher, "layer")
+    rows, offsets = drawn("random", dist.get_rank())
+    found = []
+    for mode in (torch.inference_mode, torch.enable_grad):
+        with mode():
+            pending = dispatcher.begin(rows, offsets, layer)
+            found.append(dispatcher.finish(pending, lambda x, _: 2 * x).clone())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("act", [backward_after_all_is_gone, inference_first])
+def test_what_models_of_ones_own_do(act: Callable[[], None]) -> None:
+    run_ranks(2, act)
+
+
 def exceeded(capacity: float, least: int = 1) -> tuple[Tensor, str]:
     """On one rank, all of whose rows take an expert of rank 2: results, and what is said."""
     symmetric_dispatch.LEAST = least
     dispatcher = SymmetricMemory(dist.group.WORLD, 4, 1, capacity)  # type: ignore[arg-type]
     rows, offsets = drawn("one expert", dist.get_rank())
-    out = dispatcher.finish(dispatcher.begin(rows, offsets, "some.layer"), lambda x, _: 2 * x)
+    layers = [layer_of(dispatcher, f"{name}.layer") for name in ("other", "some", "third")]
+    out = dispatcher.finish(dispatcher.begin(rows, offsets, layers[1]), lambda x, _: 2 * x)
     said = ""
     try:
         dispatcher.check(torch.device("cpu"))
@@ -226,7 +382,7 @@ def test_bounds() -> None:
 def fewer_results() -> None:
     dispatcher = SymmetricMemory(dist.group.WORLD, 2, 1, 2.0)  # type: ignore[arg-type]
     rows, offsets = drawn("random", dist.get_rank())
-    pending = dispatcher.begin(rows, offsets, "")
+    pending = dispatcher.begin(rows, offsets, layer_of(dispatcher, "layer"))
     with pytest.raises(ConfigError, match="rows after the last offset need results"):
         dispatcher.finish(pending, lambda x, ends: x[: int(ends[-1])])
 
@@ -290,6 +446,50 @@ def test_what_products_leave_open_is_read_by_nobody(model: str) -> None:
     assert not outcome_of(case, run_ranks(2, poisoned, case)).wrong(case)
 
 
+BOUNDED = layout(2, ep_capacity=1.5)
+WHOLE = [
+    *[
+        Case("mixtral", 2, BOUNDED, options, INDUCTOR, {"n_layers": 3})
+        for options in (Recompute(), SELECTIVE, Recompute(mode="attention"), FULL)
+    ],
+    Case("deepseek_v3", 2, BOUNDED, SELECTIVE, INDUCTOR, SHALLOW),
+    Case("gpt_oss", 4, layout(2, etp=2), SELECTIVE, EAGER),
+    Case("deepseek_v3", 4, layout(2, etp=2, tp=2), SELECTIVE, EAGER, SHALLOW),
+    Case("mixtral", 4, layout(2, pp=2, schedule="ZBVZeroBubble"), SELECTIVE, EAGER),
+]
+
+
+def compiled_whole(cases: Sequence[Case]) -> list[tuple[dict[str, Any], int, int]]:
+    """On one rank, of each case: what it gives, how many graphs there are and how many breaks."""
+    found = []
+    for case in cases:
+        torch._dynamo.reset()
+        counters.clear()
+        run = bounded(case)
+        found.append((run, counters["stats"]["unique_graphs"], len(counters["graph_break"])))
+    return found
+
+
+@cache
+def whole_of(world: int) -> list[list[tuple[dict[str, Any], int, int]]]:
+    """By rank and case of WHOLE with so many ranks, one after the other in the same processes."""
+    cases = [case for case in WHOLE if case.world == world]
+    return run_ranks(world, compiled_whole, cases, seconds=500)
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_compiled_blocks_equal_one_process(case: Case) -> None:
+    """Losses, gradients and parameters; no graph breaks, and layers of a kind share theirs; one
+    more is the loss."""
+    place = [other for other in WHOLE if other.world == case.world].index(case)
+    ranks = [of_rank[place] for of_rank in whole_of(case.world)]
+    assert not outcome_of(case, [run for run, *_ in ranks]).wrong(case)
+    assert [breaks for *_, breaks in ranks] == [0] * case.world
+    kinds = 1 if case.model == "mixtral" else 2  # gpt_oss attends to windows in every other one
+    if case.parallel.pp == 1:
+        assert [graphs for _, graphs, _ in ranks] == [kinds + 1] * case.world
+
+
 def layers_on_a_gpu(
     kind: Callable[..., Dispatcher], loads: str, dtype: torch.dtype
 ) -> list[Tensor]:
@@ -302,6 +502,7 @@ def layers_on_a_gpu(
     for parameter in experts.parameters():
         parameter.data.normal_(0, 0.1)
     compute, found = functools.partial(experts, tail=False), []
+    layer = layer_of(dispatcher, "layer", "cuda")
     for i in range(3):  # in the first one memory is made
         rows, offsets = drawn(loads, rank, i, n_rows, width)
         rows, offsets = rows.to("cuda", dtype).requires_grad_(), offsets.cuda()
@@ -310,7 +511,7 @@ def layers_on_a_gpu(
             torch.cuda.set_sync_debug_mode("error")
         if rank == i % n_ranks:
             torch.cuda._sleep(10**7)  # this rank is late
-        out = dispatcher.finish(dispatcher.begin(rows, offsets, "layer"), compute)
+        out = dispatcher.finish(dispatcher.begin(rows, offsets, layer), compute)
         gradients = torch.autograd.grad(out.square().sum(), (rows, *experts.parameters()))
         torch.cuda.set_sync_debug_mode("default")
         found += [out.detach(), *gradients]
@@ -318,9 +519,57 @@ def layers_on_a_gpu(
     return found
 
 
+def model_gradients(parallel: Parallel, mode: str, compiled: bool) -> tuple[dict[str, Tensor], int]:
+    """In bfloat16, on one rank: gradients of a model, and how many graphs its blocks are. Tokens
+    take experts in turn: of scores that rounding decides between others would be chosen."""
+    sizes = {"n_experts": EXPERTS, "dim": 128, "n_layers": 3, "force_balance": True}
+    config, spec = small_config("mixtral", **sizes), MODELS["mixtral"]
+    with torch.device("meta"):
+        model = build_model("mixtral", config, BACKENDS["math"])
+    n_ranks = dist.get_world_size()
+    mesh = Mesh(dp_shard=n_ranks, ep=n_ranks)
+    passes = Passes(
+        units=spec.units(config),
+        blocks="blocks.*",
+        parallel=parallel,
+        recompute=Recompute(mode=mode),  # type: ignore[arg-type]
+        compile=Compile(enable=compiled),
+        init=(7, functools.partial(spec.init_parameter, config)),
+        experts=ExpertLayers(spec.experts, parallel.dispatcher, capacity=float(n_ranks)),
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    applied = apply_passes(model, mesh, passes)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):  # the second reuses what the first one made
+        tokens = torch.randint(config.vocab_size, (2, 64), generator=generator)
+        applied.parts[0](tokens.to(mesh.device_type)).float().square().mean().backward()
+    assert not counters["graph_break"] or not compiled
+    gradients = whole(applied, [p.grad for _, p in applied.named_parameters()])  # type: ignore[misc]
+    return gradients, counters["stats"]["unique_graphs"]
+
+
+def compiled_equals_eager() -> None:
+    """On one rank: compiled blocks that keep some results, by peers' memory, and eager ones that
+    keep all, by all-to-all."""
+    n_ranks = dist.get_world_size()
+    wanted, _ = model_gradients(Parallel(ep=n_ranks), "none", False)
+    found, graphs = model_gradients(layout(n_ranks), "selective", True)
+    assert graphs == 1
+    for name, other in wanted.items():
+        apart = (found[name] - other).norm() / other.norm()
+        assert apart <= 2e-2, (name, float(apart))
+
+
+def test_compiled_blocks_in_bfloat16_equal_eager_ones() -> None:
+    """Whose products are grouped ones, also in the graph."""
+    run_ranks(2, compiled_equals_eager, seconds=240)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_gpus", [2, 4])
 def test_equals_all_to_all_on_gpus(n_gpus: int) -> None:
+    """Layers, and the blocks of a model: compiled whole, with selective recomputation."""
     run_on_gpus(n_gpus, "tests.parallelisms.test_symmetric_dispatch")
 
 
@@ -337,6 +586,7 @@ def _on_gpus() -> None:
             for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
                 apart = (one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-9)
                 assert apart <= tolerance, (loads, dtype, i, float(apart))
+    compiled_equals_eager()
     dist.destroy_process_group()
 
 

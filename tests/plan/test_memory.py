@@ -142,6 +142,19 @@ def test_bounded_buffers_of_experts(ep: int, etp: int, capacity: float, room: in
     assert after.modules["experts"] == kept
 
 
+def test_selective_recomputation_keeps_rows_that_were_pulled() -> None:
+    model = "model.name=deepseek_v3 model.size=16b model.override.n_layers=2 compile.enable=false"
+    plain, pulled = (
+        Resolved.of(RunConfig.load(LLAMA, f"{model} recompute.mode=selective {more}".split()), 4)
+        for more in ("parallel.ep=4", "parallel.ep=4 parallel.dispatcher=symmetric_memory")
+    )
+    before, after = (worst(memory(run)).modules["experts"] for run in (plain, pulled))
+    rows, width, expert = plain.tokens * 6, plain.model.dim, plain.model.expert_dim
+    assert before == rows * (width + 2 * expert) * 2  # results, gate and up
+    # Room for gate and up, for what came, and for what the last product gave.
+    assert after == before + rows * 2 * expert * 2 + 2 * (2 * rows * width * 2)
+
+
 def test_a_shortened_step_has_as_much_in_flight() -> None:
     overrides = "parallel.pp=4 parallel.schedule=Interleaved1F1B train.micro_batch=1"
     long = RunConfig.load(LLAMA, [*overrides.split(), "train.global_batch=64"])
