@@ -104,8 +104,8 @@ def test_memory_is_replayed_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch
         return fitting(run, *rest)
 
     monkeypatch.setattr("dtron.plan.search.fitting", counted)
-    config = RunConfig.load(ROOT / "configs/llama3_70b.toml", ["train.global_batch=64"])
-    found = search(config, 64, hardware("h100"))
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", ["train.global_batch=32"])
+    found = search(config, 8, hardware("h100"))
     assert found.counts["predicted"] > len(found.best) == 10
     assert sum(found.counts.values()) == 2 * found.counts["enumerated"]
     assert 10 <= len(replayed) <= 20
