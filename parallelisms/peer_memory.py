@@ -95,8 +95,7 @@ class GrowingMemory:
                 torch.cuda.empty_cache()  # what torch keeps is not to be had otherwise
             dist.barrier(self._group)  # no peer reads it any more
             self._memory = None
-            with torch.inference_mode(False):  # training may write to it later
-                self._memory = PeerMemory(-(-nbytes // _PAGE) * _PAGE, self._group, device)
+            self._memory = PeerMemory(-(-nbytes // _PAGE) * _PAGE, self._group, device)
         return self._memory
 
 

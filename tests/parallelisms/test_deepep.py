@@ -22,9 +22,9 @@ from tests.harness import run_ranks
 from tests.parallelisms import fake_deep_ep
 from tests.parallelisms.parity import Case, parallel_run
 from tests.parallelisms.test_parity import FULL
+from tests.parallelisms.test_symmetric_dispatch import EXPERTS, LOADS, ROWS, drawn
 
-EXPERTS, ROWS, DIM, LAYERS = 8, 24, 16, 3
-LOADS = ("random", "one expert", "all but one expert", "none", "some nowhere")
+DIM, LAYERS = 16, 3
 MIXTURE = {
     "model": {"name": "mixtral", "size": "debug"},
     "train": {"global_batch": 8, "seq_len": 64, "dtype": "bfloat16"},
@@ -32,22 +32,10 @@ MIXTURE = {
 """Of a run that DeepEP could serve."""
 
 
-def drawn(loads: str, rank: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Rows of a rank in bfloat16, more on later ranks, and where those of each expert end."""
-    generator = torch.Generator().manual_seed(100 * rank + layer)
-    n_rows = ROWS + 3 * rank
-    chosen = torch.randint(EXPERTS, (n_rows,), generator=generator)
-    if loads == "one expert":
-        chosen = torch.full((n_rows,), 5)
-    if loads == "all but one expert":
-        chosen[chosen == 5] = 2
-    counts = chosen.bincount(minlength=EXPERTS)
-    if loads == "none":
-        counts.zero_()
-    if loads == "some nowhere":
-        counts[EXPERTS - 1] = counts[EXPERTS - 1] // 2
-    rows = torch.randn(n_rows, DIM, generator=generator).bfloat16()
-    return rows, counts.cumsum(0).int()
+def given(loads: str, rank: int, layer: int) -> tuple[Tensor, Tensor]:
+    """As `drawn`, in bfloat16, and more rows on later ranks."""
+    rows, ends = drawn(loads, rank, layer, ROWS + 3 * rank, DIM)
+    return rows.bfloat16(), ends
 
 
 def on_gpus(kind: Callable[..., Dispatcher]) -> Callable[..., Dispatcher]:
@@ -75,9 +63,11 @@ def moved(kind: Callable[..., Dispatcher], loads: str) -> dict[str, list[Tensor]
         chosen = own[torch.searchsorted(offsets, place, right=True)]
         return (rows.double() * chosen).sin().bfloat16()
 
-    given = [drawn(loads, rank, layer) for layer in range(LAYERS)]
-    rows = [of_layer.requires_grad_() for of_layer, _ in given]
-    pending = [dispatcher.begin(x, ends, "layer") for x, (_, ends) in zip(rows, given, strict=True)]
+    layers = [given(loads, rank, layer) for layer in range(LAYERS)]
+    rows = [of_layer.requires_grad_() for of_layer, _ in layers]
+    pending = [
+        dispatcher.begin(x, ends, "layer") for x, (_, ends) in zip(rows, layers, strict=True)
+    ]
     outs = [dispatcher.finish(of_layer, compute) for of_layer in pending]
     # Of a copied transpose, so that the gradients that come are not contiguous.
     total = torch.stack([(out.t().contiguous() * (rank + 2)).square().sum() for out in outs]).sum()

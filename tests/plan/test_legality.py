@@ -105,7 +105,7 @@ def test_experts_memory_over_several_hosts_is_refused() -> None:
     assert planned("deepseek_v3", 1024, *keys[:1], "parallel.ep=8")["legal"]
 
 
-def test_deepep_takes_whole_hosts() -> None:
+def test_deepep_over_several_hosts_is_refused() -> None:
     """Four of the experts' eight ranks are on a host, as two tp ranks have the same."""
     words = ["parallel.dispatcher=deepep", "parallel.ep=8"]
     assert planned("deepseek_v3", 1024, *words)["legal"]
