@@ -399,21 +399,23 @@ def _mailbox(run: Resolved) -> float:
 
 
 def _activations(run: Resolved, flying: Mapping[int, int]) -> dict[str, float]:
-    """By module, of all micro-batches in flight. Offloaded ones are in host memory, but for those
-    of two blocks."""
+    """By module, of all micro-batches in flight. Offloaded ones are in host memory, but for two
+    blocks of a stage, and inputs of stages, which the schedule holds."""
     found: dict[str, float] = {}
     for stage in run.stages:
         layers = stage.layers
         if stage.index not in flying:
             continue
-        times = float(flying[stage.index])
+        flies = times = float(flying[stage.index])
         if run.config.recompute.offload:
             times, layers = 1.0, layers[:2]
+            held = flies - 1 if stage.index > 0 and layers else 0.0
+            found["input"] = found.get("input", 0.0) + held * activations.boundary(run)
         for layer in layers:
             for module, size in activations.kept(run, layer).items():
                 found[module] = found.get(module, 0.0) + times * size
         if stage.head:  # the last norm: its input, and what the head reads
-            found["head"] = 2 * activations.boundary(run) * times
+            found["head"] = 2 * activations.boundary(run) * flies
     return found
 
 

@@ -9,6 +9,8 @@ given back in the order of a run.
                the largest, gradients of the weights and of the input; then weights go, what was
                sent of the unit before goes, and what is sent of this one is made. It waits for the
                next reduction, at the end of a step for nothing
+    offloaded  what a block keeps goes when the block after it is done, and is there again while the
+               one after it is in backward, as `dtron.parallelisms.offload` has it
     update     in the first step moments, cut from what activations left: the activations of the
                second step do not find the same room, and take more
 
@@ -22,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dtron.parallelisms.actions import Kind
+from dtron.parallelisms.offload import SMALLEST
 from dtron.plan import activations
 from dtron.plan.allocator import Block, Held, Pool
 from dtron.plan.parameters import elements, units
@@ -41,6 +44,9 @@ class _Unit:
     shards: list[int]
     """Elements of each."""
     kept: list[int]
+    """What stays on the device for the backward."""
+    moved: list[int]
+    """What is offloaded."""
     again: list[int]
     """What the backward computes again."""
     widest: int
@@ -56,11 +62,22 @@ class _Unit:
     def join(self, weights: bool) -> None:
         """Count as one what is taken and given back together; weights, unless they are cast one by
         one."""
-        self.shards, self.kept, self.again = (
-            [sum(n)] for n in (self.shards, self.kept, self.again)
+        self.shards, self.kept, self.moved, self.again = (
+            [sum(n)] if n else [] for n in (self.shards, self.kept, self.moved, self.again)
         )
         if weights:
             self.weights = [sum(self.weights)]
+
+
+@dataclass(eq=False)
+class _Call:
+    """What a unit keeps of a micro-batch."""
+
+    kept: list[Block]
+    moved: list[int]
+    """Bytes of what is offloaded."""
+    there: list[Block] = field(default_factory=list)
+    """Of that, what is on the device."""
 
 
 def reserved(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int:
@@ -98,7 +115,10 @@ class _Replay:
         self.stages = {s.index: _listed(run, s, sent) for s in run.stages_of(rank)}
         self.hidden = int(activations.boundary(run))
         self.logits = activations.loss_tensors(run)
-        self.flying: dict[tuple[int, int], list[list[Block]]] = {}
+        self.flying: dict[tuple[int, int], list[_Call]] = {}
+        self.offloads = run.config.recompute.offload
+        self.latest: _Call | None = None
+        """Of the last block that was called, unless its backward has begun."""
         self.pending: Block | None = None
         self.sums, self.keep = not run.policy.reduce_each_micro_batch, run.policy.keep_gathered
 
@@ -130,30 +150,54 @@ class _Replay:
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         listed = self.stages[stage]
-        kept = self.flying[stage, micro_batch] = []
+        calls = self.flying[stage, micro_batch] = []
         for unit in listed:
             self._gather(unit)
             working = self._take([unit.widest] * 2)
-            kept.append(self._take(unit.kept))
+            calls.append(_Call(self._take(unit.kept), unit.moved, self._take(unit.moved)))
             self._free(working)
+            if self.offloads and unit.widest:  # a block
+                self._unload(calls[-1])
             if not (unit.stays or self.keep):
                 self._reshard(unit)
 
     def _backward(self, stage: int, micro_batch: int, last: bool) -> None:
-        listed, kept = self.stages[stage], self.flying.pop((stage, micro_batch))
+        listed, calls = self.stages[stage], self.flying.pop((stage, micro_batch))
         head = self.run.stages[stage].head
         logits = self._take(self.logits) if head else []
         gradient = self._take([self.hidden])
-        for unit, own in zip(reversed(listed), reversed(kept), strict=True):
+        for unit in reversed(listed):
+            call = calls.pop()
             self._gather(unit)
+            if call.moved:
+                self._load(call, stage, calls)
             working = self._take([*unit.again, *[unit.widest] * 3])
             made = self._take(unit.weights)
             inward = self._take([self.hidden])
-            for blocks in (logits, working, own, gradient):
+            for blocks in (logits, working, call.kept, call.there, gradient):
                 self._free(blocks)
             gradient, logits = inward, []
             self._reduce(unit, made, last)
         self._free(gradient)
+
+    def _unload(self, call: _Call) -> None:
+        """Free what the block before this one has sent to the host."""
+        if self.latest is not None:
+            self._free(self.latest.there)
+            self.latest.there = []
+        if call.moved:
+            self.latest = call
+
+    def _load(self, call: _Call, stage: int, before: list[_Call]) -> None:
+        """Bring back what a block's backward reads, and what the next one will: of the block before
+        it, or of the last block of the stage's next micro-batch."""
+        if self.latest is call:
+            self.latest = None
+        waiting = [calls for (s, _), calls in self.flying.items() if s == stage]
+        coming = next((c for calls in (before, *waiting) for c in reversed(calls) if c.moved), None)
+        for each in (call, coming):
+            if each is not None and not each.there:
+                each.there = self._take(each.moved)
 
     def _reduce(self, unit: _Unit, made: list[Block], last: bool) -> None:
         if self.sums and not last:
@@ -217,6 +261,10 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
         is_layer = unit.kind not in ("embedding", "head")
         layer = next(layers) if is_layer else -1
         kept, again, widest = _block(run, layer) if is_layer else ([], [], 0)
+        moved: list[int] = []
+        if run.config.recompute.offload:
+            held = stage.index > 0 and layer == stage.layers[0]  # a stage's input, by the schedule
+            kept, moved = _offloaded(kept, held)
         if unit.kind == "head" or unit.name == "root":  # the last norm
             kept = [2 * int(activations.boundary(run))] if stage.head else []
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
@@ -225,6 +273,7 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
                 [run.element * whole for whole, _ in sizes],
                 [shard for _, shard in sizes],
                 kept,
+                moved,
                 again,
                 widest,
                 sent * unit.gathered,
@@ -237,10 +286,19 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
 def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
     """What a layer keeps, what it computes again, and its largest tensor."""
     kept, whole = (Counter(activations.tensors(run, layer, every)) for every in (False, True))
-    if run.config.recompute.offload:
-        kept = Counter()
     return (
         list(kept.elements()),
         list((whole - kept).elements()),
         int(activations.widest(run, layer)),
     )
+
+
+def _offloaded(kept: list[int], held: bool) -> tuple[list[int], list[int]]:
+    """Of what a layer keeps, what stays on the device and what is offloaded.
+
+    Args:
+        held: whether another holds its input, the first of the list.
+    """
+    inputs, others = (kept[:1], kept[1:]) if held else ([], kept)
+    small = [size for size in others if size < SMALLEST]
+    return inputs + small, [size for size in others if size >= SMALLEST]
