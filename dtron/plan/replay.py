@@ -3,7 +3,8 @@ given back in the order of a run.
 
     forward    FSDP copies the unit's weights out of their gather, of one unit at a time; where none
                share them, casts and then copies them. The block makes two passing tensors as large
-               as its largest, and what it keeps
+               as its largest, and what it keeps; a compiled block that is computed again in full
+               makes all that one without recomputation keeps, and lets it go when it is done
     loss       logits, and beside them their gradient
     backward   weights again, if they were freed; what is computed again, three tensors as large as
                the largest, gradients of the weights and of the input; then weights go, what was
@@ -50,6 +51,9 @@ class _Unit:
     again: list[int]
     """What the backward computes again."""
     widest: int
+    """Bytes of its largest tensor."""
+    passing: list[int]
+    """What its forward makes and lets go."""
     sent: int
     """What a reduction sends."""
     stays: bool
@@ -153,7 +157,7 @@ class _Replay:
         calls = self.flying[stage, micro_batch] = []
         for unit in listed:
             self._gather(unit)
-            working = self._take([unit.widest] * 2)
+            working = self._take(unit.passing)
             calls.append(_Call(self._take(unit.kept), unit.moved, self._take(unit.moved)))
             self._free(working)
             if self.offloads and unit.widest:  # a block
@@ -276,6 +280,7 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
                 moved,
                 again,
                 widest,
+                again if is_layer and _makes_all(run, layer) else [widest] * 2,
                 sent * unit.gathered,
                 stays,
             )
@@ -291,6 +296,18 @@ def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
         list((whole - kept).elements()),
         int(activations.widest(run, layer)),
     )
+
+
+def _makes_all(run: Resolved, layer: int) -> bool:
+    """Whether a layer's forward makes what it is to compute again: recomputation is around a
+    compiled block, whose one graph gives all of it. Eager operations let theirs go one by one, and
+    a block that is cut graph by graph."""
+    parallel, recompute = run.config.parallel, run.config.recompute
+    if recompute.mode != "full" or not run.recomputes(layer):
+        return False
+    apart = run.has_experts(layer) and parallel.ep * parallel.etp > 1
+    cut = apart and parallel.dispatcher != "symmetric_memory"
+    return run.config.compile.enable and not cut
 
 
 def _offloaded(kept: list[int], held: bool) -> tuple[list[int], list[int]]:

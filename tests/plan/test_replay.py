@@ -7,7 +7,7 @@ import pytest
 from dtron.config import RunConfig
 from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.plan import activations, replay
-from dtron.plan.allocator import Block, Held
+from dtron.plan.allocator import Block, Held, Pool
 from dtron.plan.parameters import elements, units
 from dtron.plan.resolved import Resolved
 from tests.parallelisms.offloaded import CPU, LAYERS, ORDERS, batch, model_of
@@ -104,7 +104,7 @@ def _replayed_blocks(order: str) -> list[int]:
     planned = run("recompute.mode=full recompute.offload=true", 4)
     pool = _Counted()
     steps = replay._Replay(planned, 0, 4, pool)  # type: ignore[arg-type]
-    unit = replay._Unit([], [], [], [MOVED], [], PASSING, 0, False)
+    unit = replay._Unit([], [], [], [MOVED], [], PASSING, [PASSING] * 2, 0, False)
     steps.stages, steps.hidden = {0: [unit] * LAYERS}, 0
     found = []
     for action in order.split():
@@ -166,3 +166,108 @@ def test_what_stays_of_an_offloaded_layer() -> None:
             held = [whole[0]] if stage.index and place == 0 else []
             assert sorted(unit.kept) == sorted(small + held)
     assert small
+
+
+def _passing(overrides: str, world: int = 1) -> tuple[int, int, Resolved]:
+    """Bytes that the last layer's forward makes and lets go, its largest tensor's, and the run."""
+    planned = run(f"recompute.mode=full {overrides}", world)
+    unit = [unit for unit in replay._listed(planned, planned.stages[0], 4) if unit.widest][-1]
+    return sum(unit.passing), unit.widest, planned
+
+
+def test_a_compiled_block_makes_all_before_full_recomputation_frees_it() -> None:
+    """One graph gives all that a block without recomputation keeps. Of eager blocks, and of those
+    that are cut where rows leave for their experts, two tensors are counted."""
+    made, widest, planned = _passing("")
+    whole, kept = (sum(activations.tensors(planned, 0, every)) for every in (True, False))
+    assert made == whole - kept > 4 * widest
+    made, widest, _ = _passing("compile.enable=false")
+    assert made == 2 * widest
+    experts = "model.name=deepseek_v3 model.size=16b parallel.ep=2"
+    made, widest, _ = _passing(experts, 2)
+    assert made == 2 * widest
+    made, widest, _ = _passing(experts + " parallel.dispatcher=symmetric_memory", 2)
+    assert made > 4 * widest
+
+
+def test_live_bytes_are_those_of_a_run_on_a_gpu() -> None:
+    """Allocated at most until the gradients of the first step's loss were there, by the allocator's
+    history on an H200: 24.735 GiB with the weights. The replay lets the logits go later, when the
+    head's gradient is there too, 1 GiB more."""
+    keys = "model.override.n_layers=8 train.global_batch=2 recompute.mode=full parallel.zero=3"
+    planned = run(keys, 1)
+    steps = replay._Replay(planned, 0, 4, Held())
+    steps.take_weights()
+    steps._forward(0, 0)
+    loss = steps.pool._now + sum(steps.logits)  # type: ignore[union-attr]
+    assert loss / GIB == pytest.approx(24.735, rel=0.01)
+
+
+def test_the_order_of_frees_decides_what_is_reserved() -> None:
+    """By hand, in MiB, all above 10: segments are as large as their first tensor.
+
+        take 40, 60         segments of 40 and 60, reserved 100
+        give 40, then 60    both are free, and do not join: they are segments of their own
+        take 30             the smallest block that holds it is 40; 10 are left of it
+        take 60             the other segment: reserved 100
+    or  give 60 alone, take 30: cut from 60, 30 are left
+        give 40             free 30 and 40
+        take 60             no free block holds it: a segment of 60, reserved 160
+    """
+    mib = 2**20
+    first = Pool()
+    small, large = first.take(40 * mib), first.take(60 * mib)
+    for block in (small, large):
+        first.give(block)
+    first.take(30 * mib)
+    first.take(60 * mib)
+    assert first.reserved == 100 * mib
+    second = Pool()
+    small, large = second.take(40 * mib), second.take(60 * mib)
+    second.give(large)
+    second.take(30 * mib)
+    second.give(small)
+    second.take(60 * mib)
+    assert second.reserved == 160 * mib
+
+
+def test_a_backward_frees_what_it_read_before_it_sends() -> None:
+    """A step of two made-up units, by hand, in MiB. A tensor takes the smallest free block that
+    holds it, or a segment of its own size.
+
+        forward, first unit     weights 16, passing 24 and 24, kept 32: four segments      96
+        second unit             weights 16 find a 24 that has passed (8 are left), passing 24 finds
+                                the other; one segment of 24 and one of 32, kept           152
+        loss                    logits 40 and 40; gradient 12 finds 24, 12 are left        232
+        second unit's backward  again 20 finds 24; 24, 24, 24 find none; nor does the weights'
+                                gradient, 16; the input's, 12, finds 12                    320
+                                Then go logits, 20, 24, 24, 24, kept 32, gradient 12, weights 16;
+                                what is sent, 32, finds the 32 that was kept
+        first unit's backward   finds all                                                  320
+
+    Were what is sent made before the others go, it would take 32 more, 352.
+    """
+    mib = 2**20
+    pool = Pool()
+    steps = replay._Replay(run("", 2), 0, 4, pool)
+    steps.stages = {
+        0: [
+            replay._Unit(
+                weights=[16 * mib],
+                shards=[],
+                kept=[32 * mib],
+                moved=[],
+                again=[20 * mib],
+                widest=24 * mib,
+                passing=[24 * mib] * 2,
+                sent=32 * mib,
+                stays=False,
+            )
+            for _ in range(2)
+        ]
+    }
+    steps.hidden, steps.logits = 12 * mib, [40 * mib] * 2
+    steps._forward(0, 0)
+    assert pool.reserved == 152 * mib
+    steps._backward(0, 0, last=True)
+    assert pool.reserved == 320 * mib
