@@ -37,65 +37,83 @@ class Pool:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._free: dict[bool, list[Block]] = {False: [], True: []}
-        """By `Block.small`, ascending by size."""
-        self._sizes: dict[bool, list[int]] = {False: [], True: []}
-        """Theirs."""
+        self._large, self._small = _Free(), _Free()
 
     def take(self, nbytes: int) -> Block:
         """Memory of a tensor."""
-        size = max(_UNIT, -(-nbytes // _UNIT) * _UNIT)
+        size = -(-nbytes // _UNIT) * _UNIT or _UNIT
         small = size <= _MIB
-        able = self._free[small]
-        place = bisect.bisect_left(self._sizes[small], size)
-        if place == len(able):
+        free = self._small if small else self._large
+        block = free.pop(size)
+        if block is None:
             block = Block(_segment(size), small)
             self.reserved += block.nbytes
-        else:
-            block = able.pop(place)
-            del self._sizes[small][place]
-            block.free = False
         over = block.nbytes - size
         if over >= _UNIT if small else over > _MIB:
             rest = Block(over, small, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
             block.nbytes, block.after = size, rest
-            self._add(rest)
+            free.add(rest)
         return block
 
     def give(self, block: Block) -> None:
         """What a tensor leaves."""
-        if block.after is not None and block.after.free:
-            self._join(block, block.after)
-        if block.before is not None and block.before.free:
-            first = block.before
-            self._remove(first)
-            block = self._join(first, block)
-        self._add(block)
+        free = self._small if block.small else self._large
+        after, before = block.after, block.before
+        if after is not None and after.free:
+            free.remove(after)
+            _join(block, after)
+        if before is not None and before.free:
+            free.remove(before)
+            _join(before, block)
+            block = before
+        free.add(block)
 
-    def _join(self, first: Block, second: Block) -> Block:
-        if second.free:
-            self._remove(second)
-        first.nbytes += second.nbytes
-        first.after = second.after
-        if first.after is not None:
-            first.after.before = first
-        return first
 
-    def _add(self, block: Block) -> None:
+class _Free:
+    """Free blocks, those of a size in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        """Ascending."""
+        self._blocks: dict[int, list[Block]] = {}
+
+    def add(self, block: Block) -> None:
         block.free = True
-        place = bisect.bisect_right(self._sizes[block.small], block.nbytes)
-        self._sizes[block.small].insert(place, block.nbytes)
-        self._free[block.small].insert(place, block)
+        same = self._blocks.get(block.nbytes)
+        if same is None:
+            self._blocks[block.nbytes] = [block]
+            bisect.insort(self._sizes, block.nbytes)
+        else:
+            same.append(block)
 
-    def _remove(self, block: Block) -> None:
+    def pop(self, size: int) -> Block | None:
+        """The smallest block that holds so many bytes."""
+        if size not in self._blocks:
+            place = bisect.bisect_left(self._sizes, size)
+            if place == len(self._sizes):
+                return None
+            size = self._sizes[place]
+        block = self._blocks[size][0]
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
         block.free = False
-        able = self._free[block.small]
-        place = bisect.bisect_left(self._sizes[block.small], block.nbytes)
-        while able[place] is not block:  # of its size
-            place += 1
-        del able[place], self._sizes[block.small][place]
+        same = self._blocks[block.nbytes]
+        same.remove(block)
+        if not same:
+            del self._blocks[block.nbytes]
+            del self._sizes[bisect.bisect_left(self._sizes, block.nbytes)]
+
+
+def _join(first: Block, second: Block) -> None:
+    """Neighbours become one, the first."""
+    first.nbytes += second.nbytes
+    first.after = second.after
+    if first.after is not None:
+        first.after.before = first
 
 
 class Held:

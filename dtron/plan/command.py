@@ -132,5 +132,10 @@ def _assumed(device: torch.device, row: str) -> str:
     return f"there is no row of this machine's {gpu}: planned for {row}, the default row"
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process
+
+
 def _console() -> Console:
-    return Console(width=None if Console().is_terminal else 200)
+    return _Console(width=None if Console().is_terminal else 200)
