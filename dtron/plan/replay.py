@@ -267,7 +267,8 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
         kept, again, widest = _block(run, layer) if is_layer else ([], [], 0)
         moved: list[int] = []
         if run.config.recompute.offload:
-            held = stage.index > 0 and layer == stage.layers[0]  # a stage's input, by the schedule
+            # A stage's input is the schedule's, but for the first one's.
+            held = stage.index > 0 and stage.layers[:1] == (layer,)
             kept, moved = _offloaded(kept, held)
         if unit.kind == "head" or unit.name == "root":  # the last norm
             kept = [2 * int(activations.boundary(run))] if stage.head else []

@@ -99,7 +99,8 @@ def _speed(plan: dict[str, Any]) -> list[str]:
     tokens, unit = (cost["tokens"] / 1e12, "T") if large else (cost["tokens"] / 1e9, "B")
     steps = round(cost["steps"])
     return [
-        f"step {number(time['step_seconds'])} s, {time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
+        f"step {number(time['step_seconds'])} s, "
+        f"{time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
         f"{time['flops_per_second']['full'] / 1e12:.0f} TFLOP/s, "
         f"MFU {time['mfu']['full']:.1%} (full) {time['mfu']['causal']:.1%} (causal)",
         f"{number(tokens)} {unit} tokens: {steps:,} step{'s' * (steps != 1)}, "

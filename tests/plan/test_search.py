@@ -1,6 +1,8 @@
 """The fastest layouts are legal, fit, and follow from the model of time and memory."""
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from dtron.parallelisms.timeline import simulate
 from dtron.plan import activations
 from dtron.plan.hardware import hardware
 from dtron.plan.memory import fits, fitting, least, memory, worst
+from dtron.plan.report import number
 from dtron.plan.resolved import Resolved
 from dtron.plan.search import _choices, _least_bytes, _Space, _weights, _with, pareto, search
 from dtron.plan.simulate import Disorder, Traffic, run_order, slowest_of
@@ -329,3 +332,36 @@ def test_page_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     text = page.read_text()
     assert text.count("<svg") == 2
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_large_numbers_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [number(x) for x in (0.01234, 12.345, 999.94, 12345.6)] == [
+        "0.01234", "12.35", "999.9", "12,346",
+    ]  # fmt: skip
+    arguments = ["plan", "--config", str(ROOT / "configs/llama3_70b.toml"), "--world-size", "64"]
+    commands([*arguments, "--tokens", "15e12"])
+    shown = capsys.readouterr().out
+    assert "15 T tokens" in shown
+    assert "e+" not in shown
+    commands([*arguments, "train.steps=1"])
+    assert " 1 step, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", [["--json"], []])
+def test_a_reader_that_goes_ends_it_quietly(how: list[str]) -> None:
+    """The pipe is closed before anything is written."""
+    command = [sys.executable, "-m", "dtron", "plan", "--config", "configs/llama3_70b.toml"]
+    process = subprocess.Popen(
+        [*command, "--world-size", "64", *how],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    told = process.stderr.read()
+    assert process.wait() == 141
+    assert "Error" not in told
+    assert "Traceback" not in told
