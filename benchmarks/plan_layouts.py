@@ -1,16 +1,23 @@
 """Predictions for layouts that were drawn before any was measured, and their measurement.
 
-    python -m benchmarks.plan_layouts draw       writes plan_layouts.json: layouts and predictions
+    python -m benchmarks.plan_layouts draw --seed N --layouts FILE
+        writes a new file: layouts and predictions
     python -m benchmarks.plan_layouts predict    writes predictions of its layouts anew
     python -m benchmarks.plan_layouts measure [--world N ...] [--only I ...]
-        on H200: runs those that the GPUs here can hold, or what is named; a line a row. What is
-        measured goes to plan_measured.json at once, and a row that is there is not run again.
+        on H200: runs those that the GPUs here can hold, or what is named; a line a row, 8 steps
+        after 4. What is measured goes to plan_measured.json at once, and a row that is there is not
+        run again. A measurement that is broken off ends its run.
     python -m benchmarks.plan_layouts compare [--hardware ROW]
         prints the table of docs/planning.md; with a row, such as a file of `dtron plan calibrate`,
         of predictions by that row in place of those in plan_layouts.json
 
+--layouts FILE takes another drawing, whose measurements are in FILE with `measured` for `layouts`.
+plan_layouts.json was drawn by seed 9 without a limit of time, plan_layouts_2.json by seed 14 from
+layouts whose step was predicted to take at most LONGEST seconds. No constant of the planner was set
+with a measurement of the second in view.
+
 Layouts of Llama-3-8B, Qwen3-8B and DeepSeek-V2-Lite (16B, experts) on 1, 2 and 4 GPUs, drawn by
-SEED from those that are legal and that the planner said fit when they were drawn; a planner that
+a seed from those that are legal and that the planner said fit when they were drawn; a planner that
 tells other sizes would draw others, so that they are not drawn again.
 """
 
@@ -19,6 +26,7 @@ import json
 import math
 import random
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +36,7 @@ from typing import Any
 
 import torch
 
+from dtron.bench.run import end
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.plan.hardware import Hardware, hardware
@@ -35,11 +44,11 @@ from dtron.plan.memory import memory, worst
 from dtron.plan.resolved import Resolved
 from dtron.plan.steptime import predict
 
-SEED = 9
 EACH = 5  # layouts a model
+LONGEST = 2.5  # seconds of a step
+WARM_UP, STEPS = 4, 8
 HERE = Path(__file__).parent
 FILE = HERE / "plan_layouts.json"
-MEASURED = HERE / "plan_measured.json"
 CONFIG = "configs/llama3_8b.toml"
 MODELS = {
     "llama 8b": ("model.name=llama model.size=8b train.seq_len=8192", (1, 2, 4)),
@@ -64,9 +73,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def draw() -> list[dict[str, Any]]:
+def draw(seed: int) -> list[dict[str, Any]]:
     """Layouts with their predictions; different ones, in the order in which they were drawn."""
-    rng, row, found = random.Random(SEED), hardware("h200"), []
+    rng, row, found = random.Random(seed), hardware("h200"), []
     for name, (base, worlds) in MODELS.items():
         seen: set[str] = set()
         while len(seen) < EACH:
@@ -83,9 +92,10 @@ def draw() -> list[dict[str, Any]]:
             label = f"{name} on {world}: {shlex.join(words[len(base.split()) :])}"
             if held > row.memory - row.outside or label in seen:
                 continue
-            seen.add(label)
-            layout = {"label": label, "world": world, "overrides": words}
-            found.append(predicted(layout, row))
+            layout = predicted({"label": label, "world": world, "overrides": words}, row)
+            if layout["step_seconds"] <= LONGEST:
+                seen.add(label)
+                found.append(layout)
     return found
 
 
@@ -102,25 +112,42 @@ def predicted(layout: dict[str, Any], row: Hardware) -> dict[str, Any]:
     }
 
 
-def write(layouts: list[dict[str, Any]], file: Path = FILE) -> None:
+def write(layouts: list[dict[str, Any]], seed: int, file: Path) -> None:
     """Layouts and predictions, with the seed that drew them."""
-    file.write_text(json.dumps({"seed": SEED, "layouts": layouts}, indent=1) + "\n")
+    file.write_text(json.dumps({"seed": seed, "layouts": layouts}, indent=1) + "\n")
 
 
 def measure(layout: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]:
     """Run a layout by `dtron bench`; its step and memory, or {"failed": why}."""
     options = ["--nproc-per-node", str(layout["world"]), "--timeout", f"{seconds:g}"]
+    options += ["--warmup", str(WARM_UP), "--steps", str(STEPS)]
     command = [sys.executable, "-m", "dtron", "bench", *options, "--out", str(out), CONFIG]
     command += layout["overrides"]
-    told = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
+    code, told = ended(command)
     try:
         (point,) = json.loads((HERE.parent / out / "bench.json").read_text())["points"]
     except (OSError, ValueError):  # it ended before it wrote anything
-        return {"failed": (told.stderr or told.stdout).strip()[-300:]}
+        return {"failed": f"exit status {code}: {told.strip()[-300:]}"}
     figures = point["figures"]
     if not figures:
         return {"failed": point["runs"][0]["reason"]}
     return {"gib": figures["memory_gib"], "step_seconds": figures["step_seconds"]}
+
+
+def ended(command: list[str]) -> tuple[int, str]:
+    """(exit status, what it wrote) of a command. Whatever ends this function ends all processes
+    below the command too: ranks left alone would keep the memory of their GPUs."""
+    process = subprocess.Popen(
+        command, cwd=HERE.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    # By default a process that is told to end would leave what it has started.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    try:
+        told, _ = process.communicate()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        end(process)
+    return process.returncode, told
 
 
 def chosen(
@@ -201,7 +228,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", type=int, nargs="*", default=[], help="places in the list, from 0")
     made.add_argument("--limit", type=float, default=300, help="seconds a row; default 300")
     made.add_argument("--hardware", default="", help="compare: a row to predict by")
-    made.add_argument("--measured", type=Path, default=MEASURED, help="where figures are kept")
+    made.add_argument("--layouts", type=Path, default=FILE, help="the drawing; default: the first")
+    made.add_argument("--seed", type=int, help="draw: of the random choices")
+    made.add_argument("--measured", type=Path, help="where figures are kept; default: by --layouts")
     return made
 
 
@@ -209,11 +238,15 @@ def main() -> None:
     """Draw, predict or measure what was drawn, or compare."""
     given = parser().parse_args()
     if given.what == "draw":
-        write(draw())
+        if given.seed is None or given.layouts.exists():
+            sys.exit("draw needs a --seed, and a new file by --layouts: a drawing stays as it is")
+        write(draw(given.seed), given.seed, given.layouts)
         return
-    layouts = json.loads(FILE.read_text())["layouts"]
+    kept = json.loads(given.layouts.read_text())
+    layouts, figures = kept["layouts"], given.measured or figures_of(given.layouts)
     if given.what == "predict":
-        write([predicted(layout, hardware("h200")) for layout in layouts])
+        now = [predicted(layout, hardware("h200")) for layout in layouts]
+        write(now, kept["seed"], given.layouts)
         return
     if given.hardware:
         layouts = [predicted(layout, hardware(given.hardware)) for layout in layouts]
@@ -221,8 +254,13 @@ def main() -> None:
         which = chosen(layouts, given.world, given.only, torch.cuda.device_count())
         if not which:
             sys.exit(f"no layout to run on the {torch.cuda.device_count()} GPUs of this machine")
-        measure_all(layouts, which, given.measured, given.limit)
-    compare(layouts, measured(given.measured))
+        measure_all(layouts, which, figures, given.limit)
+    compare(layouts, measured(figures))
+
+
+def figures_of(layouts: Path) -> Path:
+    """Where the measurements of a drawing are."""
+    return layouts.with_name(layouts.name.replace("layouts", "measured"))
 
 
 if __name__ == "__main__":

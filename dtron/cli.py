@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -11,6 +12,8 @@ from dtron.config import RunConfig, choices, fields
 from dtron.errors import ArgumentParser, ConfigError, DtronError, nearest
 
 _GRACE_SECONDS = 10
+_CLOSED = 128 + signal.SIGPIPE
+"""Exit status of programs whose reader has gone, as shells tell it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             from dtron.plan.command import dry_run  # after --help, which needs no torch
 
-            return dry_run(config, options.hardware)
+            return _to_reader(lambda: dry_run(config, options.hardware))
         if options.hardware:
             raise ConfigError(f"--hardware {options.hardware} has no effect without --dry-run")
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # until `StopSignal` takes it
@@ -62,7 +65,18 @@ def _convert(arguments: Sequence[str]) -> int:
 def _plan(arguments: Sequence[str]) -> int:
     from dtron.plan.command import main as plan  # after `dtron --help`, which needs no torch
 
-    return plan(arguments)
+    return _to_reader(lambda: plan(arguments))
+
+
+def _to_reader(command: Callable[[], int]) -> int:
+    """Run what only prints, until its reader has closed the pipe, as `| head` does."""
+    try:
+        status = command()
+        sys.stdout.flush()  # here, where a closed pipe can be told
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
+        return _CLOSED
+    return status
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

@@ -6,6 +6,7 @@ for it, so that an error is found and told once.
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from dtron.data import (
 )
 from dtron.errors import CheckpointError, ConfigError
 from dtron.files import Location
-from dtron.flops import FlopsModel, flops_per_token
+from dtron.flops import FlopsModel, flops_per_token, n_parameters
 from dtron.initial import Initial, check_same_model, open_initial
 from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
@@ -35,6 +36,7 @@ from dtron.parallelisms.context import shape_of
 from dtron.parallelisms.expert import refuse_half_compiled, shared_dim
 from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.layout import StageNames, build_layout
+from dtron.parallelisms.offload import host_memory
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan, plan_float8
 from dtron.published import Facts, check_model, complete, find, read_facts
@@ -83,6 +85,8 @@ def preflight(config: RunConfig, place: Place) -> Checked:
     """
     model, layout, float8 = resolve(config, place.world_size)
     _check_device(config, place.device)
+    if place.device.type == "cpu":
+        _check_memory(config, model, place)
     attention = _attention(config, model, place.device)
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocab_size > model.vocab_size:
@@ -333,6 +337,28 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
             raise ConfigError(f"{key} = {value!r} needs GPUs; this machine has none")
     if config.parallel.dispatcher == "deepep":
         deepep.library(config.parallel.ep, device.type == "cuda")
+
+
+def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None:
+    """Without GPUs a run's state is in the host's memory: told where it takes half of what is
+    available, refused where the host has less. Activations come on top."""
+    own = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
+    moments = 2 * DTYPES[config.optim.moments].itemsize if config.optim.name == "adamw" else 0
+    copies = config.degrees(place.world_size)["dp_replicate"]
+    each = 4 + 4 + moments  # weights and gradients are float32
+    needed = n_parameters(model) * each * copies * own / place.world_size
+    total, available = host_memory()
+    told = (
+        f"this machine has no GPU: weights, gradients and moments of {n_parameters(model):,} "
+        f"parameters take {needed / 2**30:.1f} GiB of its memory, activations not counted"
+    )
+    if total and needed > total:
+        raise ConfigError(
+            f"{told}, and it has {total / 2**30:.1f} GiB; start on GPUs, or with a smaller "
+            "model.size. dtron plan tells what the run needs without building it"
+        )
+    if needed > available / 2 and place.local_rank == 0:
+        log.warning("%s; %.1f GiB are available", told, available / 2**30)
 
 
 def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:

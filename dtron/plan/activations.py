@@ -201,6 +201,14 @@ def _kept(run: Resolved, kind: str, mode: str) -> dict[str, float]:
     return found
 
 
+def tensors(run: Resolved, layer: int, whole: bool = False) -> list[int]:
+    """Bytes of each tensor that a layer keeps; arguments are those of `kept`."""
+    mode = run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
+    compiled = run.config.compile.enable
+    rows = [row for row in _rows(run, run.kind(layer)) if row.eager in (None, not compiled)]
+    return [int(_bytes(run, row)) for row in rows if mode in row.modes]
+
+
 def _bytes(run: Resolved, row: Saved) -> float:
     columns = run.between * run.experts["etp"]
     shared = {"neurons": run.tp, "tokens": run.between, "columns": columns, "none": 1}[row.split]
@@ -223,20 +231,28 @@ def boundary(run: Resolved) -> float:
 
 
 def logits(run: Resolved) -> float:
-    """Bytes of logits, softmax and their gradient at once, of each prediction; in chunks also the
-    gradients of the head's weight and of the hidden states, which wait for the backward.
+    """Bytes of logits, softmax and their gradient at once; see `loss_tensors`."""
+    return float(sum(loss_tensors(run)))
 
-    A compiled loss holds about 2.75 times the logits (fitted to two runs, see docs/planning.md), an
-    eager one 12 bytes an element: its softmax and two gradients are float32. Of several predictions
-    logits and softmax wait, until the gradients of one after the other are computed.
+
+def loss_tensors(run: Resolved) -> list[int]:
+    """Bytes of what is there at once while the gradient of the loss is made, of each prediction; in
+    chunks also the gradients of the head's weight and of the hidden states, which wait for the
+    backward.
+
+    A compiled loss holds logits and their gradient, an eager one 12 bytes an element: its softmax
+    and two gradients are float32. Of several predictions logits and softmax wait, until the
+    gradients of one after the other are computed.
     """
     vocabulary = -(-run.model.vocab_size // run.tp)
-    chunks = run.config.train.loss_chunks
-    tokens = -(-run.tokens // chunks)
+    chunks, predictions = run.config.train.loss_chunks, 1 + run.model.mtp
+    each = -(-run.tokens // chunks) * vocabulary
     waiting = run.model.mtp * (4 + run.element) + (run.element if run.model.mtp else 0)
-    each = 2.75 * run.element * (1 + run.model.mtp)
-    each = each if run.config.compile.enable else 12.0 + waiting
-    found = each * tokens * vocabulary
+    found = [run.element * each] * (2 * predictions)
+    if not run.config.compile.enable:
+        found = [(12 + waiting) * each]
     if chunks > 1:
-        found += run.model.dim * (vocabulary * (4 + run.element) + run.tokens * run.element)
+        dim = run.model.dim
+        found += [4 * dim * vocabulary, run.element * dim * vocabulary]
+        found.append(run.element * dim * run.tokens)
     return found

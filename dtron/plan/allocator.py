@@ -8,19 +8,21 @@ and larger ones get segments of their own size in whole 2 MiB; the smallest bloc
 enough is taken, and what it has over is cut off.
 """
 
+import bisect
 from dataclasses import dataclass
 
 _MIB = 2**20
 _UNIT = 512
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A part of a segment."""
 
     nbytes: int
     small: bool
     """Of a segment for blocks up to 1 MiB."""
+    free: bool = False
     before: "Block | None" = None
     after: "Block | None" = None
     """Neighbours in the segment."""
@@ -35,45 +37,104 @@ class Pool:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._free: list[Block] = []
+        self._large, self._small = _Free(), _Free()
 
     def take(self, nbytes: int) -> Block:
         """Memory of a tensor."""
-        size = max(_UNIT, -(-nbytes // _UNIT) * _UNIT)
+        size = -(-nbytes // _UNIT) * _UNIT or _UNIT
         small = size <= _MIB
-        able = [b for b in self._free if b.small == small and b.nbytes >= size]
-        block = min(able, key=lambda b: b.nbytes, default=None)
+        free = self._small if small else self._large
+        block = free.pop(size)
         if block is None:
             block = Block(_segment(size), small)
             self.reserved += block.nbytes
-        else:
-            self._free.remove(block)
         over = block.nbytes - size
         if over >= _UNIT if small else over > _MIB:
-            rest = Block(over, small, block, block.after)
+            rest = Block(over, small, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
             block.nbytes, block.after = size, rest
-            self._free.append(rest)
+            free.add(rest)
         return block
 
     def give(self, block: Block) -> None:
         """What a tensor leaves."""
-        if block.after in self._free:
-            self._join(block, block.after)
-        if block.before in self._free:
-            block = self._join(block.before, block)
-        if block not in self._free:
-            self._free.append(block)
+        free = self._small if block.small else self._large
+        after, before = block.after, block.before
+        if after is not None and after.free:
+            free.remove(after)
+            _join(block, after)
+        if before is not None and before.free:
+            free.remove(before)
+            _join(before, block)
+            block = before
+        free.add(block)
 
-    def _join(self, first: Block, second: Block) -> Block:
-        if second in self._free:
-            self._free.remove(second)
-        first.nbytes += second.nbytes
-        first.after = second.after
-        if first.after is not None:
-            first.after.before = first
-        return first
+
+class _Free:
+    """Free blocks, those of a size in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        """Ascending."""
+        self._blocks: dict[int, list[Block]] = {}
+
+    def add(self, block: Block) -> None:
+        block.free = True
+        same = self._blocks.get(block.nbytes)
+        if same is None:
+            self._blocks[block.nbytes] = [block]
+            bisect.insort(self._sizes, block.nbytes)
+        else:
+            same.append(block)
+
+    def pop(self, size: int) -> Block | None:
+        """The smallest block that holds so many bytes."""
+        if size not in self._blocks:
+            place = bisect.bisect_left(self._sizes, size)
+            if place == len(self._sizes):
+                return None
+            size = self._sizes[place]
+        block = self._blocks[size][0]
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        block.free = False
+        same = self._blocks[block.nbytes]
+        same.remove(block)
+        if not same:
+            del self._blocks[block.nbytes]
+            del self._sizes[bisect.bisect_left(self._sizes, block.nbytes)]
+
+
+def _join(first: Block, second: Block) -> None:
+    """Neighbours become one, the first."""
+    first.nbytes += second.nbytes
+    first.after = second.after
+    if first.after is not None:
+        first.after.before = first
+
+
+class Held:
+    """As `Pool`, of an allocator that leaves no holes and rounds nothing: no real one needs less.
+
+    Attributes:
+        reserved: the most bytes that tensors had at once.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = self._now = 0
+
+    def take(self, nbytes: int) -> Block:
+        """Memory of a tensor."""
+        self._now += nbytes
+        self.reserved = max(self.reserved, self._now)
+        return Block(nbytes, small=False)
+
+    def give(self, block: Block) -> None:
+        """What a tensor leaves."""
+        self._now -= block.nbytes
 
 
 def _segment(size: int) -> int:

@@ -13,19 +13,21 @@ import argparse
 import datetime
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtron.bench.measure import device_name
 from dtron.bench.report import versions
 from dtron.config import toml_value
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.plan.hardware import FILES, Hardware, hardware, of_device
+from dtron.plan.issuing import measure_host
 from dtron.plan.machine import Calibration, link_fields, measure_device, measure_links
 from dtron.plan.report import table
 from dtron.runtime import Place, process_group
@@ -41,11 +43,18 @@ def row_of(made: Calibration, base: Hardware, name: str, source: str) -> tuple[H
     return replace(base, name=name, source=source, **found), kept
 
 
+_SHAPE = ("kind", "bytes", "ranks", "inside")
+
+
 def as_text(row: Hardware, made: Calibration, base: str, kept: Sequence[str], suffix: str) -> str:
     """The file's text: fields of the row first, then what was measured."""
     values = {key: _rounded(value) for key, value in asdict(row).items()}
     told = {"base": base, "kept": list(kept), "versions": versions()}
     lists = {key: getattr(made, key) for key in ("products", "attention", "collectives")}
+    lists["collectives"] = [
+        each | {"row_says": row.alone(*(each[name] for name in _SHAPE))}
+        for each in made.collectives
+    ]
     measured = {
         key: [{k: _rounded(v) for k, v in each.items()} for each in rows]
         for key, rows in lists.items()
@@ -129,13 +138,20 @@ def main(arguments: Sequence[str]) -> int:
 def measure_machine(base: Hardware, place: Place) -> Calibration:
     """Measure the machine. All ranks call it; times are those of each."""
     device = place.device
-    with process_group(place, 600) if place.world_size > 1 else nullcontext():
+    with process_group(place, 600):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         made = measure_device(base, device)
+        made.found["calls"] = tuple(measure_host(_alone(place)).items())
         if place.world_size > 1:
             measure_links(made, place, device)
     return made
+
+
+def _alone(place: Place) -> DeviceMesh:
+    """A CPU mesh of each rank's own; all ranks call it."""
+    own: list[Any] = [dist.new_group([rank], backend="gloo") for rank in range(place.world_size)]
+    return DeviceMesh.from_group(own[place.rank], "cpu")
 
 
 def _source(place: Place) -> str:
@@ -160,7 +176,7 @@ def _show(row: Hardware, made: Calibration, kept: Sequence[str], base: Hardware)
         "collectives", ["kind", "ranks", "MB", "ms", "GB/s of the bus", "the row's error"]
     )
     for each in made.collectives:
-        said = row.collective(each["kind"], each["bytes"], each["ranks"], each["inside"])
+        said = row.alone(*(each[name] for name in _SHAPE))
         shown.add_row(
             each["kind"],
             str(each["ranks"]),

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from dtron.config import RunConfig
@@ -116,8 +117,25 @@ def dry_run(config: RunConfig, name: str) -> int:
         if found["legal"]:
             print(f"all checks of a start passed, data and tokenizer too; {place.world_size} ranks")
         print_plan(_console(), found)
+        if not name:
+            print(f"{_assumed(place.device, row.name)}; --hardware NAME takes another row")
     return 0 if found["legal"] else 1
 
 
+def _assumed(device: torch.device, row: str) -> str:
+    """Which row nobody asked for, and why it is that one."""
+    if device.type != "cuda":
+        return f"no GPU is here: planned for {row}, the default row"
+    gpu = torch.cuda.get_device_name(device)
+    if row in gpu.lower():
+        return f"planned for {row}, the row of this machine's {gpu}"
+    return f"there is no row of this machine's {gpu}: planned for {row}, the default row"
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process
+
+
 def _console() -> Console:
-    return Console(width=None if Console().is_terminal else 200)
+    return _Console(width=None if Console().is_terminal else 200)

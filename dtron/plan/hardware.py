@@ -76,6 +76,17 @@ class Hardware:
     """Share of attention's rates that heads below 128 reach."""
     kinds: tuple[tuple[str, PositiveFloat], ...] = ()
     """Shares of `nvlink` that collectives of a kind reach; those not named reach all of it."""
+    issue: NonNegativeFloat = 50e-6
+    """Seconds that the host takes to issue a collective: a small one takes as long, alone."""
+    calls: tuple[tuple[str, NonNegativeFloat], ...] = (
+        ("graph", 82e-6),
+        ("parameter", 96e-6),
+        ("operation", 7e-6),
+        ("unit", 703e-6),
+        ("collective", 71e-6),
+    )
+    """Seconds of the host's processor by kind of call (`dtron.plan.issuing`). By default those of a
+    2-core x86 machine, torch 2.11, 2026-11-22; not measured with the rest of a row."""
 
     def product(self, m: int, k: int, n: int, groups: int = 1, float8: bool = False) -> float:
         """Seconds of an (m, k) by (k, n) product, or of `groups` products that share the m rows."""
@@ -115,6 +126,10 @@ class Hardware:
             rate = min(self.nvlink, self.network * adapters(kind, inside))
         hop = self.latency[1 if spans else 0]
         return hop * hops(kind, ranks, inside) + moved(kind, size, ranks, inside) / rate
+
+    def alone(self, kind: str, size: float, ranks: int, inside: int) -> float:
+        """Seconds of one collective that the host issues and nothing covers."""
+        return max(self.issue, self.collective(kind, size, ranks, inside))
 
 
 def hops(kind: str, ranks: int, inside: int) -> float:

@@ -3,8 +3,10 @@
     products      shapes of transformers' layers, forward and both gradients: the ceiling is the
                   median of what shapes imply, `depth` what makes them agree best
     attention     every kernel that runs here; the fastest forward and backward together
-    collectives   seconds = hops x latency + bytes moved / rate, least squares of relative errors
-                  over sizes, one fit a kind
+    collectives   seconds = max(issue, hops x latency + bytes moved / rate): small ones take as long
+                  as the host needs to issue them, whatever their size. Of each kind least squares
+                  of relative errors over the sizes above; latency and issue are medians of kinds,
+                  rates are fitted again to the one latency
 
 Every rank measures at the same time, as ranks compute at the same time in training.
 """
@@ -268,37 +270,84 @@ def link_fields(rows: Sequence[Mapping[str, Any]], base: Hardware) -> dict[str, 
     latency = list(base.latency)
     for ranks, inside in sorted({(row["ranks"], row["inside"]) for row in rows}):
         own = [row for row in rows if (row["ranks"], row["inside"]) == (ranks, inside)]
-        fits = {}
-        for kind in dict.fromkeys(row["kind"] for row in own):
-            sizes = [(row["bytes"], row["seconds"]) for row in own if row["kind"] == kind]
-            start, rate = fit([(moved(kind, n, ranks, inside), t) for n, t in sizes])
-            fits[kind] = (start / hops(kind, ranks, inside), rate)
-        latency[inside < ranks] = statistics.median(start for start, _ in fits.values())
+        points = {
+            kind: [
+                (moved(kind, row["bytes"], ranks, inside), row["seconds"])
+                for row in own
+                if row["kind"] == kind
+            ]
+            for kind in dict.fromkeys(row["kind"] for row in own)
+        }
+        fits = {kind: fit(each) for kind, each in points.items()}
+        hop = statistics.median(f.start / hops(kind, ranks, inside) for kind, f in fits.items())
+        rates = {
+            kind: rate_of(points[kind][f.small :], hop * hops(kind, ranks, inside))
+            for kind, f in fits.items()
+        }
+        latency[inside < ranks] = hop
         if inside < ranks:
-            each = (rate / adapters(kind, inside) for kind, (_, rate) in fits.items())
+            each = (rate / adapters(kind, inside) for kind, rate in rates.items())
             found["network"] = statistics.median(each)
         else:
-            gathers = fits["all_gather"][1]
+            gathers = rates["all_gather"]
             found["nvlink"] = gathers
-            found["kinds"] = tuple((kind, rate / gathers) for kind, (_, rate) in fits.items())
+            found["kinds"] = tuple((kind, rate / gathers) for kind, rate in rates.items())
+            found["issue"] = statistics.median(f.floor for f in fits.values())
         found["latency"] = tuple(latency)
     return found
 
 
-def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds at 0 bytes, bytes a second) of (bytes, seconds), by least squares of the relative
-    errors.
+@dataclass(frozen=True)
+class Fit:
+    """Of collectives of one kind by size: max(floor, start + bytes / rate)."""
+
+    floor: float
+    start: float
+    rate: float
+    small: int
+    """How many sizes, from the smallest, the floor was fitted to."""
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Fit:
+    """A floor and a line of ascending (bytes, seconds): the floor is the median of as many small
+    sizes, the line that of the others, as leave the least squares of relative errors.
 
     Raises:
         TrainingError: larger sizes do not take longer.
     """
+    fits = []
+    for small in range(max(1, len(points) - 1)):
+        start, rate = line(points[small:])
+        floor = statistics.median([t for _, t in points[:small]] or [0.0])
+        if rate > 0:
+            fits.append(Fit(floor, start, rate, small))
+    if not fits:
+        raise TrainingError(
+            "larger collectives took no longer than smaller ones; calibrate an idle machine"
+        )
+
+    def off(each: Fit) -> float:
+        said = (max(each.floor, each.start + n / each.rate) for n, _ in points)
+        return sum((s / t - 1) ** 2 for s, (_, t) in zip(said, points, strict=True))
+
+    best = min(map(off, fits))
+    return next(each for each in fits if off(each) <= best + 1e-12)  # the fewest small ones
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(seconds at 0 bytes, bytes a second) by least squares of the relative errors; the rate is
+    negative where larger sizes take no longer."""
     n_bytes, times = np.array(points).T
     columns = np.stack([1 / times, n_bytes / times], axis=1)
     start, slope = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
     if start < 0:  # no latency is negative: the line goes through 0
-        start, slope = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
-    if slope <= 0:
-        raise TrainingError(
-            "larger collectives took no longer than smaller ones; calibrate an idle machine"
-        )
-    return float(start), float(1 / slope)
+        return 0.0, rate_of(points, 0.0)
+    return float(start), float(1 / slope) if slope > 0 else -1.0
+
+
+def rate_of(points: Sequence[tuple[float, float]], start: float) -> float:
+    """Bytes a second above a given start, by least squares of the relative errors."""
+    n_bytes, times = np.array(points).T
+    share = n_bytes / times
+    slope = (share * (1 - start / times)).sum() / (share**2).sum()
+    return float(1 / slope) if slope > 0 else -1.0

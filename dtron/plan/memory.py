@@ -14,8 +14,9 @@
     buffers      what collectives gather into and sum in, on streams of their own
 
 `peak` is what the allocator has handed out at the worst point of the step. `reserved` is what it
-holds: memory of another stream is not given to this one, so shards of gradients, made on the stream
-of reductions, come on top of the activations which they follow in time. That is what has to fit.
+holds, and what has to fit: of the stream of computation by a replay of its tensors
+(`dtron.plan.replay`). Memory of another stream is not given to this one, so shards of gradients,
+made on the stream of reductions, come on top of the activations which they follow in time.
 `outside` the allocator are the context, NCCL's channels and libraries; hardware rows say how much.
 """
 
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dtron.parallelisms.actions import Kind, Order
-from dtron.plan import activations
+from dtron.plan import activations, replay
 from dtron.plan.allocator import Block, Pool
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, held, units
@@ -45,8 +46,6 @@ CLASSES = (
     "buffers",
 )
 MOMENTS = {"adamw": 2, "sgd": 0}
-FRAGMENTED = 1.02
-"""What the allocator holds over what it needs; fitted to the runs named in docs/planning.md."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,34 @@ def memory(run: Resolved) -> tuple[RankMemory, ...]:
     return tuple(_of_rank(run, rank) for rank in range(run.degrees["pp"]))
 
 
-def worst(ranks: tuple[RankMemory, ...]) -> RankMemory:
+def least(run: Resolved, hardware: Hardware) -> tuple[float, ...]:
+    """What `reserved` of each pipeline rank cannot be below, told much faster; empty if the run
+    cannot fit."""
+    found: list[float] = []
+    for rank in range(run.degrees["pp"]) if _host_fits(run, hardware) else ():
+        found.append(replay.least(*_replayed(run, rank)) + _elsewhere(run, rank))
+        if found[-1] > _room(hardware):
+            return ()
+    return tuple(found)
+
+
+def fitting(
+    run: Resolved, hardware: Hardware, bounds: Sequence[float]
+) -> tuple[RankMemory, ...] | None:
+    """`memory` of a run that fits; None at the first rank that does not.
+
+    Args:
+        bounds: `least`; the fullest ranks are looked at first.
+    """
+    found: list[RankMemory] = []
+    for rank in sorted(range(len(bounds)), key=lambda rank: -bounds[rank]):
+        found.append(_of_rank(run, rank))
+        if found[-1].reserved > _room(hardware):
+            return None
+    return tuple(sorted(found, key=lambda each: each.rank))
+
+
+def worst(ranks: Sequence[RankMemory]) -> RankMemory:
     """The rank that holds most."""
     return max(ranks, key=lambda each: each.reserved)
 
@@ -113,13 +139,18 @@ def offloaded_by_host(run: Resolved, hardware: Hardware) -> float:
     return offloaded(run) * min(hardware.host, run.world_size)
 
 
-def fits(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> bool:
-    """Whether a device holds the worst rank, and a host what its ranks offload, of which a
-    twentieth stays free (`dtron.parallelisms.offload`)."""
-    return (
-        worst(ranks).reserved <= hardware.memory - hardware.outside
-        and offloaded_by_host(run, hardware) <= hardware.host_memory * 19 / 20
-    )
+def fits(run: Resolved, ranks: Sequence[RankMemory], hardware: Hardware) -> bool:
+    """Whether a device holds the worst rank, and a host what its ranks offload."""
+    return worst(ranks).reserved <= _room(hardware) and _host_fits(run, hardware)
+
+
+def _room(hardware: Hardware) -> float:
+    return hardware.memory - hardware.outside
+
+
+def _host_fits(run: Resolved, hardware: Hardware) -> bool:
+    """A twentieth of a host's memory stays free (`dtron.parallelisms.offload`)."""
+    return offloaded_by_host(run, hardware) <= hardware.host_memory * 19 / 20
 
 
 def _of_rank(run: Resolved, rank: int) -> RankMemory:
@@ -138,10 +169,10 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
         "working": _working(run, rank),
         "logits": activations.logits(run) if _has_head(run, rank) else 0.0,
         "waiting": _waiting(run, rank),
-        "buffers": _buffers(run, rank) + _context(run) + _peers(run, rank),
+        "buffers": _all_buffers(run, rank),
     }
     points = _points(run, rank, classes, flying)
-    reserved = _reserved(run, classes)
+    reserved = replay.reserved(*_replayed(run, rank)) + _elsewhere(run, rank)
     return RankMemory(rank, elements, classes, modules, flying, points, reserved)
 
 
@@ -239,6 +270,10 @@ def _context(run: Resolved) -> float:
     whole = any(m == "all_gather" for m in run.config.parallel.cp_methods())
     blocks = run.degrees["cp"] if whole else 2
     return float(blocks * width * run.tokens * run.element)
+
+
+def _all_buffers(run: Resolved, rank: int) -> float:
+    return _buffers(run, rank) + _context(run) + _peers(run, rank)
 
 
 def _buffers(run: Resolved, rank: int) -> float:
@@ -364,21 +399,23 @@ def _mailbox(run: Resolved) -> float:
 
 
 def _activations(run: Resolved, flying: Mapping[int, int]) -> dict[str, float]:
-    """By module, of all micro-batches in flight. Offloaded ones are in host memory, but for those
-    of two blocks."""
+    """By module, of all micro-batches in flight. Offloaded ones are in host memory, but for two
+    blocks of a stage, and inputs of stages, which the schedule holds."""
     found: dict[str, float] = {}
     for stage in run.stages:
         layers = stage.layers
         if stage.index not in flying:
             continue
-        times = float(flying[stage.index])
+        flies = times = float(flying[stage.index])
         if run.config.recompute.offload:
             times, layers = 1.0, layers[:2]
+            held = flies - 1 if stage.index > 0 and layers else 0.0
+            found["input"] = found.get("input", 0.0) + held * activations.boundary(run)
         for layer in layers:
             for module, size in activations.kept(run, layer).items():
                 found[module] = found.get(module, 0.0) + times * size
         if stage.head:  # the last norm: its input, and what the head reads
-            found["head"] = 2 * activations.boundary(run) * times
+            found["head"] = 2 * activations.boundary(run) * flies
     return found
 
 
@@ -434,14 +471,16 @@ def _reduced(run: Resolved, own: list[Unit]) -> float:
     return float(largest * _sent(run) + made)
 
 
-def _reserved(run: Resolved, classes: Mapping[str, float]) -> float:
-    """Shards of gradients, as large as the parameters', and buffers are of other streams. Moments
-    are cut from blocks that the first step's activations left, and so leave holes too."""
-    whole = classes["gradients"] + classes["foreign rows"] if _accumulates(run) else 0.0
-    late = max(classes["logits"] + classes["waiting"], classes["working"] + classes["reduction"])
-    fixed = classes["parameters"] + classes["optimizer"]
-    compute = fixed + classes["gathered"] + classes["activations"] + late + whole
-    return FRAGMENTED * compute + classes["buffers"] + classes["parameters"]
+def _replayed(run: Resolved, rank: int) -> tuple[Resolved, int, int, int, int]:
+    """Arguments of `replay.reserved` and `replay.least`."""
+    return run, rank, _moment(run), MOMENTS[run.config.optim.name], _sent(run)
+
+
+def _elsewhere(run: Resolved, rank: int) -> float:
+    """Not of the stream of computation: shards of gradients, as large as the parameters', and
+    buffers are of streams of their own, and foreign rows."""
+    own = list(held(run, rank))
+    return _foreign(run, own) + _all_buffers(run, rank) + 4.0 * sum(u.shard for u in own)
 
 
 def in_flight(run: Resolved, rank: int) -> dict[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 from dtron.parallelisms.timeline import Timeline, draw
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import CLASSES
+from dtron.plan.report import number
 from dtron.plan.resolved import Resolved
 from dtron.plan.search import pareto
 from dtron.plan.steptime import timeline
@@ -32,7 +33,7 @@ def page(run: Resolved, plan: dict[str, Any], hardware: Hardware, points: Points
     title = f"{run.config.model.name} {run.config.model.size} on {run.world_size} x {hardware.name}"
     time = plan["time"]
     told = (
-        f"Predicted, not measured: {time['step_seconds']:.4g} s a step, "
+        f"Predicted, not measured: {number(time['step_seconds'])} s a step, "
         f"{time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, MFU {time['mfu']['full']:.1%} (full)."
     )
     parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{told}</p>", _degrees(plan["parallel"])]
@@ -95,7 +96,7 @@ def _links(rows: Sequence[dict[str, Any]]) -> str:
     cells = [
         f"<tr><td>{row['purpose']}</td><td>{row['axis']}</td><td>{row['kind']}</td>"
         f"<td>{row['ranks']}</td><td>{row['link']}</td><td>{row['count']:,.0f}</td>"
-        f"<td>{row['bytes'] / 1e9:,.2f}</td><td>{row['seconds']:.3g}</td></tr>"
+        f"<td>{row['bytes'] / 1e9:,.2f}</td><td>{number(row['seconds'], 3)}</td></tr>"
         for row in rows
     ]
     names = ("purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s")

@@ -224,6 +224,11 @@ def _norm(run: Resolved) -> Unit:
     return total
 
 
+def elements(run: Resolved, kind: str) -> list[tuple[int, int]]:
+    """(gathered, shard) elements of each parameter of a unit, by `Unit.kind`."""
+    return [_elements(run, parameter)[1:] for parameter in _parts(run)[kind]]
+
+
 def held(run: Resolved, rank: int) -> Iterator[Unit]:
     """All units of a pipeline rank."""
     for stage in run.stages_of(rank):

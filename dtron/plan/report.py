@@ -61,8 +61,8 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
     verdict = "fits" if memory["fits"] else "DOES NOT FIT"
     lines = [
         f"{_count(memory['parameters'])} parameters, "
-        f"{plan['flops']['full_per_token'] / 1e9:.4g} GFLOP a token (full), "
-        f"{plan['flops']['causal_per_token'] / 1e9:.4g} (causal)",
+        f"{number(plan['flops']['full_per_token'] / 1e9)} GFLOP a token (full), "
+        f"{number(plan['flops']['causal_per_token'] / 1e9)} (causal)",
         f"memory: {_size(memory['reserved'])} on pipeline rank {memory['worst_rank']} of "
         f"{_size(memory['limit'])} on {plan['hardware']}: {verdict}",
         *([_host(memory)] if memory["host"] else []),
@@ -75,6 +75,11 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
 def _count(n: float) -> str:
     """In millions what is below a billion."""
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
+
+
+def number(x: float, digits: int = 4) -> str:
+    """With so many significant digits, or all before the point: 0.01234, 12.34, 1,234,568."""
+    return f"{x:.{digits}g}" if abs(x) < 10 ** (digits - 1) else f"{x:,.0f}"
 
 
 def _size(n_bytes: float, digits: int = 1) -> str:
@@ -90,12 +95,16 @@ def _host(memory: dict[str, Any]) -> str:
 
 def _speed(plan: dict[str, Any]) -> list[str]:
     time, cost = plan["time"], plan["cost"]
+    large = cost["tokens"] >= 1e12
+    tokens, unit = (cost["tokens"] / 1e12, "T") if large else (cost["tokens"] / 1e9, "B")
+    steps = round(cost["steps"])
     return [
-        f"step {time['step_seconds']:.4g} s, {time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
+        f"step {number(time['step_seconds'])} s, "
+        f"{time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
         f"{time['flops_per_second']['full'] / 1e12:.0f} TFLOP/s, "
         f"MFU {time['mfu']['full']:.1%} (full) {time['mfu']['causal']:.1%} (causal)",
-        f"{cost['tokens'] / 1e9:,.4g} B tokens: {cost['steps']:,.0f} steps, "
-        f"{cost['days']:,.3g} days, {cost['gpu_hours']:,.4g} GPU-hours, without "
+        f"{number(tokens)} {unit} tokens: {steps:,} step{'s' * (steps != 1)}, "
+        f"{number(cost['days'])} days, {number(cost['gpu_hours'])} GPU-hours, without "
         "restarts and validation",
     ]
 
@@ -132,7 +141,7 @@ def _communication(rows: Sequence[dict[str, Any]]) -> Table:
             *(str(row[key]) for key in ("purpose", "axis", "kind", "ranks", "link")),
             f"{row['count']:,.0f}",
             f"{row['bytes'] / 1e9:,.2f}",
-            f"{row['seconds']:.3g}",
+            number(row["seconds"], 3),
         )
     return made
 
@@ -141,5 +150,5 @@ def _time(time: dict[str, Any]) -> Table:
     made = table("time of a step", ["part", "s", "share"])
     for name, seconds in time["parts"].items():
         if seconds:
-            made.add_row(name, f"{seconds:.4g}", f"{seconds / time['step_seconds']:.1%}")
+            made.add_row(name, number(seconds), f"{seconds / time['step_seconds']:.1%}")
     return made

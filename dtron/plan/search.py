@@ -1,9 +1,11 @@
 """Which layout is fastest: all legal ones under the memory limit, by predicted tokens a second.
 
 Degrees are powers of two, tp and cp at most 8, cp above 1 from 8,192 tokens on, ep at least 8 where
-there are as many ranks; what cannot be faster than the best ten found so far is not looked at: a
-layout's bound is the time of its layers, were the pipeline's ranks even and parameters where they
-are needed. Layouts whose mean rank cannot fit go first. The legality is preflight's.
+there are as many ranks. What cannot be faster than the best ten is not looked at: a layout's bound
+is the time of its layers, were the pipeline's ranks even and parameters where they are needed.
+Layouts whose mean rank cannot fit go first, then those one of whose ranks cannot if the allocator
+leaves no holes. Its holes are replayed, the fastest layouts first, until ten fit. The legality is
+preflight's.
 
     tp x pp x cp x dp_replicate, dp_shard being the rest; ep x etp; schedule x stages a rank;
     micro-batch; recompute; zero; where one asks for it, float8
@@ -25,7 +27,7 @@ from dtron.models.config import DecoderConfig
 from dtron.plan.activations import block
 from dtron.plan.hardware import Hardware
 from dtron.plan.legality import far_memory
-from dtron.plan.memory import MOMENTS, RankMemory, fits, memory, worst
+from dtron.plan.memory import MOMENTS, RankMemory, fitting, least, worst
 from dtron.plan.parameters import parts
 from dtron.plan.resolved import ELEMENT, Resolved
 from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
@@ -68,7 +70,8 @@ class Searched:
 
     best: tuple[Found, ...]
     seen: tuple[tuple[float, float], ...]
-    """Points of all layouts that were predicted, those that do not fit too."""
+    """Points of all layouts that were predicted; of those that are not among the best, bytes are
+    what they need at least, without holes of the allocator."""
     counts: dict[str, int]
     """enumerated, pruned by the bound, illegal, too large, predicted."""
 
@@ -88,37 +91,18 @@ def search(
         raise ConfigError(f"--search ranks layouts by time: {why}")
     if float8 and not hardware.ceiling_float8:
         raise ConfigError(f"--float8: {hardware.name} has no float8; leave it out")
-    counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
-    best: list[tuple[float, int, Found]] = []
-    seen: list[tuple[float, float]] = []
-    space = _Space(config, Resolved.model_of(config), world, hardware)
-    queue = space.queue(float8, counts)
-    while queue:
-        lost, number, choice = heapq.heappop(queue)
-        if len(best) == most and -lost <= best[0][0]:
-            counts["pruned"] += 1
-            continue
-        try:
-            run = Resolved.of(_with(config, choice), world)
-        except ConfigError:
-            counts["illegal"] += 1
-            continue
-        if any(far_memory(run, hardware)):
-            counts["illegal"] += 1
-            continue
-        held = memory(run)
-        if not fits(run, held, hardware):
-            counts["too large"] += 1
-            if not choice["offload"]:
-                space.push(queue, {**choice, "offload": True}, counts)
-            continue
-        time = predict(run, hardware)
-        counts["predicted"] += 1
-        found = Found(run, worst(held), time)
-        seen.append(found.point)
-        heapq.heappush(best, (time.tokens_per_second_per_gpu, -number, found))
-        if len(best) > most:
-            heapq.heappop(best)
+    model = Resolved.model_of(config)
+    space = _Space(config, model, world, hardware)
+    for choice in _choices(config, model, world, float8):
+        space.push(choice)
+    best = []
+    while space.queue and len(best) < most:
+        if found := space.pop():
+            best.append(found)
+    best.sort(key=lambda found: -found.time.tokens_per_second_per_gpu)  # a bound may be close
+    counts = space.counts
+    for entry in space.queue:
+        counts["pruned" if entry.timed is None else "predicted"] += 1
     if not best:
         told = ", ".join(f"{n} {what}" for what, n in counts.items())
         limit = hardware.memory - hardware.outside
@@ -126,39 +110,94 @@ def search(
             f"--search found no legal layout of {world} GPUs that fits {limit / 2**30:.0f} GiB "
             f"({told}); use more GPUs, or another train.global_batch"
         )
-    ordered = tuple(found for *_, found in sorted(best, key=lambda each: -each[0]))
-    return Searched(ordered, tuple(seen), counts)
+    left = [entry.timed for entry in space.queue if entry.timed]
+    seen = [found.point for found in best] + [(max(t.least), t.speed) for t in left]
+    return Searched(tuple(best), tuple(seen), counts)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A layout that fits if the allocator leaves no holes."""
+
+    run: Resolved
+    least: tuple[float, ...]
+    """Bytes by rank; `reserved` is not below."""
+    time: Prediction
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second and GPU."""
+        return self.time.tokens_per_second_per_gpu
+
+
+@dataclass(frozen=True, order=True)
+class _Entry:
+    """The fastest come first."""
+
+    slowness: float
+    """Less the speed; until it is known, its bound."""
+    number: int
+    choice: dict[str, Any] = field(compare=False)
+    timed: _Timed | None = field(compare=False, default=None)
 
 
 @dataclass(frozen=True)
 class _Space:
-    """What is looked at."""
+    """What is looked at: a queue of choices, the highest bounds first. One whose turn it is gets
+    its time and waits again; one whose turn comes with its time is faster than all others can be,
+    and its memory is replayed, which takes longest by far."""
 
     config: RunConfig
     model: DecoderConfig
     world: int
     hardware: Hardware
+    queue: list[_Entry] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     done: dict[tuple[Any, ...], float] = field(default_factory=dict)
     """Of `_bound`."""
 
-    def queue(self, float8: bool, counts: dict[str, int]) -> list[tuple[float, int, dict]]:
-        """(-bound, number, choice), a heap: the highest bounds first, so that others are pruned."""
-        made: list[tuple[float, int, dict]] = []
-        for choice in _choices(self.config, self.model, self.world, float8):
-            self.push(made, choice, counts)
-        return made
-
-    def push(self, queue: list, choice: dict[str, Any], counts: dict[str, int]) -> None:
+    def push(self, choice: dict[str, Any]) -> None:
         """A choice, or the same with activations offloaded, if its mean rank can fit."""
-        counts["enumerated"] += 1
+        self.counts["enumerated"] += 1
         limit = self.hardware.memory - self.hardware.outside
         if _least_bytes(self.config, self.model, choice, self.weights, self.world) > limit:
-            counts["too large"] += 1
-            if not choice["offload"]:
-                self.push(queue, {**choice, "offload": True}, counts)
-            return
+            return self._refuse(choice)
         bound = _bound(self.config, self.model, choice, self.world, self.hardware, self.done)
-        heapq.heappush(queue, (-bound, counts["enumerated"], choice))
+        heapq.heappush(self.queue, _Entry(-bound, self.counts["enumerated"], choice))
+
+    def pop(self) -> Found | None:
+        """The fastest of all that are left, if that is known by now and it fits."""
+        entry = heapq.heappop(self.queue)
+        if entry.timed is None:
+            if timed := self._time(entry.choice):
+                again = _Entry(-timed.speed, entry.number, entry.choice, timed)
+                heapq.heappush(self.queue, again)
+            return None
+        held = fitting(entry.timed.run, self.hardware, entry.timed.least)
+        if held is None:
+            return self._refuse(entry.choice)
+        self.counts["predicted"] += 1
+        return Found(entry.timed.run, worst(held), entry.timed.time)
+
+    def _time(self, choice: dict[str, Any]) -> _Timed | None:
+        """Unless it is illegal or too large."""
+        try:
+            run = Resolved.of(_with(self.config, choice), self.world)
+        except ConfigError:
+            self.counts["illegal"] += 1
+            return None
+        if any(far_memory(run, self.hardware)):
+            self.counts["illegal"] += 1
+            return None
+        if not (bounds := least(run, self.hardware)):
+            return self._refuse(choice)
+        return _Timed(run, bounds, predict(run, self.hardware))
+
+    def _refuse(self, choice: dict[str, Any]) -> None:
+        """What is too large is looked at with activations offloaded."""
+        self.counts["too large"] += 1
+        if not choice["offload"]:
+            self.push({**choice, "offload": True})
 
     @functools.cached_property
     def weights(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ ranks; and what many ranks that differ in speed cost.
 """
 
 import heapq
+import itertools
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -29,18 +30,22 @@ class Traffic:
         self.now = 0.0
         self._left: dict[Any, float] = {}
         self._links: dict[Any, tuple[Link, ...]] = {}
+        self._rates: dict[Any, float] | None = {}
+        """Of all that are under way, until one starts or ends."""
 
     def start(self, name: Any, seconds: float, links: tuple[Link, ...]) -> None:
         """A transfer that takes so long where it is alone."""
         self._left[name], self._links[name] = seconds, links
+        self._rates = None
 
     def next_end(self) -> float:
         """When the first of them is done if no other starts; infinity if there is none."""
-        return min((self.now + left / self._rate(n) for n, left in self._left.items()), default=inf)
+        rates = self._shares()
+        return min((self.now + left / rates[n] for n, left in self._left.items()), default=inf)
 
     def advance(self, until: float) -> list[Any]:
         """Let time go on, not beyond the next end; those that are then done."""
-        rates = {name: self._rate(name) for name in self._left}
+        rates = self._shares()
         ends = {name: self.now + left / rates[name] for name, left in self._left.items()}
         done = [name for name, end in ends.items() if end <= until]
         for name, rate in rates.items():
@@ -48,11 +53,16 @@ class Traffic:
         self.now = until
         for name in done:
             del self._left[name], self._links[name]
+            self._rates = None
         return done
 
-    def _rate(self, name: Any) -> float:
-        used = Counter(link for links in self._links.values() for link in links)
-        return 1 / max(used[link] for link in self._links[name])
+    def _shares(self) -> dict[Any, float]:
+        if self._rates is None:
+            used = Counter(itertools.chain.from_iterable(self._links.values()))
+            self._rates = {
+                name: 1 / max(used[link] for link in links) for name, links in self._links.items()
+            }
+        return self._rates
 
 
 def run_order(

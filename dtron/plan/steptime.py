@@ -11,12 +11,14 @@
                reductions and into sums over micro-batches
     bubble     the schedule run on a clock with each stage's own times, less what ranks compute
     update     norm, clip and AdamW, at the rate of memory
+    host       what the host needs to issue the step longer than the device to do all of this
 
 Which constants were fitted, and to which runs, is in docs/planning.md. Times are known for
 bfloat16, and float8 over it; a run in float32 is refused a time.
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,7 @@ from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.timeline import Timeline
 from dtron.plan.communication import Collective, activation_collectives, collectives, gathers
 from dtron.plan.hardware import Hardware
+from dtron.plan.issuing import host_seconds
 from dtron.plan.parameters import held, units
 from dtron.plan.resolved import ELEMENT, Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
@@ -112,12 +115,19 @@ def predict(run: Resolved, hardware: Hardware) -> Prediction:
     if run.layout is not None:
         body = _pipelined(run, hardware, compute, exposed)
         bubble = max(0.0, body - busy)
-    fsdp = _added(beside[slowest], slowed[slowest], busy) + _alone(run, slowest, hardware)
     update = _update(run, hardware)
     copies = copied_bytes(run, slowest) / hardware.copy
+    if run.layout is None:
+        fsdp = sum(_added(*each) for each in _phases(run, slowest, busy, hardware))
+    else:
+        fsdp = _added(beside[slowest], slowed[slowest], busy)
+    fsdp += _alone(run, slowest, hardware)
     step = body + fsdp + copies + update
+    issued = max(host_seconds(run, rank, dict(hardware.calls)) for rank in ranks)
+    host = max(0.0, issued - step)
+    step += host
     parts = {"compute": compute[slowest], **exposed[slowest], "fsdp": fsdp}
-    parts |= {"copies": copies, "bubble": bubble, "update": update}
+    parts |= {"copies": copies, "bubble": bubble, "update": update, "host": host}
     each = run.tokens_per_step / step / run.world_size
     flops = {name: each * value for name, value in run.flops().items()}
     mfu = {name: value / hardware.peak for name, value in flops.items()}
@@ -184,6 +194,52 @@ def _added(beside: float, slowed: float, busy: float) -> float:
     share by which it slows down."""
     covered = min(beside, busy)
     return slowed * covered / max(beside, 1e-12) + (beside - covered)
+
+
+def _phases(
+    run: Resolved, rank: int, busy: float, hardware: Hardware
+) -> Iterator[tuple[float, float, float]]:
+    """Arguments of `_added` for the forward and the backward of each micro-batch, as FSDP orders
+    its streams (`FSDPParamGroup.wait_for_unshard` and `post_backward` of torch 2.11):
+
+    forward     the next gather runs beside a unit and beside the copy out of the last gather
+    backward    the next gather begins when the last is copied out, and the reduction of a unit is
+                waited for before the next one is copied in: a unit has beside it one gather, with
+                its cast and copy in, and one reduction, with its sum, and nothing runs beside
+                copies on the stream of computation
+
+    What one of them is too short to cover is covered by no other.
+    """
+    m, policy = run.micro_batches, run.policy
+    own = [c for c in collectives(run, rank, hardware.domain) if c.purpose == "fsdp"]
+    gathered = [c for c in own if c.kind == "all_gather"]
+    reduced = [c for c in own if c.kind != "all_gather"]
+    once = sum(c.seconds(hardware) / c.count for c in gathered)
+    again = 0.0 if policy.keep_gathered else sum(c.seconds(hardware) for c in gathered) / m - once
+    sums = sum(c.seconds(hardware) for c in reduced)
+    by_gathers, by_sums = (
+        max((_slows(run, c) for c in some), default=0.0) for some in (gathered, reduced)
+    )
+    (stage,) = run.stages
+    computed = stage_seconds(run, stage, hardware)
+    ahead = computed.forward / _total(computed)
+    shard, whole = (sum(getattr(u, key) for u in held(run, rank)) for key in ("shard", "gathered"))
+    out = 2 * run.element * whole / hardware.copy
+    cast = 4 + run.element if run.element < 4 else 0
+    copied_in = (cast + 2 * run.element) * shard / hardware.copy if again else 0.0
+    for i in range(m):
+        gathers = i == 0 or not policy.keep_gathered
+        gather = once if gathers else 0.0
+        yield gather, by_gathers * gather, ahead * busy / m + (out if gathers and once else 0.0)
+        reduce = sums / m if policy.reduce_each_micro_batch else sums * (i == m - 1)
+        if i and policy.reduce_each_micro_batch and sums:
+            reduce += 12 * shard / hardware.copy  # float32: the new sum, the old one, both
+        again_in = again + copied_in
+        yield (
+            again_in + reduce,
+            by_gathers * again_in + by_sums * reduce,
+            (1 - ahead) * busy / m,
+        )
 
 
 def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:

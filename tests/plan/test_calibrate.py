@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import tomllib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dtron.cli import commands
 from dtron.errors import ConfigError, TrainingError
 from dtron.plan.calibrate import as_text, measure_machine, row_of
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
+from dtron.plan.issuing import PRICES
 from dtron.plan.machine import (
     KINDS,
     PRODUCTS,
@@ -49,6 +51,8 @@ def test_two_hosts_of_two_ranks_are_measured() -> None:
         assert 0 < getattr(row, name) != getattr(H200, name), name
     assert {kind for kind, _ in row.kinds} == set(KINDS)
     assert sorted(kept) == ["domain", "host", "outside", "peak"]
+    assert {name for name, price in row.calls if price > 0} >= {"operation", "unit", "collective"}
+    assert [name for name, _ in row.calls] == list(PRICES)
     # Of float8 there is nothing on a CPU, and that is known too.
     assert row.ceiling_float8 == 0
     assert {each["kernel"] for each in made.attention} == {"math"}
@@ -107,12 +111,48 @@ def test_ceilings_and_depth_are_read_off_products() -> None:
 
 
 def test_a_line_has_no_negative_latency_and_no_negative_rate() -> None:
-    assert fit([(1e6, 1e-3 + 1e-4), (1e7, 1e-3 + 1e-3)]) == pytest.approx((1e-3, 1e10))
-    start, rate = fit([(1e6, 1e-6), (1e7, 2e-3)])
-    assert start == 0
-    assert rate > 0
+    found = fit([(1e6, 1e-3 + 1e-4), (1e7, 1e-3 + 1e-3)])
+    assert (found.start, found.rate) == pytest.approx((1e-3, 1e10))
+    found = fit([(1e6, 1e-6), (1e7, 2e-3)])
+    assert found.start == 0
+    assert found.rate > 0
     with pytest.raises(TrainingError, match="idle machine"):
         fit([(1e6, 1e-2), (1e7, 1e-3)])
+
+
+def test_a_floor_does_not_bend_the_line_of_large_collectives() -> None:
+    """Small ones take what the host needs to issue them; rate and latency are those of the rest."""
+    truth = replace(H200, latency=(5e-6, 1.0), nvlink=320e9, issue=52e-6, kinds=(("send", 0.9),))
+    rows = [
+        {"kind": kind, "ranks": 4, "inside": 4, "bytes": 2**i}
+        for kind in KINDS
+        for i in range(16, 30, 2)
+    ]
+    for row in rows:
+        row["seconds"] = truth.alone(row["kind"], row["bytes"], 4, 4)
+    assert len({row["seconds"] for row in rows if row["bytes"] <= 2**20}) == 1
+    found = link_fields(rows, H200)
+    assert found["issue"] == pytest.approx(52e-6, rel=1e-6)
+    assert found["latency"][0] == pytest.approx(5e-6, rel=1e-6)
+    assert found["nvlink"] == pytest.approx(320e9, rel=1e-6)
+    assert dict(found["kinds"])["send"] == pytest.approx(0.9, rel=1e-6)
+
+
+@pytest.mark.parametrize(("file", "off"), [("h200_x4.toml", 0.08), ("h200_x2.toml", 0.10)])
+def test_committed_rows_say_what_their_collectives_took(file: str, off: float) -> None:
+    """From 16 MiB on; sends on four GPUs are no line, and told apart in the file's source."""
+    path = ROOT / "benchmarks" / file
+    rows = tomllib.loads(path.read_text())["calibration"]["collectives"]
+    row = hardware(str(path))
+    large = [each for each in rows if each["bytes"] >= 2**24 and each["kind"] != "send"]
+    assert len(large) == 12
+    for each in large:
+        said = row.alone(each["kind"], each["bytes"], each["ranks"], each["inside"])
+        assert said == pytest.approx(each["seconds"], rel=off)
+        assert said == pytest.approx(each["row_says"], rel=1e-3)
+    fields = link_fields(rows, H200)
+    assert row.nvlink == pytest.approx(fields["nvlink"], rel=1e-3)
+    assert row.issue == pytest.approx(fields["issue"], rel=1e-3)
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
@@ -123,6 +163,7 @@ def test_the_file_is_the_row_and_marks_what_was_kept(tmp_path: Path, suffix: str
     file.write_text(as_text(row, made, "h200", kept, suffix))
     read = asdict(hardware(str(file)))
     assert [kind for kind, _ in read.pop("kinds")] == list(KINDS)
+    assert [tuple(each) for each in read.pop("calls")] == list(row.calls)
     for key, value in read.items():
         wanted = getattr(row, key)
         assert value == (wanted if isinstance(wanted, str) else pytest.approx(wanted, rel=1e-3))

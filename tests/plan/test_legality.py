@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dtron import preflight
 from dtron.cli import commands, main
 from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.flops import n_parameters
 from dtron.plan.hardware import hardware
 from dtron.plan.legality import check
+from dtron.plan.resolved import Resolved
 from dtron.plan.whole import plan
 from dtron.preflight import resolve
+from dtron.runtime import Place
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BYTES = 1e9
@@ -139,7 +145,10 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIGS / "quickstart.toml")
     keys = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     assert main(["--config", config, "--dry-run", *keys]) == 0
-    assert "no time is predicted" in capsys.readouterr().out  # it computes in float32
+    shown = capsys.readouterr().out
+    assert "no time is predicted" in shown  # it computes in float32
+    if not torch.cuda.is_available():
+        assert "planned for h100, the default row; --hardware NAME takes another" in shown
     assert main(["--config", config, "--dry-run", *keys, "train.dtype=bfloat16"]) == 0
     assert "tok/s/GPU" in capsys.readouterr().out
     assert not (tmp_path / "run/metrics.jsonl").exists()
@@ -152,9 +161,33 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", config, "--dry-run", *keys, "--hardware", "b200"]) == 0
     shown = capsys.readouterr().out
     assert "on b200: fits" in shown
+    assert "the default row" not in shown
     assert "MiB by class" in shown
     assert main(["--config", config, "--hardware", "b200"]) == 1
     assert "no effect without --dry-run" in capsys.readouterr().err
+
+
+def test_a_model_too_large_for_a_machine_without_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """16 bytes a parameter: refused over the machine's memory, told from half of what is free."""
+    config = RunConfig.load(CONFIGS / "llama3_8b.toml", ["parallel.zero=3"])
+    place = Place(rank=0, local_rank=0, world_size=1)
+    model = Resolved.model_of(config)
+    needed = 16 * n_parameters(model)
+    for total, free, refused, told in (
+        (needed - 1, needed, True, False),
+        (needed, needed * 2 - 2, False, True),
+        (needed * 3, needed * 2, False, False),
+    ):
+        monkeypatch.setattr(preflight, "host_memory", lambda found=(total, free): found)
+        caplog.clear()
+        if refused:
+            with pytest.raises(ConfigError, match=r"119\.7 GiB of its memory.*dtron plan"):
+                preflight._check_memory(config, model, place)
+        else:
+            preflight._check_memory(config, model, place)
+        assert ("are available" in caplog.text) == told
 
 
 def test_json_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

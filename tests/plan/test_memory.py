@@ -77,7 +77,10 @@ MEASURED = [
     (PP + " parallel.schedule=Interleaved1F1B", 4, 105.0, 0.03),
     (BLOCKS, 1, 76.6, 0.03),
     (BLOCKS + " recompute.mode=selective", 1, 71.1, 0.03),
-    (BLOCKS + " recompute.mode=full parallel.zero=3", 1, 61.6, 0.03),
+    # 3.9 GiB, as much as its logits, are not explained (docs/planning.md).
+    # Of 2026-11-22, with the allocator's history (docs/planning.md); 61.6 of the day before is of
+    # an older state of dtron.
+    (BLOCKS + " recompute.mode=full parallel.zero=3", 1, 58.1, 0.03),
     (TP, 4, 90.1, 0.10),
     (
         f"{DRAWN} parallel.tp=2 parallel.zero=1 train.micro_batch=1 recompute.mode=full",
@@ -88,9 +91,16 @@ MEASURED = [
     (DRAWN + " parallel.cp=2 parallel.zero=2 recompute.mode=selective", 2, 110.9, 0.03),
     (QWEN + " parallel.tp=2 parallel.zero=1 train.global_batch=4", 2, 98.8, 0.03),
     (QWEN + " parallel.zero=2 train.global_batch=8", 2, 107.1, 0.03),
+    (PP + " parallel.schedule=ZBVZeroBubble", 4, 108.3, 0.03),
+    (
+        QWEN + " parallel.zero=3 train.micro_batch=2 train.global_batch=16 optim.moments=bfloat16",
+        4,
+        71.8,
+        0.05,
+    ),
 ]
-"""Overrides, GPUs, GiB that the allocator had reserved (benchmarks/RESULTS.md, the last four
-benchmarks/plan_measured.json), allowed error."""
+"""Overrides, GPUs, GiB that the allocator had reserved (benchmarks/RESULTS.md, those of DRAWN and
+QWEN benchmarks/plan_measured.json), allowed error."""
 
 
 @pytest.mark.parametrize(("overrides", "world", "gib", "allowed"), MEASURED)

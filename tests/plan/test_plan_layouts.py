@@ -1,6 +1,11 @@
 """The script of the blind test loses nothing that was measured, and runs what the GPUs can hold."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ from benchmarks.plan_layouts import (
     FILE,
     chosen,
     compare,
+    figures_of,
     measure,
     measure_all,
     measured,
@@ -20,6 +26,7 @@ from benchmarks.plan_layouts import (
 from dtron.plan.hardware import hardware
 
 LAYOUTS = json.loads(FILE.read_text())["layouts"]
+SECOND = FILE.with_name("plan_layouts_2.json")
 
 
 def test_layouts_that_fit_the_gpus_are_chosen() -> None:
@@ -67,8 +74,51 @@ def test_a_row_that_takes_too_long_says_so(tmp_path: Path) -> None:
     assert found == {"failed": "timed out after 0.01 s"}
 
 
-def test_predictions_are_those_of_the_planner_as_it_is(tmp_path: Path) -> None:
-    """After a change of the planner: python -m benchmarks.plan_layouts predict."""
-    now = [predicted(layout, hardware("h200")) for layout in LAYOUTS]
-    write(now, tmp_path / "layouts.json")
-    assert (tmp_path / "layouts.json").read_text() == FILE.read_text()
+@pytest.mark.parametrize("file", [FILE, SECOND])
+def test_predictions_are_those_of_the_planner_as_it_is(file: Path, tmp_path: Path) -> None:
+    """After a change of the planner: python -m benchmarks.plan_layouts predict --layouts FILE."""
+    kept = json.loads(file.read_text())
+    now = [predicted(layout, hardware("h200")) for layout in kept["layouts"]]
+    write(now, kept["seed"], tmp_path / "layouts.json")
+    assert (tmp_path / "layouts.json").read_text() == file.read_text()
+
+
+def test_the_second_drawing_has_other_layouts_with_short_steps() -> None:
+    second = json.loads(SECOND.read_text())["layouts"]
+    labels = {layout["label"] for layout in second}
+    assert len(labels) == len(second) >= 10
+    assert not labels & {layout["label"] for layout in LAYOUTS}
+    assert {layout["world"] for layout in second} == {2, 4}
+    assert figures_of(SECOND) != figures_of(FILE)
+
+
+def test_a_measurement_that_is_broken_off_leaves_no_process(tmp_path: Path) -> None:
+    """Its run is told by SIGTERM to end, and so are the processes that the run has started."""
+    child = tmp_path / "child"
+    sleeps = f"sleep 60 & echo $! > {child}; wait"
+    code = f"from benchmarks.plan_layouts import ended; ended(['bash', '-c', {sleeps!r}])"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=FILE.parents[1])
+    pid = _appears(child)
+    process.terminate()
+    assert process.wait(30) != 0
+    for _ in range(100):
+        if not _runs(pid):
+            return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("a process was left")
+
+
+def _appears(file: Path) -> int:
+    for _ in range(600):
+        if file.exists() and (text := file.read_text().strip()):
+            return int(text)
+        time.sleep(0.1)
+    raise AssertionError(f"{file} was not written")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,8 +1,11 @@
 """The fastest layouts are legal, fit, and follow from the model of time and memory."""
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +17,10 @@ from dtron.parallelisms.schedules import order_of, stage_ranks
 from dtron.parallelisms.timeline import simulate
 from dtron.plan import activations
 from dtron.plan.hardware import hardware
-from dtron.plan.memory import fits, memory, worst
+from dtron.plan.memory import fits, fitting, least, memory, worst
+from dtron.plan.report import number
 from dtron.plan.resolved import Resolved
-from dtron.plan.search import _choices, _least_bytes, _weights, _with, pareto, search
+from dtron.plan.search import _choices, _least_bytes, _Space, _weights, _with, pareto, search
 from dtron.plan.simulate import Disorder, Traffic, run_order, slowest_of
 from dtron.plan.steptime import predict
 from dtron.plan.whole import plan
@@ -72,6 +76,62 @@ def test_no_layout_needs_less_than_its_least_bytes(overrides: str, world: int) -
         if seen == 20:
             break
     assert seen == 20
+
+
+@pytest.mark.parametrize(("overrides", "world"), DRAWN)
+def test_no_rank_takes_less_than_its_bound(overrides: str, world: int) -> None:
+    """Which is told without the allocator's holes, of ten layouts that are drawn."""
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", overrides.split())
+    large = hardware("h200", memory=1e15, host_memory=1e18)
+    space = _Space(config, Resolved.model_of(config), world, large)
+    choices = list(_choices(config, space.model, world))
+    random.Random(1).shuffle(choices)
+    for choice in choices[:10]:
+        space.push(choice)
+    seen = 0
+    for entry in list(space.queue):
+        if timed := space._time(entry.choice):
+            reserved = [rank.reserved for rank in memory(timed.run)]
+            for bound, taken in zip(timed.least, reserved, strict=True):
+                assert 0.5 * taken < bound <= taken, entry.choice
+            seen += 1
+    assert seen >= 5
+
+
+def test_memory_is_replayed_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a search of many ranks takes minutes; what is printed is what a plan of it says."""
+    replayed: list[Resolved] = []
+
+    def counted(run: Resolved, *rest: Any) -> Any:
+        replayed.append(run)
+        return fitting(run, *rest)
+
+    monkeypatch.setattr("dtron.plan.search.fitting", counted)
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", ["train.global_batch=32"])
+    found = search(config, 8, hardware("h100"))
+    assert found.counts["predicted"] > len(found.best) == 10
+    assert sum(found.counts.values()) == 2 * found.counts["enumerated"]
+    assert 10 <= len(replayed) <= 20
+    assert found.best[0].memory == worst(memory(found.best[0].run))
+    slowest = found.best[-1].time.tokens_per_second_per_gpu
+    assert all(speed <= 1.01 * slowest for _, speed in found.seen[10:])
+
+
+def test_a_rank_that_does_not_fit_ends_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fullest rank comes first, and no other is looked at."""
+    words = ["parallel.pp=4", "parallel.zero=1", "train.micro_batch=1"]
+    run = Resolved.of(RunConfig.load(ROOT / "configs/llama3_8b.toml", words), 4)
+    ranks, bounds = memory(run), least(run, hardware("h200"))
+    full = worst(ranks)
+    assert fitting(run, hardware("h200"), bounds) == ranks
+    tight = hardware("h200", memory=full.reserved - 1, outside=0.0)
+    taken: list[int] = []
+    monkeypatch.setattr(
+        "dtron.plan.memory.replay.reserved", lambda run, rank, *_: taken.append(rank) or 10**12
+    )
+    assert fitting(run, tight, bounds) is None
+    assert taken == [full.rank]
+    assert least(run, hardware("h200", memory=min(bounds) - 1, outside=0.0)) == ()
 
 
 def test_a_rank_of_empty_stages_alone_is_predicted() -> None:
@@ -272,3 +332,36 @@ def test_page_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     text = page.read_text()
     assert text.count("<svg") == 2
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_large_numbers_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [number(x) for x in (0.01234, 12.345, 999.94, 12345.6)] == [
+        "0.01234", "12.35", "999.9", "12,346",
+    ]  # fmt: skip
+    arguments = ["plan", "--config", str(ROOT / "configs/llama3_70b.toml"), "--world-size", "64"]
+    commands([*arguments, "--tokens", "15e12"])
+    shown = capsys.readouterr().out
+    assert "15 T tokens" in shown
+    assert "e+" not in shown
+    commands([*arguments, "train.steps=1"])
+    assert " 1 step, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", [["--json"], []])
+def test_a_reader_that_goes_ends_it_quietly(how: list[str]) -> None:
+    """The pipe is closed before anything is written."""
+    command = [sys.executable, "-m", "dtron", "plan", "--config", "configs/llama3_70b.toml"]
+    process = subprocess.Popen(
+        [*command, "--world-size", "64", *how],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    told = process.stderr.read()
+    assert process.wait() == 141
+    assert "Error" not in told
+    assert "Traceback" not in told

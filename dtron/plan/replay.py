@@ -1,0 +1,322 @@
+"""What the stream of computation takes of the allocator: the tensors of a rank's steps, taken and
+given back in the order of a run.
+
+    forward    FSDP copies the unit's weights out of their gather, of one unit at a time; where none
+               share them, casts and then copies them. The block makes two passing tensors as large
+               as its largest, and what it keeps; a compiled block that is computed again in full
+               makes all that one without recomputation keeps, and lets it go when it is done
+    loss       logits, and beside them their gradient
+    backward   weights again, if they were freed; what is computed again, three tensors as large as
+               the largest, gradients of the weights and of the input; then weights go, what was
+               sent of the unit before goes, and what is sent of this one is made. It waits for the
+               next reduction, at the end of a step for nothing
+    offloaded  what a block keeps goes when the block after it is done, and is there again while the
+               one after it is in backward, as `dtron.parallelisms.offload` has it
+    update     in the first step moments, cut from what activations left: the activations of the
+               second step do not find the same room, and take more
+
+Three steps are enough: later ones take nothing new. Gathers and sums of gradients are of other
+streams (`dtron.plan.memory`). Sources: `foreach_reduce` and `FSDPParamGroup` of
+torch.distributed.fsdp._fully_shard, torch 2.11; `dtron.plan.allocator` for the rules.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from dtron.parallelisms.actions import Kind
+from dtron.parallelisms.offload import SMALLEST
+from dtron.plan import activations
+from dtron.plan.allocator import Block, Held, Pool
+from dtron.plan.parameters import elements, units
+from dtron.plan.resolved import ELEMENT, Resolved, Stage
+
+STEPS = 3
+MICRO_BATCHES = 3
+"""Of a step without a pipeline: further ones repeat the last but one."""
+
+
+@dataclass
+class _Unit:
+    """What a FSDP unit makes; bytes, of a micro-batch."""
+
+    weights: list[int]
+    """Of each parameter, gathered, in the dtype of computation."""
+    shards: list[int]
+    """Elements of each."""
+    kept: list[int]
+    """What stays on the device for the backward."""
+    moved: list[int]
+    """What is offloaded."""
+    again: list[int]
+    """What the backward computes again."""
+    widest: int
+    """Bytes of its largest tensor."""
+    passing: list[int]
+    """What its forward makes and lets go."""
+    sent: int
+    """What a reduction sends."""
+    stays: bool
+    """Weights are not freed between forward and backward."""
+    out: list[Block] = field(default_factory=list)
+    """Weights that are there."""
+    summed: list[Block] = field(default_factory=list)
+    """Gradients that are summed over micro-batches, in the dtype of reductions."""
+
+    def join(self, weights: bool) -> None:
+        """Count as one what is taken and given back together; weights, unless they are cast one by
+        one."""
+        self.shards, self.kept, self.moved, self.again = (
+            [sum(n)] if n else [] for n in (self.shards, self.kept, self.moved, self.again)
+        )
+        if weights:
+            self.weights = [sum(self.weights)]
+
+
+@dataclass(eq=False)
+class _Call:
+    """What a unit keeps of a micro-batch."""
+
+    kept: list[Block]
+    moved: list[int]
+    """Bytes of what is offloaded."""
+    there: list[Block] = field(default_factory=list)
+    """Of that, what is on the device."""
+
+
+def reserved(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int:
+    """Bytes that a pipeline rank's stream of computation has taken of the device.
+
+    Args:
+        moment: bytes an element of the optimizer's moments, of which there are `moments`.
+        sent: bytes an element of what a reduction takes to send from.
+    """
+    replay = _Replay(run, rank, sent, Pool())
+    replay.take_weights()
+    for step in range(STEPS):
+        replay.step()
+        if step == 0:
+            replay.take_moments(moment, moments)
+    return replay.pool.reserved
+
+
+def least(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int:
+    """What `reserved` cannot be below, some twenty times as fast: bytes of the tensors that are
+    there at the worst moment of a step, without what an allocator loses. Arguments are those of
+    `reserved`."""
+    replay = _Replay(run, rank, sent, Held())
+    for unit in (unit for listed in replay.stages.values() for unit in listed):
+        unit.join(run.shards > 1)
+    replay.take_weights()
+    replay.take_moments(moment, moments)
+    replay.step()
+    return replay.pool.reserved
+
+
+class _Replay:
+    def __init__(self, run: Resolved, rank: int, sent: int, pool: Pool | Held) -> None:
+        self.run, self.rank, self.pool = run, rank, pool
+        self.stages = {s.index: _listed(run, s, sent) for s in run.stages_of(rank)}
+        self.hidden = int(activations.boundary(run))
+        self.logits = activations.loss_tensors(run)
+        self.flying: dict[tuple[int, int], list[_Call]] = {}
+        self.offloads = run.config.recompute.offload
+        self.latest: _Call | None = None
+        """Of the last block that was called, unless its backward has begun."""
+        self.pending: Block | None = None
+        self.sums, self.keep = not run.policy.reduce_each_micro_batch, run.policy.keep_gathered
+
+    def take_weights(self) -> None:
+        for shard in self._shards():
+            self.pool.take(4 * shard)
+
+    def take_moments(self, moment: int, moments: int) -> None:
+        for shard in self._shards():
+            self._take([moment * shard] * moments)
+
+    def _shards(self) -> list[int]:
+        return [n for listed in self.stages.values() for unit in listed for n in unit.shards]
+
+    def step(self) -> None:
+        acts = list(_actions(self.run, self.rank))
+        left = Counter(stage for kind, stage in acts if kind is Kind.BACKWARD)
+        ahead, behind = Counter[int](), Counter[int]()
+        for kind, stage in acts:
+            if kind is Kind.FORWARD:
+                self._forward(stage, ahead[stage])
+                ahead[stage] += 1
+            else:
+                left[stage] -= 1
+                self._backward(stage, behind[stage], last=not left[stage])
+                behind[stage] += 1
+        self._free([self.pending] if self.pending else [])
+        self.pending = None
+
+    def _forward(self, stage: int, micro_batch: int) -> None:
+        listed = self.stages[stage]
+        calls = self.flying[stage, micro_batch] = []
+        for unit in listed:
+            self._gather(unit)
+            working = self._take(unit.passing)
+            calls.append(_Call(self._take(unit.kept), unit.moved, self._take(unit.moved)))
+            self._free(working)
+            if self.offloads and unit.widest:  # a block
+                self._unload(calls[-1])
+            if not (unit.stays or self.keep):
+                self._reshard(unit)
+
+    def _backward(self, stage: int, micro_batch: int, last: bool) -> None:
+        listed, calls = self.stages[stage], self.flying.pop((stage, micro_batch))
+        head = self.run.stages[stage].head
+        logits = self._take(self.logits) if head else []
+        gradient = self._take([self.hidden])
+        for unit in reversed(listed):
+            call = calls.pop()
+            self._gather(unit)
+            if call.moved:
+                self._load(call, stage, calls)
+            working = self._take([*unit.again, *[unit.widest] * 3])
+            made = self._take(unit.weights)
+            inward = self._take([self.hidden])
+            for blocks in (logits, working, call.kept, call.there, gradient):
+                self._free(blocks)
+            gradient, logits = inward, []
+            self._reduce(unit, made, last)
+        self._free(gradient)
+
+    def _unload(self, call: _Call) -> None:
+        """Free what the block before this one has sent to the host."""
+        if self.latest is not None:
+            self._free(self.latest.there)
+            self.latest.there = []
+        if call.moved:
+            self.latest = call
+
+    def _load(self, call: _Call, stage: int, before: list[_Call]) -> None:
+        """Bring back what a block's backward reads, and what the next one will: of the block before
+        it, or of the last block of the stage's next micro-batch."""
+        if self.latest is call:
+            self.latest = None
+        waiting = [calls for (s, _), calls in self.flying.items() if s == stage]
+        coming = next((c for calls in (before, *waiting) for c in reversed(calls) if c.moved), None)
+        for each in (call, coming):
+            if each is not None and not each.there:
+                each.there = self._take(each.moved)
+
+    def _reduce(self, unit: _Unit, made: list[Block], last: bool) -> None:
+        if self.sums and not last:
+            if not unit.summed:
+                unit.summed = self._take([_wide(self.run, size) for size in unit.weights])
+            self._free(made)
+            return
+        if unit.summed:
+            self._free(made)
+            made, unit.summed = unit.summed, []
+        if last or not self.keep:
+            self._reshard(unit)
+        if self.pending is not None:
+            self._free([self.pending])
+        self.pending = self.pool.take(unit.sent) if unit.sent else None
+        self._free(made)
+
+    def _gather(self, unit: _Unit) -> None:
+        if unit.out:
+            return
+        for size in unit.weights:
+            unit.out += self._take([size])
+            if self.run.shards == 1:  # cast first, then copied
+                self._free(self._take([size]))
+
+    def _reshard(self, unit: _Unit) -> None:
+        self._free(unit.out)
+        unit.out = []
+
+    def _take(self, sizes: list[int]) -> list[Block]:
+        return [self.pool.take(size) for size in sizes if size]
+
+    def _free(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            self.pool.give(block)
+
+
+def _actions(run: Resolved, rank: int) -> Iterator[tuple[Kind, int]]:
+    """Forwards and backwards, in order. Of a split backward the part of the weights frees."""
+    if run.layout is None:
+        for _ in range(min(run.micro_batches, MICRO_BATCHES)):
+            yield Kind.FORWARD, 0
+            yield Kind.BACKWARD, 0
+        return
+    for action in run.order[rank]:
+        if action.kind is Kind.FORWARD:
+            yield Kind.FORWARD, action.stage
+        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            yield Kind.BACKWARD, action.stage
+
+
+def _wide(run: Resolved, size: int) -> int:
+    return size // run.element * ELEMENT[run.config.parallel.reduce_dtype]
+
+
+def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
+    found, layers = [], iter(stage.layers)
+    every = units(run, stage)
+    for place, unit in enumerate(every):
+        sizes = elements(run, unit.kind)
+        is_layer = unit.kind not in ("embedding", "head")
+        layer = next(layers) if is_layer else -1
+        kept, again, widest = _block(run, layer) if is_layer else ([], [], 0)
+        moved: list[int] = []
+        if run.config.recompute.offload:
+            # A stage's input is the schedule's, but for the first one's.
+            held = stage.index > 0 and stage.layers[:1] == (layer,)
+            kept, moved = _offloaded(kept, held)
+        if unit.kind == "head" or unit.name == "root":  # the last norm
+            kept = [2 * int(activations.boundary(run))] if stage.head else []
+        stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
+        found.append(
+            _Unit(
+                [run.element * whole for whole, _ in sizes],
+                [shard for _, shard in sizes],
+                kept,
+                moved,
+                again,
+                widest,
+                again if is_layer and _makes_all(run, layer) else [widest] * 2,
+                sent * unit.gathered,
+                stays,
+            )
+        )
+    return found
+
+
+def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
+    """What a layer keeps, what it computes again, and its largest tensor."""
+    kept, whole = (Counter(activations.tensors(run, layer, every)) for every in (False, True))
+    return (
+        list(kept.elements()),
+        list((whole - kept).elements()),
+        int(activations.widest(run, layer)),
+    )
+
+
+def _makes_all(run: Resolved, layer: int) -> bool:
+    """Whether a layer's forward makes what it is to compute again: recomputation is around a
+    compiled block, whose one graph gives all of it. Eager operations let theirs go one by one, and
+    a block that is cut graph by graph."""
+    parallel, recompute = run.config.parallel, run.config.recompute
+    if recompute.mode != "full" or not run.recomputes(layer):
+        return False
+    apart = run.has_experts(layer) and parallel.ep * parallel.etp > 1
+    cut = apart and parallel.dispatcher != "symmetric_memory"
+    return run.config.compile.enable and not cut
+
+
+def _offloaded(kept: list[int], held: bool) -> tuple[list[int], list[int]]:
+    """Of what a layer keeps, what stays on the device and what is offloaded.
+
+    Args:
+        held: whether another holds its input, the first of the list.
+    """
+    inputs, others = (kept[:1], kept[1:]) if held else ([], kept)
+    small = [size for size in others if size < SMALLEST]
+    return inputs + small, [size for size in others if size >= SMALLEST]

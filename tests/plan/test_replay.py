@@ -1,0 +1,273 @@
+"""What the stream of computation takes, on steps small enough to be counted by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from dtron.config import RunConfig
+from dtron.parallelisms.offload import SMALLEST, Offload
+from dtron.plan import activations, replay
+from dtron.plan.allocator import Block, Held, Pool
+from dtron.plan.parameters import elements, units
+from dtron.plan.resolved import Resolved
+from tests.parallelisms.offloaded import CPU, LAYERS, ORDERS, batch, model_of
+
+LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"
+GIB = 2**30
+
+
+def run(overrides: str, world: int) -> Resolved:
+    return Resolved.of(RunConfig.load(LLAMA, overrides.split()), world)
+
+
+def taken(overrides: str, world: int, moments: int = 2, moment: int = 4) -> int:
+    return replay.reserved(run(overrides, world), 0, moment, moments, 4)
+
+
+def test_elements_of_a_unit_are_those_of_its_parameters() -> None:
+    planned = run("parallel.tp=2", 4)
+    for unit in units(planned, planned.stages[0]):
+        listed = elements(planned, unit.kind)
+        assert sum(gathered for gathered, _ in listed) == unit.gathered
+        assert sum(shard for _, shard in listed) == unit.shard
+
+
+def test_tensors_of_a_layer_are_what_it_keeps() -> None:
+    for mode in ("none", "selective", "attention", "full"):
+        planned = run(f"recompute.mode={mode}", 4)
+        assert sum(activations.tensors(planned, 0)) == sum(activations.kept(planned, 0).values())
+
+
+def test_zero_3_copies_one_unit_out_at_a_time() -> None:
+    """Beside the last unit, which stays; what is fetched ahead is of the gathers' stream."""
+    few, many = (taken(f"parallel.zero={zero} recompute.mode=full", 4) for zero in (3, 2))
+    planned = run("parallel.zero=3", 4)
+    layer = 2 * units(planned, planned.stages[0])[1].gathered
+    assert many - few == pytest.approx(31 * layer, rel=0.1)
+
+
+def test_moments_are_cut_from_what_the_first_step_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the second step takes more, about as much as they do; the third takes nothing."""
+    planned = run("", 4)
+    own = 8 * sum(u.shard for u in units(planned, planned.stages[0]))
+    found = []
+    for steps in (1, 3, 4):
+        monkeypatch.setattr(replay, "STEPS", steps)
+        found.append(taken("", 4))
+    first, third, fourth = found
+    assert third - first == pytest.approx(own, rel=0.25)
+    assert fourth == third
+
+
+def test_what_was_sent_waits_through_the_next_forward() -> None:
+    """Of two micro-batches, and where the second's loss is the largest moment."""
+    each = "train.micro_batch=2 parallel.zero=3"
+    one, two, three = (taken(f"{each} train.global_batch={n}", 4) for n in (8, 16, 24))
+    planned = run("parallel.zero=3", 4)
+    sent = 4 * units(planned, planned.stages[0])[0].gathered
+    assert sent <= two - one < 2 * sent  # and no holes as large
+    assert three == two
+
+
+def test_pipelines_hold_what_is_in_flight() -> None:
+    pipelined = "parallel.pp=2 parallel.zero=1 train.micro_batch=1"
+    few, many = (taken(f"{pipelined} train.global_batch={n}", 4) for n in (2, 16))
+    planned = run(f"{pipelined} train.global_batch=16", 4)
+    first = planned.stages[0]
+    kept = sum(sum(activations.kept(planned, layer).values()) for layer in first.layers)
+    assert many - few > 0.8 * kept  # one micro-batch more, and sums of gradients
+
+
+MOVED, PASSING = 7, 1000
+
+
+class _Counted(Held):
+    """Counts what of offloaded blocks is there while one computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there, self.seen = 0, list[int]()
+
+    def take(self, nbytes: int) -> Block:
+        self.there += nbytes == MOVED
+        return super().take(nbytes)
+
+    def give(self, block: Block) -> None:
+        if block.nbytes == PASSING:
+            self.seen.append(self.there)
+        self.there -= block.nbytes == MOVED
+        super().give(block)
+
+
+def _replayed_blocks(order: str) -> list[int]:
+    """Offloaded blocks on the device while each computes, and after each pass."""
+    planned = run("recompute.mode=full recompute.offload=true", 4)
+    pool = _Counted()
+    steps = replay._Replay(planned, 0, 4, pool)  # type: ignore[arg-type]
+    unit = replay._Unit([], [], [], [MOVED], [], PASSING, [PASSING] * 2, 0, False)
+    steps.stages, steps.hidden = {0: [unit] * LAYERS}, 0
+    found = []
+    for action in order.split():
+        pool.seen.clear()
+        is_forward, n = action[0] == "F", int(action[1:])
+        if is_forward:
+            steps._forward(0, n)
+        else:
+            steps._backward(0, n, last=False)
+        found += pool.seen[:: 2 if is_forward else 3]  # passing tensors
+        found.append(pool.there)
+    return found
+
+
+def _real_blocks(order: str) -> list[int]:
+    """The same of a model whose blocks are offloaded."""
+    offload = Offload(CPU, smallest=1)
+    model, calls, found, losses = model_of("full", offload), [], [], {}
+    add = offload._add
+
+    def note(call) -> None:
+        calls.append(call)
+        add(call)
+
+    def count(*_: object) -> None:
+        every = calls if offload._current is None else [*calls, offload._current]
+        there = [any(s.memory is not None for s in c.storages.values()) for c in every]
+        found.append(sum(there))
+
+    offload._add = note  # type: ignore[method-assign]
+    for block in model.blocks.values():  # in the forward, and where it is computed again
+        block.get_submodule("attn_norm").register_forward_hook(count)
+    for action in order.split():
+        n = int(action[1:])
+        if action[0] == "F":
+            losses[n] = model(batch(n)).mean()
+        else:
+            losses.pop(n).backward()
+        count()
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_offloaded_blocks_are_there_when_those_of_a_real_model_are(order: str) -> None:
+    assert _replayed_blocks(order) == _real_blocks(order)
+
+
+def test_what_stays_of_an_offloaded_layer() -> None:
+    """Small tensors, and the input of a stage behind the first, of which the schedule holds one a
+    micro-batch."""
+    keys = "parallel.pp=2 parallel.zero=1 train.micro_batch=1 recompute.offload=true"
+    planned = run(keys, 4)
+    small = [size for size in activations.tensors(planned, 0) if size < SMALLEST]
+    for stage in planned.stages:
+        layers = [unit for unit in replay._listed(planned, stage, 4) if unit.widest]
+        for place, (unit, layer) in enumerate(zip(layers, stage.layers, strict=True)):
+            whole = activations.tensors(planned, layer)
+            assert sorted(unit.kept + unit.moved) == sorted(whole)
+            held = [whole[0]] if stage.index and place == 0 else []
+            assert sorted(unit.kept) == sorted(small + held)
+    assert small
+
+
+def _passing(overrides: str, world: int = 1) -> tuple[int, int, Resolved]:
+    """Bytes that the last layer's forward makes and lets go, its largest tensor's, and the run."""
+    planned = run(f"recompute.mode=full {overrides}", world)
+    unit = [unit for unit in replay._listed(planned, planned.stages[0], 4) if unit.widest][-1]
+    return sum(unit.passing), unit.widest, planned
+
+
+def test_a_compiled_block_makes_all_before_full_recomputation_frees_it() -> None:
+    """One graph gives all that a block without recomputation keeps. Of eager blocks, and of those
+    that are cut where rows leave for their experts, two tensors are counted."""
+    made, widest, planned = _passing("")
+    whole, kept = (sum(activations.tensors(planned, 0, every)) for every in (True, False))
+    assert made == whole - kept > 4 * widest
+    made, widest, _ = _passing("compile.enable=false")
+    assert made == 2 * widest
+    experts = "model.name=deepseek_v3 model.size=16b parallel.ep=2"
+    made, widest, _ = _passing(experts, 2)
+    assert made == 2 * widest
+    made, widest, _ = _passing(experts + " parallel.dispatcher=symmetric_memory", 2)
+    assert made > 4 * widest
+
+
+def test_live_bytes_are_those_of_a_run_on_a_gpu() -> None:
+    """Allocated at most until the gradients of the first step's loss were there, by the allocator's
+    history on an H200: 24.735 GiB with the weights. The replay lets the logits go later, when the
+    head's gradient is there too, 1 GiB more."""
+    keys = "model.override.n_layers=8 train.global_batch=2 recompute.mode=full parallel.zero=3"
+    planned = run(keys, 1)
+    steps = replay._Replay(planned, 0, 4, Held())
+    steps.take_weights()
+    steps._forward(0, 0)
+    loss = steps.pool._now + sum(steps.logits)  # type: ignore[union-attr]
+    assert loss / GIB == pytest.approx(24.735, rel=0.01)
+
+
+def test_the_order_of_frees_decides_what_is_reserved() -> None:
+    """By hand, in MiB, all above 10: segments are as large as their first tensor.
+
+        take 40, 60         segments of 40 and 60, reserved 100
+        give 40, then 60    both are free, and do not join: they are segments of their own
+        take 30             the smallest block that holds it is 40; 10 are left of it
+        take 60             the other segment: reserved 100
+    or  give 60 alone, take 30: cut from 60, 30 are left
+        give 40             free 30 and 40
+        take 60             no free block holds it: a segment of 60, reserved 160
+    """
+    mib = 2**20
+    first = Pool()
+    small, large = first.take(40 * mib), first.take(60 * mib)
+    for block in (small, large):
+        first.give(block)
+    first.take(30 * mib)
+    first.take(60 * mib)
+    assert first.reserved == 100 * mib
+    second = Pool()
+    small, large = second.take(40 * mib), second.take(60 * mib)
+    second.give(large)
+    second.take(30 * mib)
+    second.give(small)
+    second.take(60 * mib)
+    assert second.reserved == 160 * mib
+
+
+def test_a_backward_frees_what_it_read_before_it_sends() -> None:
+    """A step of two made-up units, by hand, in MiB. A tensor takes the smallest free block that
+    holds it, or a segment of its own size.
+
+        forward, first unit     weights 16, passing 24 and 24, kept 32: four segments      96
+        second unit             weights 16 find a 24 that has passed (8 are left), passing 24 finds
+                                the other; one segment of 24 and one of 32, kept           152
+        loss                    logits 40 and 40; gradient 12 finds 24, 12 are left        232
+        second unit's backward  again 20 finds 24; 24, 24, 24 find none; nor does the weights'
+                                gradient, 16; the input's, 12, finds 12                    320
+                                Then go logits, 20, 24, 24, 24, kept 32, gradient 12, weights 16;
+                                what is sent, 32, finds the 32 that was kept
+        first unit's backward   finds all                                                  320
+
+    Were what is sent made before the others go, it would take 32 more, 352.
+    """
+    mib = 2**20
+    pool = Pool()
+    steps = replay._Replay(run("", 2), 0, 4, pool)
+    steps.stages = {
+        0: [
+            replay._Unit(
+                weights=[16 * mib],
+                shards=[],
+                kept=[32 * mib],
+                moved=[],
+                again=[20 * mib],
+                widest=24 * mib,
+                passing=[24 * mib] * 2,
+                sent=32 * mib,
+                stays=False,
+            )
+            for _ in range(2)
+        ]
+    }
+    steps.hidden, steps.logits = 12 * mib, [40 * mib] * 2
+    steps._forward(0, 0)
+    assert pool.reserved == 152 * mib
+    steps._backward(0, 0, last=True)
+    assert pool.reserved == 320 * mib
