@@ -138,7 +138,7 @@ _SHOWN = (
     ("validation_loss", "validation loss {:.4f}"),
     ("grad_norm", "grad norm {:.3f}"),
     ("lr", "lr {:.2e}"),
-    ("skipped", "{} steps skipped"),
+    ("skipped", "skipped {}"),
     ("tokens_per_second", "{:,.0f} tok/s"),
     ("padding", "padding {:.1%}"),
     ("mfu", "mfu {:.1%}"),

@@ -192,7 +192,8 @@ def newest_good(
     if wrong or after is not None:
         raise CheckpointError(
             f"no good checkpoint is left in {' and '.join(map(str, folders))}"
-            f"{wrong and ': ' + wrong}"
+            f"{wrong and ': ' + wrong}; copy one there from elsewhere, or leave out "
+            "checkpoint.resume, with another run.dir, to begin anew"
         )
     return None
 
