@@ -6,9 +6,9 @@
     exchange    the same at once, of one row of numbers, which every rank pulls of every rank
 
 What is computed between the first two runs while rows travel, forward and backward. What they give
-depends on their arguments alone and nothing that they leave behind is read by another call, so that
-recomputation may call them again, anywhere, and a compiler may treat them as functions: of waiting
-it knows from torch's own collectives. Its shapes are static.
+depends on their arguments alone, so that recomputation may call them again, anywhere, and a
+compiler may treat them as functions: of waiting it knows from torch's own collectives. Shapes are
+static.
 
 Order: calls meet at barriers, so that all ranks of a group must make the same calls in the same
 order. They run the same model, and graphs that are the same on all ranks are put in the same order
@@ -27,7 +27,7 @@ Shapes: P ranks, R rows of each, the same on all; N rows of the result, D width,
 Private names used, tested with torch 2.11 and 2.13: torch._C._distributed_c10d._register_work.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -41,9 +41,10 @@ from torch.distributed._functional_collectives import wait_tensor
 from dtron.kernels.peers import rows_of_peers, rows_of_pointers
 from dtron.parallelisms.peer_memory import GrowingMemory, PeerMemory
 
-IN_ORDER: dict[str, Any] = {"reorder_for_peak_memory": False}
+IN_ORDER: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 """Options of torch.compile that graphs with rows on their way need under inductor: what a model
-computes between `set_off` and `arrived` stays there, forward and backward."""
+computes between `set_off` and `arrived` stays there, forward, backward and without gradients. All
+blocks of such a model get them."""
 
 
 class Mailbox:
@@ -57,13 +58,13 @@ class Mailbox:
         self._second = False
         self._noted = torch.zeros(0, dtype=torch.int64)
         self._stream: torch.cuda.Stream | None = None
-        self._arriving: Tensor | None = None
-        """With `_slots` what the stream uses, to be held until the current one has waited for it."""
+        self._pull: _Pull | None = None
+        """The last one."""
 
     def moved(self, rows: Tensor, slots: Tensor, parts: int) -> Tensor:
         """(N, D), to be read after `wait_tensor`; see `set_off`."""
-        if self._arriving is not None:  # often waited for already, which costs nothing then
-            wait_tensor(self._arriving)
+        if self._pull is not None:
+            self._pull.wait()  # nearly always once more
         (n_rows, width), size = rows.shape, rows.element_size()
         half = max(n_rows, len(slots)) * width * size  # what comes back next has as many rows
         memory = self._growing.at_least(2 * half, rows.device)
@@ -71,28 +72,44 @@ class Mailbox:
         at = memory.nbytes // 2 if self._second else 0
         own = memory.view(self.group.rank(), rows.numel(), rows.dtype, at // size)
         own.view(n_rows, width).copy_(rows)
-        if rows.is_cuda:
-            self._arriving = self._pulled(memory, at, rows, slots, parts)
-            return self._arriving
-        memory.barrier()
-        ranks = range(self.group.size())
-        peers = [memory.view(rank, rows.numel(), rows.dtype, at // size) for rank in ranks]
-        return rows_of_peers([peer.view(n_rows, width) for peer in peers], slots, parts)
+        out = rows.new_empty(len(slots), width)
+        pull = self._pulled_beside if rows.is_cuda else self._pulled_late
+        self._pull = pull(memory, at, n_rows, slots.clone(), out, parts)
+        register_work(out, self._pull)
+        return out
 
-    def _pulled(
-        self, memory: PeerMemory, at: int, rows: Tensor, slots: Tensor, parts: int
-    ) -> Tensor:
-        """Set the barrier and the pull off on a stream of their own."""
+    def _pulled_beside(
+        self, memory: PeerMemory, at: int, n_rows: int, slots: Tensor, out: Tensor, parts: int
+    ) -> "_Pull":
+        """The barrier and the pull, on a stream of their own."""
         if self._stream is None:  # of high priority: its programs are few, and not to queue
-            self._stream = torch.cuda.Stream(rows.device, priority=-1)
-        out = rows.new_empty(len(slots), rows.shape[1])
-        self._slots = slots.clone()  # a graph may use the memory of its own for something else
+            self._stream = torch.cuda.Stream(out.device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             memory.barrier()
-            rows_of_pointers(memory.pointers, at, len(rows), self._slots, out, parts)
-            register_work(out, _Pull())
-        return out
+            rows_of_pointers(memory.pointers, at, n_rows, slots, out, parts)
+            done = torch.cuda.Event()
+            done.record()
+        return _Pull(done.wait, slots, out)
+
+    def _pulled_late(
+        self, memory: PeerMemory, at: int, n_rows: int, slots: Tensor, out: Tensor, parts: int
+    ) -> "_Pull":
+        """CPUs have no streams: both where they are waited for. Until then rows are NaN, so that a
+        wait that is missing is noticed."""
+        if out.is_floating_point():
+            out.fill_(torch.nan)
+
+        def pull() -> None:
+            memory.barrier()
+            size = n_rows * out.shape[1]
+            peers = [
+                memory.view(rank, size, out.dtype, at // out.element_size()).view(n_rows, -1)
+                for rank in range(self.group.size())
+            ]
+            out.copy_(rows_of_peers(peers, slots, parts))
+
+        return _Pull(pull, slots, out)
 
     def note(self, layer: Tensor, number: Tensor) -> None:
         """Remember the largest number of a layer; both int64 (1,), on the device."""
@@ -107,15 +124,21 @@ class Mailbox:
 
 
 class _Pull(dist.Work):
-    """What the current stream has issued so far, for `wait_tensor`."""
+    """A pull that was set off, for `wait_tensor`; it holds what is read and written until then.
 
-    def __init__(self) -> None:
+    Args:
+        finish: the current stream waits for it, and the host does not; on CPUs it is done.
+    """
+
+    def __init__(self, finish: Callable[[], Any], *held: Tensor) -> None:
         super().__init__()
-        self._done = torch.cuda.Event()
-        self._done.record()
+        self._finish: Callable[[], Any] | None = finish
+        self._held = held
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._done.wait()
+        if self._finish is not None:
+            self._finish()
+        self._finish, self._held = None, ()
         return True
 
 
@@ -152,7 +175,9 @@ def _(numbers: Tensor, senders: Tensor, group: str) -> Tensor:
 
 
 class Moving(NamedTuple):
-    """Rows on their way, for `arrived`, and the way back."""
+    """Rows on their way, for `arrived`, once, and the way back. Gradients are on their way between
+    the two backwards too, where nothing may read them: no hook, and not
+    torch.autograd.detect_anomaly."""
 
     rows: Tensor
     """(N, D), not to be read."""

@@ -26,6 +26,9 @@ norm of all ranks, so that a step that lacks a row is not taken, by the same dec
 that is made about any gradient that is not finite. How many rows there were is counted on the
 device as well; `check`, which reads it where figures are logged anyway, stops the run.
 
+All ranks have as many rows: where they have not, all results are NaN likewise, and `check` says so
+(if memory does not have to grow for them, for which all ranks would have to ask).
+
 Products of experts leave rows after the last offset alone, and what they give there is read by
 nobody, neither results nor gradients: nothing is cleared but what is pulled.
 
@@ -169,7 +172,9 @@ class SymmetricMemory:
         numbers = exchange(numbers, layer.ranks, self.name)
         ways = ways_of(numbers[:, :-1], layer.rank, self.etp, len(rows), most)
         uneven = (numbers[:, -1] != len(rows)).any()
-        ways = ways._replace(back=torch.where(uneven, LOST, ways.back))
+        ways = ways._replace(  # neither of which may be out of anybody's memory
+            there=torch.where(uneven, NONE, ways.there), back=torch.where(uneven, LOST, ways.back)
+        )
         exceeded = torch.where(ways.n_rows > most, ways.n_rows * _NUMBERS + len(rows), 0)
         exceeded = torch.where(uneven, _UNEVEN, exceeded)
         there = (ways.there, 1, ways.back, self.etp)

@@ -391,8 +391,19 @@ def lose_in_two_layers(dispatcher: SymmetricMemory) -> None:
 
 def have_uneven_rows(dispatcher: SymmetricMemory) -> None:
     lose(dispatcher, "blocks.0.experts", 20)  # memory for either number of rows
-    out = lose(dispatcher, "blocks.0.experts", 10 + dist.get_rank())
+    slots: list[Tensor] = []
+    moved = Mailbox.moved
+
+    def seen(self: Mailbox, rows: Tensor, *args: Any) -> Tensor:
+        slots.append(args[0])
+        return moved(self, rows, *args)
+
+    Mailbox.moved = seen  # type: ignore[method-assign]
+    out = lose(dispatcher, "blocks.0.experts", 20 - 12 * dist.get_rank())
+    Mailbox.moved = moved  # type: ignore[method-assign]
     assert out.isnan().all()
+    assert len(slots) == 3
+    assert all(int(table.max()) < 2 * 8 for table in slots)  # the smaller one's, too
 
 
 def test_the_first_layer_that_lacks_rows_is_told() -> None:
@@ -551,20 +562,28 @@ def calls_in_graphs() -> list[list[str]]:
     )
     applied = apply_passes(model, Mesh(dp_shard=2, ep=2), passes)
     tokens = torch.randint(config.vocab_size, (2, 64))
-    _, codes = run_and_get_code(lambda: applied.parts[0](tokens).square().mean().backward())
+    model = applied.parts[0]
+
+    def run() -> None:
+        model(tokens).square().mean().backward()
+        with torch.no_grad():
+            model(tokens)
+
+    _, codes = run_and_get_code(run)
     call = re.compile(r"= torch\.ops\.dtron\.(peers_move)|(wait_tensor)\.default\(|kernels\.(mm)\(")
     calls = [["".join(found) for found in call.findall(code)] for code in codes]
     return [found for found in calls if "peers_move" in found]
 
 
 def test_compiled_blocks_compute_shared_experts_while_rows_travel() -> None:
-    """And their gradients while those of rows do: three products, and twice as many."""
-    (forward, backward), _ = run_ranks(2, calls_in_graphs, seconds=240)
+    """And their gradients while those of rows do: three products, and twice as many; the last graph
+    is that without gradients."""
+    graphs, _ = run_ranks(2, calls_in_graphs, seconds=240)
     between = [
         [len(part.split()) for part, _ in re.findall(r"peers_move(( mm)*) wait", " ".join(calls))]
-        for calls in (forward, backward)
+        for calls in graphs
     ]
-    assert between == [[3, 0], [0, 6]]
+    assert between == [[3, 0], [0, 6], [3, 0]]
 
 
 def layers_on_a_gpu(
