@@ -44,10 +44,20 @@ class Pool:
         size = -(-nbytes // _UNIT) * _UNIT or _UNIT
         small = size <= _MIB
         free = self._small if small else self._large
-        block = free.pop(size)
-        if block is None:
-            block = Block(_segment(size), small)
-            self.reserved += block.nbytes
+        same = free.blocks.get(size)
+        if same is None:
+            found = free.larger(size)
+            if found is None:
+                block = Block(_segment(size), small)
+                self.reserved += block.nbytes
+            else:
+                block = free.first(found)
+        elif len(same) > 1:  # as `first`, which is called too often to be a call
+            block = same.pop(0)
+            block.free = False
+            return block
+        else:
+            return free.first(size)
         over = block.nbytes - size
         if over >= _UNIT if small else over > _MIB:
             rest = Block(over, small, before=block, after=block.after)
@@ -68,7 +78,12 @@ class Pool:
             free.remove(before)
             _join(before, block)
             block = before
-        free.add(block)
+        block.free = True
+        same = free.blocks.get(block.nbytes)
+        if same is None:
+            free.add(block)
+        else:
+            same.append(block)
 
 
 class _Free:
@@ -77,35 +92,41 @@ class _Free:
     def __init__(self) -> None:
         self._sizes: list[int] = []
         """Ascending."""
-        self._blocks: dict[int, list[Block]] = {}
+        self.blocks: dict[int, list[Block]] = {}
 
     def add(self, block: Block) -> None:
         block.free = True
-        same = self._blocks.get(block.nbytes)
+        same = self.blocks.get(block.nbytes)
         if same is None:
-            self._blocks[block.nbytes] = [block]
+            self.blocks[block.nbytes] = [block]
             bisect.insort(self._sizes, block.nbytes)
         else:
             same.append(block)
 
-    def pop(self, size: int) -> Block | None:
-        """The smallest block that holds so many bytes."""
-        if size not in self._blocks:
-            place = bisect.bisect_left(self._sizes, size)
-            if place == len(self._sizes):
-                return None
-            size = self._sizes[place]
-        block = self._blocks[size][0]
-        self.remove(block)
+    def larger(self, size: int) -> int | None:
+        """The smallest size of a block that holds so many bytes."""
+        place = bisect.bisect_left(self._sizes, size)
+        return self._sizes[place] if place < len(self._sizes) else None
+
+    def first(self, size: int) -> Block:
+        """Take out the first block of a size."""
+        same = self.blocks[size]
+        block = same.pop(0)
+        block.free = False
+        if not same:
+            self._forget(size)
         return block
 
     def remove(self, block: Block) -> None:
         block.free = False
-        same = self._blocks[block.nbytes]
+        same = self.blocks[block.nbytes]
         same.remove(block)
         if not same:
-            del self._blocks[block.nbytes]
-            del self._sizes[bisect.bisect_left(self._sizes, block.nbytes)]
+            self._forget(block.nbytes)
+
+    def _forget(self, size: int) -> None:
+        del self.blocks[size]
+        del self._sizes[bisect.bisect_left(self._sizes, size)]
 
 
 def _join(first: Block, second: Block) -> None:

@@ -5,8 +5,9 @@
     dtron plan --config FILE --hardware mine.toml
 
 What is not measured is kept from the row that --base names, and marked so in the file: the peak of
-the data sheet, how many GPUs a host and an NVLink domain have, bytes outside of the allocator, and
-links over which no two ranks of this run are. What is written is what the first rank saw.
+the data sheet, how many GPUs a host and an NVLink domain have, bytes outside of the allocator,
+prices of the host's calls, and links over which no two ranks of this run are. What is written is
+what the first rank saw.
 """
 
 import argparse
@@ -18,16 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtron.bench.measure import device_name
 from dtron.bench.report import versions
 from dtron.config import toml_value
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.plan.hardware import FILES, Hardware, hardware, of_device
-from dtron.plan.issuing import measure_host
 from dtron.plan.machine import Calibration, link_fields, measure_device, measure_links
 from dtron.plan.report import table
 from dtron.runtime import Place, process_group
@@ -142,16 +140,9 @@ def measure_machine(base: Hardware, place: Place) -> Calibration:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         made = measure_device(base, device)
-        made.found["calls"] = tuple(measure_host(_alone(place)).items())
         if place.world_size > 1:
             measure_links(made, place, device)
     return made
-
-
-def _alone(place: Place) -> DeviceMesh:
-    """A CPU mesh of each rank's own; all ranks call it."""
-    own: list[Any] = [dist.new_group([rank], backend="gloo") for rank in range(place.world_size)]
-    return DeviceMesh.from_group(own[place.rank], "cpu")
 
 
 def _source(place: Place) -> str:

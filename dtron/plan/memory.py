@@ -99,15 +99,16 @@ def least(run: Resolved, hardware: Hardware) -> tuple[float, ...]:
 
 
 def fitting(
-    run: Resolved, hardware: Hardware, bounds: Sequence[float]
+    run: Resolved, hardware: Hardware, bounds: Sequence[float], part: int = 0, of: int = 1
 ) -> tuple[RankMemory, ...] | None:
     """`memory` of a run that fits; None at the first rank that does not.
 
     Args:
         bounds: `least`; the fullest ranks are looked at first.
+        part: which of so many parts of the ranks to look at.
     """
     found: list[RankMemory] = []
-    for rank in sorted(range(len(bounds)), key=lambda rank: -bounds[rank]):
+    for rank in sorted(range(len(bounds)), key=lambda rank: -bounds[rank])[part::of]:
         found.append(_of_rank(run, rank))
         if found[-1].reserved > _room(hardware):
             return None

@@ -224,6 +224,11 @@ def _norm(run: Resolved) -> Unit:
     return total
 
 
+def parameters(run: Resolved, kind: str) -> tuple[Parameter, ...]:
+    """Parameters of a unit, by `Unit.kind`."""
+    return _parts(run)[kind]
+
+
 def elements(run: Resolved, kind: str) -> list[tuple[int, int]]:
     """(gathered, shard) elements of each parameter of a unit, by `Unit.kind`."""
     return [_elements(run, parameter)[1:] for parameter in _parts(run)[kind]]

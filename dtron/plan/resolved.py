@@ -188,7 +188,11 @@ class Resolved:
 
     def window(self, layer: int) -> int:
         """Keys that a token sees; 0: all before it."""
-        return self.model.windows[layer] if layer < self.model.n_layers else self.model.window
+        return self._windows[layer] if layer < self.model.n_layers else self.model.window
+
+    @functools.cached_property
+    def _windows(self) -> tuple[int, ...]:
+        return self.model.windows
 
     def recomputes(self, layer: int) -> bool:
         """Whether a layer computes anything twice."""

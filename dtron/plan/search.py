@@ -13,11 +13,15 @@ preflight's.
 Activations are offloaded where a layout does not fit otherwise: it is never faster.
 """
 
+import contextlib
 import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +43,7 @@ EXPERT_TP = (1, 2, 4, 8)
 _DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule", "stages_per_rank")
 RECIPE = "tensorwise"
 """Of float8, the recipe whose rates hardware rows have."""
+PROCESSES = 4
 COUNTS: tuple[str, ...] = ("enumerated", "pruned", "illegal", "too large", "predicted")
 
 
@@ -77,12 +82,19 @@ class Searched:
 
 
 def search(
-    config: RunConfig, world: int, hardware: Hardware, most: int = 10, float8: bool = False
+    config: RunConfig,
+    world: int,
+    hardware: Hardware,
+    most: int = 10,
+    float8: bool = False,
+    processes: int = 0,
 ) -> Searched:
     """The best layouts of a model and a global batch.
 
     Args:
         float8: look at float8 too, which changes what is trained.
+        processes: that look at layouts, on which nothing found depends; 0: as many as processors,
+            at most PROCESSES. Where processes cannot be forked this one does all.
     Raises:
         ConfigError: no layout is legal and fits; tells how many were looked at. Or there are no
             rates for what is asked for.
@@ -96,9 +108,10 @@ def search(
     for choice in _choices(config, model, world, float8):
         space.push(choice)
     best = []
-    while space.queue and len(best) < most:
-        if found := space.pop():
-            best.append(found)
+    with _pool(processes or min(PROCESSES, os.cpu_count() or 1)) as space.workers:
+        while space.queue and len(best) < most:
+            if found := space.pop():
+                best.append(found)
     best.sort(key=lambda found: -found.time.tokens_per_second_per_gpu)  # a bound may be close
     counts = space.counts
     for entry in space.queue:
@@ -119,7 +132,6 @@ def search(
 class _Timed:
     """A layout that fits if the allocator leaves no holes."""
 
-    run: Resolved
     least: tuple[float, ...]
     """Bytes by rank; `reserved` is not below."""
     time: Prediction
@@ -128,6 +140,61 @@ class _Timed:
     def speed(self) -> float:
         """Tokens a second and GPU."""
         return self.time.tokens_per_second_per_gpu
+
+
+def _time(
+    config: RunConfig, choice: dict[str, Any], world: int, hardware: Hardware
+) -> _Timed | str:
+    """A choice's time, or what it is: illegal, or too large."""
+    try:
+        run = Resolved.of(_with(config, choice), world)
+    except ConfigError:
+        return "illegal"
+    if any(far_memory(run, hardware)):
+        return "illegal"
+    if not (bounds := least(run, hardware)):
+        return "too large"
+    return _Timed(bounds, predict(run, hardware))
+
+
+def _fitting(
+    config: RunConfig,
+    choice: dict[str, Any],
+    world: int,
+    hardware: Hardware,
+    bounds: tuple[float, ...],
+    part: int,
+    of: int,
+) -> tuple[RankMemory, ...] | None:
+    """`fitting` of a choice."""
+    return fitting(Resolved.of(_with(config, choice), world), hardware, bounds, part, of)
+
+
+@dataclass(frozen=True)
+class _Workers:
+    """Processes, or none but this one."""
+
+    pool: ProcessPoolExecutor | None
+    number: int
+
+    def begin(self, call: Callable[..., Any], *given: Any) -> Callable[[], Any]:
+        """What gives a call's result; without other processes it is made then."""
+        if self.pool is None:
+            return functools.partial(call, *given)
+        return self.pool.submit(call, *given).result
+
+
+@contextlib.contextmanager
+def _pool(processes: int) -> Iterator[_Workers]:
+    """Forked processes, since importing torch takes seconds."""
+    if processes == 1 or "fork" not in multiprocessing.get_all_start_methods():
+        yield _Workers(None, 1)
+        return
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"))
+    try:
+        yield _Workers(pool, processes)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, order=True)
@@ -141,7 +208,7 @@ class _Entry:
     timed: _Timed | None = field(compare=False, default=None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Space:
     """What is looked at: a queue of choices, the highest bounds first. One whose turn it is gets
     its time and waits again; one whose turn comes with its time is faster than all others can be,
@@ -155,6 +222,9 @@ class _Space:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     done: dict[tuple[Any, ...], float] = field(default_factory=dict)
     """Of `_bound`."""
+    workers: _Workers = _Workers(None, 1)
+    begun: dict[int, Callable[[], Any]] = field(default_factory=dict)
+    """Times by number of an entry."""
 
     def push(self, choice: dict[str, Any]) -> None:
         """A choice, or the same with activations offloaded, if its mean rank can fit."""
@@ -167,31 +237,42 @@ class _Space:
 
     def pop(self) -> Found | None:
         """The fastest of all that are left, if that is known by now and it fits."""
+        if self.queue[0].timed is None:
+            self._begin()
         entry = heapq.heappop(self.queue)
         if entry.timed is None:
-            if timed := self._time(entry.choice):
+            timed = self.begun.pop(entry.number)()
+            if isinstance(timed, _Timed):
                 again = _Entry(-timed.speed, entry.number, entry.choice, timed)
                 heapq.heappush(self.queue, again)
+            elif timed == "too large":
+                self._refuse(entry.choice)
+            else:
+                self.counts["illegal"] += 1
             return None
-        held = fitting(entry.timed.run, self.hardware, entry.timed.least)
-        if held is None:
-            return self._refuse(entry.choice)
+        found = (self.config, entry.choice, self.world, self.hardware)
+        parts = [
+            self.workers.begin(_fitting, *found, entry.timed.least, part, self.workers.number)
+            for part in range(self.workers.number)
+        ]
+        held: list[RankMemory] = []
+        for part in parts:
+            if (ranks := part()) is None:
+                return self._refuse(entry.choice)
+            held += ranks
         self.counts["predicted"] += 1
-        return Found(entry.timed.run, worst(held), entry.timed.time)
+        run = Resolved.of(_with(self.config, entry.choice), self.world)
+        return Found(run, worst(sorted(held, key=lambda each: each.rank)), entry.timed.time)
 
-    def _time(self, choice: dict[str, Any]) -> _Timed | None:
-        """Unless it is illegal or too large."""
-        try:
-            run = Resolved.of(_with(self.config, choice), self.world)
-        except ConfigError:
-            self.counts["illegal"] += 1
-            return None
-        if any(far_memory(run, self.hardware)):
-            self.counts["illegal"] += 1
-            return None
-        if not (bounds := least(run, self.hardware)):
-            return self._refuse(choice)
-        return _Timed(run, bounds, predict(run, self.hardware))
+    def _begin(self) -> None:
+        """Begin to time the next entry, and as many after it as there are processes: most of them
+        will be next."""
+        nearest = heapq.nsmallest(2 * self.workers.number, self.queue)
+        for entry in nearest[:1] if self.workers.pool is None else nearest:
+            if entry.timed is None and entry.number not in self.begun:
+                self.begun[entry.number] = self.workers.begin(
+                    _time, self.config, entry.choice, self.world, self.hardware
+                )
 
     def _refuse(self, choice: dict[str, Any]) -> None:
         """What is too large is looked at with activations offloaded."""

@@ -7,16 +7,14 @@ ranks; and what many ranks that differ in speed cost.
 """
 
 import heapq
-import itertools
 import random
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from statistics import NormalDist
 from typing import Any
 
-from dtron.parallelisms.actions import COMPUTE, Action, Kind, Order, Span, needs, result
+from dtron.parallelisms.actions import COMPUTE, Kind, Order, Result, Span, needs, result
 
 Link = tuple[str, int]
 """One way of a rank's adapter: ("out", rank) or ("in", rank)."""
@@ -40,27 +38,31 @@ class Traffic:
 
     def next_end(self) -> float:
         """When the first of them is done if no other starts; infinity if there is none."""
+        if not self._left:
+            return inf
         rates = self._shares()
-        return min((self.now + left / rates[n] for n, left in self._left.items()), default=inf)
+        return min(self.now + left / rates[name] for name, left in self._left.items())
 
     def advance(self, until: float) -> list[Any]:
         """Let time go on, not beyond the next end; those that are then done."""
-        rates = self._shares()
-        ends = {name: self.now + left / rates[name] for name, left in self._left.items()}
-        done = [name for name, end in ends.items() if end <= until]
+        rates, left, passed = self._shares(), self._left, until - self.now
+        done = [name for name, rate in rates.items() if self.now + left[name] / rate <= until]
         for name, rate in rates.items():
-            self._left[name] -= (until - self.now) * rate
+            left[name] -= passed * rate
         self.now = until
         for name in done:
-            del self._left[name], self._links[name]
+            del left[name], self._links[name]
             self._rates = None
         return done
 
     def _shares(self) -> dict[Any, float]:
         if self._rates is None:
-            used = Counter(itertools.chain.from_iterable(self._links.values()))
+            used: dict[Link, int] = {}
+            for links in self._links.values():
+                for link in links:
+                    used[link] = used.get(link, 0) + 1
             self._rates = {
-                name: 1 / max(used[link] for link in links) for name, links in self._links.items()
+                name: 1 / max([used[link] for link in links]) for name, links in self._links.items()
             }
         return self._rates
 
@@ -81,21 +83,27 @@ def run_order(
         Seconds of the step, and spans by rank.
     """
     todo = [[action for action in row if action.kind in COMPUTE] for row in order]
-    users = _users(todo, n_stages)
+    number: dict[Result, int] = {}  # hashes of results are slow
+    makes = [[number.setdefault(result(action), len(number)) for action in row] for row in todo]
+    wanted = [
+        [[number.setdefault(r, len(number)) for r in needs(action, n_stages)] for action in row]
+        for row in todo
+    ]
+    lasts = [[costs[action.stage, action.kind] for action in row] for row in todo]
+    users = _users(wanted)
     at, busy = [0] * len(todo), [False] * len(todo)
-    here: set[tuple[Any, int]] = set()  # (result, rank that has it)
+    here: list[set[int]] = [set() for _ in todo]  # results that a rank has
     spans: list[list[Span]] = [[] for _ in todo]
     running: list[tuple[float, int]] = []
     traffic = Traffic()
     ready = list(range(len(todo)))
     while True:
         for rank in ready:
-            if busy[rank] or at[rank] == len(todo[rank]):
+            if busy[rank] or (place := at[rank]) == len(todo[rank]):
                 continue
-            action = todo[rank][at[rank]]
-            if all((want, rank) in here for want in needs(action, n_stages)):
-                end = traffic.now + costs[action.stage, action.kind]
-                spans[rank].append(Span(rank, action, traffic.now, end))
+            if here[rank].issuperset(wanted[rank][place]):
+                end = traffic.now + lasts[rank][place]
+                spans[rank].append(Span(rank, todo[rank][place], traffic.now, end))
                 heapq.heappush(running, (end, rank))
                 busy[rank] = True
         first = running[0][0] if running else inf
@@ -104,28 +112,28 @@ def run_order(
             return max((row[-1].end for row in spans if row), default=0.0), tuple(map(tuple, spans))
         ready = []
         for made, rank in traffic.advance(now):
-            here.add((made, rank))
+            here[rank].add(made)
             ready.append(rank)
         while running and running[0][0] <= now:
             _, rank = heapq.heappop(running)
-            made = result(todo[rank][at[rank]])
+            made = makes[rank][at[rank]]
             busy[rank], at[rank] = False, at[rank] + 1
             ready.append(rank)
-            here.add((made, rank))
+            here[rank].add(made)
             for other in users.get(made, ()):
                 if other != rank and hop:
                     traffic.start((made, other), hop, (("out", rank), ("in", other)))
                 elif other != rank:
-                    here.add((made, other))
+                    here[other].add(made)
                     ready.append(other)
 
 
-def _users(todo: list[list[Action]], n_stages: int) -> dict[Any, set[int]]:
+def _users(wanted: list[list[list[int]]]) -> dict[int, set[int]]:
     """Ranks that need a result."""
-    found: dict[Any, set[int]] = {}
-    for rank, row in enumerate(todo):
-        for action in row:
-            for want in needs(action, n_stages):
+    found: dict[int, set[int]] = {}
+    for rank, row in enumerate(wanted):
+        for wants in row:
+            for want in wants:
                 found.setdefault(want, set()).add(rank)
     return found
 

@@ -145,6 +145,8 @@ def busy_seconds(run: Resolved, hardware: Hardware) -> float:
 def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> float:
     """Seconds of a step that layers wait for copies to the host and back. The last one of a model
     that is no stage stays."""
+    if not run.config.recompute.offload:
+        return 0.0
     layers = [layer for stage in stages for layer in stage.layers]
     copied = layers[:-1] if run.layout is None else layers
     waits = sum(offload_wait(run, layer, hardware) for layer in copied)

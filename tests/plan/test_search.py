@@ -20,7 +20,17 @@ from dtron.plan.hardware import hardware
 from dtron.plan.memory import fits, fitting, least, memory, worst
 from dtron.plan.report import number
 from dtron.plan.resolved import Resolved
-from dtron.plan.search import _choices, _least_bytes, _Space, _weights, _with, pareto, search
+from dtron.plan.search import (
+    _choices,
+    _least_bytes,
+    _Space,
+    _time,
+    _Timed,
+    _weights,
+    _with,
+    pareto,
+    search,
+)
 from dtron.plan.simulate import Disorder, Traffic, run_order, slowest_of
 from dtron.plan.steptime import predict
 from dtron.plan.whole import plan
@@ -90,8 +100,10 @@ def test_no_rank_takes_less_than_its_bound(overrides: str, world: int) -> None:
         space.push(choice)
     seen = 0
     for entry in list(space.queue):
-        if timed := space._time(entry.choice):
-            reserved = [rank.reserved for rank in memory(timed.run)]
+        timed = _time(config, entry.choice, world, large)
+        if isinstance(timed, _Timed):
+            run = Resolved.of(_with(config, entry.choice), world)
+            reserved = [rank.reserved for rank in memory(run)]
             for bound, taken in zip(timed.least, reserved, strict=True):
                 assert 0.5 * taken < bound <= taken, entry.choice
             seen += 1
@@ -108,13 +120,22 @@ def test_memory_is_replayed_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("dtron.plan.search.fitting", counted)
     config = RunConfig.load(ROOT / "configs/llama3_8b.toml", ["train.global_batch=32"])
-    found = search(config, 8, hardware("h100"))
+    found = search(config, 8, hardware("h100"), processes=1)
     assert found.counts["predicted"] > len(found.best) == 10
     assert sum(found.counts.values()) == 2 * found.counts["enumerated"]
     assert 10 <= len(replayed) <= 20
     assert found.best[0].memory == worst(memory(found.best[0].run))
     slowest = found.best[-1].time.tokens_per_second_per_gpu
     assert all(speed <= 1.01 * slowest for _, speed in found.seen[10:])
+
+
+def test_nothing_found_depends_on_the_number_of_processes() -> None:
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", ["train.global_batch=32"])
+    one, three = (search(config, 8, hardware("h100"), processes=n) for n in (1, 3))
+    assert one.counts == three.counts
+    assert one.seen == three.seen
+    for a, b in zip(one.best, three.best, strict=True):
+        assert (a.run.config, a.memory, a.time) == (b.run.config, b.memory, b.time)
 
 
 def test_a_rank_that_does_not_fit_ends_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
