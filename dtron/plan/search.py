@@ -123,7 +123,7 @@ def search(
             f"--search found no legal layout of {world} GPUs that fits {limit / 2**30:.0f} GiB "
             f"({told}); use more GPUs, or another train.global_batch"
         )
-    left = [entry.timed for entry in space.queue if entry.timed]
+    left = [entry.timed for entry in sorted(space.queue) if entry.timed]
     seen = [found.point for found in best] + [(max(t.least), t.speed) for t in left]
     return Searched(tuple(best), tuple(seen), counts)
 
