@@ -44,8 +44,8 @@ HOST = (
 """Seconds of the host by kind of call, of an H200 server, torch 2.11.0+cu130, 2026-11-22. From a
 trace of two steps of the 16B mixture on 2 GPUs that the host bounds (tp 2, ep 2, zero 3, full
 recomputation, micro-batches of 1 x 4,096): a kind's own time over its number. The profiler makes a
-step of 1.547 s one of 2.159 s; each time is taken times 0.717, as if it slowed all kinds alike.
-Hosts of other rows were not measured and are taken to be as fast."""
+step of 1.547 s one of 2.159 s; each time is taken times 0.717, as if it slowed all kinds alike. It
+was a virtual machine; rows whose hosts were not measured count none."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ class Hardware:
     """Shares of `nvlink` that collectives of a kind reach; those not named reach all of it."""
     issue: NonNegativeFloat = 50e-6
     """Seconds that the host takes to issue a collective: a small one takes as long, alone."""
-    calls: tuple[tuple[str, NonNegativeFloat], ...] = HOST
-    """Seconds of the host by kind of call (`dtron.plan.issuing`)."""
+    calls: tuple[tuple[str, NonNegativeFloat], ...] = ()
+    """Seconds of the host by kind of call (`dtron.plan.issuing`); none: not measured, and the host
+    is taken to keep up."""
 
     def product(self, m: int, k: int, n: int, groups: int = 1, float8: bool = False) -> float:
         """Seconds of an (m, k) by (k, n) product, or of `groups` products that share the m rows."""
@@ -198,6 +199,7 @@ HARDWARE: dict[str, Hardware] = {
             "(benchmarks/RESULTS.md); 141 GB of the data sheet; network as h100's",
             memory=150.7e9,  # 140.4 GiB that the driver reports
             copy=4.2e12,
+            calls=HOST,
         ),
         replace(
             _H100,

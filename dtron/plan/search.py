@@ -123,7 +123,7 @@ def search(
             f"--search found no legal layout of {world} GPUs that fits {limit / 2**30:.0f} GiB "
             f"({told}); use more GPUs, or another train.global_batch"
         )
-    left = [entry.timed for entry in space.queue if entry.timed]
+    left = [entry.timed for entry in sorted(space.queue) if entry.timed]
     seen = [found.point for found in best] + [(max(t.least), t.speed) for t in left]
     return Searched(tuple(best), tuple(seen), counts)
 
@@ -267,8 +267,10 @@ class _Space:
     def _begin(self) -> None:
         """Begin to time the next entry, and as many after it as there are processes: most of them
         will be next."""
-        nearest = heapq.nsmallest(2 * self.workers.number, self.queue)
-        for entry in nearest[:1] if self.workers.pool is None else nearest:
+        several = 1 if self.workers.pool is None else 2 * self.workers.number
+        nearest = [heapq.heappop(self.queue) for _ in range(min(several, len(self.queue)))]
+        for entry in nearest:
+            heapq.heappush(self.queue, entry)
             if entry.timed is None and entry.number not in self.begun:
                 self.begun[entry.number] = self.workers.begin(
                     _time, self.config, entry.choice, self.world, self.hardware
