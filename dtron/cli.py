@@ -12,8 +12,8 @@ from dtron.config import RunConfig, choices, fields
 from dtron.errors import ArgumentParser, ConfigError, DtronError, nearest
 
 _GRACE_SECONDS = 10
-_CLOSED = 128 + signal.SIGPIPE
-"""Exit status of programs whose reader has gone, as shells tell it."""
+_CLOSED = 141
+"""Exit status of programs whose reader has gone, as shells tell it: 128 and SIGPIPE's number."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def _plan(arguments: Sequence[str]) -> int:
 
 
 def _to_reader(command: Callable[[], int]) -> int:
-    """Run what only prints, until its reader has closed the pipe, as `| head` does."""
+    """Run what prints, until its reader has closed the pipe, as `| head` does."""
     try:
         status = command()
         sys.stdout.flush()  # here, where a closed pipe can be told

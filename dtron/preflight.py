@@ -77,15 +77,17 @@ class Checked:
         return self.facts is not None and self.facts.step >= self.steps and lasting
 
 
-def preflight(config: RunConfig, place: Place) -> Checked:
+def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
     """Check a run against this machine.
 
+    Args:
+        starts: the model will be built here, so that this machine has to hold it.
     Raises:
         ConfigError, DataError, CheckpointError: the first thing that cannot work.
     """
     model, layout, float8 = resolve(config, place.world_size)
     _check_device(config, place.device)
-    if place.device.type == "cpu":
+    if starts and place.device.type == "cpu":
         _check_memory(config, model, place)
     attention = _attention(config, model, place.device)
     tokenizer = load_tokenizer(config.data)

@@ -192,21 +192,22 @@ def _rows(run: Resolved, kind: str) -> tuple[Saved, ...]:
 
 def _kept(run: Resolved, kind: str, mode: str) -> dict[str, float]:
     found: dict[str, float] = {}
-    for row in _rows(run, kind):
-        if row.eager == run.config.compile.enable and row.eager is not None:
-            continue
-        pulled = row.pulled and mode == SELECTIVE and pulls_rows(run)
-        if mode in row.modes or pulled:
-            found[row.module] = found.get(row.module, 0.0) + _bytes(run, row)
+    for row in _kept_rows(run, kind, mode):
+        found[row.module] = found.get(row.module, 0.0) + _bytes(run, row)
     return found
+
+
+def _kept_rows(run: Resolved, kind: str, mode: str) -> list[Saved]:
+    pulls = mode == SELECTIVE and pulls_rows(run)
+    of_compiler = (None, not run.config.compile.enable)
+    rows = [row for row in _rows(run, kind) if row.eager in of_compiler]
+    return [row for row in rows if mode in row.modes or (pulls and row.pulled)]
 
 
 def tensors(run: Resolved, layer: int, whole: bool = False) -> list[int]:
     """Bytes of each tensor that a layer keeps; arguments are those of `kept`."""
     mode = run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
-    compiled = run.config.compile.enable
-    rows = [row for row in _rows(run, run.kind(layer)) if row.eager in (None, not compiled)]
-    return [int(_bytes(run, row)) for row in rows if mode in row.modes]
+    return [int(_bytes(run, row)) for row in _kept_rows(run, run.kind(layer), mode)]
 
 
 def _bytes(run: Resolved, row: Saved) -> float:

@@ -112,7 +112,7 @@ def dry_run(config: RunConfig, name: str) -> int:
     row = hardware(name) if name else of_device(place.device)
     found = plan(config, place.world_size, row)
     if found["legal"]:
-        preflight(config, place)
+        preflight(config, place, starts=False)
     if place.rank == 0:
         if found["legal"]:
             print(f"all checks of a start passed, data and tokenizer too; {place.world_size} ranks")

@@ -94,7 +94,8 @@ def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
     mixture, compiled = run.has_experts(layer), run.config.compile.enable
     apart = run.experts["ep"] * run.experts["etp"] > 1
     leaves = mixture and apart and run.config.parallel.dispatcher == "all_to_all"
-    forwards = 2 if run.recomputes(layer) and run.config.recompute.mode == "full" else 1
+    again = run.recomputes(layer) and (run.config.recompute.mode == "full" or not compiled)
+    forwards = 2 if again else 1
     inside = [p for p in products(run, run.kind(layer)) if not (leaves and p.module == "experts")]
     forward, backward = (each * len(inside) for each in KERNELS)
     kernels = forwards * (forward + ROUTING * mixture) + backward

@@ -19,14 +19,18 @@ import heapq
 import itertools
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
 from dtron.config import RunConfig
-from dtron.errors import ConfigError
+from dtron.errors import ConfigError, DtronError
 from dtron.models.config import DecoderConfig
 from dtron.plan.activations import block
 from dtron.plan.hardware import Hardware
@@ -43,6 +47,7 @@ EXPERT_TP = (1, 2, 4, 8)
 _DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule", "stages_per_rank")
 RECIPE = "tensorwise"
 """Of float8, the recipe whose rates hardware rows have."""
+_FORKS = sys.platform == "linux"  # elsewhere libraries may not survive it
 PROCESSES = 4
 COUNTS: tuple[str, ...] = ("enumerated", "pruned", "illegal", "too large", "predicted")
 
@@ -108,7 +113,9 @@ def search(
     for choice in _choices(config, model, world, float8):
         space.push(choice)
     best = []
-    with _pool(processes or min(PROCESSES, os.cpu_count() or 1)) as space.workers:
+    with _pool(
+        processes or min(PROCESSES, len(os.sched_getaffinity(0)) if _FORKS else 1)
+    ) as space.workers:
         while space.queue and len(best) < most:
             if found := space.pop():
                 best.append(found)
@@ -184,17 +191,38 @@ class _Workers:
         return self.pool.submit(call, *given).result
 
 
+def _processes() -> int:
+    return min(PROCESSES, len(os.sched_getaffinity(0))) if _FORKS else 1
+
+
 @contextlib.contextmanager
 def _pool(processes: int) -> Iterator[_Workers]:
     """Forked processes, since importing torch takes seconds."""
-    if processes == 1 or "fork" not in multiprocessing.get_all_start_methods():
+    if processes == 1 or not _FORKS:
         yield _Workers(None, 1)
         return
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"))
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _end_with_parent)
     try:
         yield _Workers(pool, processes)
+    except BrokenProcessPool as error:
+        raise DtronError(
+            "--search: one of its processes was ended from outside, for memory perhaps; run it "
+            "where more is free"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Else a worker whose parent was killed would wait for work for good."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has one"
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @dataclass(frozen=True, order=True)

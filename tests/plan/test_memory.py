@@ -77,7 +77,6 @@ MEASURED = [
     (PP + " parallel.schedule=Interleaved1F1B", 4, 105.0, 0.03),
     (BLOCKS, 1, 76.6, 0.03),
     (BLOCKS + " recompute.mode=selective", 1, 71.1, 0.03),
-    # 3.9 GiB, as much as its logits, are not explained (docs/planning.md).
     # Of 2026-11-22, with the allocator's history (docs/planning.md); 61.6 of the day before is of
     # an older state of dtron.
     (BLOCKS + " recompute.mode=full parallel.zero=3", 1, 58.1, 0.03),

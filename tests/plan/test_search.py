@@ -1,8 +1,11 @@
 """The fastest layouts are legal, fit, and follow from the model of time and memory."""
 
+import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -386,3 +389,33 @@ def test_a_reader_that_goes_ends_it_quietly(how: list[str]) -> None:
     assert process.wait() == 141
     assert "Error" not in told
     assert "Traceback" not in told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
+def test_processes_end_with_the_one_that_started_them() -> None:
+    """Also where it was killed: they would wait for work for good."""
+    script = "import os, time\nfrom dtron.plan import search\n"
+    script += "with search._pool(2) as workers:\n"
+    script += "    [workers.begin(os.getpid)() for _ in range(4)]\n"
+    script += "    print(*workers.pool._processes, flush=True)\n    time.sleep(100)\n"
+    command = [sys.executable, "-c", script]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        workers = [int(word) for word in parent.stdout.readline().split()]
+    parent.kill()
+    parent.wait()
+    until = time.monotonic() + 20
+    while (left := [worker for worker in workers if _runs(worker)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    for worker in left:
+        os.kill(worker, signal.SIGKILL)
+    assert workers
+    assert not left
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
