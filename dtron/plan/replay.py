@@ -222,10 +222,13 @@ class _Replay:
     def _gather(self, unit: _Unit) -> None:
         if unit.out:
             return
+        cast: list[Block] = []
         for size in unit.weights:
+            if self.run.shards == 1:  # cast, then copied; the last cast goes when the next is made
+                before, cast = cast, self._take([size])
+                self._free(before)
             unit.out += self._take([size])
-            if self.run.shards == 1:  # cast first, then copied
-                self._free(self._take([size]))
+        self._free(cast)
 
     def _reshard(self, unit: _Unit) -> None:
         self._free(unit.out)
