@@ -1,7 +1,7 @@
 """How long the host needs to issue a step.
 
 A GPU computes what the host has queued; where its work is shorter than the host's, it waits. The
-host's work is counted in calls, each of which has a price that does not depend on sizes:
+host's work is counted in calls, each of which has a price, whatever its size:
 
     graph       a call of a compiled graph: by the forward, by recomputation, by the backward
     parameter   of such a call, each that is a DTensor: torch's runtime takes it apart, and puts its
@@ -14,8 +14,9 @@ host's work is counted in calls, each of which has a price that does not depend 
     counts      the host waits for how many rows there are for each expert
     update      of one parameter
 
-A block is one graph. Where rows of experts leave the rank by all-to-all it is CUT graphs, with
-ROUTED eager operations between them, and `recompute.mode = "full"` calls all of them once more.
+A block is one graph. Where rows of experts leave the rank by a dispatcher that no graph holds it is
+CUT graphs, with ROUTED eager operations between them. `recompute.mode = "full"`, and every mode of
+an eager block, calls all of them once more.
 KERNELS, ROUTING and ROUTED are what a trace of the 16B mixture launches; other models are counted
 by their products. Copies between host and device, data, logging and a pipeline's own work are left
 out. Prices are of a row of `dtron.plan.hardware`, which says how they were measured.
@@ -23,6 +24,7 @@ out. Prices are of a row of `dtron.plan.hardware`, which says how they were meas
 
 from collections.abc import Mapping
 
+from dtron.parallelisms.expert import in_graphs
 from dtron.plan.communication import collectives
 from dtron.plan.parameters import parameters, units
 from dtron.plan.resolved import Resolved, Stage
@@ -93,7 +95,7 @@ def _of_stage(run: Resolved, stage: Stage) -> dict[str, float]:
 def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
     mixture, compiled = run.has_experts(layer), run.config.compile.enable
     apart = run.experts["ep"] * run.experts["etp"] > 1
-    leaves = mixture and apart and run.config.parallel.dispatcher == "all_to_all"
+    leaves = mixture and apart and not in_graphs(run.config.parallel.dispatcher)
     again = run.recomputes(layer) and (run.config.recompute.mode == "full" or not compiled)
     forwards = 2 if again else 1
     inside = [p for p in products(run, run.kind(layer)) if not (leaves and p.module == "experts")]

@@ -59,6 +59,14 @@ def test_calls_are_those_of_a_trace_on_two_gpus() -> None:
     assert whole["kernel"] == pytest.approx(13 * 164 + 67, rel=0.17)
 
 
+def test_a_dispatcher_that_no_graph_holds_cuts_blocks() -> None:
+    """Whatever its name."""
+    names = ("all_to_all", "deepep")
+    cut, library = (calls(mixture(f"{SHORT} parallel.dispatcher={name}"), 0) for name in names)
+    assert (library["graph"], library["counts"]) == (cut["graph"], cut["counts"])
+    assert library["counts"] > 0
+
+
 DISPATCHERS = ("parallel.dispatcher=all_to_all", "parallel.dispatcher=symmetric_memory")
 
 
