@@ -90,7 +90,7 @@ def draw(seed: int) -> list[dict[str, Any]]:
                 continue
             held = worst(memory(run)).reserved
             label = f"{name} on {world}: {shlex.join(words[len(base.split()) :])}"
-            if held > row.memory - row.outside or label in seen:
+            if held > row.room or label in seen:
                 continue
             layout = predicted({"label": label, "world": world, "overrides": words}, row)
             if layout["step_seconds"] <= LONGEST:

@@ -178,11 +178,15 @@ def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
     Args:
         whole: as without recomputation, while it is computed again.
     """
-    mode = run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
+    mode = _mode(run, layer, whole)
     key = ("kept", run.kind(layer), mode)
     if key not in run.memo:
         run.memo[key] = _kept(run, run.kind(layer), mode)
     return run.memo[key]
+
+
+def _mode(run: Resolved, layer: int, whole: bool) -> str:
+    return run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
 
 
 def _rows(run: Resolved, kind: str) -> tuple[Saved, ...]:
@@ -206,7 +210,7 @@ def _kept_rows(run: Resolved, kind: str, mode: str) -> list[Saved]:
 
 def tensors(run: Resolved, layer: int, whole: bool = False) -> list[int]:
     """Bytes of each tensor that a layer keeps; arguments are those of `kept`."""
-    mode = run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
+    mode = _mode(run, layer, whole)
     return [int(_bytes(run, row)) for row in _kept_rows(run, run.kind(layer), mode)]
 
 

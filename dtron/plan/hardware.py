@@ -98,6 +98,11 @@ class Hardware:
     """Seconds of the host by kind of call (`dtron.plan.issuing`); none: not measured, and the host
     is taken to keep up."""
 
+    @property
+    def room(self) -> float:
+        """Bytes that the allocator can have."""
+        return self.memory - self.outside
+
     def product(self, m: int, k: int, n: int, groups: int = 1, float8: bool = False) -> float:
         """Seconds of an (m, k) by (k, n) product, or of `groups` products that share the m rows."""
         if min(m, k, n) == 0:

@@ -93,7 +93,7 @@ def least(run: Resolved, hardware: Hardware) -> tuple[float, ...]:
     found: list[float] = []
     for rank in range(run.degrees["pp"]) if _host_fits(run, hardware) else ():
         found.append(replay.least(*_replayed(run, rank)) + _elsewhere(run, rank))
-        if found[-1] > _room(hardware):
+        if found[-1] > hardware.room:
             return ()
     return tuple(found)
 
@@ -110,7 +110,7 @@ def fitting(
     found: list[RankMemory] = []
     for rank in sorted(range(len(bounds)), key=lambda rank: -bounds[rank])[part::of]:
         found.append(_of_rank(run, rank))
-        if found[-1].reserved > _room(hardware):
+        if found[-1].reserved > hardware.room:
             return None
     return tuple(sorted(found, key=lambda each: each.rank))
 
@@ -142,11 +142,7 @@ def offloaded_by_host(run: Resolved, hardware: Hardware) -> float:
 
 def fits(run: Resolved, ranks: Sequence[RankMemory], hardware: Hardware) -> bool:
     """Whether a device holds the worst rank, and a host what its ranks offload."""
-    return worst(ranks).reserved <= _room(hardware) and _host_fits(run, hardware)
-
-
-def _room(hardware: Hardware) -> float:
-    return hardware.memory - hardware.outside
+    return worst(ranks).reserved <= hardware.room and _host_fits(run, hardware)
 
 
 def _host_fits(run: Resolved, hardware: Hardware) -> bool:

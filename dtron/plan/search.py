@@ -125,7 +125,7 @@ def search(
         counts["pruned" if entry.timed is None else "predicted"] += 1
     if not best:
         told = ", ".join(f"{n} {what}" for what, n in counts.items())
-        limit = hardware.memory - hardware.outside
+        limit = hardware.room
         raise ConfigError(
             f"--search found no legal layout of {world} GPUs that fits {limit / 2**30:.0f} GiB "
             f"({told}); use more GPUs, or another train.global_batch"
@@ -257,7 +257,7 @@ class _Space:
     def push(self, choice: dict[str, Any]) -> None:
         """A choice, or the same with activations offloaded, if its mean rank can fit."""
         self.counts["enumerated"] += 1
-        limit = self.hardware.memory - self.hardware.outside
+        limit = self.hardware.room
         if _least_bytes(self.config, self.model, choice, self.weights, self.world) > limit:
             return self._refuse(choice)
         bound = _bound(self.config, self.model, choice, self.world, self.hardware, self.done)

@@ -51,7 +51,7 @@ def plan(
 def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> dict[str, Any]:
     """Of all pipeline ranks, and of the one that holds most; bytes."""
     most = worst(ranks)
-    limit = hardware.memory - hardware.outside
+    limit = hardware.room
     return {
         "parameters": n_parameters(run.model),
         "parameters_per_rank": sum(each.elements for each in ranks) / len(ranks),
