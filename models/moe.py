@@ -80,6 +80,13 @@ class Experts(nn.Module):
         """What `forward` gives for the rows that `begin` was given."""
         return self(*pending)
 
+    def product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
+        """Each expert's rows by its matrix of this name, (N, K) -> (N, M). Replaced from outside
+        where weight gradients are put off."""
+        weight = self.own(name)
+        assert weight is not None, f"experts have no {name}"
+        return self.multiply(x, weight, offsets)
+
     def forward(self, x: Tensor, offsets: Tensor, tail: bool = True) -> Tensor:
         """Each expert's network on its rows.
 
@@ -95,18 +102,16 @@ class Experts(nn.Module):
         inside = (rows < offsets[-1]).unsqueeze(1)
         if tail:  # for the gradients, which grouped_mm leaves open there, as it does results
             x = torch.where(inside, x, 0)
-        h = self._product("up", x, offsets, inside)
+        h = self._affine("up", x, offsets, inside)
         if self.activation.gated:
-            h = self.activate(self._product("gate", x, offsets, inside), h)
+            h = self.activate(self._affine("gate", x, offsets, inside), h)
         else:
             h = self.activate(h)
-        out = self._product("down", h, offsets, inside)
+        out = self._affine("down", h, offsets, inside)
         return torch.where(inside, out, 0) if tail else out
 
-    def _product(self, name: str, x: Tensor, offsets: Tensor, inside: Tensor) -> Tensor:
-        weight, bias = self.own(name), self.own(f"{name}_bias")
-        assert weight is not None, f"experts have no {name}"
-        out = self.multiply(x, weight, offsets)
+    def _affine(self, name: str, x: Tensor, offsets: Tensor, inside: Tensor) -> Tensor:
+        out, bias = self.product(name, x, offsets), self.own(f"{name}_bias")
         if bias is None:
             return out
         rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)

@@ -1,13 +1,14 @@
-"""Weight gradients of linear layers apart from the backward: the W of zero-bubble schedules.
+"""Weight gradients apart from the backward: the W of zero-bubble schedules.
 
 The backward B of a linear y = x w^T is two products. The gradient of the input is due at once, as
 the stage before waits for it; the gradient of the weight can be computed whenever there is time:
 
     B = I + W      I: grad_x = grad_y w        W: grad_w = grad_y^T x
 
-`defer` makes each nn.Linear hand (grad_y, x) to a queue in I; `WeightGradients.run` is W. All else
-(norms, biases, embeddings) is done in I. The forward is F.linear as before, so that recomputation
-finds its products; block and graph are the same with deferral and without it.
+`defer` makes each nn.Linear, and each matrix of experts, hand (grad_y, x) to a queue in I;
+`WeightGradients.run` is W. All else (norms, biases, embeddings) is done in I. The forward is
+F.linear or a grouped product as before, so that recomputation finds its products; block and graph
+are the same with deferral and without it.
 
     gradients = defer([stage])               # before compile and FSDP; DTensor weights are fine
     with gradients.collect(micro_batch):     # I
@@ -20,7 +21,7 @@ torch's own split (torch.distributed.pipelining) walks the autograd graph, in wh
 is one node that cannot be split.
 
 Under inductor, compile with `options=COMPILE_OPTIONS`: see there. From I to W the queue holds the
-inputs and output gradients of all linears, also of blocks that recompute. Gradients reach `.grad`
+inputs and output gradients of all these, also of blocks that recompute. Gradients reach `.grad`
 directly, not through autograd: torch.autograd.grad and hooks on these weights do not see them.
 
 Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, of its result
@@ -34,7 +35,7 @@ Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
 import itertools
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +48,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn import functional as F
 
+from dtron.kernels.grouped import grouped_gradient, grouped_product
+
 COMPILE_OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
-"""Options of torch.compile that blocks with deferred linears need under inductor.
+"""Options of torch.compile that blocks with deferred weight gradients need under inductor.
 
 Inductor writes new values into a buffer after its last use in the graph, also into activations
 saved by the forward, and knows nothing of the queue that still holds it. With these two it
@@ -65,12 +68,14 @@ class _Item:
     """(tokens, out)"""
     x: Tensor
     """(tokens, in)"""
+    offsets: Tensor | None = None
+    """Of experts, int32 (E,): where the rows of each end. The weight is (E, out, in)."""
 
 
 class WeightGradients:
     """Weight gradients of one stage that are still to be computed, by micro-batch.
 
-    Outside of `collect` the linears add their weight gradients at once, as a plain backward does.
+    Outside of `collect` weight gradients are added at once, as by a plain backward.
     """
 
     def __init__(self) -> None:
@@ -123,30 +128,38 @@ class WeightGradients:
 
 
 def defer(modules: Iterable[nn.Module]) -> WeightGradients:
-    """Make the nn.Linear layers under these modules queue their weight gradients, in place.
+    """Make the nn.Linear layers and experts under these modules queue their weight gradients, in
+    place.
 
-    Parameters keep their names: only `forward` is replaced. Subclasses of nn.Linear, which compute
-    something else (float8), are left alone.
+    Parameters keep their names: only the `forward` of linears and the `product` of experts are
+    replaced. Subclasses of nn.Linear and experts whose `multiply` is not `grouped_product`, which
+    compute something else (float8), are left alone.
 
     Returns:
         The queues, for one pipeline stage.
     Raises:
-        ValueError: the forward of a linear has been replaced before, as by a second `defer`.
+        ValueError: a forward or a product has been replaced before, as by a second `defer`.
     """
     gradients = WeightGradients()
-    found = {m: None for module in modules for m in module.modules() if type(m) is nn.Linear}
-    for linear in found:
-        if "forward" in vars(linear):
-            raise ValueError("the forward of a linear has already been replaced")
-        linear.forward = _Site(linear, gradients).forward
+    for module in {m: None for root in modules for m in root.modules()}:
+        if type(module) is nn.Linear:
+            _replace(module, "forward", _LinearLayer(module, gradients).forward)
+        elif getattr(module, "multiply", None) is grouped_product:
+            _replace(module, "product", _ExpertLayer(module, gradients).product)
     return gradients
 
 
-class _Site:
-    """One linear and the queues of its stage."""
+def _replace(module: nn.Module, name: str, call: Callable[..., Tensor]) -> None:
+    if name in vars(module):
+        raise ValueError(f"the {name} of {type(module).__name__} has already been replaced")
+    setattr(module, name, call)
 
-    def __init__(self, linear: nn.Linear, gradients: WeightGradients) -> None:
-        self.linear = linear
+
+class _Site:
+    """A weight and the queues of its stage."""
+
+    def __init__(self, module: nn.Module, name: str, gradients: WeightGradients) -> None:
+        self.module, self.name = module, name
         self.gradients = gradients
         number = next(_NUMBERS)
         # A tensor, since a Python number would be a constant of the graph: blocks share one graph.
@@ -154,15 +167,47 @@ class _Site:
         self.number = torch.tensor(number, dtype=torch.int64, device="cpu")
         _SITES[number] = self
 
+    def take(self, grad: Tensor, x: Tensor, offsets: Tensor | None = None) -> None:
+        # Inside a unit's backward the module holds the parameter that the forward used: FSDP puts
+        # the unsharded one there.
+        self.gradients.take(_Item(getattr(self.module, self.name), grad, x, offsets))
+
+
+class _LinearLayer:
+    """One linear."""
+
+    def __init__(self, module: nn.Linear, gradients: WeightGradients) -> None:
+        self.module, self.site = module, _Site(module, "weight", gradients)
+
     def forward(self, input: Tensor) -> Tensor:
         """nn.Linear.forward."""
-        weight, bias = self.linear.weight, self.linear.bias
-        # An input that needs no gradient has no I: its weight gradient is all of B.
-        if not (torch.is_grad_enabled() and input.requires_grad and weight.requires_grad):
+        weight, bias = self.module.weight, self.module.bias
+        if not _puts_off(input, weight):
             return F.linear(input, weight, bias)
         if isinstance(weight, DTensor):
-            return _split_linear(input, weight, bias, self.number)
-        return _linear(input, weight.detach(), bias, self.number)
+            return _split_linear(input, weight, bias, self.site.number)
+        return _linear(input, weight.detach(), bias, self.site.number)
+
+
+class _ExpertLayer:
+    """The matrices of a layer's experts."""
+
+    def __init__(self, module: Any, gradients: WeightGradients) -> None:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        self.module = module
+        self.sites = {name: _Site(module, name, gradients) for name in names}
+
+    def product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
+        """Of experts: by this rank's part, as `own` gives it."""
+        weight = self.module.own(name)
+        if not _puts_off(x, weight):
+            return grouped_product(x, weight, offsets)
+        return _Grouped.apply(x, weight.detach(), offsets, self.sites[name].number)  # type: ignore[return-value]
+
+
+def _puts_off(x: Tensor, weight: Tensor) -> bool:
+    """An input that needs no gradient has no I: its weight gradient is all of B."""
+    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
 
 
 # An operator takes tensors and numbers, no objects, hence a table of the process. It changes only
@@ -212,12 +257,30 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, number = ctx.saved_tensors
-        # Two calls with equal arguments would be merged into one in a compiled graph, as if the
-        # operator were a pure function; results of torch.empty are never taken for equal.
-        call = torch.empty(0, device=grad.device)
-        grad_x = linear_input_gradient(grad, x, weight, number, call)
+        grad_x = linear_input_gradient(grad, x, weight, number, _call(grad))
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
         return grad_x, None, grad_bias, None
+
+
+class _Grouped(torch.autograd.Function):
+    """`grouped_product` whose backward leaves the weight gradient to `grouped_input_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets, number)
+        return grouped_product(x, weight, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, offsets, number = ctx.saved_tensors
+        grad_x = grouped_input_gradient(grad, x, weight, offsets, number, _call(grad))
+        return grad_x, None, None, None
+
+
+def _call(grad: Tensor) -> Tensor:
+    """Empty. Two calls with equal arguments would be merged into one in a compiled graph, as if the
+    operator were a pure function; results of torch.empty are never taken for equal."""
+    return torch.empty(0, device=grad.device)
 
 
 @torch.library.custom_op("dtron::linear_input_gradient", mutates_args=())
@@ -233,21 +296,46 @@ def linear_input_gradient(
         grad: (..., out), gradient of the output.
         x: (..., in), the input.
         weight: (out, in), all in one dtype and on one device.
-        number: int64 scalar on the CPU: which linear.
+        number: int64 scalar on the CPU: which weight.
         call: empty; tells two calls with equal arguments apart.
     Returns:
         (..., in), contiguous.
     """
     rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    site = _SITES[int(number)]
-    # Inside a unit's backward the module holds the parameter that the forward used: FSDP puts the
-    # unsharded one there.
-    site.gradients.take(_Item(site.linear.weight, rows, x_rows))
+    _SITES[int(number)].take(rows, x_rows)
     return (rows @ weight).view(x.shape)
 
 
 @linear_input_gradient.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, call: Tensor) -> Tensor:
+    _refuse_buffer_reuse()
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("dtron::grouped_input_gradient", mutates_args=())
+def grouped_input_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor, call: Tensor
+) -> Tensor:
+    """Gradient of the rows of `grouped_product`, likewise.
+
+    Args:
+        grad: (N, M), gradient of the product.
+        x: (N, K), sorted by expert.
+        weight: (E, M, K), all in one dtype and on one device.
+        offsets: int32 (E,), where each expert's rows end.
+        number, call: as above.
+    Returns:
+        (N, K); rows after the last expert's are anything.
+    """
+    grad = grad.contiguous()
+    _SITES[int(number)].take(grad, x, offsets)
+    return grouped_product(grad, weight.transpose(-2, -1), offsets)
+
+
+@grouped_input_gradient.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor, call: Tensor
+) -> Tensor:
     _refuse_buffer_reuse()
     return x.new_empty(x.shape)
 
@@ -270,12 +358,16 @@ def _refuse_buffer_reuse() -> None:
 
 @torch.no_grad()
 def _add_weight_gradient(item: _Item) -> None:
-    """weight.grad += grad^T x."""
-    weight, grad, x = item.weight, item.grad.t(), item.x
+    """weight.grad += grad^T x, of each expert by its own rows."""
+    weight, grad, x, offsets = item.weight, item.grad, item.x, item.offsets
+    if offsets is None and weight.grad is not None:
+        _local(weight.grad).addmm_(grad.t(), x)
+        return
+    found = grad.t() @ x if offsets is None else grouped_gradient(grad, x, offsets)
     if weight.grad is None:
-        weight.grad = _like(weight, grad @ x)
+        weight.grad = _like(weight, found)
     else:
-        _local(weight.grad).addmm_(grad, x)
+        _local(weight.grad).add_(found)
 
 
 def _like(weight: Tensor, local: Tensor) -> Tensor:

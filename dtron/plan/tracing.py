@@ -46,7 +46,7 @@ from dtron.models.router import routers
 from dtron.optim import build_optimizer
 from dtron.parallelisms.apply import Applied, apply_passes, build_execution
 from dtron.parallelisms.context import context_attention, context_attention_backward
-from dtron.parallelisms.deferred import linear_input_gradient
+from dtron.parallelisms.deferred import grouped_input_gradient, linear_input_gradient
 from dtron.parallelisms.expert import AllToAll
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.gradients import local_part
@@ -288,6 +288,7 @@ def _readable(arg: Any) -> Any:
 OPENED = {
     torch.ops.dtron.context_attention.default: _opened(context_attention),
     torch.ops.dtron.context_attention_backward.default: _opened(context_attention_backward),
+    torch.ops.dtron.grouped_input_gradient.default: _opened(grouped_input_gradient),
     torch.ops.dtron.linear_input_gradient.default: _opened(linear_input_gradient),
 }
 """Operators of which the trace sees the inside, for what they send or put off."""

@@ -20,10 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from dtron.config import Recompute
+from dtron.kernels.grouped import grouped_product
+from dtron.models.moe import Experts
 from dtron.parallelisms import deferred
 from dtron.parallelisms.deferred import COMPILE_OPTIONS, defer, fold, reduce_gradients
 from dtron.parallelisms.recompute import recompute
 from tests.harness import run_ranks
+from tests.models.build import small_config
 
 DIM, BLOCKS, BATCH, TOKENS = 16, 3, 2, 8
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
@@ -349,6 +352,62 @@ def test_equal_calls_both_count(backend):
     gradients.run("only")
     got, want = named_gradients(module), named_gradients(plain)
     assert torch.equal(got["linear.weight"], want["linear.weight"])
+
+
+class Expert(nn.Module):
+    """A layer of experts between two that are none's; the second expert gets no row, and the last
+    rows are none's."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.before = nn.Linear(DIM, DIM, dtype=dtype)
+        self.experts = Experts(small_config("mixtral", dim=DIM, n_experts=4)).to(dtype)
+        for matrix in self.experts.parameters():
+            nn.init.normal_(matrix, std=0.2)
+        self.offsets = torch.tensor([3, 3, 9, 12], dtype=torch.int32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(self.before(x), self.offsets)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["", "aot_eager", "inductor"])
+def test_experts_gradients_equal_a_plain_backward(backend, dtype):
+    torch._dynamo.reset()
+    module = Expert(dtype)
+    micro_batches = torch.randn(2, 14, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    plain = copy.deepcopy(module)
+    for x in micro_batches:
+        plain(x.clone().requires_grad_()).sum().backward()
+    gradients = defer([module])
+    call = module
+    if backend:
+        options = COMPILE_OPTIONS if backend == "inductor" else None
+        call = torch.compile(module, backend=backend, fullgraph=True, options=options)
+    for i, x in enumerate(micro_batches):
+        with gradients.collect(i):
+            call(x.clone().requires_grad_()).sum().backward()
+    matrices = [module.experts.get_parameter(name) for name in ("gate", "up", "down")]
+    assert all(matrix.grad is None for matrix in matrices)  # all of it is left for W
+    for i in range(2):
+        assert gradients.pending(i) == 4
+        gradients.run(i)
+    got, want = named_gradients(module), named_gradients(plain)
+    tolerance = {torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
+    assert not got["experts.up"][1].any()
+    assert got["experts.up"][0].any()
+
+
+def test_experts_in_float8_are_left_alone():
+    module = Expert(torch.float32)
+    module.experts.multiply = lambda x, weight, offsets: grouped_product(x, weight, offsets)
+    gradients = defer([module])
+    with gradients.collect(0):
+        module(torch.randn(14, DIM, requires_grad=True)).sum().backward()
+    assert gradients.pending(0) == 1
+    assert module.experts.gate.grad is not None
 
 
 def test_an_input_without_gradient_is_not_deferred():
