@@ -91,8 +91,10 @@ class Assembly:
         if not self.model.n_experts:
             return None
         spec = MODELS[self.config.model.name]
-        parallel = self.config.parallel
-        return ExpertLayers(spec.experts, parallel.dispatcher, capacity=parallel.ep_capacity)
+        parallel, float8 = self.config.parallel, self.config.float8.dispatch
+        return ExpertLayers(
+            spec.experts, parallel.dispatcher, capacity=parallel.ep_capacity, float8=float8
+        )
 
     def _conversion(self) -> Callable[[nn.Module], None] | None:
         plan = self.float8

@@ -232,13 +232,18 @@ class RunConfig(Section):
             f"parallel.{key}" for key in ("schedule", "stages_per_rank", "pp_layout", "defer_head")
         )
         profile = ("metrics.profile_steps", "metrics.profile_shapes")
-        float8 = tuple(f"float8.{key}" for key in Float8.model_fields if key != "recipe")
+        alone = ("recipe", "dispatch")  # of float8
+        float8 = tuple(f"float8.{key}" for key in Float8.model_fields if key not in alone)
         falls = self.schedule.name in ("linear", "cosine", "wsd")
         return [
             (adamw, self.optim.name == "adamw", 'optim.name = "adamw"'),
             (("parallel.sequence_parallel", "parallel.async_tp"), tp, "parallel.tp > 1"),
             (pipeline, self.parallel.pp > 1, "parallel.pp > 1"),
-            (("parallel.dispatcher",), parallel.ep * parallel.etp > 1, "parallel.ep or etp > 1"),
+            (
+                ("parallel.dispatcher", "float8.dispatch"),
+                parallel.ep * parallel.etp > 1,
+                "parallel.ep or etp > 1",
+            ),
             (
                 ("parallel.ep_capacity",),
                 parallel.dispatcher == "symmetric_memory",

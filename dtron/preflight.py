@@ -484,7 +484,8 @@ def _check_experts(config: RunConfig, model: DecoderConfig, world_size: int) -> 
     ranks = parallel.ep * parallel.etp
     refuse_half_compiled(config.recompute, config.compile, ranks, parallel.dispatcher)
     if parallel.dispatcher == "deepep":
-        deepep.check_settings(parallel.ep, parallel.etp, config.debug.deterministic)
+        deterministic, float8 = config.debug.deterministic, config.float8.dispatch
+        deepep.check_settings(parallel.ep, parallel.etp, deterministic, float8)
         deepep.check_rows(DTYPES[config.train.dtype], model.dim)
     _check_expert_degrees(config, model, world_size)
 

@@ -301,6 +301,10 @@ class Float8(Section):
     experts: bool = False
     """Multiply the rows of experts in float8 too: a scale a row of inputs and matrices, whatever
     the recipe; weight gradients in `train.dtype`."""
+    dispatch: bool = False
+    """With ep or etp > 1, send rows to their experts in float8, and in the backward the gradients
+    of results: a scale for each 128 elements of a row. What comes back travels in `train.dtype`.
+    With `all_to_all` and `symmetric_memory`, and with any recipe or none."""
     all_gather: bool = False
     """Gather weights over data-parallel ranks in float8: half the bytes of bfloat16. With
     `tensorwise`; scales of all weights are computed in one reduction after each update. Needs the

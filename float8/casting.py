@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 from dtron.float8.recipes import Cast
-from dtron.kernels.float8 import cast_both, cast_turned, rounded, turned
+from dtron.kernels.float8 import SMALLEST, cast_both, cast_turned, rounded, turned
 
 _c10d = torch.ops._c10d_functional
-SMALLEST = 2.0**-100
-"""Maxima below are taken for this, so that a scale and its inverse are finite in float32. Far below
-the gradients of a loss that is divided by the tokens of a large batch."""
 
 
 class Scaled(NamedTuple):

@@ -44,13 +44,19 @@ _RANKS = 8
 """At most: those of one host."""
 
 
-def check_settings(ep: int, etp: int, deterministic: bool) -> None:
+def check_settings(ep: int, etp: int, deterministic: bool, float8: bool = False) -> None:
     """Refuse what the settings alone rule out.
 
     Raises:
-        ConfigError: ep > 8, etp > 1, or deterministic algorithms, under which torch fills new
-            tensors.
+        ConfigError: ep > 8, etp > 1, float8, or deterministic algorithms, under which torch fills
+            new tensors.
     """
+    if float8:
+        raise ConfigError(
+            f"float8.dispatch with {KEY}: rows are handed to DeepEP in bfloat16 alone; use "
+            'float8.dispatch = false, or parallel.dispatcher = "symmetric_memory" (inside a host) '
+            'or "all_to_all"'
+        )
     if ep > _RANKS:
         raise ConfigError(
             f"{KEY} with parallel.ep = {ep}: only DeepEP's way inside a host is followed; use "
@@ -153,6 +159,7 @@ class DeepEP:
     Args:
         group: of ep ranks, at most 8, of one host.
         capacity: not needed, buffers are as large as what comes.
+        float8: refused.
     Raises:
         ConfigError: as `check_settings` and `library`, or the ranks are on several hosts.
     """
@@ -160,10 +167,15 @@ class DeepEP:
     in_graphs = False
 
     def __init__(
-        self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float = math.inf
+        self,
+        group: dist.ProcessGroup,
+        ep: int,
+        etp: int,
+        capacity: float = math.inf,
+        float8: bool = False,
     ) -> None:
         fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        check_settings(ep, etp, torch.are_deterministic_algorithms_enabled() and fills)
+        check_settings(ep, etp, torch.are_deterministic_algorithms_enabled() and fills, float8)
         self.library = library(ep, torch.cuda.is_available())
         check_host(group, KEY, "experts", f"use a smaller parallel.ep, or {_INSTEAD}")
         self.group, self.ep = group, ep

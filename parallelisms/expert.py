@@ -33,6 +33,10 @@ the nodes that are ready the latest made comes first:
     forward     _Issue: all-to-all     in between                 _Wait: wait
     backward    _Issue: wait           in between's gradients     _Wait: all-to-all back
 
+With `float8` what goes to experts is in float8 on the wire, rows and in the backward the gradients
+of results: cast before it is sent, and back where it has arrived. What comes from them, results and
+the gradients of rows, travels in the dtype of computation, since it is summed.
+
 Gradients: a rank's experts see the rows of all ranks of ep x etp, whole; FSDP sums over the rest.
 The loss is divided by the tokens of the whole step before the backward, so that there is nothing to
 divide by here, whatever the degrees are.
@@ -59,6 +63,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dtron.config import Compile, Recompute
 from dtron.errors import ConfigError
 from dtron.kernels.permute import inverse_of, reordered
+from dtron.kernels.wire import packed, unpacked
 from dtron.parallelisms.deepep import DeepEP
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.symmetric_dispatch import SymmetricMemory
@@ -91,6 +96,8 @@ class ExpertLayers:
     """Of dispatchers whose buffers are bounded: rows that a rank takes at most, over those of even
     loads. Such hand rows to experts that follow those of the last one without saying so by `tail`:
     as many results are needed, of which nobody reads those, nor their gradients."""
+    float8: bool = False
+    """Rows, and gradients of results, travel to experts in float8 (`dtron/kernels/wire.py`)."""
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -107,7 +114,9 @@ class Dispatcher(Protocol):
 
     in_graphs: bool
 
-    def __init__(self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float) -> None: ...
+    def __init__(
+        self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float, float8: bool = False
+    ) -> None: ...
 
     def layer(self, fqn: str, device: torch.device) -> Any:
         """What `begin` is handed for a layer; asked for once, before any call, in the same order
@@ -141,6 +150,10 @@ class _Exchange:
     sent: list[int]
     """N and M by rank."""
     group: str
+    float8: tuple[bool, bool]
+    """Whether rows are in float8 on the wire, and whether their gradients are."""
+    width: int
+    """D."""
     returning: Tensor | None = None
     """Gradients (M, D) from the backward of `_Wait` to that of `_Issue`; autograd would want them
     to have the shape of what they are gradients of."""
@@ -165,14 +178,20 @@ class AllToAll:
     Args:
         group: of ep x etp ranks, etp being the innermost.
         capacity: not needed, buffers are as large as what comes.
+        float8: what goes to experts is in float8 on the wire, rows and results' gradients.
     """
 
     in_graphs = False
 
     def __init__(
-        self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float = math.inf
+        self,
+        group: dist.ProcessGroup,
+        ep: int,
+        etp: int,
+        capacity: float = math.inf,
+        float8: bool = False,
     ) -> None:
-        self.group, self.ep, self.etp = group, ep, etp
+        self.group, self.ep, self.etp, self.float8 = group, ep, etp, float8
 
     def layer(self, fqn: str, device: torch.device) -> str:
         """See Dispatcher."""
@@ -185,7 +204,8 @@ class AllToAll:
         each = [1] * len(mine)
         theirs = wait_tensor(_sent(mine, each, each, self.group.group_name))
         sent, received = self.read(torch.stack([mine.sum(1), theirs.sum(1)]), len(rows))
-        exchange = _Exchange(received, sent, self.group.group_name)
+        cast, width = (self.float8, False), rows.shape[1]
+        exchange = _Exchange(received, sent, self.group.group_name, cast, width)
         leaving = self._copies(rows[: sum(sent) // self.etp], sent)
         return _Travelling(self._issue(leaving, exchange), exchange, theirs, len(rows))
 
@@ -195,7 +215,8 @@ class AllToAll:
         order, inverse = _by_expert(counts, sum(there.received))
         arrived = _Wait.apply(pending.arriving, there)
         results = compute(reordered(arrived, order, inverse), counts.sum(0).cumsum(0).int())
-        back = _Exchange(there.sent, there.received, there.group)
+        cast = (False, self.float8)
+        back = _Exchange(there.sent, there.received, there.group, cast, there.width)
         returning = self._issue(reordered(results, inverse, order), back)
         out = self._sums(_Wait.apply(returning, back), there.sent)
         return F.pad(out, (0, 0, 0, pending.n_rows - len(out)))
@@ -233,13 +254,14 @@ class _Issue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return _sent(rows, exchange.received, exchange.sent, exchange.group)
+        ctx.exchange = there = exchange
+        return _issued(rows, there.received, there.sent, there.group, there.float8[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        returning, ctx.exchange.returning = ctx.exchange.returning, None
-        return wait_tensor(returning), None
+        there = ctx.exchange
+        returning, there.returning = there.returning, None
+        return _arrived(returning, there.width, there.float8[1]), None
 
 
 class _Wait(torch.autograd.Function):
@@ -247,14 +269,32 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arriving: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return wait_tensor(arriving)
+        ctx.exchange, ctx.shape = exchange, arriving.shape
+        return _arrived(arriving, exchange.width, exchange.float8[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        there = ctx.exchange
-        there.returning = _sent(gradients[0], there.sent, there.received, there.group)
-        return gradients[0], None  # kept so until `_Issue` has waited, which reads nothing of it
+        there, rows = ctx.exchange, gradients[0]
+        there.returning = _issued(rows, there.sent, there.received, there.group, there.float8[1])
+        if rows.shape == ctx.shape:
+            return rows, None  # kept so until `_Issue` has waited, which reads nothing of it
+        return rows.new_empty(()).expand(ctx.shape), None  # of the float8 rows' shape
+
+
+def _issued(
+    rows: Tensor, received: list[int], sent: list[int], group: str, float8: bool
+) -> Tensor:
+    """An all-to-all of rows, for `_arrived`. Those in float8 are bytes that have the rows' dtype:
+    autograd hands on no others."""
+    if not float8:
+        return _sent(rows, received, sent, group)
+    return _sent(packed(rows), received, sent, group).view(rows.dtype)
+
+
+def _arrived(rows: Tensor, width: int, float8: bool) -> Tensor:
+    """(N, D) of `_issued`, waited for."""
+    arrived = wait_tensor(rows)
+    return unpacked(arrived.view(torch.uint8), width, rows.dtype) if float8 else arrived
 
 
 def _sent(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
@@ -333,7 +373,7 @@ def make_dispatcher(layers: ExpertLayers, mesh: Mesh) -> Dispatcher | None:
         return None
     kind = layers.dispatcher
     kind = DISPATCHERS[kind] if isinstance(kind, str) else kind
-    return kind(mesh.expert_group(), ep, etp, layers.capacity)
+    return kind(mesh.expert_group(), ep, etp, layers.capacity, layers.float8)
 
 
 def apply_experts(

@@ -38,7 +38,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_work as register_work
 from torch.distributed._functional_collectives import wait_tensor
 
-from dtron.kernels.peers import rows_of_peers, rows_of_pointers
+from dtron.kernels.peers import packed_rows_of_peers, rows_of_peers, rows_of_pointers
+from dtron.kernels.wire import packed, wire_bytes
 from dtron.parallelisms.peer_memory import GrowingMemory, PeerMemory
 
 IN_ORDER: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
@@ -61,25 +62,37 @@ class Mailbox:
         self._pull: _Pull | None = None
         """The last one."""
 
-    def moved(self, rows: Tensor, slots: Tensor, parts: int) -> Tensor:
-        """(N, D), to be read after `wait_tensor`; see `set_off`."""
+    def moved(self, rows: Tensor, slots: Tensor, parts: int, float8: bool = False) -> Tensor:
+        """(N, D), to be read after `wait_tensor`; see `set_off`. Rows lie in the memory in float8
+        where that is asked for."""
         if self._pull is not None:
             self._pull.wait()  # nearly always once more
         (n_rows, width), size = rows.shape, rows.element_size()
-        half = max(n_rows, len(slots)) * width * size  # what comes back next has as many rows
+        row = wire_bytes(width) if float8 else width * size
+        half = max(n_rows * row, len(slots) * width * size)  # comes back next, as it is
         memory = self._growing.at_least(2 * half, rows.device)
         self._second = not self._second
         at = memory.nbytes // 2 if self._second else 0
-        own = memory.view(self.group.rank(), rows.numel(), rows.dtype, at // size)
-        own.view(n_rows, width).copy_(rows)
+        own = memory.view(self.group.rank(), n_rows * row, torch.uint8, at).view(n_rows, row)
+        if float8:
+            packed(rows, own)
+        else:
+            own.view(rows.dtype).copy_(rows)
         out = rows.new_empty(len(slots), width)
         pull = self._pulled_beside if rows.is_cuda else self._pulled_late
-        self._pull = pull(memory, at, n_rows, slots.clone(), out, parts)
+        self._pull = pull(memory, at, n_rows, slots.clone(), out, parts, float8)
         register_work(out, self._pull)
         return out
 
     def _pulled_beside(
-        self, memory: PeerMemory, at: int, n_rows: int, slots: Tensor, out: Tensor, parts: int
+        self,
+        memory: PeerMemory,
+        at: int,
+        n_rows: int,
+        slots: Tensor,
+        out: Tensor,
+        parts: int,
+        float8: bool,
     ) -> "_Pull":
         """The barrier and the pull, on a stream of their own."""
         if self._stream is None:  # of high priority: its programs are few, and not to queue
@@ -87,13 +100,20 @@ class Mailbox:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             memory.barrier()
-            rows_of_pointers(memory.pointers, at, n_rows, slots, out, parts)
+            rows_of_pointers(memory.pointers, at, n_rows, slots, out, parts, float8)
             done = torch.cuda.Event()
             done.record()
         return _Pull(done.wait, slots, out)
 
     def _pulled_late(
-        self, memory: PeerMemory, at: int, n_rows: int, slots: Tensor, out: Tensor, parts: int
+        self,
+        memory: PeerMemory,
+        at: int,
+        n_rows: int,
+        slots: Tensor,
+        out: Tensor,
+        parts: int,
+        float8: bool,
     ) -> "_Pull":
         """CPUs have no streams: both where they are waited for. Until then rows are NaN, so that a
         wait that is missing is noticed."""
@@ -102,12 +122,16 @@ class Mailbox:
 
         def pull() -> None:
             memory.barrier()
-            size = n_rows * out.shape[1]
+            width = out.shape[1]
+            row = wire_bytes(width) if float8 else width * out.element_size()
             peers = [
-                memory.view(rank, size, out.dtype, at // out.element_size()).view(n_rows, -1)
+                memory.view(rank, n_rows * row, torch.uint8, at).view(n_rows, row)
                 for rank in range(self.group.size())
             ]
-            out.copy_(rows_of_peers(peers, slots, parts))
+            if float8:
+                out.copy_(packed_rows_of_peers(peers, slots, width, out.dtype))
+            else:
+                out.copy_(rows_of_peers([rows.view(out.dtype) for rows in peers], slots, parts))
 
         return _Pull(pull, slots, out)
 
@@ -187,6 +211,7 @@ class Moving(NamedTuple):
     back: Tensor
     back_parts: int
     group: str
+    back_float8: bool
 
 
 def set_off(
@@ -198,6 +223,9 @@ def set_off(
     group: str,
     layer: Tensor | None = None,
     number: Tensor | None = None,
+    *,
+    float8: bool = False,
+    back_float8: bool = False,
 ) -> Moving:
     """Put rows and begin to pull those of all ranks, by their slots; gradients go back as rows do.
 
@@ -209,9 +237,11 @@ def set_off(
         group: name of the process group.
         layer, number: int64 (1,), to be noted by the way, for `Mailbox.noted`; outside of what the
             compiler knows, which copies what it sees changed.
+        float8, back_float8: rows, and gradients, are put in float8 (`dtron/kernels/wire.py`) and
+            cast back by what pulls them; not where neighbours are summed.
     """
-    rows, ticket = _move(rows, slots, parts, group, layer, number)
-    return Moving(rows, ticket, back, back_parts, group)
+    rows, ticket = _move(rows, slots, parts, group, layer, number, float8)
+    return Moving(rows, ticket, back, back_parts, group, back_float8)
 
 
 def arrived(moving: Moving) -> Tensor:
@@ -232,11 +262,12 @@ def _move(
     group: str,
     layer: Tensor | None = None,
     number: Tensor | None = None,
+    float8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     mailbox = _MAILBOXES[group]
     if layer is not None and number is not None:
         mailbox.note(layer, number)
-    return mailbox.moved(rows, slots, parts), _without_memory(rows)
+    return mailbox.moved(rows, slots, parts, float8), _without_memory(rows)
 
 
 @_move.register_fake
@@ -254,7 +285,7 @@ def _hold(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _wait_for_gradients(ctx: Any, _: Any, returning: Tensor) -> tuple[Any, ...]:
-    return wait_tensor(returning), *[None] * 5
+    return wait_tensor(returning), *[None] * 6
 
 
 _move.register_autograd(_wait_for_gradients, setup_context=_hold)
@@ -265,15 +296,21 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, ticket: Tensor, back: Tensor, back_parts: int, group: str
+        ctx: Any,
+        rows: Tensor,
+        ticket: Tensor,
+        back: Tensor,
+        back_parts: int,
+        group: str,
+        back_float8: bool,
     ) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.settings = back_parts, group
+        ctx.settings = back_parts, group, back_float8
         return wait_tensor(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (back,) = ctx.saved_tensors
-        parts, group = ctx.settings
-        returning, _ = _move(gradients[0], back, parts, group)
-        return None, returning, None, None, None
+        parts, group, float8 = ctx.settings
+        returning, _ = _move(gradients[0], back, parts, group, float8=float8)
+        return None, returning, None, None, None, None

@@ -29,6 +29,10 @@ device as well; `check`, which reads it where figures are logged anyway, stops t
 All ranks have as many rows: where they have not, all results are NaN likewise, and `check` says so
 (if memory does not have to grow for them, for which all ranks would have to ask).
 
+Rows, and results' gradients, which go the same way, may be put in float8 (`float8`): what pulls
+them casts them back. Results and rows' gradients, which are larger (C rows) and summed over etp,
+never are.
+
 Products of experts leave rows after the last offset alone, and what they give there is read by
 nobody, neither results nor gradients: nothing is cleared but what is pulled.
 
@@ -46,6 +50,7 @@ from torch import Tensor
 
 from dtron.errors import ConfigError, TrainingError
 from dtron.kernels.peers import LOST, NONE
+from dtron.kernels.wire import converts
 from dtron.parallelisms.mailbox import Moving, arrived, exchange, mailbox_of, move, set_off
 from dtron.parallelisms.peer_memory import check_host
 
@@ -144,21 +149,30 @@ class SymmetricMemory:
     Args:
         group: of ep x etp ranks of one host, etp being the innermost.
         capacity: rows that a rank takes at most, over those of even loads.
+        float8: what goes to experts is put in float8, rows and results' gradients.
     Raises:
         ConfigError: the ranks are on several hosts.
     """
 
     in_graphs = True
 
-    def __init__(self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float, float8: bool = False
+    ) -> None:
         fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
         check_host(group, 'parallel.dispatcher = "symmetric_memory"', "experts", fix)
-        self.ep, self.etp, self.capacity = ep, etp, capacity
+        self.ep, self.etp, self.capacity, self.float8 = ep, etp, capacity, float8
         self.mailbox, self.name = mailbox_of(group), group.group_name
         self._layers: dict[str, int] = {}
 
     def layer(self, fqn: str, device: torch.device) -> _Layer:
         """See Dispatcher."""
+        if self.float8 and device.type == "cuda" and not converts(device):
+            raise ConfigError(
+                'float8.dispatch with parallel.dispatcher = "symmetric_memory" needs GPUs with '
+                "float8 (compute capability 8.9 or more), which cast rows as they pull them; use "
+                'float8.dispatch = false, or parallel.dispatcher = "all_to_all"'
+            )
         number = self._layers.setdefault(fqn, self.mailbox.layers)
         self.mailbox.layers = max(self.mailbox.layers, number + 1)
         group = self.mailbox.group
@@ -178,7 +192,8 @@ class SymmetricMemory:
         exceeded = torch.where(ways.n_rows > most, ways.n_rows * _NUMBERS + len(rows), 0)
         exceeded = torch.where(uneven, _UNEVEN, exceeded)
         there = (ways.there, 1, ways.back, self.etp)
-        return _Travelling(set_off(rows, *there, self.name, layer.number, exceeded), ways)
+        noted = (self.name, layer.number, exceeded)
+        return _Travelling(set_off(rows, *there, *noted, float8=self.float8), ways)
 
     def finish(self, pending: _Travelling, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """See Dispatcher."""
@@ -190,7 +205,8 @@ class SymmetricMemory:
                 f"for rows {tuple(rows.shape)}; rows after the last offset need results "
                 "too, of any value"
             )
-        return move(results, ways.back, self.etp, ways.there, 1, self.name)
+        back = (ways.back, self.etp, ways.there, 1)
+        return move(results, *back, self.name, back_float8=self.float8)
 
     def check(self, device: torch.device) -> None:
         """See Dispatcher."""

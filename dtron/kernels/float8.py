@@ -35,6 +35,9 @@ from torch import Tensor
 TILE = (32, 128)
 """Rows and columns of a program's tile: rows are the sectors of 32 bytes of a transposed store."""
 BLOCK, BLOCKS = 1024, 16
+SMALLEST = 2.0**-100
+"""Maxima below are taken for this, so that a scale and its inverse are finite in float32. Far below
+the gradients of a loss that is divided by the tokens of a large batch."""
 _BYTES_TILE = (64, 256)
 _WARPS = 8
 

@@ -6,7 +6,8 @@ each row of the result where it comes from, or that there is none:
     out[i] = sum over j < parts of row slots[i] + j R      0 where slots[i] = NONE, NaN where LOST
 
 The sum is one of `parts` neighbouring ranks, in float32 at least. A Triton kernel on GPUs, which
-reads peers' memory by its address; the same in torch elsewhere.
+reads peers' memory by its address; the same in torch elsewhere. Rows may lie there in float8, as
+`wire.py` packs them, and are cast back on the way: those are not summed.
 
 Shapes: P ranks, R rows each, N rows of the result, D width.
 """
@@ -16,6 +17,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from dtron.kernels.wire import TILE, scales_at, unpacked, wire_bytes
 
 NONE, LOST = -1, -2
 PROGRAMS, WARPS, ROWS, BLOCK = 64, 32, 16, 2048
@@ -51,8 +54,30 @@ def rows_of_peers(peers: Sequence[Tensor], slots: Tensor, parts: int = 1) -> Ten
     return out.to(peers[0].dtype)
 
 
+def packed_rows_of_peers(
+    peers: Sequence[Tensor], slots: Tensor, width: int, dtype: torch.dtype
+) -> Tensor:
+    """The same of rows in float8, without sums.
+
+    Args:
+        peers: uint8 (R, W) of each rank, of `dtron/kernels/wire.py`.
+        slots: int64 (N,).
+        width: D.
+    Returns:
+        (N, D) in `dtype`.
+    """
+    rows = unpacked(rows_of_peers(peers, slots), width, dtype)  # zeros are zeros in float8 too
+    return torch.where((slots == LOST).unsqueeze(1), torch.nan, rows)
+
+
 def rows_of_pointers(
-    pointers: Tensor, offset: int, n_rows: int, slots: Tensor, out: Tensor, parts: int = 1
+    pointers: Tensor,
+    offset: int,
+    n_rows: int,
+    slots: Tensor,
+    out: Tensor,
+    parts: int = 1,
+    float8: bool = False,
 ) -> None:
     """The same by one kernel.
 
@@ -61,14 +86,29 @@ def rows_of_pointers(
         offset: bytes from there to its rows.
         n_rows: R.
         out: (N, D), to be filled; rows have its dtype.
+        float8: rows are uint8 (R, W) of `dtron/kernels/wire.py`; with `parts` 1.
     """
-    from dtron.kernels.peers_triton import pulled_kernel  # Triton is a GPU's
+    from dtron.kernels.peers_triton import (  # Triton is a GPU's
+        pulled_kernel,
+        pulled_packed_kernel,
+    )
 
     n, width = out.shape
     if not out.numel():
         return
-    block = min(1 << (width - 1).bit_length(), BLOCK)
-    each, kernel = -(-n // PROGRAMS), cast(Any, pulled_kernel)
+    block, each = min(1 << (width - 1).bit_length(), BLOCK), -(-n // PROGRAMS)
+    if float8:
+        assert parts == 1, "float8 rows are not summed"
+        cast(Any, pulled_packed_kernel)[PROGRAMS,](
+            *(pointers, offset, slots, out, n, n_rows, width, wire_bytes(width), scales_at(width)),
+            each,
+            ROWS=ROWS,
+            TILE=TILE,
+            BLOCKS=max(1, block // TILE),
+            num_warps=WARPS,
+        )
+        return
+    kernel = cast(Any, pulled_kernel)
     kernel[PROGRAMS,](
         *(pointers, offset, slots, out, n, n_rows, width, each),
         PARTS=parts,

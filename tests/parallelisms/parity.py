@@ -471,7 +471,12 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
 def expert_layers(case: Case) -> ExpertLayers:
     """Experts of the case's model, as the Trainer wants them."""
     parallel, spec = case.parallel, MODELS[case.model]
-    return ExpertLayers(spec.experts, parallel.dispatcher, capacity=parallel.ep_capacity)
+    return ExpertLayers(
+        spec.experts,
+        parallel.dispatcher,
+        capacity=parallel.ep_capacity,
+        float8=case.float8.dispatch,
+    )
 
 
 def build_head_loss(
