@@ -281,9 +281,7 @@ class _Wait(torch.autograd.Function):
         return rows.new_empty(()).expand(ctx.shape), None  # of the float8 rows' shape
 
 
-def _issued(
-    rows: Tensor, received: list[int], sent: list[int], group: str, float8: bool
-) -> Tensor:
+def _issued(rows: Tensor, received: list[int], sent: list[int], group: str, float8: bool) -> Tensor:
     """An all-to-all of rows, for `_arrived`. Those in float8 are bytes that have the rows' dtype:
     autograd hands on no others."""
     if not float8:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dtron.float8.casting import quantize, scale_of
+from dtron.float8.casting import dequantize, quantize, scale_of
 from dtron.float8.recipes import RECIPES
 from dtron.kernels.adamw import Rates, adamw_
 from dtron.kernels.attention import KERNELS, Score
@@ -24,8 +24,9 @@ from dtron.kernels.float8 import (
     gated_cast,
 )
 from dtron.kernels.grouped import grouped_product
-from dtron.kernels.peers import rows_of_peers, rows_of_pointers
+from dtron.kernels.peers import packed_rows_of_peers, rows_of_peers, rows_of_pointers
 from dtron.kernels.permute import inverse_of, repeated
+from dtron.kernels.wire import packed, unpacked
 from dtron.models import BACKENDS
 from dtron.models.attention import Need
 
@@ -362,6 +363,58 @@ def _pulled_bytes(inputs: Tensors) -> Figures:
     return (2.0 * len(slots) * held[0, 0].nbytes,)
 
 
+# -- rows in float8 for a wire ---------------------------------------------------------------------
+
+
+def _carried_formula(inputs: Tensors) -> Tensors:
+    """Cast and back, in the dtype of the inputs; by `quantize` of the same tiles."""
+    (x,) = inputs
+    cast = RECIPES["blockwise"].output.left
+    return [dequantize(quantize(x, cast), torch.float32).to(x.dtype)]
+
+
+def _carried(inputs: Tensors) -> Tensors:
+    (x,) = inputs
+    return [unpacked(packed(x), x.shape[1], x.dtype)]
+
+
+def _draw_carried(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, device=device).to(dtype)]
+
+
+def _carried_bytes(inputs: Tensors) -> Figures:
+    """Rows read and written, and between them a byte an element, twice; scales are small."""
+    (x,) = inputs
+    return (2.0 * x.nbytes + 2.0 * x.numel(),)
+
+
+def _draw_packed_peers(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """As `_draw_peers`, but of rows in float8; and of their width and dtype a row."""
+    held, slots, _ = _draw_peers(shape, dtype, device)
+    wire = packed(held.flatten(0, 1)).unflatten(0, held.shape[:2])
+    pointers = torch.tensor([part.data_ptr() for part in wire], device=device)
+    return [wire, slots, pointers, held[0, :1]]
+
+
+def _packed_chosen(inputs: Tensors) -> Tensors:
+    wire, slots, _, row = inputs
+    return [packed_rows_of_peers(wire.unbind(), slots, row.shape[1], row.dtype)]
+
+
+def _packed_pulled(inputs: Tensors) -> Tensors:
+    wire, slots, pointers, row = inputs
+    out = row.new_empty(len(slots), row.shape[1])
+    rows_of_pointers(pointers, 0, wire.shape[1], slots, out, float8=True)
+    return [out]
+
+
+def _packed_pulled_bytes(inputs: Tensors) -> Figures:
+    """Bytes read, and rows written."""
+    wire, slots, _, row = inputs
+    return (float(len(slots) * (wire.shape[2] + row.nbytes)),)
+
+
 # -- products of experts ---------------------------------------------------------------------------
 
 
@@ -494,6 +547,35 @@ PROBLEMS: dict[str, Problem] = {
         rows=(
             Row("formula", _chosen, None, lambda *_: None),
             Row("dtron", _pulled, None, _needs_triton),
+        ),
+        parts=("pull",),
+        compared=None,
+    ),
+    "float8 rows": Problem(
+        modules=("wire", "wire_triton"),
+        dims="rows, width",
+        shapes={"cuda": (98304, 2048), "cpu": (512, 256)},
+        draw=_draw_carried,
+        flops=lambda shape: (4.0 * shape[0] * shape[1],),
+        n_bytes=_carried_bytes,
+        reference="formula",
+        rows=(
+            Row("formula", _carried_formula, None, lambda *_: None),
+            Row("dtron", _carried, None, lambda *_: None),
+        ),
+        parts=("both casts",),
+    ),
+    "float8 peers": Problem(
+        modules=("peers", "peers_triton", "wire"),
+        dims="ranks, rows of each and of the result, width",
+        shapes={"cuda": (4, 98304, 2048), "cpu": (4, 512, 64)},
+        draw=_draw_packed_peers,
+        flops=lambda _shape: (0.0,),
+        n_bytes=_packed_pulled_bytes,
+        reference="formula",
+        rows=(
+            Row("formula", _packed_chosen, None, lambda *_: None),
+            Row("dtron", _packed_pulled, None, _needs_triton),
         ),
         parts=("pull",),
         compared=None,

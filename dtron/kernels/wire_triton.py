@@ -24,7 +24,7 @@ def packed_kernel(
     values = tl.load(rows + row * width + at, mask=at < width, other=0.0).to(tl.float32)
     # Magnitudes are in the order of their bits, NaN above all: a maximum of floats leaves it out.
     bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    amax = bits.to(tl.float32, bitcast=True)
+    amax = tl.cast(bits, tl.float32, bitcast=True)
     floor = tl.maximum(amax, smallest, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.div_rn(floor, tl.full([BLOCKS], largest, tl.float32))
     inverse = tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), scale)[:, None]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dtron.config import DEGREES, Degree
+from dtron.kernels.wire import wire_bytes
 from dtron.parallelisms.context import shape_of
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations
@@ -242,14 +243,17 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
 
 
 def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """Rows there and back, forward and backward, after how many there are."""
+    """Rows and results' gradients to the experts, results and rows' gradients from them, after how
+    many there are."""
     layers = [i for i in stage.layers if run.has_experts(i)]
     again = sum(run.recomputes(i) and run.config.recompute.mode != "none" for i in layers)
     ranks, inside = exchanging(run, domain)
-    size = float(expert_rows(run) * run.model.dim * run.element)
-    count = (4 * len(layers) + 2 * again) * run.micro_batches
+    rows, dim = expert_rows(run), run.model.dim
+    count = (2 * len(layers) + again) * run.micro_batches
     name = "+".join(axis for axis in ("ep", "etp") if run.experts[axis] > 1)
-    yield Collective(name, "all_to_all", size, count, "ep", ranks, inside)
+    element = dim * run.element
+    for row in (wire_bytes(dim) if run.config.float8.dispatch else element, element):
+        yield Collective(name, "all_to_all", float(rows * row), count, "ep", ranks, inside)
     sizes = 8.0 * run.model.n_experts * run.experts["etp"]  # int64: how many rows come
     times = (len(layers) + again) * run.micro_batches
     yield Collective(name, "all_to_all", sizes, times, "ep", ranks, inside)

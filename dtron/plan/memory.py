@@ -388,7 +388,8 @@ def _peers(run: Resolved, rank: int) -> float:
 
 
 def _mailbox(run: Resolved) -> float:
-    """Rows that experts' ranks pull from each other, twice as many as one has room for."""
+    """Rows that experts' ranks pull from each other, twice as many as one has room for: results,
+    which are not in float8 where rows are."""
     if run.config.parallel.dispatcher != "symmetric_memory":
         return 0.0
     rows = expert_room(run) * expert_rows(run) / run.experts["etp"]

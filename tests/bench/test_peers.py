@@ -239,7 +239,7 @@ def test_every_key_is_said_refused_or_free() -> None:
     """A new key has to be put somewhere before runs with it are compared."""
     names = {key for key, _, _ in fields(RunConfig)}
     names = {key for key in names if not key.startswith(("data.", "schedule.", "metrics."))}
-    float8 = {key for key in names if key.startswith("float8.")}  # need a recipe
+    float8 = {key for key in names if key.startswith("float8.")}  # need a recipe, or experts
     known = SAID | FREE | FORCED.keys() | set(peers._TITAN_LACKS) | float8 | {"train.steps"}
     assert names - known == set()
 

@@ -116,7 +116,7 @@ def pulled(case: tuple) -> tuple[list[Tensor], Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_pulled_rows(case: tuple) -> None:
     """Row by row."""
-    (n, width, dtype), (peers, slots) = case, pulled(case)
+    (_, width, dtype), (peers, slots) = case, pulled(case)
     rows = torch.cat([unpacked(part, width, dtype) for part in peers])
     found = packed_rows_of_peers(peers, slots, width, dtype)
     assert found.dtype == dtype

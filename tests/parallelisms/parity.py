@@ -19,7 +19,7 @@ import itertools
 import math
 import pickle
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,11 @@ from dtron.errors import DtronError
 from dtron.float8 import RECIPES, convert
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import convert_experts
+from dtron.kernels.wire import packed, unpacked
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.models import MODELS, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
+from dtron.models.moe import Experts
 from dtron.models.router import Router, routers, update_expert_bias
 from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
@@ -261,7 +263,8 @@ def reference(case: Case) -> dict[str, Any]:
 
     float8 and experts take the micro-batches one by one, since scales and loads belong to one.
     """
-    float8 = case.float8.model_copy(update={"all_gather": False, "gather_inputs": False})
+    elsewhere = {"all_gather": False, "gather_inputs": False, "dispatch": False}
+    float8 = case.float8.model_copy(update=elsewhere)
     alone = replace(case, world=1, parallel=Parallel(), loss_chunks=1, float8=float8)
     alone = replace(alone, recompute=Recompute(), compile=Compile())
     if not by_micro_batch(case):
@@ -270,12 +273,51 @@ def reference(case: Case) -> dict[str, Any]:
         degrees = case.config().degrees(case.world)
         ranks = degrees["dp_replicate"] * degrees["dp_shard"]
         alone = replace(alone, micro_batch=case.micro_batch * ranks)
-    if str(alone) not in _REFERENCES:
-        _REFERENCES[str(alone)] = _reference(alone)
-    return _REFERENCES[str(alone)]
+    key = f"{alone} {case.float8.dispatch}"
+    if key not in _REFERENCES:
+        _REFERENCES[key] = _reference(alone, case.float8.dispatch)
+    return _REFERENCES[key]
 
 
 _REFERENCES: dict[str, dict[str, Any]] = {}
+
+
+def carried(rows: Tensor) -> Tensor:
+    """Cast to float8 as on the wire, and back."""
+    return unpacked(packed(rows), rows.shape[1], rows.dtype)
+
+
+class _Rows(torch.autograd.Function):
+    """Cast forward; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return carried(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class _Results(torch.autograd.Function):
+    """Results pass; their gradients are cast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return carried(gradients[0])
+
+
+def casting(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Experts that cast what they get themselves: what float8 dispatch is to equal."""
+
+    def cast(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _Results.apply(compute(_Rows.apply(rows), *args, **kwargs))  # type: ignore[return-value]
+
+    return cast
 
 
 def by_micro_batch(case: Case) -> bool:
@@ -283,11 +325,18 @@ def by_micro_batch(case: Case) -> bool:
     return bool(case.float8.recipe or case.resolved()[0].n_experts)
 
 
-def _reference(case: Case) -> dict[str, Any]:
+def _reference(case: Case, casts: bool) -> dict[str, Any]:
+    """
+    Args:
+        casts: experts cast what they get to float8 and back, as where it travels so.
+    """
     torch.set_num_threads(1)
     config, _ = case.resolved()
     model = build(case, config)
     initialize(model, SEED, initializer(case, config))
+    for module in model.modules() if casts else ():
+        if isinstance(module, Experts):
+            module.forward = casting(module.forward)  # type: ignore[method-assign]
     scales: DelayedScales | None = None
     if (float8 := case.plan()) is not None:
         convert(model, float8.layers, float8.recipe, emulate=True)

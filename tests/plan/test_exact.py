@@ -36,6 +36,7 @@ CASES = {
     "sharded": (DENSE, 4, "parallel.zero=3 recompute.mode=full"),
     "experts": (MIXTURE, 4, "parallel.tp=2 parallel.ep=2"),
     "pulled": (MIXTURE, 2, "parallel.ep=2 parallel.dispatcher=symmetric_memory"),
+    "float8 rows": (MIXTURE, 4, "parallel.ep=4 float8.dispatch=true recompute.mode=full"),
     "latent": (LATENT, 4, "parallel.ep=2 parallel.dp_replicate=2 recompute.mode=full"),
     "1F1B": (DENSE, 4, "parallel.pp=2 parallel.zero=1"),
     "ZBV": (DENSE, 2, "parallel.pp=2 parallel.schedule=ZBVZeroBubble model.override.n_layers=4"),
