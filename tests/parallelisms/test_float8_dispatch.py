@@ -244,37 +244,33 @@ def test_dispatchers_by_hand_refuse_too(act: Callable[[], None]) -> None:
     run_ranks(2, act)
 
 
+def moved_on_a_gpu(kind: Kind, float8: bool, dtype: torch.dtype) -> list[Tensor]:
+    """Results and gradients of rows; without float8 experts cast."""
+    rank, n_ranks, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda")
+    rows, offsets = drawn("random", rank, 0, 4096, 2048)
+    own = torch.linspace(0.5, 2, EXPERTS, device=device).to(dtype).chunk(n_ranks)[rank]
+
+    def compute(x: Tensor, ends: Tensor) -> Tensor:
+        place = torch.arange(len(x), dtype=torch.int32, device=device)
+        expert = torch.searchsorted(ends, place, right=True).clamp(max=len(own) - 1)
+        return x * own[expert].unsqueeze(1)
+
+    dispatcher = kind(dist.group.WORLD, n_ranks, 1, float(n_ranks), float8)
+    where, x = layer_of(dispatcher, "layer", "cuda"), rows.to(device, dtype).requires_grad_()
+    pending = dispatcher.begin(x, offsets.to(device), where)
+    out = dispatcher.finish(pending, compute if float8 else casting(compute))
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), x)]
+
+
 def on_gpus() -> None:
-    """On one of the ranks that torchrun starts: rows as by experts that cast themselves, by both
-    dispatchers; by symmetric memory in graphs as well."""
-    rank, device = int(os.environ["LOCAL_RANK"]), torch.device("cuda")
-    torch.cuda.set_device(rank)
+    """On one of the ranks that torchrun starts."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    n_ranks, width = dist.get_world_size(), 2048
     for dtype in (torch.bfloat16, torch.float32):
-        rows, offsets = drawn("random", rank, 0, 4096, width)
-        weights = torch.linspace(0.5, 2, EXPERTS, device=device).to(dtype)
-        own = weights.chunk(n_ranks)[rank].unsqueeze(1)
-        found: list[list[Tensor]] = []
-
-        def compute(x: Tensor, ends: Tensor, own: Tensor = own) -> Tensor:
-            place = torch.arange(len(x), dtype=torch.int32, device=x.device)
-            return x * own[torch.searchsorted(ends, place, right=True).clamp(max=len(own) - 1)]
-
-        kinds: tuple[Kind, ...] = (AllToAll, SymmetricMemory)
-        for kind in kinds:
-            for float8 in (True, False):
-                dispatcher = kind(dist.group.WORLD, n_ranks, 1, float(n_ranks), float8)
-                where = layer_of(dispatcher, "layer", "cuda")
-                experts = compute if float8 else casting(compute)
-                x = rows.to(device, dtype).requires_grad_()
-                pending = dispatcher.begin(x, offsets.to(device), where)
-                out = dispatcher.finish(pending, experts)
-                (gradient,) = torch.autograd.grad(out.float().square().sum(), x)
-                found.append([out.detach(), gradient])
-        for other in found[1:]:
-            for one, two in zip(found[0], other, strict=True):
-                assert torch.equal(one, two), (dtype, rank)
+        wanted = moved_on_a_gpu(AllToAll, False, dtype)
+        for kind in (AllToAll, SymmetricMemory):
+            found = moved_on_a_gpu(kind, True, dtype)
+            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), kind
     dist.destroy_process_group()
 
 
