@@ -99,6 +99,7 @@ class RunFacts:
             apart = ("edp_shard", "ep", "etp")
             split = {axis: n for axis, n in facts["experts"].items() if axis in apart and n > 1}
             wide += "; experts: " + (", ".join(f"{k} {n}" for k, n in split.items()) or "whole")
+            wide += ", their rows in float8" if self.config.float8.dispatch else ""
         if facts["context"]:
             wide += f", attention by {' and '.join(dict.fromkeys(facts['context']['methods']))}"
         log.info(

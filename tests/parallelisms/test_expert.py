@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.profiler import profile
 
 from dtron.collectives import CollectiveCounter
-from dtron.config import Compile, Parallel, Recompute
+from dtron.config import Compile, Float8, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.models.router import Router
 from dtron.parallelisms.expert import shared_dim
@@ -147,6 +147,7 @@ def letters(seen: profile) -> str:
     [
         (Case("deepseek_v3", 2, Parallel(ep=2)), 3),
         (Case("deepseek_v3", 2, Parallel(ep=2), Recompute(mode="full"), COMPILED), 3),
+        (Case("deepseek_v3", 2, Parallel(ep=2), float8=Float8(dispatch=True)), 3),
         (Case("mixtral", 2, Parallel(ep=2)), 0),
     ],
     ids=str,
