@@ -161,6 +161,7 @@ CASES = [
     Case("deepseek_v3", 2, Parallel(ep=2), override=WIDE, **EIGHT),
     Case("deepseek_v3", 2, Parallel(ep=2, **SYMMETRIC), override=WIDE, **EIGHT),
     Case("mixtral", 4, Parallel(ep=2, etp=2), Recompute(mode="full"), **EIGHT),
+    Case("mixtral", 4, Parallel(ep=2, pp=2, schedule="ZBVZeroBubble"), **EIGHT),
     Case(
         "deepseek_v3",
         4,
