@@ -240,18 +240,21 @@ def _sent(run: Resolved) -> int:
 
 
 def _reduction(run: Resolved, own: list[Unit]) -> float:
-    """Of the largest unit: gradients as the backward makes them, and as they are sent."""
-    largest = max((u.gathered for u in own), default=0)
-    return float(largest * (run.element + _sent(run)))
+    """Of the largest unit: gradients as the backward makes them, and as they are sent, of experts
+    that are apart before the others."""
+    sent = _sent(run)
+    sizes = (u.gathered * run.element + sent * max(n for n, _ in u.reduced) for u in own)
+    return float(max(sizes, default=0))
 
 
 def _waiting(run: Resolved, rank: int) -> float:
     """FSDP keeps what it sent of a unit until the next one is reduced, and at the end of a step:
-    between micro-batches that of the first unit, through the forward and the loss."""
+    between micro-batches that of the first unit, without experts that are apart, through the
+    forward and the loss."""
     if not _reduces_each(run):
         return 0.0
     firsts = [units(run, stage)[:1] for stage in run.stages_of(rank)]
-    return float(_sent(run) * sum(u.gathered for first in firsts for u in first))
+    return float(_sent(run) * sum(u.reduced[0][0] for first in firsts for u in first))
 
 
 def _gather(run: Resolved, own: list[Unit]) -> float:
@@ -293,9 +296,7 @@ Gather = tuple[int, int]
 def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
     """A unit's gathers, of its dense part and of its experts."""
     cast = run.element if run.element < 4 else 0  # what needs no cast is sent as it is
-    dense = (unit.gathered - unit.experts_gathered, unit.shard - unit.experts_shard)
-    experts = (unit.experts_gathered, unit.experts_shard)
-    shared = [(whole, part) for whole, part in (dense, experts) if part < whole]
+    shared = [(whole, part) for whole, part in unit.reduced if part < whole]
     return tuple((run.element * whole, cast * part) for whole, part in shared)
 
 
@@ -366,7 +367,8 @@ def _sums(run: Resolved, stage: Stage) -> int:
     if (reduced := ELEMENT[run.config.parallel.reduce_dtype]) < 4:
         each += reduced
     received = run.element if _exchanges(run) else 0
-    return max((u.shard * each + u.gathered * received for u in listed), default=0)
+    parts = (part for u in listed for part in u.reduced)
+    return max((shard * each + gathered * received for gathered, shard in parts), default=0)
 
 
 def _peers(run: Resolved, rank: int) -> float:

@@ -290,23 +290,27 @@ def copied_bytes(run: Resolved, rank: int) -> float:
 
     A gathered weight is copied out of its buffer; one that no ranks share is cast from float32. A
     gradient is copied to where it is reduced from; one that is summed over micro-batches before is
-    cast in the first of them and added in the others.
+    cast in the first of them and added in the others. What ranks share along another dim than the
+    first is put together once more after a gather, and taken apart before a reduction.
     """
     parallel, m, policy = run.config.parallel, run.micro_batches, run.policy
     sums = ELEMENT[parallel.reduce_dtype]
     sent = run.element if run.shards > 1 and parallel.reduce_by == "all_to_all" else sums
     weight = (run.element if run.shards > 1 else 4) + run.element
-    summed = not policy.reduce_each_micro_batch and m > 1
+    summed, reductions = not policy.reduce_each_micro_batch and m > 1, 1
     if summed:
         gradient = (run.element + sums) + (m - 1) * (run.element + 2 * sums) + 2 * sums
     else:
-        gradient = (m if policy.reduce_each_micro_batch else 1) * (run.element + sent)
+        reductions = m if policy.reduce_each_micro_batch else 1
+        gradient = reductions * (run.element + sent)
+    turned = 2 * reductions * (sums if summed else run.element)
     found = 0.0
     for stage in run.stages_of(rank):
         listed = units(run, stage)
         for place, unit in enumerate(listed):
             times = gathers(run, unit, place == len(listed) - 1)
             found += unit.gathered * (times * weight + gradient)
+            found += unit.columns * (2 * times * run.element + turned)
     return found
 
 

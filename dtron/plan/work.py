@@ -99,8 +99,14 @@ def attention_flops(run: Resolved, layer: int) -> float:
     model, length = run.model, run.config.train.seq_len
     window = run.window(layer)
     seen = min(length, 2 * window) if window else length
-    widths = model.n_heads * (model.head_size + model.v_head_size) // run.tp
+    widths = model.n_heads * (model.head_size + value_width(run)) // run.tp
     return float(widths) * run.tokens * seen
+
+
+def value_width(run: Resolved) -> int:
+    """Of a head, as attention's kernel gets them: context parallelism pads values to the width of
+    keys."""
+    return run.model.head_size if run.degrees["cp"] > 1 else run.model.v_head_size
 
 
 @functools.lru_cache(maxsize=4096)
@@ -133,9 +139,9 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Seconds:
     total = casts
     for each in listed:
         total += _product(hardware, each)
-    flops, width = attention_flops(run, index), run.model.head_size
-    forward = hardware.attend(flops, False, width)
-    total += Seconds(forward, hardware.attend(2 * flops, True, width), 0.0)
+    flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
+    forward = hardware.attend(flops, False, *widths)
+    total += Seconds(forward, hardware.attend(2 * flops, True, *widths), 0.0)
     kept = sum(activations.kept(run, index, whole=True).values())
     passes = PASSES if run.config.compile.enable else EAGER_PASSES
     moved = passes * kept / hardware.copy

@@ -50,7 +50,7 @@ def test_two_hosts_of_two_ranks_are_measured() -> None:
     for name in ("ceiling", "copy", "launch", "host_link", "nvlink", "network"):
         assert 0 < getattr(row, name) != getattr(H200, name), name
     assert {kind for kind, _ in row.kinds} == set(KINDS)
-    assert sorted(kept) == ["calls", "domain", "host", "outside", "peak"]
+    assert sorted(kept) == ["calls", "domain", "host", "outside", "peak", "wide"]
     assert row.calls == H200.calls
     # Of float8 there is nothing on a CPU, and that is known too.
     assert row.ceiling_float8 == 0
