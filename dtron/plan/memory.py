@@ -182,8 +182,8 @@ def _has_head(run: Resolved, rank: int) -> bool:
 
 
 def _gathered(run: Resolved, rank: int, own: list[Unit]) -> float:
-    """FSDP gathers a unit, and `prefetch` more; the root and, without a pipeline, the last unit
-    stay gathered."""
+    """FSDP gathers a unit and `prefetch` more. The root, experts that no ranks share and, without a
+    pipeline, the last unit stay gathered."""
     if run.policy.keep_gathered:
         return float(run.element * sum(u.gathered for u in own))
     window = 1 + run.config.parallel.prefetch
@@ -191,11 +191,17 @@ def _gathered(run: Resolved, rank: int, own: list[Unit]) -> float:
     for stage in run.stages_of(rank):
         listed = units(run, stage)
         root = sum(u.gathered for u in listed if u.name == "root")
-        moving = [u.gathered for u in listed if u.name != "root"]
+        root += sum(whole for u in listed if u.name != "root" for whole in _unshared(u))
+        moving = [u.gathered - sum(_unshared(u)) for u in listed if u.name != "root"]
         last = moving.pop() if run.layout is None and moving else 0
         spans = [sum(moving[i : i + window]) for i in range(max(1, len(moving) - window + 1))]
         most = max(most, root + last + max(spans, default=0))
     return float(run.element * most)
+
+
+def _unshared(unit: Unit) -> list[int]:
+    """Elements of what no ranks share."""
+    return [whole for whole, shard in unit.reduced if shard == whole]
 
 
 def _accumulates(run: Resolved) -> bool:

@@ -178,7 +178,8 @@ class _Replay:
             if self.offloads and unit.widest:  # a block
                 self._unload(calls[-1])
             for group in () if unit.stays or self.keep else unit.groups:
-                self._reshard(group)
+                if group.shared:  # experts that no ranks share stay until the backward
+                    self._reshard(group)
 
     def _backward(self, stage: int, micro_batch: int, last: bool) -> None:
         listed, calls = self.stages[stage], self.flying.pop((stage, micro_batch))

@@ -296,7 +296,6 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     parallel, m, policy = run.config.parallel, run.micro_batches, run.policy
     sums = ELEMENT[parallel.reduce_dtype]
     sent = run.element if run.shards > 1 and parallel.reduce_by == "all_to_all" else sums
-    weight = (run.element if run.shards > 1 else 4) + run.element
     summed, reductions = not policy.reduce_each_micro_batch and m > 1, 1
     if summed:
         gradient = (run.element + sums) + (m - 1) * (run.element + 2 * sums) + 2 * sums
@@ -309,7 +308,12 @@ def copied_bytes(run: Resolved, rank: int) -> float:
         listed = units(run, stage)
         for place, unit in enumerate(listed):
             times = gathers(run, unit, place == len(listed) - 1)
-            found += unit.gathered * (times * weight + gradient)
+            for whole, shard in unit.reduced:
+                if shard < whole:
+                    weight = times * 2 * run.element
+                else:  # stays until the backward
+                    weight = (1 if policy.keep_gathered else m) * (4 + run.element)
+                found += whole * (weight + gradient)
             found += unit.columns * (2 * times * run.element + turned)
     return found
 

@@ -12,9 +12,9 @@ PASSES = 8
 """How often a block's saved bytes are read or written by elementwise kernels, forward and backward;
 fitted to a block of Llama-3-8B alone (benchmarks/RESULTS.md). Without torch.compile: 18."""
 EAGER_PASSES = 18
-FORWARD = 0.4
-"""Share of these bytes that the forward moves. This and what is computed again is counted in the
-graphs that inductor fuses of dense blocks, in the proportions of Llama-3-8B and Qwen3-8B."""
+FORWARD, EAGER_FORWARD = 0.4, 1 / 3
+"""Share of these bytes that the forward moves. The first, and what is computed again, is counted in
+the graphs that inductor fuses of dense blocks, in the proportions of Llama-3-8B and Qwen3-8B."""
 AGAIN = {"selective": 0.2, "attention": 0.23, "full": FORWARD}
 """Share that a compiled backward adds to them where it computes again, by mode: what is recomputed
 is fused with what reads it. A full one calls the forward's graph once more."""
@@ -143,12 +143,13 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Seconds:
     forward = hardware.attend(flops, False, *widths)
     total += Seconds(forward, hardware.attend(2 * flops, True, *widths), 0.0)
     kept = sum(activations.kept(run, index, whole=True).values())
-    passes = PASSES if run.config.compile.enable else EAGER_PASSES
+    compiled = run.config.compile.enable
+    passes, ahead = (PASSES, FORWARD) if compiled else (EAGER_PASSES, EAGER_FORWARD)
     moved = passes * kept / hardware.copy
-    total += Seconds(moved * FORWARD, moved * (1 - FORWARD), 0.0)
+    total += Seconds(moved * ahead, moved * (1 - ahead), 0.0)
     if not run.recomputes(index):
         return total
-    again = moved * (AGAIN[mode] if run.config.compile.enable else FORWARD)
+    again = moved * (AGAIN[mode] if compiled else ahead)
     if mode != "selective":
         again += casts.forward + sum(_product(hardware, p).forward for p in repeated(run, index))
     return total + Seconds(0.0, again + (forward if mode == "full" else 0.0), 0.0)

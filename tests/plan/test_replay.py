@@ -318,6 +318,18 @@ def test_experts_that_are_apart_are_sent_before_the_rest_of_their_block() -> Non
     assert steps.pending.nbytes == 2 << 20
 
 
+def test_experts_that_no_ranks_share_stay_until_the_backward() -> None:
+    """As `fsdp._shard_experts` has it: the dense part, of 1, is freed."""
+    dense = replay._Group([1 << 20], [False], 0, shared=True)
+    experts = replay._Group([8 << 20], [False], 0, shared=False)
+    steps = _steps([dense, experts], Held())
+    steps.stages[0][0].stays = False
+    steps._forward(0, 0)
+    assert [bool(group.out) for group in (dense, experts)] == [False, True]
+    steps._backward(0, 0, last=False)
+    assert not experts.out
+
+
 def test_what_is_shared_by_columns_is_copied_once_more() -> None:
     """Out of a gather beside what it came as, and before it is sent beside the others."""
     group = replay._Group([8 << 20, 2 << 20], [True, False], 0, shared=True)
