@@ -13,8 +13,8 @@
 
 --layouts FILE takes another drawing, whose measurements are in FILE with `measured` for `layouts`.
 plan_layouts.json was drawn by seed 9 without a limit of time, plan_layouts_2.json by seed 14 from
-layouts whose step was predicted to take at most LONGEST seconds. No constant of the planner was set
-with a measurement of the second in view.
+layouts whose step was predicted to take at most LONGEST seconds. No constant of the planner was
+fitted to a measurement of the second; what a backward computes again was counted anew after them.
 
 Layouts of Llama-3-8B, Qwen3-8B and DeepSeek-V2-Lite (16B, experts) on 1, 2 and 4 GPUs, drawn by
 a seed from those that are legal and that the planner said fit when they were drawn; a planner that

@@ -90,6 +90,10 @@ class Hardware:
     """Of a product whose sums have this length, half of the rate is left."""
     narrow: PositiveFloat = 0.75
     """Share of attention's rates that heads below 128 reach."""
+    wide: tuple[PositiveFloat, PositiveFloat] = (0.71, 0.57)
+    """And heads above 128, forward and backward together, whose values are narrower than keys, and
+    as wide. Those of an H200 with cuDNN (benchmarks/RESULTS.md): keys of 192 with values of 128;
+    the mean of 192 with values padded to it, and of 256."""
     kinds: tuple[tuple[str, PositiveFloat], ...] = ()
     """Shares of `nvlink` that collectives of a kind reach; those not named reach all of it."""
     issue: NonNegativeFloat = 50e-6
@@ -119,10 +123,16 @@ class Hardware:
         traffic = 2.0 * (m * k + groups * k * n + m * n) / self.copy
         return max(compute, traffic) + self.launch
 
-    def attend(self, flops: float, backward: bool, width: int) -> float:
-        """Seconds of causal attention, of which `flops` are those of the half that is computed."""
-        rate = self.attention[1 if backward else 0] * (1.0 if width >= 128 else self.narrow)
-        return flops / rate + self.launch
+    def attend(self, flops: float, backward: bool, width: int, values: int) -> float:
+        """Seconds of causal attention.
+
+        Args:
+            flops: of the half that is computed.
+            width: of a head's keys.
+            values: of its values, as the kernel gets them.
+        """
+        share = self.narrow if width < 128 else 1.0 if width == 128 else self.wide[values == width]
+        return flops / (self.attention[backward] * share) + self.launch
 
     def collective(self, kind: str, size: float, ranks: int, inside: int) -> float:
         """Seconds of one collective.

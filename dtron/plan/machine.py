@@ -280,8 +280,8 @@ def link_fields(rows: Sequence[Mapping[str, Any]], base: Hardware) -> dict[str, 
         }
         fits = {kind: fit(each) for kind, each in points.items()}
         hop = statistics.median(f.start / hops(kind, ranks, inside) for kind, f in fits.items())
-        rates = {
-            kind: rate_of(points[kind][f.small :], hop * hops(kind, ranks, inside))
+        rates = {  # a kind that the one latency leaves nothing of keeps its own line's rate
+            kind: rate_of(points[kind][f.small :], hop * hops(kind, ranks, inside)) or f.rate
             for kind, f in fits.items()
         }
         latency[inside < ranks] = hop
@@ -319,7 +319,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
     for small in range(max(1, len(points) - 1)):
         start, rate = line(points[small:])
         floor = statistics.median([t for _, t in points[:small]] or [0.0])
-        if rate > 0:
+        if rate is not None:
             fits.append(Fit(floor, start, rate, small))
     if not fits:
         raise TrainingError(
@@ -334,20 +334,21 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
     return next(each for each in fits if off(each) <= best + 1e-12)  # the fewest small ones
 
 
-def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds at 0 bytes, bytes a second) by least squares of the relative errors; the rate is
-    negative where larger sizes take no longer."""
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
+    """(seconds at 0 bytes, bytes a second) by least squares of the relative errors; None where
+    larger sizes take no longer."""
     n_bytes, times = np.array(points).T
     columns = np.stack([1 / times, n_bytes / times], axis=1)
     start, slope = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
     if start < 0:  # no latency is negative: the line goes through 0
         return 0.0, rate_of(points, 0.0)
-    return float(start), float(1 / slope) if slope > 0 else -1.0
+    return float(start), float(1 / slope) if slope > 0 else None
 
 
-def rate_of(points: Sequence[tuple[float, float]], start: float) -> float:
-    """Bytes a second above a given start, by least squares of the relative errors."""
+def rate_of(points: Sequence[tuple[float, float]], start: float) -> float | None:
+    """Bytes a second above a given start, by least squares of the relative errors; None where
+    larger sizes take no longer than that."""
     n_bytes, times = np.array(points).T
     share = n_bytes / times
     slope = (share * (1 - start / times)).sum() / (share**2).sum()
-    return float(1 / slope) if slope > 0 else -1.0
+    return float(1 / slope) if slope > 0 else None

@@ -182,8 +182,8 @@ def _has_head(run: Resolved, rank: int) -> bool:
 
 
 def _gathered(run: Resolved, rank: int, own: list[Unit]) -> float:
-    """FSDP gathers a unit, and `prefetch` more; the root and, without a pipeline, the last unit
-    stay gathered."""
+    """FSDP gathers a unit and `prefetch` more. The root, experts that no ranks share and, without a
+    pipeline, the last unit stay gathered."""
     if run.policy.keep_gathered:
         return float(run.element * sum(u.gathered for u in own))
     window = 1 + run.config.parallel.prefetch
@@ -191,11 +191,17 @@ def _gathered(run: Resolved, rank: int, own: list[Unit]) -> float:
     for stage in run.stages_of(rank):
         listed = units(run, stage)
         root = sum(u.gathered for u in listed if u.name == "root")
-        moving = [u.gathered for u in listed if u.name != "root"]
+        root += sum(whole for u in listed if u.name != "root" for whole in _unshared(u))
+        moving = [u.gathered - sum(_unshared(u)) for u in listed if u.name != "root"]
         last = moving.pop() if run.layout is None and moving else 0
         spans = [sum(moving[i : i + window]) for i in range(max(1, len(moving) - window + 1))]
         most = max(most, root + last + max(spans, default=0))
     return float(run.element * most)
+
+
+def _unshared(unit: Unit) -> list[int]:
+    """Elements of what no ranks share."""
+    return [whole for whole, shard in unit.reduced if shard == whole]
 
 
 def _accumulates(run: Resolved) -> bool:
@@ -240,18 +246,21 @@ def _sent(run: Resolved) -> int:
 
 
 def _reduction(run: Resolved, own: list[Unit]) -> float:
-    """Of the largest unit: gradients as the backward makes them, and as they are sent."""
-    largest = max((u.gathered for u in own), default=0)
-    return float(largest * (run.element + _sent(run)))
+    """Of the largest unit: gradients as the backward makes them, and as they are sent, of experts
+    that are apart before the others."""
+    sent = _sent(run)
+    sizes = (u.gathered * run.element + sent * max(n for n, _ in u.reduced) for u in own)
+    return float(max(sizes, default=0))
 
 
 def _waiting(run: Resolved, rank: int) -> float:
     """FSDP keeps what it sent of a unit until the next one is reduced, and at the end of a step:
-    between micro-batches that of the first unit, through the forward and the loss."""
+    between micro-batches that of the first unit, without experts that are apart, through the
+    forward and the loss."""
     if not _reduces_each(run):
         return 0.0
     firsts = [units(run, stage)[:1] for stage in run.stages_of(rank)]
-    return float(_sent(run) * sum(u.gathered for first in firsts for u in first))
+    return float(_sent(run) * sum(u.reduced[0][0] for first in firsts for u in first))
 
 
 def _gather(run: Resolved, own: list[Unit]) -> float:
@@ -293,9 +302,7 @@ Gather = tuple[int, int]
 def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
     """A unit's gathers, of its dense part and of its experts."""
     cast = run.element if run.element < 4 else 0  # what needs no cast is sent as it is
-    dense = (unit.gathered - unit.experts_gathered, unit.shard - unit.experts_shard)
-    experts = (unit.experts_gathered, unit.experts_shard)
-    shared = [(whole, part) for whole, part in (dense, experts) if part < whole]
+    shared = [(whole, part) for whole, part in unit.reduced if part < whole]
     return tuple((run.element * whole, cast * part) for whole, part in shared)
 
 
@@ -366,7 +373,8 @@ def _sums(run: Resolved, stage: Stage) -> int:
     if (reduced := ELEMENT[run.config.parallel.reduce_dtype]) < 4:
         each += reduced
     received = run.element if _exchanges(run) else 0
-    return max((u.shard * each + u.gathered * received for u in listed), default=0)
+    parts = (part for u in listed for part in u.reduced)
+    return max((shard * each + gathered * received for gathered, shard in parts), default=0)
 
 
 def _peers(run: Resolved, rank: int) -> float:

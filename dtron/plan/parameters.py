@@ -61,6 +61,16 @@ class Unit:
     experts_shard: int = 0
     partial_shard: int = 0
     """Of the shard, parameters of which each tp rank computes a part of the gradient."""
+    columns: int = 0
+    """Of those gathered, parameters that ranks share along another dim than the first: FSDP copies
+    them once more, out of a gather and before a reduction."""
+
+    @property
+    def reduced(self) -> tuple[tuple[int, int], ...]:
+        """(gathered, shard) of what FSDP gathers and reduces apart: the dense part, and experts."""
+        experts = (self.experts_gathered, self.experts_shard)
+        dense = (self.gathered - self.experts_gathered, self.shard - self.experts_shard)
+        return tuple(each for each in (dense, experts) if each[0])
 
     def __add__(self, other: "Unit") -> "Unit":
         return Unit(
@@ -72,6 +82,7 @@ class Unit:
             self.experts_gathered + other.experts_gathered,
             self.experts_shard + other.experts_shard,
             self.partial_shard + other.partial_shard,
+            self.columns + other.columns,
         )
 
 
@@ -165,35 +176,56 @@ def _parts(run: Resolved) -> Parts:
 
 def _of(run: Resolved, part: str, parameter: Parameter) -> Unit:
     """One parameter alone."""
-    whole, gathered, shard = _elements(run, parameter)
-    apart = (gathered, shard) if parameter.expert and run.experts_apart else (0, 0)
-    partial = shard if parameter.partial else 0
-    return Unit("root", part, whole, gathered, shard, *apart, partial_shard=partial)
+    sizes = _sizes(run, parameter)
+    return Unit(
+        "root",
+        part,
+        math.prod(parameter.shape),
+        sizes.gathered,
+        sizes.shard,
+        sizes.gathered * sizes.apart,
+        sizes.shard * sizes.apart,
+        sizes.shard * parameter.partial,
+        sizes.gathered * sizes.columns,
+    )
 
 
-def _elements(run: Resolved, parameter: Parameter) -> tuple[int, int, int]:
-    whole = math.prod(parameter.shape)
-    if parameter.expert and run.experts_apart:
-        return (whole, *_expert_elements(run, parameter))
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a parameter on a rank."""
+
+    gathered: int
+    shard: int
+    columns: bool
+    """Shared along another dim than the first."""
+    apart: bool
+    """Of experts that have a mesh of their own."""
+
+
+def _sizes(run: Resolved, parameter: Parameter) -> Sizes:
+    apart = parameter.expert and run.experts_apart
+    shape, dim, ranks = (_expert_part if apart else _dense_part)(run, parameter)
+    shard = [-(-size // ranks) if i == dim else size for i, size in enumerate(shape)]
+    return Sizes(math.prod(shape), math.prod(shard), dim > 0 and ranks > 1, apart)
+
+
+def _dense_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, int]:
+    """(a rank's part after tp, the dim that FSDP shares, ranks that share it)."""
     shape = list(parameter.shape)
     if parameter.split is not None:
         shape[parameter.split] //= run.tp
-    dim = 1 if parameter.padded else 0
-    shard = list(shape)
-    shard[dim] = -(-shape[dim] // run.shards)
-    return whole, math.prod(shape), math.prod(shard)
+    return shape, int(parameter.padded), run.shards
 
 
-def _expert_elements(run: Resolved, parameter: Parameter) -> tuple[int, int]:
+def _expert_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, int]:
+    """The same after ep and etp."""
     ep, etp, ranks = (run.experts[axis] for axis in ("ep", "etp", "edp_shard"))
     shape = list(parameter.shape)
     shape[0] //= ep
     dim = WIDTHS[parameter.name.rpartition(".")[2]]
     shape[dim] //= etp
     taken = ({0} if ep > 1 else set()) | ({dim} if etp > 1 else set())
-    shared = shared_dim(shape, taken, ranks)
-    shard = [-(-size // ranks) if i == shared else size for i, size in enumerate(shape)]
-    return math.prod(shape), math.prod(shard)
+    return shape, shared_dim(shape, taken, ranks), ranks
 
 
 def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
@@ -229,9 +261,9 @@ def parameters(run: Resolved, kind: str) -> tuple[Parameter, ...]:
     return _parts(run)[kind]
 
 
-def elements(run: Resolved, kind: str) -> list[tuple[int, int]]:
-    """(gathered, shard) elements of each parameter of a unit, by `Unit.kind`."""
-    return [_elements(run, parameter)[1:] for parameter in _parts(run)[kind]]
+def sizes(run: Resolved, kind: str) -> list[Sizes]:
+    """Of each parameter of a unit, by `Unit.kind`."""
+    return [_sizes(run, parameter) for parameter in _parts(run)[kind]]
 
 
 def held(run: Resolved, rank: int) -> Iterator[Unit]:

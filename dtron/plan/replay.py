@@ -1,15 +1,17 @@
 """What the stream of computation takes of the allocator: the tensors of a rank's steps, taken and
 given back in the order of a run.
 
-    forward    FSDP copies the unit's weights out of their gather, of one unit at a time; where none
-               share them, casts and then copies them. The block makes two passing tensors as large
+    forward    FSDP copies the unit's weights out of their gather, of one unit at a time; those that
+               are shared along another dim than the first in two steps; where none share them, it
+               casts and then copies them. The block makes two passing tensors as large
                as its largest, and what it keeps; a compiled block that is computed again in full
                makes all that one without recomputation keeps, and lets it go when it is done
     loss       logits, and beside them their gradient
     backward   weights again, if they were freed; what is computed again, three tensors as large as
                the largest, gradients of the weights and of the input; then weights go, what was
                sent of the unit before goes, and what is sent of this one is made. It waits for the
-               next reduction, at the end of a step for nothing
+               next reduction, at the end of a step for nothing. Experts that are apart are
+               reduced before the rest of their block
     offloaded  what a block keeps goes when the block after it is done, and is there again while the
                one after it is in backward, as `dtron.parallelisms.offload` has it
     update     in the first step moments, cut from what activations left: the activations of the
@@ -28,7 +30,7 @@ from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.offload import SMALLEST
 from dtron.plan import activations
 from dtron.plan.allocator import Block, Held, Pool
-from dtron.plan.parameters import elements, units
+from dtron.plan.parameters import sizes, units
 from dtron.plan.resolved import ELEMENT, Resolved, Stage
 
 STEPS = 3
@@ -37,11 +39,29 @@ MICRO_BATCHES = 3
 
 
 @dataclass
-class _Unit:
-    """What a FSDP unit makes; bytes, of a micro-batch."""
+class _Group:
+    """Parameters of a unit that FSDP gathers and reduces together; bytes."""
 
     weights: list[int]
     """Of each parameter, gathered, in the dtype of computation."""
+    columns: list[bool]
+    """Which of them ranks share along another dim than the first: they are copied once more."""
+    sent: int
+    """What a reduction sends."""
+    shared: bool
+    """Whether ranks share them."""
+    out: list[Block] = field(default_factory=list)
+    """Weights that are there."""
+    summed: list[Block] = field(default_factory=list)
+    """Gradients that are summed over micro-batches, in the dtype of reductions."""
+
+
+@dataclass
+class _Unit:
+    """What a block, the embedding or the head makes; bytes, of a micro-batch."""
+
+    groups: list[_Group]
+    """The dense part, and experts that are apart."""
     shards: list[int]
     """Elements of each."""
     kept: list[int]
@@ -54,23 +74,18 @@ class _Unit:
     """Bytes of its largest tensor."""
     passing: list[int]
     """What its forward makes and lets go."""
-    sent: int
-    """What a reduction sends."""
     stays: bool
     """Weights are not freed between forward and backward."""
-    out: list[Block] = field(default_factory=list)
-    """Weights that are there."""
-    summed: list[Block] = field(default_factory=list)
-    """Gradients that are summed over micro-batches, in the dtype of reductions."""
 
-    def join(self, weights: bool) -> None:
-        """Count as one what is taken and given back together; weights, unless they are cast one by
-        one."""
+    def join(self) -> None:
+        """Count as one what is taken and given back together; weights, unless they are cast or
+        copied one by one."""
         self.shards, self.kept, self.moved, self.again = (
             [sum(n)] if n else [] for n in (self.shards, self.kept, self.moved, self.again)
         )
-        if weights:
-            self.weights = [sum(self.weights)]
+        for group in self.groups:
+            if group.shared and not any(group.columns):
+                group.weights, group.columns = [sum(group.weights)], [False]
 
 
 @dataclass(eq=False)
@@ -106,7 +121,7 @@ def least(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int
     `reserved`."""
     replay = _Replay(run, rank, sent, Held())
     for unit in (unit for listed in replay.stages.values() for unit in listed):
-        unit.join(run.shards > 1)
+        unit.join()
     replay.take_weights()
     replay.take_moments(moment, moments)
     replay.step()
@@ -162,8 +177,9 @@ class _Replay:
             self._free(working)
             if self.offloads and unit.widest:  # a block
                 self._unload(calls[-1])
-            if not (unit.stays or self.keep):
-                self._reshard(unit)
+            for group in () if unit.stays or self.keep else unit.groups:
+                if group.shared:  # experts that no ranks share stay until the backward
+                    self._reshard(group)
 
     def _backward(self, stage: int, micro_batch: int, last: bool) -> None:
         listed, calls = self.stages[stage], self.flying.pop((stage, micro_batch))
@@ -176,7 +192,7 @@ class _Replay:
             if call.moved:
                 self._load(call, stage, calls)
             working = self._take([*unit.again, *[unit.widest] * 3])
-            made = self._take(unit.weights)
+            made = [self._take(group.weights) for group in unit.groups]
             inward = self._take([self.hidden])
             for blocks in (logits, working, call.kept, call.there, gradient):
                 self._free(blocks)
@@ -203,36 +219,53 @@ class _Replay:
             if each is not None and not each.there:
                 each.there = self._take(each.moved)
 
-    def _reduce(self, unit: _Unit, made: list[Block], last: bool) -> None:
+    def _reduce(self, unit: _Unit, made: list[list[Block]], last: bool) -> None:
+        """Experts that are apart go first: their hooks are around those of the block."""
+        for group, blocks in reversed(list(zip(unit.groups, made, strict=True))):
+            self._reduce_group(group, blocks, last)
+
+    def _reduce_group(self, group: _Group, made: list[Block], last: bool) -> None:
         if self.sums and not last:
-            if not unit.summed:
-                unit.summed = self._take([_wide(self.run, size) for size in unit.weights])
+            if not group.summed:
+                group.summed = self._take([_wide(self.run, size) for size in group.weights])
             self._free(made)
             return
-        if unit.summed:
+        n_bytes = group.weights
+        if group.summed:
             self._free(made)
-            made, unit.summed = unit.summed, []
+            made, group.summed = group.summed, []
+            n_bytes = [_wide(self.run, size) for size in n_bytes]
         if last or not self.keep:
-            self._reshard(unit)
+            self._reshard(group)
         if self.pending is not None:
             self._free([self.pending])
-        self.pending = self.pool.take(unit.sent) if unit.sent else None
+        for place, turned in enumerate(group.columns):
+            if turned:
+                (copy,) = self._take([n_bytes[place]])
+                self._free([made[place]])
+                made[place] = copy
+        self.pending = self.pool.take(group.sent) if group.sent else None
         self._free(made)
 
     def _gather(self, unit: _Unit) -> None:
-        if unit.out:
-            return
-        cast: list[Block] = []
-        for size in unit.weights:
-            if self.run.shards == 1:  # cast, then copied; the last cast goes when the next is made
-                before, cast = cast, self._take([size])
-                self._free(before)
-            unit.out += self._take([size])
-        self._free(cast)
+        for group in unit.groups:
+            if not group.out:
+                self._gather_group(group)
 
-    def _reshard(self, unit: _Unit) -> None:
-        self._free(unit.out)
-        unit.out = []
+    def _gather_group(self, group: _Group) -> None:
+        passing: list[Block] = []
+        for size, turned in zip(group.weights, group.columns, strict=True):
+            if not group.shared:  # cast, then copied; the last cast goes when the next is made
+                before, passing = passing, self._take([size])
+                self._free(before)
+            group.out += self._take([size])
+            if turned:  # copied out as it came, then put together
+                passing += self._take([size])
+        self._free(passing)
+
+    def _reshard(self, group: _Group) -> None:
+        self._free(group.out)
+        group.out = []
 
     def _take(self, sizes: list[int]) -> list[Block]:
         return [self.pool.take(size) for size in sizes if size]
@@ -264,7 +297,6 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
     found, layers = [], iter(stage.layers)
     every = units(run, stage)
     for place, unit in enumerate(every):
-        sizes = elements(run, unit.kind)
         is_layer = unit.kind not in ("embedding", "head")
         layer = next(layers) if is_layer else -1
         kept, again, widest = _block(run, layer) if is_layer else ([], [], 0)
@@ -278,17 +310,29 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
         found.append(
             _Unit(
-                [run.element * whole for whole, _ in sizes],
-                [shard for _, shard in sizes],
+                _groups(run, unit.kind, sent),
+                [each.shard for each in sizes(run, unit.kind)],
                 kept,
                 moved,
                 again,
                 widest,
                 again if is_layer and _makes_all(run, layer) else [widest] * 2,
-                sent * unit.gathered,
                 stays,
             )
         )
+    return found
+
+
+def _groups(run: Resolved, kind: str, sent: int) -> list[_Group]:
+    found = []
+    for apart in (False, True):
+        own = [each for each in sizes(run, kind) if each.apart == apart]
+        whole = sum(each.gathered for each in own)
+        weights = [run.element * each.gathered for each in own]
+        ranks = run.experts["edp_shard"] if apart else run.shards
+        if own:
+            columns = [each.columns for each in own]
+            found.append(_Group(weights, columns, sent * whole, ranks > 1))
     return found
 
 

@@ -97,41 +97,73 @@ def predict(run: Resolved, hardware: Hardware) -> Prediction:
     """
     if why := why_no_time(run.config, hardware):
         raise ConfigError(f"no time is predicted: {why}")
-    ranks = range(run.degrees["pp"])
-    compute, exposed, beside, slowed = {}, {}, {}, {}
-    for rank in ranks:
-        sent = collectives(run, rank, hardware.domain)
-        compute[rank] = run.micro_batches * sum(
-            _total(stage_seconds(run, stage, hardware)) for stage in run.stages_of(rank)
-        )
-        exposed[rank] = _exposed(run, sent, hardware)
-        exposed[rank]["offload"] = _offload(run, run.stages_of(rank), hardware)
-        own = [c for c in sent if c.purpose == "fsdp"]
-        beside[rank] = sum(c.seconds(hardware) for c in own)
-        slowed[rank] = sum(c.seconds(hardware) * _slows(run, c) for c in own)
-    slowest = max(ranks, key=lambda rank: compute[rank] + sum(exposed[rank].values()))
-    busy = compute[slowest] + sum(exposed[slowest].values())
-    body, bubble = busy, 0.0
-    if run.layout is not None:
-        body = _pipelined(run, hardware, compute, exposed)
-        bubble = max(0.0, body - busy)
-    update = _update(run, hardware)
-    copies = copied_bytes(run, slowest) / hardware.copy
+    loads = {rank: _load(run, rank, hardware) for rank in range(run.degrees["pp"])}
+    slowest = max(loads, key=lambda rank: loads[rank].busy)
+    load = loads[slowest]
+    body = load.busy if run.layout is None else _pipelined(run, hardware, loads)
+    parts = {
+        "compute": load.compute,
+        **load.exposed,
+        "fsdp": _fsdp(run, slowest, load, hardware),
+        "copies": copied_bytes(run, slowest) / hardware.copy,
+        "bubble": max(0.0, body - load.busy),
+        "update": _update(run, hardware),
+    }
+    step = body + parts["fsdp"] + parts["copies"] + parts["update"]
+    parts["host"] = max(0.0, _issued(run, hardware) - step)
+    return _prediction(run, hardware, step + parts["host"], parts)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Seconds of a pipeline rank's step."""
+
+    compute: float
+    exposed: dict[str, float]
+    """What computation waits for, by purpose."""
+    beside: float
+    """FSDP's collectives, alone."""
+    slowed: float
+    """What they add to computation that covers them."""
+
+    @property
+    def busy(self) -> float:
+        """Without FSDP, bubble and update."""
+        return self.compute + sum(self.exposed.values())
+
+
+def _load(run: Resolved, rank: int, hardware: Hardware) -> _Load:
+    sent, stages = collectives(run, rank, hardware.domain), run.stages_of(rank)
+    each = sum(_total(stage_seconds(run, stage, hardware)) for stage in stages)
+    exposed = _exposed(run, sent, hardware)
+    exposed["offload"] = _offload(run, stages, hardware)
+    own = [(c.seconds(hardware), _slows(run, c)) for c in sent if c.purpose == "fsdp"]
+    beside = sum(seconds for seconds, _ in own)
+    slowed = sum(seconds * share for seconds, share in own)
+    return _Load(run.micro_batches * each, exposed, beside, slowed)
+
+
+def _fsdp(run: Resolved, rank: int, load: _Load, hardware: Hardware) -> float:
+    """What gathers and reductions add: pass by pass, of pipelines over the step."""
+    phases = [(load.beside, load.slowed, load.busy)]
     if run.layout is None:
-        fsdp = sum(_added(*each) for each in _phases(run, slowest, busy, hardware))
-    else:
-        fsdp = _added(beside[slowest], slowed[slowest], busy)
-    fsdp += _alone(run, slowest, hardware)
-    step = body + fsdp + copies + update
-    issued = max(host_seconds(run, rank, dict(hardware.calls)) for rank in ranks)
-    host = max(0.0, issued - step)
-    step += host
-    parts = {"compute": compute[slowest], **exposed[slowest], "fsdp": fsdp}
-    parts |= {"copies": copies, "bubble": bubble, "update": update, "host": host}
+        phases = list(_phases(run, rank, load.busy, hardware))
+    return sum(_added(*phase) for phase in phases) + _alone(run, rank, hardware)
+
+
+def _issued(run: Resolved, hardware: Hardware) -> float:
+    """What the slowest host needs to issue a step."""
+    prices = dict(hardware.calls)
+    return max(host_seconds(run, rank, prices) for rank in range(run.degrees["pp"]))
+
+
+def _prediction(
+    run: Resolved, hardware: Hardware, step: float, parts: dict[str, float]
+) -> Prediction:
     each = run.tokens_per_step / step / run.world_size
     flops = {name: each * value for name, value in run.flops().items()}
     mfu = {name: value / hardware.peak for name, value in flops.items()}
-    return Prediction(step, parts, bubble / step, each, flops, mfu)
+    return Prediction(step, parts, parts["bubble"] / step, each, flops, mfu)
 
 
 def busy_seconds(run: Resolved, hardware: Hardware) -> float:
@@ -258,23 +290,31 @@ def copied_bytes(run: Resolved, rank: int) -> float:
 
     A gathered weight is copied out of its buffer; one that no ranks share is cast from float32. A
     gradient is copied to where it is reduced from; one that is summed over micro-batches before is
-    cast in the first of them and added in the others.
+    cast in the first of them and added in the others. What ranks share along another dim than the
+    first is put together once more after a gather, and taken apart before a reduction.
     """
     parallel, m, policy = run.config.parallel, run.micro_batches, run.policy
     sums = ELEMENT[parallel.reduce_dtype]
     sent = run.element if run.shards > 1 and parallel.reduce_by == "all_to_all" else sums
-    weight = (run.element if run.shards > 1 else 4) + run.element
-    summed = not policy.reduce_each_micro_batch and m > 1
+    summed, reductions = not policy.reduce_each_micro_batch and m > 1, 1
     if summed:
         gradient = (run.element + sums) + (m - 1) * (run.element + 2 * sums) + 2 * sums
     else:
-        gradient = (m if policy.reduce_each_micro_batch else 1) * (run.element + sent)
+        reductions = m if policy.reduce_each_micro_batch else 1
+        gradient = reductions * (run.element + sent)
+    turned = 2 * reductions * (sums if summed else run.element)
     found = 0.0
     for stage in run.stages_of(rank):
         listed = units(run, stage)
         for place, unit in enumerate(listed):
             times = gathers(run, unit, place == len(listed) - 1)
-            found += unit.gathered * (times * weight + gradient)
+            for whole, shard in unit.reduced:
+                if shard < whole:
+                    weight = times * 2 * run.element
+                else:  # stays until the backward
+                    weight = (1 if policy.keep_gathered else m) * (4 + run.element)
+                found += whole * (weight + gradient)
+            found += unit.columns * (2 * times * run.element + turned)
     return found
 
 
@@ -292,24 +332,19 @@ def timeline(run: Resolved, hardware: Hardware) -> Timeline:
     return Timeline(spans, len(run.stages) // run.degrees["pp"], ranks)
 
 
-def _pipelined(
-    run: Resolved,
-    hardware: Hardware,
-    compute: dict[int, float],
-    exposed: dict[int, dict[str, float]],
-) -> float:
+def _pipelined(run: Resolved, hardware: Hardware, loads: dict[int, _Load]) -> float:
     """Length of the schedule with each stage's own times. What a rank waits for inside its stages
     is spread over their actions."""
     short = shortened(run.config, run.world_size).micro_batches(run.world_size)
     stretch = {  # a rank may have empty stages alone
-        rank: 1 + sum(exposed[rank].values()) / compute[rank] if compute[rank] else 1.0
-        for rank in compute
+        rank: 1 + sum(load.exposed.values()) / load.compute if load.compute else 1.0
+        for rank, load in loads.items()
     }
     costs = _costs(run, hardware, stretch)
     sends = [c for c in collectives(run, 0, hardware.domain) if c.purpose == "pp"]
     hop = sends[0].seconds(hardware) / sends[0].count if sends else 0.0
     length = run_order(run.order, len(run.stages), costs, hop)[0]
-    each = max((compute[r] + sum(exposed[r].values())) / run.micro_batches for r in compute)
+    each = max(load.busy / run.micro_batches for load in loads.values())
     return length + (run.micro_batches - short) * each
 
 

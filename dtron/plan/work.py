@@ -12,6 +12,12 @@ PASSES = 8
 """How often a block's saved bytes are read or written by elementwise kernels, forward and backward;
 fitted to a block of Llama-3-8B alone (benchmarks/RESULTS.md). Without torch.compile: 18."""
 EAGER_PASSES = 18
+FORWARD, EAGER_FORWARD = 0.4, 1 / 3
+"""Share of these bytes that the forward moves. The first, and what is computed again, is counted in
+the graphs that inductor fuses of dense blocks, in the proportions of Llama-3-8B and Qwen3-8B."""
+AGAIN = {"selective": 0.2, "attention": 0.23, "full": FORWARD}
+"""Share that a compiled backward adds to them where it computes again, by mode: what is recomputed
+is fused with what reads it. A full one calls the forward's graph once more."""
 CAST, CAST_WEIGHT, TURN_WEIGHT = 6, 8, 2
 """Bytes an element of casts to float8. An input or gradient is read for its largest value and again
 to be cast, and written as it is and transposed; a weight the same, and once more for the backward;
@@ -93,8 +99,14 @@ def attention_flops(run: Resolved, layer: int) -> float:
     model, length = run.model, run.config.train.seq_len
     window = run.window(layer)
     seen = min(length, 2 * window) if window else length
-    widths = model.n_heads * (model.head_size + model.v_head_size) // run.tp
+    widths = model.n_heads * (model.head_size + value_width(run)) // run.tp
     return float(widths) * run.tokens * seen
+
+
+def value_width(run: Resolved) -> int:
+    """Of a head, as attention's kernel gets them: context parallelism pads values to the width of
+    keys."""
+    return run.model.head_size if run.degrees["cp"] > 1 else run.model.v_head_size
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,20 +135,44 @@ def cast_seconds(run: Resolved, listed: list[Product], hardware: Hardware) -> Se
 def layer(run: Resolved, index: int, hardware: Hardware) -> Seconds:
     """A layer's computation alone."""
     listed = products(run, run.kind(index))
-    total = cast_seconds(run, listed, hardware)
+    mode, casts = run.config.recompute.mode, cast_seconds(run, listed, hardware)
+    total = casts
     for each in listed:
         total += _product(hardware, each)
-    flops, width = attention_flops(run, index), run.model.head_size
-    forward = hardware.attend(flops, False, width)
-    total += Seconds(forward, hardware.attend(2 * flops, True, width), 0.0)
+    flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
+    forward = hardware.attend(flops, False, *widths)
+    total += Seconds(forward, hardware.attend(2 * flops, True, *widths), 0.0)
     kept = sum(activations.kept(run, index, whole=True).values())
-    passes = PASSES if run.config.compile.enable else EAGER_PASSES
+    compiled = run.config.compile.enable
+    passes, ahead = (PASSES, FORWARD) if compiled else (EAGER_PASSES, EAGER_FORWARD)
     moved = passes * kept / hardware.copy
-    total += Seconds(moved / 3, moved * 2 / 3, 0.0)
+    total += Seconds(moved * ahead, moved * (1 - ahead), 0.0)
     if not run.recomputes(index):
         return total
-    again = {"full": total.forward, "attention": total.forward - forward}
-    return total + Seconds(0.0, again.get(run.config.recompute.mode, moved / 3), 0.0)
+    again = moved * (AGAIN[mode] if compiled else ahead)
+    if mode != "selective":
+        again += casts.forward + sum(_product(hardware, p).forward for p in repeated(run, index))
+    return total + Seconds(0.0, again + (forward if mode == "full" else 0.0), 0.0)
+
+
+def repeated(run: Resolved, index: int) -> list[Product]:
+    """Products that the backward of a layer computes again, where a mode keeps none: all but those
+    whose results nobody reads.
+
+    The last one of a feed-forward, or of a shared expert, is added to the layer's output and needed
+    by no gradient; what experts give is, by those of their weights. A compiled block that holds its
+    recomputation leaves it out, and autograd, which stops at the last tensor that it lacks, where
+    it is the layer's last product. A block that is compiled inside of its recomputation is called
+    as it is.
+    """
+    kind, options = run.kind(index), run.config
+    listed = products(run, kind)
+    whole = options.recompute.mode == "full" if options.compile.enable else kind != "dense"
+    name = "ffn" if kind == "dense" else "shared"
+    places = [place for place, p in enumerate(listed) if p.module == name]
+    if whole or not places:
+        return listed
+    return listed[: places[-1]] + listed[places[-1] + 1 :]
 
 
 def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:

@@ -1,21 +1,37 @@
-"""What the planner says that blocks keep is what the compiler's partitioner keeps."""
+"""What the planner says that blocks keep is what the compiler's partitioner keeps, and the products
+that it says are computed again are those of the backward's graph."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtron.config import Recompute
+from dtron.config import Recompute, RunConfig
 from dtron.models import MODELS, build_model, choose_backend, model_config
 from dtron.models.rope import rope_table
 from dtron.parallelisms.recompute import recompute
 from dtron.plan.activations import block
+from dtron.plan.resolved import Resolved
+from dtron.plan.work import repeated
 
 B, T = 2, 64
+LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"
 MIXTURES = 0.025
 """Vectors of a router's size, which do not grow with the model's width, are not all listed."""
 
 
-def saved_bytes(name: str, layer: int, mode: str) -> float:
-    """A token, by torch's own partitioner, without generating code."""
+def made(name: str, layer: int) -> tuple[nn.Module, tuple[Any, ...], list[torch.Tensor]]:
+    """A block, what it is called with, and tensors that it reads but makes none of."""
+    torch._dynamo.reset()
     config = model_config(name, "debug")
     backend = choose_backend(
         "sdpa" if not config.window else "math",
@@ -37,8 +53,15 @@ def saved_bytes(name: str, layer: int, mode: str) -> float:
     positions = torch.arange(T).unsqueeze(0)
     rope = rope_table(config, positions) if config.positions == "rope" else None
     mask = model.backend.prepare(None, positions)  # type: ignore[union-attr, operator]
-    recompute([(0, unit)], Recompute(mode=mode))  # type: ignore[arg-type]
+    x = torch.randn(B, T, config.dim, dtype=torch.bfloat16, requires_grad=True)
     shared = [*model.parameters(), *([rope] if rope is not None else [])]
+    return unit, (x, rope, mask, None), shared
+
+
+def saved_bytes(name: str, layer: int, mode: str) -> float:
+    """A token, by torch's own partitioner, without generating code."""
+    unit, inputs, shared = made(name, layer)
+    recompute([(0, unit)], Recompute(mode=mode))  # type: ignore[arg-type]
     others = {tensor.untyped_storage().data_ptr() for tensor in shared}
     found: dict[int, torch.Tensor] = {}
 
@@ -47,10 +70,9 @@ def saved_bytes(name: str, layer: int, mode: str) -> float:
             found[at] = tensor
         return tensor
 
-    x = torch.randn(B, T, config.dim, dtype=torch.bfloat16, requires_grad=True)
     compiled = torch.compile(unit, backend="aot_eager_decomp_partition")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        compiled(x, rope, mask, None)
+        compiled(*inputs)
     # Constants, such as a cast copy of a router's weight, do not grow with the tokens.
     of_tokens = [
         t for t in found.values() if t.numel() >= B * T and t.shape[0] in (1, B, B * T, 4 * B * T)
@@ -68,7 +90,6 @@ ROWS = [
 
 @pytest.mark.parametrize(("name", "layer", "mode"), ROWS)
 def test_bytes_that_a_compiled_block_keeps(name: str, layer: int, mode: str) -> None:
-    torch._dynamo.reset()
     config = model_config(name, "debug")
     mixture = layer >= config.n_dense_layers
     saved = block(config, "mixture" if mixture else "dense")
@@ -83,3 +104,66 @@ def test_every_family_has_rows() -> None:
         config = spec.sizes["debug"]
         kind = "mixture" if config.n_experts else "dense"
         assert sum(row.width for row in block(config, kind)) > 0, name
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by rows, length of sums and columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[int, int, int]] = Counter()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if op._overloadpacket in MATRICES:
+            left, right = args[1:3] if op._overloadpacket is torch.ops.aten.addmm else args[:2]
+            self.found[(left.shape[0], left.shape[-1], right.shape[-1])] += 1
+        return op(*args, **(kwargs or {}))
+
+
+MATRICES = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._grouped_mm)
+
+
+def multiplied(name: str, layer: int, mode: str, compiled: bool) -> Counter[tuple[int, int, int]]:
+    """Products of a block's backward."""
+    unit, inputs, _ = made(name, layer)
+    products = Products()
+
+    def counted(graph: torch.fx.GraphModule, _: Any) -> Callable:
+        def call(*args: Any) -> Any:  # dynamo calls no graph while a mode is on around it
+            with products:
+                return graph.forward(*args)
+
+        return make_boxed_func(call)
+
+    # As inductor partitions, but without generating code: each operator is called.
+    backend = aot_autograd(fw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
+    if compiled and mode == "full":  # `apply._wrap_blocks`: compiled inside
+        unit.forward = torch.compile(unit.forward, backend=backend)  # type: ignore[method-assign]
+    recompute([(0, unit)], Recompute(mode=mode))  # type: ignore[arg-type]
+    inside = compiled and mode != "full"
+    out = (torch.compile(unit, backend=backend) if inside else unit)(*inputs)
+    products.found.clear()
+    with contextlib.nullcontext() if compiled else products:
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+    return products.found
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize(
+    ("name", "layer", "mode"),
+    [
+        *[("llama", 0, mode) for mode in ("attention", "full")],
+        *[("deepseek_v3", layer, mode) for layer in (0, 3) for mode in ("attention", "full")],
+        *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe")],
+    ],
+)
+def test_products_that_the_backward_computes_again(
+    name: str, layer: int, mode: str, compiled: bool
+) -> None:
+    again = multiplied(name, layer, mode, compiled) - multiplied(name, layer, "none", compiled)
+    words = f"model.name={name} model.size=debug train.seq_len={T} train.micro_batch={B}"
+    words += f" train.global_batch={B} recompute.mode={mode} compile.enable={str(compiled).lower()}"
+    run = Resolved.of(RunConfig.load(LLAMA, words.split()), 1)
+    assert again == Counter((p.m, p.k, p.n) for p in repeated(run, layer))

@@ -24,6 +24,7 @@ from dtron.plan.machine import (
     fitted_ceiling,
     fitted_depth,
     link_fields,
+    rate_of,
 )
 from dtron.runtime import Place
 from tests.harness import run_ranks
@@ -49,7 +50,7 @@ def test_two_hosts_of_two_ranks_are_measured() -> None:
     for name in ("ceiling", "copy", "launch", "host_link", "nvlink", "network"):
         assert 0 < getattr(row, name) != getattr(H200, name), name
     assert {kind for kind, _ in row.kinds} == set(KINDS)
-    assert sorted(kept) == ["calls", "domain", "host", "outside", "peak"]
+    assert sorted(kept) == ["calls", "domain", "host", "outside", "peak", "wide"]
     assert row.calls == H200.calls
     # Of float8 there is nothing on a CPU, and that is known too.
     assert row.ceiling_float8 == 0
@@ -116,6 +117,15 @@ def test_a_line_has_no_negative_latency_and_no_negative_rate() -> None:
     assert found.rate > 0
     with pytest.raises(TrainingError, match="idle machine"):
         fit([(1e6, 1e-2), (1e7, 1e-3)])
+
+
+def test_a_kind_faster_than_the_common_latency_keeps_its_own_rate() -> None:
+    rows = _collectives(replace(H200, latency=(4e-6, 1.0)), 4, 4)
+    for row in rows:
+        row["seconds"] += 1e-2 * (row["kind"] != "send")  # the median kind's latency
+    found = dict(link_fields(rows, H200)["kinds"])
+    assert found["send"] > 0
+    assert rate_of([(1e6, 1e-4), (1e7, 1e-3)], 1.0) is None
 
 
 def test_a_floor_does_not_bend_the_line_of_large_collectives() -> None:

@@ -9,7 +9,7 @@ from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.plan import activations, replay
 from dtron.plan.allocator import Block, Held, Pool
 from dtron.plan.memory import memory, worst
-from dtron.plan.parameters import elements, units
+from dtron.plan.parameters import sizes, units
 from dtron.plan.resolved import Resolved
 from tests.parallelisms.offloaded import CPU, LAYERS, ORDERS, batch, model_of
 
@@ -28,9 +28,9 @@ def taken(overrides: str, world: int, moments: int = 2, moment: int = 4) -> int:
 def test_elements_of_a_unit_are_those_of_its_parameters() -> None:
     planned = run("parallel.tp=2", 4)
     for unit in units(planned, planned.stages[0]):
-        listed = elements(planned, unit.kind)
-        assert sum(gathered for gathered, _ in listed) == unit.gathered
-        assert sum(shard for _, shard in listed) == unit.shard
+        listed = sizes(planned, unit.kind)
+        assert sum(each.gathered for each in listed) == unit.gathered
+        assert sum(each.shard for each in listed) == unit.shard
 
 
 MIXTURE = (
@@ -128,7 +128,7 @@ def _replayed_blocks(order: str) -> list[int]:
     planned = run("recompute.mode=full recompute.offload=true", 4)
     pool = _Counted()
     steps = replay._Replay(planned, 0, 4, pool)  # type: ignore[arg-type]
-    unit = replay._Unit([], [], [], [MOVED], [], PASSING, [PASSING] * 2, 0, False)
+    unit = replay._Unit([], [], [], [MOVED], [], PASSING, [PASSING] * 2, False)
     steps.stages, steps.hidden = {0: [unit] * LAYERS}, 0
     found = []
     for action in order.split():
@@ -277,14 +277,13 @@ def test_a_backward_frees_what_it_read_before_it_sends() -> None:
     steps.stages = {
         0: [
             replay._Unit(
-                weights=[16 * mib],
+                groups=[replay._Group([16 * mib], [False], 32 * mib, shared=True)],
                 shards=[],
                 kept=[32 * mib],
                 moved=[],
                 again=[20 * mib],
                 widest=24 * mib,
                 passing=[24 * mib] * 2,
-                sent=32 * mib,
                 stays=False,
             )
             for _ in range(2)
@@ -295,3 +294,63 @@ def test_a_backward_frees_what_it_read_before_it_sends() -> None:
     assert pool.reserved == 152 * mib
     steps._backward(0, 0, last=True)
     assert pool.reserved == 320 * mib
+
+
+def _steps(groups: list[replay._Group], pool: Held) -> replay._Replay:
+    """Of a model of one unit, which makes nothing but weights and their gradients."""
+    steps = replay._Replay(run("parallel.zero=3", 2), 0, 4, pool)  # type: ignore[arg-type]
+    steps.stages = {0: [replay._Unit(groups, [], [], [], [], 0, [], False)]}
+    steps.hidden, steps.logits = 0, []
+    return steps
+
+
+def test_experts_that_are_apart_are_sent_before_the_rest_of_their_block() -> None:
+    """Weights of 1 and 8 and as large gradients; the experts' 16 go before the others' 2 are made,
+    with their weights and gradients."""
+    dense = replay._Group([1 << 20], [False], 2 << 20, shared=True)
+    experts = replay._Group([8 << 20], [False], 16 << 20, shared=True)
+    pool = Held()
+    steps = _steps([dense, experts], pool)
+    steps._forward(0, 0)
+    steps._backward(0, 0, last=True)
+    assert pool.reserved == (1 + 1 + 8 + 16) << 20  # 10 of gradients, the experts' weights gone
+    assert steps.pending is not None
+    assert steps.pending.nbytes == 2 << 20
+
+
+def test_experts_that_no_ranks_share_stay_until_the_backward() -> None:
+    """As `fsdp._shard_experts` has it: the dense part, of 1, is freed."""
+    dense = replay._Group([1 << 20], [False], 0, shared=True)
+    experts = replay._Group([8 << 20], [False], 0, shared=False)
+    steps = _steps([dense, experts], Held())
+    steps.stages[0][0].stays = False
+    steps._forward(0, 0)
+    assert [bool(group.out) for group in (dense, experts)] == [False, True]
+    steps._backward(0, 0, last=False)
+    assert not experts.out
+
+
+def test_what_is_shared_by_columns_is_copied_once_more() -> None:
+    """Out of a gather beside what it came as, and before it is sent beside the others."""
+    group = replay._Group([8 << 20, 2 << 20], [True, False], 0, shared=True)
+    pool = Held()
+    steps = _steps([group], pool)
+    steps._forward(0, 0)
+    assert pool.reserved == (8 + 8 + 2) << 20
+    pool = Held()
+    steps = _steps([group], pool)
+    steps._reduce(steps.stages[0][0], [[pool.take(8 << 20), pool.take(2 << 20)]], last=True)
+    assert pool.reserved == (8 + 2 + 8) << 20
+
+
+def test_which_parameters_are_shared_by_columns() -> None:
+    """A padded vocabulary under tp; of experts, those whose number the ranks do not divide."""
+    words = "parallel.tp=2 model.name=llama model.size=debug model.override.vocab_size=255"
+    planned = run(words, 4)
+    embedding, *blocks, head = (unit.columns > 0 for unit in units(planned, planned.stages[0]))
+    assert (embedding, any(blocks), head) == (True, False, True)
+    words = "model.name=deepseek_v3 model.size=16b train.seq_len=4096 train.global_batch=32"
+    for experts, ep, by_columns in ((64, 2, False), (8, 2, True), (8, 1, False)):
+        planned = run(f"{words} parallel.ep={ep} model.override.n_experts={experts}", 16)
+        mixture = units(planned, planned.stages[0])[2]
+        assert (mixture.columns > 0) == by_columns, (experts, ep)

@@ -10,6 +10,7 @@ from dtron.plan.hardware import hardware
 from dtron.plan.parameters import held
 from dtron.plan.resolved import Resolved
 from dtron.plan.steptime import _added, _phases, copied_bytes, predict
+from dtron.plan.work import attention_flops
 
 LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"
 PP = "parallel.pp=2 parallel.zero=1 train.micro_batch=1 train.global_batch=16"
@@ -70,6 +71,36 @@ def test_what_a_pass_is_too_short_for_is_not_covered_by_another() -> None:
     """Two passes of a second each: 0.5 s and 1.5 s of communication are not 2 s beside 2 s."""
     apart = _added(0.5, 0.0, 1.0) + _added(1.5, 0.0, 1.0)
     assert (apart, _added(2.0, 0.0, 2.0)) == (0.5, 0.0)
+
+
+def test_what_is_shared_by_columns_is_copied_twice() -> None:
+    """Put together after a gather, taken apart before each reduction."""
+    words = f"parallel.tp=2 parallel.zero=2 model.size=debug model.override.vocab_size=255 {FOUR}"
+    planned = run(words, 4)
+    own = list(held(planned, 0))
+    plain = ((2 + 2) + 4 * (2 + 4)) * sum(u.gathered for u in own)
+    columns = sum(u.columns for u in own)
+    assert columns > 0
+    assert copied_bytes(planned, 0) == plain + (2 + 2 + 4 * (2 + 2)) * columns
+
+
+def test_wide_heads_take_what_was_measured() -> None:
+    """4 sequences of 4,096 tokens, 16 heads of 192 with values of 128, and so padded
+    (benchmarks/RESULTS.md); as the rest of the row, of 8,192 tokens and cuDNN."""
+    h200, pairs = hardware("h200"), 4 * 16 * 4096 * 4096
+    for values, measured in ((128, 0.597e-3 + 2.037e-3), (192, 0.778e-3 + 3.391e-3)):
+        flops = float(pairs * (192 + values))
+        both = h200.attend(flops, False, 192, values) + h200.attend(2 * flops, True, 192, values)
+        assert both == pytest.approx(measured, rel=0.06)
+
+
+def test_context_parallelism_pads_values() -> None:
+    words = "model.name=deepseek_v3 model.size=16b train.seq_len=4096 train.global_batch=4"
+    whole, halves = (
+        attention_flops(run(f"{words} parallel.cp={cp} parallel.cp_method=ring", 2), 0)
+        for cp in (1, 2)
+    )
+    assert halves / whole == (192 + 192) / (192 + 128) / 2
 
 
 @pytest.mark.parametrize(
