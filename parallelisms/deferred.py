@@ -25,9 +25,9 @@ inputs and output gradients of all these, also of blocks that recompute. Gradien
 directly, not through autograd: torch.autograd.grad and hooks on these weights do not see them.
 
 Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, of its result
-_is_root, _fsdp_param_group (2.11) or _fsdp_param_groups (2.13), _root_post_backward_final_callback,
-and of a group post_backward, fsdp_params and of these accumulate_unsharded_grad_if_needed,
-to_accumulated_grad_if_needed and _unsharded_param; torch._inductor.virtualized.V.
+_is_root and _root_post_backward_final_callback, of a group post_backward and fsdp_params, and of
+these accumulate_unsharded_grad_if_needed, to_accumulated_grad_if_needed and _unsharded_param;
+torch._inductor.virtualized.V.
 
 Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
 """
@@ -49,6 +49,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from dtron.kernels.grouped import grouped_gradient, grouped_product
+from dtron.parallelisms.reduction import groups_of
 
 COMPILE_OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 """Options of torch.compile that blocks with deferred weight gradients need under inductor.
@@ -425,10 +426,5 @@ def reduce_gradients(module: nn.Module, last: bool) -> None:
 
 def _groups(module: nn.Module) -> list[Any]:
     """FSDP's parameter groups of all units, in the order of the modules."""
-    groups: dict[Any, None] = {}
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            state: Any = unit._get_fsdp_state()
-            several = getattr(state, "_fsdp_param_groups", None)
-            groups |= dict.fromkeys([state._fsdp_param_group] if several is None else several)
-    return [group for group in groups if group is not None]
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    return list(dict.fromkeys(group for unit in units for group in groups_of(unit)))

@@ -81,9 +81,9 @@ class ExpertLayers:
     a method `own(name)` by which it gets at them, and `forward(rows, offsets, tail) -> rows`, as
     `models/moe.py` says. A model may call `begin(rows, offsets, tail)` and `finish` of what that
     gave instead, and compute in between what needs no rows. An attribute `activate`, if there is
-    one, is compiled where the model is: a function of tensors, element by element. With an attribute
-    `multiply` that is `grouped_product` and a method `product(name, x, offsets)`, by which all its
-    matrices are multiplied, schedules that split the backward put their weight gradients off too.
+    one, is compiled where the model is: a function of tensors, element by element. If an attribute
+    `multiply` is `grouped_product`, and a method `product(name, x, offsets)` multiplies by all of
+    its matrices, schedules that split the backward put these weight gradients off too.
     """
 
     experts: str

@@ -33,7 +33,7 @@ from dtron.config import Parallel
 from dtron.parallelisms.expert import fsdp_dim
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 from dtron.parallelisms.peer_memory import CopyEngine
-from dtron.parallelisms.reduction import AllToAllSum, CopiedAllGather
+from dtron.parallelisms.reduction import AllToAllSum, CopiedAllGather, keep_alone
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -173,6 +173,8 @@ def _communicate(
     """How units that are sharded over the mesh's last dimension are gathered and reduced."""
     for module in modules:
         _sum_gradients(module, mesh.size())
+        if mesh.size() == 1:
+            keep_alone(module)
     if not modules or mesh.size(mesh.ndim - 1) == 1:
         return
     if parallel.copy_engines:

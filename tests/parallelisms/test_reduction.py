@@ -1,0 +1,112 @@
+"""Gradients of what one rank has alone are those that FSDP's own reduction gives."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtron.parallelisms.deferred import fold, reduce_gradients
+from dtron.parallelisms.reduction import keep_alone
+from tests.harness import run_ranks
+
+DIM = 16
+
+
+class Turned(nn.Module):
+    """Its weight's gradient is made transposed; the spare part is never run."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, 2 * DIM))
+        self.bias = nn.Parameter(torch.randn(DIM))
+        self.spare = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.weight).chunk(2, -1)[0] + self.bias
+
+
+class Calls(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def trained(model: nn.Module, alone: bool, dtype: torch.dtype, sums: torch.dtype) -> list[Tensor]:
+    """Gradients of two steps, of three micro-batches and one, of which each step's last reduces."""
+    mesh = init_device_mesh("cpu", (1,))
+    units = [*model.children(), model]
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=precision)
+        if alone:
+            keep_alone(unit)
+    generator, found = torch.Generator().manual_seed(1), []
+    for micro_batches in (3, 1):
+        for i in range(micro_batches):
+            model.set_requires_gradient_sync(i + 1 == micro_batches)
+            model(torch.randn(4, DIM, generator=generator)).float().square().sum().backward()
+            held = [p.grad is not None for p in model.parameters()]
+            assert any(held) == (i + 1 == micro_batches)
+        found += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+        assert all(grad.is_contiguous() for grad in found)
+        model.zero_grad()
+    return found
+
+
+def both_ways(dtype: torch.dtype, sums: torch.dtype) -> tuple[list[Tensor], list[Tensor], list]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Turned(), Turned())
+    plain = trained(copy.deepcopy(model), False, dtype, sums)
+    with Calls() as calls:
+        own = trained(model, True, dtype, sums)
+    return own, plain, calls.names
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_fsdp(dtype, sums):
+    ((own, plain, names),) = run_ranks(1, both_ways, dtype, sums)
+    assert len(own) == len(plain) == 2 * 4
+    for one, other in zip(own, plain, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+    assert not [name for name in names if "chunk_cat" in name]
+
+
+def summed_over_calls() -> tuple[Tensor, Tensor]:
+    """Of a pipeline stage, whose reductions are called for: two a step add up."""
+    model = Turned()
+    wanted = torch.zeros_like(model.bias)
+    unit = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    keep_alone(unit)
+    for last in (False, True):
+        unit.set_requires_gradient_sync(False)
+        unit.set_is_last_backward(False)
+        model(torch.ones(4, DIM)).sum().backward()
+        fold(model)
+        wanted += 4
+        reduce_gradients(model, last=last)
+    assert model.bias.grad is not None
+    return model.bias.grad.to_local(), wanted
+
+
+def test_reductions_of_a_step_add_up():
+    ((found, wanted),) = run_ranks(1, summed_over_calls)
+    assert torch.equal(found, wanted)
