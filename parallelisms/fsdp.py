@@ -13,6 +13,9 @@ fp32 master weights are the shards themselves (4N/d); gathering casts them to th
 Gradients are *summed*: the loss is already divided by the global number of tokens, so FSDP's own
 division is turned off here, in one place.
 
+Experts that are one rank's alone are units like all others, for their casts, but keep their
+gradients (`reduction.keep_alone`).
+
 Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, and of its result
 _pre_forward, _post_forward and the handles of their hooks.
 
@@ -127,7 +130,10 @@ def shard(
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     _communicate([m for m in sharded if m not in experts], device_mesh, parallel, dtype)
     if experts:  # asked for without any, their mesh would be made
-        _communicate([m for m in sharded if m in experts], mesh.sharing_experts(), parallel, dtype)
+        apart, sharing = [m for m in sharded if m in experts], mesh.sharing_experts()
+        _communicate(apart, sharing, parallel, dtype)
+        for module in apart if sharing.size() == 1 else ():
+            keep_alone(module)
     _prefetch(order, parallel.prefetch)
     for unit in alone:
         _prefetch([unit], 0)
@@ -173,8 +179,6 @@ def _communicate(
     """How units that are sharded over the mesh's last dimension are gathered and reduced."""
     for module in modules:
         _sum_gradients(module, mesh.size())
-        if mesh.size() == 1:
-            keep_alone(module)
     if not modules or mesh.size(mesh.ndim - 1) == 1:
         return
     if parallel.copy_engines:

@@ -16,7 +16,8 @@
 `peak` is what the allocator has handed out at the worst point of the step. `reserved` is what it
 holds, and what has to fit: of the stream of computation by a replay of its tensors
 (`dtron.plan.replay`). Memory of another stream is not given to this one, so shards of gradients,
-made on the stream of reductions, come on top of the activations which they follow in time.
+made on the stream of reductions, come on top of the activations which they follow in time; but for
+those of experts that are one rank's alone, which are made on this one.
 `outside` the allocator are the context, NCCL's channels and libraries; hardware rows say how much.
 """
 
@@ -204,6 +205,22 @@ def _unshared(unit: Unit) -> list[int]:
     return [whole for whole, shard in unit.reduced if shard == whole]
 
 
+def _alone(run: Resolved, unit: Unit) -> int:
+    """Elements of experts that are one rank's alone, whose gradients stay where they are made."""
+    return unit.experts_shard if run.keeps_experts else 0
+
+
+def _reductions(run: Resolved, unit: Unit) -> list[tuple[int, int]]:
+    """(gathered, shard) of each reduction of a unit."""
+    kept = (_alone(run, unit),) * 2
+    return [part for part in unit.reduced if part != kept]
+
+
+def _sent_at_once(run: Resolved, own: list[Unit]) -> int:
+    """Elements of the largest reduction."""
+    return max((whole for u in own for whole, _ in _reductions(run, u)), default=0)
+
+
 def _accumulates(run: Resolved) -> bool:
     """Whether whole gradients are summed over micro-batches and reduced once."""
     return not run.policy.reduce_each_micro_batch and run.micro_batches > 1
@@ -248,8 +265,7 @@ def _sent(run: Resolved) -> int:
 def _reduction(run: Resolved, own: list[Unit]) -> float:
     """Of the largest unit: gradients as the backward makes them, and as they are sent, of experts
     that are apart before the others."""
-    sent = _sent(run)
-    sizes = (u.gathered * run.element + sent * max(n for n, _ in u.reduced) for u in own)
+    sizes = (u.gathered * run.element + _sent(run) * _sent_at_once(run, [u]) for u in own)
     return float(max(sizes, default=0))
 
 
@@ -373,7 +389,7 @@ def _sums(run: Resolved, stage: Stage) -> int:
     if (reduced := ELEMENT[run.config.parallel.reduce_dtype]) < 4:
         each += reduced
     received = run.element if _exchanges(run) else 0
-    parts = (part for u in listed for part in u.reduced)
+    parts = (part for u in listed for part in _reductions(run, u))
     return max((shard * each + gathered * received for gathered, shard in parts), default=0)
 
 
@@ -474,7 +490,7 @@ def _reduced(run: Resolved, own: list[Unit]) -> float:
     """As `_reduction`, beside the gradients that are summed over micro-batches."""
     largest = max((u.gathered for u in own), default=0)
     made = 0 if _accumulates(run) else run.element * (largest + _unsplit(own))
-    return float(largest * _sent(run) + made)
+    return float(_sent_at_once(run, own) * _sent(run) + made)
 
 
 def _replayed(run: Resolved, rank: int) -> tuple[Resolved, int, int, int, int]:
@@ -484,9 +500,11 @@ def _replayed(run: Resolved, rank: int) -> tuple[Resolved, int, int, int, int]:
 
 def _elsewhere(run: Resolved, rank: int) -> float:
     """Not of the stream of computation: shards of gradients, as large as the parameters', and
-    buffers are of streams of their own, and foreign rows."""
+    buffers are of streams of their own, and foreign rows. Gradients of experts that are one rank's
+    alone are of the stream of computation."""
     own = list(held(run, rank))
-    return _foreign(run, own) + _all_buffers(run, rank) + 4.0 * sum(u.shard for u in own)
+    shards = sum(u.shard - _alone(run, u) for u in own)
+    return _foreign(run, own) + _all_buffers(run, rank) + 4.0 * shards
 
 
 def in_flight(run: Resolved, rank: int) -> dict[int, int]:

@@ -11,7 +11,8 @@ given back in the order of a run.
                the largest, gradients of the weights and of the input; then weights go, what was
                sent of the unit before goes, and what is sent of this one is made. It waits for the
                next reduction, at the end of a step for nothing. Experts that are apart are
-               reduced before the rest of their block
+               reduced before the rest of their block. Of experts that are one rank's alone
+               nothing is sent: gradients are cast to float32 and stay until the update
     offloaded  what a block keeps goes when the block after it is done, and is there again while the
                one after it is in backward, as `dtron.parallelisms.offload` has it
     update     in the first step moments, cut from what activations left: the activations of the
@@ -50,6 +51,8 @@ class _Group:
     """What a reduction sends."""
     shared: bool
     """Whether ranks share them."""
+    alone: bool = False
+    """Whether they are experts of one rank alone, that keep their gradients."""
     out: list[Block] = field(default_factory=list)
     """Weights that are there."""
     summed: list[Block] = field(default_factory=list)
@@ -166,6 +169,9 @@ class _Replay:
                 behind[stage] += 1
         self._free([self.pending] if self.pending else [])
         self.pending = None
+        for group in (g for listed in self.stages.values() for unit in listed for g in unit.groups):
+            self._free(group.summed)  # of those that are one rank's alone
+            group.summed = []
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         listed = self.stages[stage]
@@ -224,7 +230,22 @@ class _Replay:
         for group, blocks in reversed(list(zip(unit.groups, made, strict=True))):
             self._reduce_group(group, blocks, last)
 
+    def _keep_group(self, group: _Group, made: list[Block], last: bool) -> None:
+        """As `dtron.parallelisms.reduction.keep_alone`."""
+        if last or not self.keep:
+            self._reshard(group)
+        adds = self.sums and group.summed
+        cast = [] if adds else self._take([size // self.run.element * 4 for size in group.weights])
+        self._free(made)
+        if group.summed:
+            self._free(cast)
+        else:
+            group.summed = cast
+
     def _reduce_group(self, group: _Group, made: list[Block], last: bool) -> None:
+        if group.alone:
+            self._keep_group(group, made, last)
+            return
         if self.sums and not last:
             if not group.summed:
                 group.summed = self._take([_wide(self.run, size) for size in group.weights])
@@ -332,7 +353,8 @@ def _groups(run: Resolved, kind: str, sent: int) -> list[_Group]:
         ranks = run.experts["edp_shard"] if apart else run.shards
         if own:
             columns = [each.columns for each in own]
-            found.append(_Group(weights, columns, sent * whole, ranks > 1))
+            alone = apart and run.keeps_experts
+            found.append(_Group(weights, columns, sent * whole, ranks > 1, alone))
     return found
 
 

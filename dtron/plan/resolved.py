@@ -112,6 +112,12 @@ class Resolved:
         return self.tp > 1 or self.experts["ep"] * self.experts["etp"] > 1
 
     @property
+    def keeps_experts(self) -> bool:
+        """Whether experts that are apart are one rank's alone, which keeps their gradients."""
+        copies = self.degrees["dp_replicate"] * self.experts["edp_shard"]
+        return self.experts_apart and copies == 1
+
+    @property
     def policy(self) -> Policy:
         """When parameters are freed and gradients reduced."""
         return Policy.resolve(self.config.parallel, self.shards > 1)
