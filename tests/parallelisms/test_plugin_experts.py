@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.config import Compile, Recompute
 from dtron.errors import ConfigError
@@ -100,6 +101,39 @@ def train_mixture() -> dict:
     part = tokens.chunk(2)[mesh.rank("dp_shard")]
     model(part).square().sum().backward()
     return found_by(model, mesh)
+
+
+def packed(ep: int) -> int:
+    """Gradients that FSDP packs, to reduce them."""
+    model, tokens = mixture()
+    layers = ExpertLayers("blocks.*.ffn.experts")
+    parallelize(model, Mesh(ep=ep), units="blocks.*", dtype="float32", experts=layers)
+    loss = model(tokens).square().sum()
+    counted = Packed()
+    with counted:
+        loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return counted.gradients
+
+
+class Packed(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fsdp.chunk_cat.default:
+            self.gradients += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_of_one_rank_keep_their_gradients() -> None:
+    """Of four ranks two share each expert by ep = 2, none by ep = 4."""
+    model, _ = mixture()
+    every = len(list(model.parameters()))
+    stacked = len([name for name, _ in model.named_parameters() if "experts" in name])
+    assert set(run_ranks(4, packed, 2)) == {every}
+    assert set(run_ranks(4, packed, 4)) == {every - stacked}
 
 
 def test_mixture_in_a_loop_of_ones_own() -> None:
