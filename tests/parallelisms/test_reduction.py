@@ -1,12 +1,14 @@
 """Gradients of what one rank has alone are those that FSDP's own reduction gives."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.parallelisms.deferred import fold, reduce_gradients
@@ -41,13 +43,18 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def trained(model: nn.Module, alone: bool, dtype: torch.dtype, sums: torch.dtype) -> list[Tensor]:
+def local(parameter: nn.Parameter) -> Tensor:
+    assert isinstance(parameter.grad, DTensor)
+    return parameter.grad.to_local()
+
+
+def trained(model: Any, alone: bool, dtype: torch.dtype, sums: torch.dtype) -> list[Tensor]:
     """Gradients of two steps, of three micro-batches and one, of which each step's last reduces."""
     mesh = init_device_mesh("cpu", (1,))
     units = [*model.children(), model]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums)
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=precision)
+    for module in units:
+        unit = fully_shard(module, mesh=mesh, mp_policy=precision)
         if alone:
             keep_alone(unit)
     generator, found = torch.Generator().manual_seed(1), []
@@ -57,7 +64,7 @@ def trained(model: nn.Module, alone: bool, dtype: torch.dtype, sums: torch.dtype
             model(torch.randn(4, DIM, generator=generator)).float().square().sum().backward()
             held = [p.grad is not None for p in model.parameters()]
             assert any(held) == (i + 1 == micro_batches)
-        found += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+        found += [local(p).clone() for p in model.parameters() if p.grad is not None]
         assert all(grad.is_contiguous() for grad in found)
         model.zero_grad()
     return found
@@ -103,8 +110,7 @@ def summed_over_calls() -> tuple[Tensor, Tensor]:
         fold(model)
         wanted += 4
         reduce_gradients(model, last=last)
-    assert model.bias.grad is not None
-    return model.bias.grad.to_local(), wanted
+    return local(model.bias), wanted
 
 
 def test_reductions_of_a_step_add_up():
