@@ -145,7 +145,7 @@ def defer(modules: Iterable[nn.Module]) -> WeightGradients:
     for module in {m: None for root in modules for m in root.modules()}:
         if type(module) is nn.Linear:
             _replace(module, "forward", _LinearLayer(module, gradients).forward)
-        elif getattr(module, "multiply", None) is grouped_product:
+        elif getattr(module, "multiply", None) is grouped_product and hasattr(module, "product"):
             _replace(module, "product", _ExpertLayer(module, gradients).product)
     return gradients
 
@@ -194,9 +194,9 @@ class _ExpertLayer:
     """The matrices of a layer's experts."""
 
     def __init__(self, module: Any, gradients: WeightGradients) -> None:
-        names = [name for name, _ in module.named_parameters(recurse=False)]
+        matrices = [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3]
         self.module = module
-        self.sites = {name: _Site(module, name, gradients) for name in names}
+        self.sites = {name: _Site(module, name, gradients) for name in matrices}
 
     def product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
         """Of experts: by this rank's part, as `own` gives it."""

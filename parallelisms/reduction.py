@@ -23,7 +23,7 @@ sums, they cost one kernel each.
 Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, of its result
 _fsdp_param_group (2.11) or _fsdp_param_groups (2.13), of a group post_backward, reduce_grads and
 fsdp_params, and of these _unsharded_param, unsharded_accumulated_grad, _get_grad_inner_tensor,
-sharded_param, orig_dtype and to_sharded_dtensor.
+sharded_param, orig_dtype and to_sharded_dtensor; Tensor._post_accumulate_grad_hooks.
 """
 
 import functools
@@ -125,13 +125,15 @@ def keep_alone(unit: FSDPModule) -> None:
         group.post_backward = functools.partial(_post_backward, group, group.post_backward)
 
 
-def _post_backward(group: Any, without_reduction: Callable[[], None], *_: Any) -> None:
+def _post_backward(group: Any, post_backward: Callable[[], None], *_: Any) -> None:
     """FSDP's, which adds up micro-batches, frees parameters and, told so, does not reduce."""
     if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
         return  # of a unit that has not been run yet
     due, group.reduce_grads = group.reduce_grads, False
-    without_reduction()
-    group.reduce_grads = due
+    try:
+        post_backward()
+    finally:  # who goes on after an error, such as too little memory, still gets gradients
+        group.reduce_grads = due
     if due:
         for parameter in group.fsdp_params:
             _hand_over(parameter)
@@ -151,3 +153,5 @@ def _hand_over(parameter: Any) -> None:
         own.grad._local_tensor += local
     else:
         own.grad = parameter.to_sharded_dtensor(local)
+    for hook in (getattr(own, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(own)  # as FSDP does

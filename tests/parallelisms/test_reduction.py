@@ -1,6 +1,7 @@
 """Gradients of what one rank has alone are those that FSDP's own reduction gives."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.parallelisms.deferred import fold, reduce_gradients
-from dtron.parallelisms.reduction import keep_alone
+from dtron.parallelisms.reduction import _post_backward, keep_alone
 from tests.harness import run_ranks
 
 DIM = 16
@@ -95,6 +96,33 @@ def test_gradients_are_those_of_fsdp(dtype, sums):
         assert one.dtype == torch.float32
         assert torch.equal(one, other)
     assert not [name for name in names if "chunk_cat" in name]
+
+
+def hooked(alone: bool) -> list[Tensor]:
+    """What a hook on a parameter that FSDP shards sees of a backward."""
+    model, seen = Turned(), []
+    unit = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    if alone:
+        keep_alone(unit)
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(local(parameter)))
+    model(torch.ones(4, DIM)).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_hooks_of_parameters_run(alone):
+    ((seen,),) = run_ranks(1, hooked, alone)
+    assert torch.equal(seen, torch.full((DIM,), 4.0))
+
+
+def test_an_error_leaves_reductions_on():
+    def fail() -> None:
+        raise torch.OutOfMemoryError
+
+    group = SimpleNamespace(fsdp_params=[], reduce_grads=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        _post_backward(group, fail)
+    assert group.reduce_grads
 
 
 def summed_over_calls() -> tuple[Tensor, Tensor]:

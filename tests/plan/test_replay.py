@@ -8,7 +8,7 @@ from dtron.config import RunConfig
 from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.plan import activations, replay
 from dtron.plan.allocator import Block, Held, Pool
-from dtron.plan.memory import memory, worst
+from dtron.plan.memory import _all_buffers, _elsewhere, memory, worst
 from dtron.plan.parameters import sizes, units
 from dtron.plan.resolved import Resolved
 from tests.parallelisms.offloaded import CPU, LAYERS, ORDERS, batch, model_of
@@ -328,6 +328,44 @@ def test_experts_that_no_ranks_share_stay_until_the_backward() -> None:
     assert [bool(group.out) for group in (dense, experts)] == [False, True]
     steps._backward(0, 0, last=False)
     assert not experts.out
+
+
+def test_experts_of_one_rank_keep_their_gradients() -> None:
+    """Weights of 8 and as large gradients, cast to 16, which stay to the end of the step; those of
+    the second micro-batch are cast too, then added."""
+    experts = replay._Group([8 << 20], [False], 99 << 20, shared=False, alone=True)
+    pool = Held()
+    steps = _steps([experts], pool)
+    steps._forward(0, 0)
+    steps._backward(0, 0, last=False)
+    assert pool.reserved == (8 + 16) << 20
+    assert [block.nbytes for block in experts.summed] == [16 << 20]
+    steps._forward(0, 1)
+    steps._backward(0, 1, last=True)
+    assert pool.reserved == (16 + 8 + 16) << 20
+    assert steps.pending is None
+
+
+def test_kept_gradients_go_when_a_step_is_done() -> None:
+    experts = replay._Group([8 << 20], [False], 0, shared=False, alone=True)
+    pool = Held()
+    steps = _steps([experts], pool)
+    steps.step()
+    assert not experts.summed
+    assert not experts.out
+    most = pool.reserved
+    steps.step()
+    assert pool.reserved == most
+
+
+def test_gradients_of_kept_experts_are_of_the_stream_of_computation() -> None:
+    """By ep = 2 of two ranks each has its experts alone; by ep = 2 of four, two share them."""
+    alone, shared = (run(f"{MIXTURE}true train.global_batch=8", world) for world in (2, 4))
+    assert (alone.keeps_experts, shared.keeps_experts) == (True, False)
+    own = units(alone, alone.stages[0])
+    dense = sum(unit.shard - unit.experts_shard for unit in own)
+    assert _elsewhere(alone, 0) == 4 * dense + _all_buffers(alone, 0)
+    assert sum(unit.experts_shard for unit in own) > 10 * dense
 
 
 def test_what_is_shared_by_columns_is_copied_once_more() -> None:
