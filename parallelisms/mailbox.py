@@ -79,22 +79,14 @@ class Mailbox:
         else:
             own.view(rows.dtype).copy_(rows)
         out = rows.new_empty(len(slots), width)
-        pull = self._pulled_beside if rows.is_cuda else self._pulled_late
-        self._pull = pull(memory, at, n_rows, slots.clone(), out, parts, float8)
+        order = _Order(memory, at, n_rows, row, slots.clone(), parts, float8, out)
+        self._pull = self._pulled_beside(order) if rows.is_cuda else self._pulled_late(order)
         register_work(out, self._pull)
         return out
 
-    def _pulled_beside(
-        self,
-        memory: PeerMemory,
-        at: int,
-        n_rows: int,
-        slots: Tensor,
-        out: Tensor,
-        parts: int,
-        float8: bool,
-    ) -> "_Pull":
+    def _pulled_beside(self, order: "_Order") -> "_Pull":
         """The barrier and the pull, on a stream of their own."""
+        memory, at, n_rows, _, slots, parts, float8, out = order
         if self._stream is None:  # of high priority: its programs are few, and not to queue
             self._stream = torch.cuda.Stream(out.device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -105,31 +97,21 @@ class Mailbox:
             done.record()
         return _Pull(done.wait, slots, out)
 
-    def _pulled_late(
-        self,
-        memory: PeerMemory,
-        at: int,
-        n_rows: int,
-        slots: Tensor,
-        out: Tensor,
-        parts: int,
-        float8: bool,
-    ) -> "_Pull":
+    def _pulled_late(self, order: "_Order") -> "_Pull":
         """CPUs have no streams: both where they are waited for. Until then rows are NaN, so that a
         wait that is missing is noticed."""
+        memory, at, n_rows, row, slots, parts, float8, out = order
         if out.is_floating_point():
             out.fill_(torch.nan)
 
         def pull() -> None:
             memory.barrier()
-            width = out.shape[1]
-            row = wire_bytes(width) if float8 else width * out.element_size()
             peers = [
                 memory.view(rank, n_rows * row, torch.uint8, at).view(n_rows, row)
                 for rank in range(self.group.size())
             ]
             if float8:
-                out.copy_(packed_rows_of_peers(peers, slots, width, out.dtype))
+                out.copy_(packed_rows_of_peers(peers, slots, out.shape[1], out.dtype))
             else:
                 out.copy_(rows_of_peers([rows.view(out.dtype) for rows in peers], slots, parts))
 
@@ -145,6 +127,23 @@ class Mailbox:
             self._noted = torch.cat([self._noted, self._noted.new_zeros(missing)])
         self._noted = self._noted.to(device)
         return self._noted
+
+
+class _Order(NamedTuple):
+    """What is to be pulled."""
+
+    memory: PeerMemory
+    at: int
+    """Bytes to the first row."""
+    n_rows: int
+    """Of each rank."""
+    row: int
+    """Bytes of one."""
+    slots: Tensor
+    parts: int
+    float8: bool
+    out: Tensor
+    """(N, D), to be filled."""
 
 
 class _Pull(dist.Work):

@@ -20,7 +20,8 @@ by bytes (torch._chunk_cat tells the device where each few KiB go: 8 ms for 277M
 what one stream has allocated another cannot use. Handed over as they are, cast to the dtype of
 sums, they cost one kernel each.
 
-Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, of its result
+Private names used, tested with torch 2.11 and 2.13: FSDP's AllGather and ReduceScatter (of
+_fully_shard._fsdp_api), FSDPModule._get_fsdp_state, of its result
 _fsdp_param_group (2.11) or _fsdp_param_groups (2.13), of a group post_backward, reduce_grads and
 fsdp_params, and of these _unsharded_param, unsharded_accumulated_grad, _get_grad_inner_tensor,
 sharded_param, orig_dtype and to_sharded_dtensor; Tensor._post_accumulate_grad_hooks.

@@ -10,7 +10,8 @@ whichever rank casts it, beside whatever others.
 
 Where all 128 are zero, or as small as nothing, the scale is that of `SMALLEST`, so that nothing is
 divided by zero. Where one is infinite or NaN the scale is too, and all 128 are NaN on arrival: a
-step that is not finite stays so.
+step that is not finite stays so. So are finite ones of float64 that no float32 scale reaches, above
+448 x 3.4e38.
 
 Triton kernels on GPUs with float8, which read and write every row once; the same formula in torch
 elsewhere and in float64. `peers.py` has one that casts rows back as it pulls them.

@@ -202,18 +202,13 @@ def _gathered(run: Resolved, rank: int, own: list[Unit]) -> float:
 
 def _unshared(unit: Unit) -> list[int]:
     """Elements of what no ranks share."""
-    return [whole for whole, shard in unit.reduced if shard == whole]
+    return [whole for whole, shard in unit.groups if shard == whole]
 
 
-def _alone(run: Resolved, unit: Unit) -> int:
-    """Elements of experts that are one rank's alone, whose gradients stay where they are made."""
-    return unit.experts_shard if run.keeps_experts else 0
-
-
-def _reductions(run: Resolved, unit: Unit) -> list[tuple[int, int]]:
-    """(gathered, shard) of each reduction of a unit."""
-    kept = (_alone(run, unit),) * 2
-    return [part for part in unit.reduced if part != kept]
+def _reductions(run: Resolved, unit: Unit) -> tuple[tuple[int, int], ...]:
+    """(gathered, shard) of each reduction of a unit: experts that are one rank's alone have none,
+    their gradients stay where they are made."""
+    return (unit.dense,) if run.keeps_experts else unit.groups
 
 
 def _sent_at_once(run: Resolved, own: list[Unit]) -> int:
@@ -276,7 +271,7 @@ def _waiting(run: Resolved, rank: int) -> float:
     if not _reduces_each(run):
         return 0.0
     firsts = [units(run, stage)[:1] for stage in run.stages_of(rank)]
-    return float(_sent(run) * sum(u.reduced[0][0] for first in firsts for u in first))
+    return float(_sent(run) * sum(u.dense[0] for first in firsts for u in first))
 
 
 def _gather(run: Resolved, own: list[Unit]) -> float:
@@ -318,7 +313,7 @@ Gather = tuple[int, int]
 def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
     """A unit's gathers, of its dense part and of its experts."""
     cast = run.element if run.element < 4 else 0  # what needs no cast is sent as it is
-    shared = [(whole, part) for whole, part in unit.reduced if part < whole]
+    shared = [(whole, part) for whole, part in unit.groups if part < whole]
     return tuple((run.element * whole, cast * part) for whole, part in shared)
 
 
@@ -402,10 +397,8 @@ def _peers(run: Resolved, rank: int) -> float:
         return found
     for stage in run.stages_of(rank):
         listed = units(run, stage)
-        dense = [(u.shard - u.experts_shard, u.gathered - u.experts_gathered) for u in listed]
-        experts = [(u.experts_shard, u.experts_gathered) for u in listed]
-        for sizes in (dense, experts):
-            shard, whole = max(sizes, key=lambda size: size[1], default=(0, 0))
+        for sizes in ([u.dense for u in listed], [u.experts for u in listed]):
+            whole, shard = max(sizes, key=lambda size: size[0], default=(0, 0))
             if shard < whole:  # several ranks share it
                 found += run.element * (shard + whole * (parallel.reduce_by == "all_to_all"))
     return found
@@ -503,7 +496,7 @@ def _elsewhere(run: Resolved, rank: int) -> float:
     buffers are of streams of their own, and foreign rows. Gradients of experts that are one rank's
     alone are of the stream of computation."""
     own = list(held(run, rank))
-    shards = sum(u.shard - _alone(run, u) for u in own)
+    shards = sum(shard for u in own for _, shard in _reductions(run, u))
     return _foreign(run, own) + _all_buffers(run, rank) + 4.0 * shards
 
 

@@ -66,11 +66,19 @@ class Unit:
     them once more, out of a gather and before a reduction."""
 
     @property
-    def reduced(self) -> tuple[tuple[int, int], ...]:
-        """(gathered, shard) of what FSDP gathers and reduces apart: the dense part, and experts."""
-        experts = (self.experts_gathered, self.experts_shard)
-        dense = (self.gathered - self.experts_gathered, self.shard - self.experts_shard)
-        return tuple(each for each in (dense, experts) if each[0])
+    def dense(self) -> tuple[int, int]:
+        """(gathered, shard) of all but experts that have a mesh of their own."""
+        return self.gathered - self.experts_gathered, self.shard - self.experts_shard
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """(gathered, shard) of those."""
+        return self.experts_gathered, self.experts_shard
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """(gathered, shard) of what FSDP gathers and reduces apart."""
+        return tuple(each for each in (self.dense, self.experts) if each[0])
 
     def __add__(self, other: "Unit") -> "Unit":
         return Unit(

@@ -308,7 +308,7 @@ def copied_bytes(run: Resolved, rank: int) -> float:
         listed = units(run, stage)
         for place, unit in enumerate(listed):
             times = gathers(run, unit, place == len(listed) - 1)
-            for whole, shard in unit.reduced:
+            for whole, shard in unit.groups:
                 if shard < whole:
                     weight = times * 2 * run.element
                 else:  # stays until the backward
