@@ -54,7 +54,7 @@ class Throughput:
         for key, convention in _MFU.items():
             flops = flops_per_token(self.flops, attended / steps, convention)
             row[key] = each * flops / self.peak if self.peak else None
-        return {**row, "memory_gib": peak_memory_gib(), "seconds": seconds / steps}
+        return {**row, "seconds": seconds / steps}
 
     def restart(self) -> None:
         """Forget what was counted, as after work that is not training."""

@@ -26,7 +26,7 @@ from dtron.faults.spikes import Spike
 from dtron.files import Location
 from dtron.float8.statistics import Statistics
 from dtron.flops import FlopsModel
-from dtron.metrics import MetricsWriter, Throughput
+from dtron.metrics import MetricsWriter, Throughput, peak_memory_gib
 from dtron.optim import build_optimizer, learning_rate
 from dtron.parallelisms.apply import apply_passes, build_execution
 from dtron.parallelisms.fsdp import DTYPES, Policy
@@ -417,6 +417,7 @@ class Trainer:
         loss = self._over_ranks(result.loss)
         figures = {"loss": loss, "grad_norm": result.grad_norm.item(), "lr": lr}
         row = {"step": self.step, **figures, "tokens": self.tokens, **self.throughput.read()}
+        row["memory_gib"] = self._most(peak_memory_gib())
         if skipped := int(self.train_step.skipped):
             row["skipped"] = skipped
         row |= self.accuracy
@@ -454,6 +455,12 @@ class Trainer:
         total = share.clone()
         dist.all_reduce(total, group=self.mesh.group(*SHARE_AXES))
         return total.item()
+
+    def _most(self, value: float) -> float:
+        """The largest of all ranks' values: pipeline ranks differ in memory."""
+        most = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group)
+        return most.item()
 
     def _padding_share(self) -> float:
         """Share of padding among all ranks' tokens since the last row."""

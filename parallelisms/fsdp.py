@@ -13,8 +13,8 @@ fp32 master weights are the shards themselves (4N/d); gathering casts them to th
 Gradients are *summed*: the loss is already divided by the global number of tokens, so FSDP's own
 division is turned off here, in one place.
 
-Experts that are one rank's alone are units like all others, for their casts, but keep their
-gradients (`reduction.keep_alone`).
+What no rank shares (one GPU, tp or pp alone, experts that are one rank's) are units like all
+others, for their casts, but keep their gradients (`reduction.keep_alone`).
 
 Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, and of its result
 _pre_forward, _post_forward and the handles of their hooks.
@@ -130,10 +130,8 @@ def shard(
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     _communicate([m for m in sharded if m not in experts], device_mesh, parallel, dtype)
     if experts:  # asked for without any, their mesh would be made
-        apart, sharing = [m for m in sharded if m in experts], mesh.sharing_experts()
-        _communicate(apart, sharing, parallel, dtype)
-        for module in apart if sharing.size() == 1 else ():
-            keep_alone(module)
+        apart = [m for m in sharded if m in experts]
+        _communicate(apart, mesh.sharing_experts(), parallel, dtype)
     _prefetch(order, parallel.prefetch)
     for unit in alone:
         _prefetch([unit], 0)
@@ -178,7 +176,10 @@ def _communicate(
 ) -> None:
     """How units that are sharded over the mesh's last dimension are gathered and reduced."""
     for module in modules:
-        _sum_gradients(module, mesh.size())
+        if mesh.size() == 1:
+            keep_alone(module)
+        else:
+            _sum_gradients(module)
     if not modules or mesh.size(mesh.ndim - 1) == 1:
         return
     if parallel.copy_engines:
@@ -198,9 +199,7 @@ def _engine(mesh: DeviceMesh) -> CopyEngine:
     return CopyEngine(mesh.get_group(mesh.ndim - 1), device)
 
 
-def _sum_gradients(module: FSDPModule, ranks: int) -> None:
-    if ranks == 1:  # nothing to sum, and torch would divide by a factor of 1 all the same
-        return
+def _sum_gradients(module: FSDPModule) -> None:
     # gloo has no scaled sum; a forced SUM with factor 1 means no division on any backend.
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(1.0)

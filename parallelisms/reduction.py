@@ -14,11 +14,11 @@ It needs gradients that are not sums of micro-batches yet, which in bfloat16 wou
 
 Either may go by copy engines (`peer_memory.py`).
 
-Experts that one rank has alone, `keep_alone`: their gradients are the sums. FSDP would pack them
-into one buffer and copy that to another, made on a stream of its own. Packing takes the host time
-by bytes (torch._chunk_cat tells the device where each few KiB go: 8 ms for 277M gradients), and
-what one stream has allocated another cannot use. Handed over as they are, cast to the dtype of
-sums, they cost one kernel each.
+What one rank has alone, `keep_alone`: its gradients are the sums. FSDP would pack them into one
+buffer and copy that to another, made on a stream of its own. Packing takes the host time by bytes
+(torch._chunk_cat tells the device where each few KiB go: 8 ms for 277M gradients), and what one
+stream has allocated another cannot use. Handed over as they are, cast to the dtype of sums, they
+cost one kernel each.
 
 Private names used, tested with torch 2.11 and 2.13: FSDP's AllGather and ReduceScatter (of
 _fully_shard._fsdp_api), FSDPModule._get_fsdp_state, of its result

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtron import trainer
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, TrainingError
 from dtron.faults.signals import StopSignal
@@ -78,7 +79,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 COLUMNS = "step loss grad_norm lr tokens tokens_per_second tokens_per_second_per_device mfu"
-COLUMNS += " mfu_causal memory_gib seconds"
+COLUMNS += " mfu_causal seconds memory_gib"
 LAYOUTS = [
     (1, {}),
     (2, {}),
@@ -113,6 +114,16 @@ def test_every_layout_logs_the_losses_of_one_process(tmp_path: Path) -> None:
     assert list(wanted[0]) == COLUMNS.split()
     assert wanted[5]["loss"] < wanted[0]["loss"]
     assert wanted[5]["tokens"] == 6 * 8 * 32
+
+
+def fit_with_more_on_the_last_rank(config: RunConfig) -> None:
+    trainer.peak_memory_gib = lambda: 1.5 + torch.distributed.get_rank()
+    fit(config)
+
+
+def test_rows_have_the_memory_of_the_rank_with_most(tmp_path: Path) -> None:
+    run_ranks(2, fit_with_more_on_the_last_rank, tiny(tmp_path / "run", train__steps=1))
+    assert [row["memory_gib"] for row in rows(tmp_path / "run")] == [2.5]
 
 
 def test_run_directory_says_what_ran(tmp_path: Path) -> None:

@@ -127,13 +127,14 @@ class Packed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_experts_of_one_rank_keep_their_gradients() -> None:
-    """Of four ranks two share each expert by ep = 2, none by ep = 4."""
+def test_what_one_rank_has_alone_keeps_its_gradients() -> None:
+    """Of four ranks two share each expert by ep = 2, none by ep = 4; of one, none anything."""
     model, _ = mixture()
     every = len(list(model.parameters()))
     stacked = len([name for name, _ in model.named_parameters() if "experts" in name])
     assert set(run_ranks(4, packed, 2)) == {every}
     assert set(run_ranks(4, packed, 4)) == {every - stacked}
+    assert set(run_ranks(1, packed, 1)) == {0}
 
 
 def test_mixture_in_a_loop_of_ones_own() -> None:
