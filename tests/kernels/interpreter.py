@@ -1,9 +1,13 @@
 """Triton kernels without a GPU."""
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,3 +26,34 @@ def numbers_of(module: str) -> list[float]:
     )
     assert done.returncode == 0, done.stderr
     return [float(word) for word in done.stdout.split()]
+
+
+def accesses_of(
+    kernel: Any,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, int],
+    odd: set[str],
+    warps: int,
+) -> Counter[str]:
+    """How often what Triton compiles for Hopper, which needs no GPU, has each instruction that
+    reads or writes memory, such as `ld.global.v4.b32`.
+
+    Args:
+        pointers: types of arguments by name, as Triton writes them; others are int32.
+        constants: values of those that are compiled in.
+        odd: arguments that are not multiples of 16.
+    """
+    compiler = pytest.importorskip("triton.compiler")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    types = {**pointers, **dict.fromkeys(constants, "constexpr")}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    even = set(signature) - odd - set(constants)
+    divisible = [["tt.divisibility", 16]]
+    source = compiler.ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs=dict(constants),
+        attrs={(i,): divisible for i, name in enumerate(signature) if name in even},
+    )
+    made = compiler.compile(source, target=target, options={"num_warps": warps})
+    return Counter(re.findall(r"(?:ld|st)\.global[.\w]*", made.asm["ptx"]))
