@@ -85,8 +85,9 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
     Raises:
         ConfigError, DataError, CheckpointError: the first thing that cannot work.
     """
+    config.validate_for(place.world_size)
+    _check_device(config, place.device)  # no other model or layout makes up for what it lacks
     model, layout, float8 = resolve(config, place.world_size)
-    _check_device(config, place.device)
     if starts and place.device.type == "cpu":
         _check_memory(config, model, place)
     attention = _attention(config, model, place.device)
