@@ -24,7 +24,7 @@ from dtron.data import (
     prepare,
     wait_for,
 )
-from dtron.errors import CheckpointError, ConfigError
+from dtron.errors import CheckpointError, ConfigError, cause_of
 from dtron.files import Location
 from dtron.flops import FlopsModel, flops_per_token, n_parameters
 from dtron.initial import Initial, check_same_model, open_initial
@@ -134,8 +134,8 @@ def _goes_on(rundir: RunDir, place: Place) -> bool:
     """Whether torchrun has restarted a job that had begun to train. A job is known by torchrun's id
     where it has one: ranks that come or go restart it without being counted as an attempt."""
     if not place.job and place.attempt == 0:
-        if place.rank == 0:
-            rundir.begun.unlink(missing_ok=True)  # of an earlier job
+        if place.rank == 0 and rundir.begun.exists():  # of an earlier job
+            rundir.begun.unlink()
         return False
     return rundir.begun.exists() and rundir.begun.read_text() == place.job
 
@@ -235,7 +235,8 @@ def _used(folder: Location) -> bool:
     try:
         return bool(complete(folder))
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be read: {error}; set another folder") from error
+        cause = cause_of(error, folder)
+        raise ConfigError(f"{folder} cannot be read: {cause}; set another folder") from error
 
 
 def _check_verify(config: RunConfig, initial: Initial) -> None:
@@ -603,6 +604,7 @@ def _check_writable(path: Path) -> None:
     try:
         check_writable(path)
     except OSError as error:
+        cause = cause_of(error, path)
         raise ConfigError(
-            f"run.dir = {str(path)!r} cannot be written: {error}; set another run.dir"
+            f"run.dir = {str(path)!r} cannot be written: {cause}; set another run.dir"
         ) from None

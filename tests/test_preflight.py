@@ -214,6 +214,15 @@ def test_offload_needs_gpus() -> None:
         preflight(run, Place(rank=0, local_rank=0, world_size=1))
 
 
+def test_a_file_in_place_of_the_run_directory(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.write_text("")
+    run = RunConfig.of({**BASE, "run": {"dir": str(path)}})
+    with pytest.raises(ConfigError, match=r"another run\.dir") as error:
+        preflight(run, Place(rank=0, local_rank=0, world_size=1))
+    assert str(error.value).count(str(path)) == 1
+
+
 def test_the_head_weighs_as_it_multiplies() -> None:
     large = RunConfig.of(
         {
