@@ -31,7 +31,7 @@ from dtron.initial import Initial, check_same_model, open_initial
 from dtron.models import MODELS, model_config
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
-from dtron.parallelisms import deepep
+from dtron.parallelisms import deepep, symmetric_dispatch
 from dtron.parallelisms.context import shape_of
 from dtron.parallelisms.expert import refuse_half_compiled, shared_dim
 from dtron.parallelisms.fsdp import DTYPES
@@ -341,6 +341,8 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
             raise ConfigError(f"{key} = {value!r} needs GPUs; this machine has none")
     if config.parallel.dispatcher == "deepep":
         deepep.library(config.parallel.ep, device.type == "cuda")
+    if config.parallel.dispatcher == "symmetric_memory":
+        symmetric_dispatch.check_device(device, config.float8.dispatch)
 
 
 def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None:
