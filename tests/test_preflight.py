@@ -7,8 +7,9 @@ import torch
 
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
-from dtron.preflight import _defaults, check_layout, model_facts, preflight
+from dtron.preflight import _defaults, model_facts, preflight
 from dtron.published import check_model
+from dtron.resolve import check_layout
 from dtron.runtime import Place
 
 BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}

@@ -1,9 +1,9 @@
 """Whether a run is legal on a number of ranks, why not, and which layouts near it are.
 
-The reasons are preflight's own, but for those that depend on the machine: the choice of an
-attention backend, whether there are GPUs, what these can, and `unchecked`. Of hosts of a hardware
-row copy engines and the dispatch by symmetric memory are refused, where a run would find that ranks
-cannot read each other's memory. Near layouts differ in one or two degrees, by as small a factor as
+The reasons are a start's own, but for those that depend on the machine: the choice of an attention
+backend, whether there are GPUs, what these can, and `unchecked`. Of hosts of a hardware row copy
+engines and the dispatch by symmetric memory are refused, where a run would find that ranks cannot
+read each other's memory. Near layouts differ in one or two degrees, by as small a factor as
 possible; the rest of the world goes to dp_shard.
 """
 
@@ -18,7 +18,7 @@ from dtron.errors import ConfigError
 from dtron.plan.communication import exchanging, sharing
 from dtron.plan.hardware import Hardware
 from dtron.plan.resolved import Resolved, shortened
-from dtron.preflight import reasons
+from dtron.resolve import reasons
 
 _VARIED = ("tp", "pp", "cp", "ep", "etp", "stages_per_rank")
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 2, 4)

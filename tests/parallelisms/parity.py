@@ -50,7 +50,7 @@ from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan
-from dtron.preflight import check_layout, resolve
+from dtron.resolve import check_layout, resolve
 from dtron.routing import Routing
 from dtron.step import Loss, TrainStep, share_of
 from tests.harness import run_ranks

@@ -17,7 +17,8 @@ from dtron.parallelisms import deepep
 from dtron.parallelisms.deepep import DeepEP
 from dtron.parallelisms.expert import DISPATCHERS, AllToAll, Dispatcher
 from dtron.plan.exact import notes, traceable
-from dtron.preflight import _check_device, check_layout, preflight, reasons
+from dtron.preflight import _check_device, preflight
+from dtron.resolve import check_layout, reasons
 from dtron.runtime import Place
 from tests.harness import run_ranks
 from tests.parallelisms import fake_deep_ep

@@ -17,7 +17,7 @@ from dtron.plan.hardware import hardware
 from dtron.plan.legality import check
 from dtron.plan.resolved import Resolved
 from dtron.plan.whole import plan
-from dtron.preflight import resolve
+from dtron.resolve import resolve
 from dtron.runtime import Place
 
 CONFIGS = Path(__file__).parents[2] / "configs"
