@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from dtron.errors import ConfigError, config_error, nearest
+from dtron.errors import ConfigError, cause_of, config_error, nearest
 from dtron.sections import (
     DEGREES,
     Checkpoint,
@@ -94,7 +94,7 @@ class RunConfig(Section):
         except FileNotFoundError:
             raise ConfigError(f"--config {path}: no such file") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"--config {path}: {error}") from None
+            raise ConfigError(f"--config {path}: {cause_of(error, path)}") from None
         for override in overrides:
             _apply_override(values, override)
         return cls.of(values)

@@ -91,6 +91,13 @@ def config_error(error: ValidationError, prefix: str, known: Iterable[str]) -> C
     return ConfigError(f"{key} = {_short(first['input'])}: {first['msg']}{hint}")
 
 
+def cause_of(error: Exception, path: object) -> str:
+    """What is wrong with a file, for a message that names its path, which an OSError names too."""
+    if isinstance(error, OSError) and error.strerror and str(error.filename) == str(path):
+        return error.strerror
+    return str(error)
+
+
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dtron.errors import CheckpointError
+from dtron.errors import CheckpointError, cause_of
 from dtron.remote import Remote
 
 Location = Path | Remote
@@ -26,7 +26,7 @@ def read_json(path: Location) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {cause_of(error, path)}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return content

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dtron.errors import CheckpointError
+from dtron.errors import CheckpointError, cause_of
 from dtron.files import Location, plain_name, read_json, size_of, write_synced
 from dtron.remote import Remote
 from dtron.tensorfile import (
@@ -404,7 +404,8 @@ class ShardReader(StoredReader):
             self._check(index, stored.get_dtype(), stored.get_shape(), name)
             return stored[region]
         except (OSError, ValueError, SafetensorError) as error:
-            raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from None
+            where = self.folder / name
+            raise CheckpointError(f"{where} cannot be read: {cause_of(error, where)}") from None
 
     def _check(self, index: MetadataIndex, dtype: str, shape: list[int], file: str) -> None:
         tensor = self.index.tensors[index.fqn]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from dtron.errors import ConfigError
+from dtron.errors import ConfigError, cause_of
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 380, 56, 40, 16, 40
 INKS = ("#1f77b4", "#d62728")
@@ -75,7 +75,8 @@ def read_curve(run: Path) -> Curve:
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; name a run directory") from None
+        cause = cause_of(error, path)
+        raise ConfigError(f"{path} cannot be read: {cause}; name a run directory") from None
     losses = {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
     if not losses:
         raise ConfigError(f"{path} holds no loss; the run has logged nothing yet")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtron.config import Parallel
-from dtron.errors import ConfigError
+from dtron.errors import ConfigError, cause_of
 from dtron.parallelisms.actions import Kind, Order
 from dtron.parallelisms.lowering import defer_head
 from dtron.parallelisms.pipeline import Layout
@@ -159,7 +159,7 @@ def _placement_of_csv(path: Path, p: int) -> Placement:
     try:
         first = path.read_text().split("\n", 1)[0]
     except OSError as error:
-        raise ConfigError(f"parallel.schedule = {str(path)!r}: {error}") from None
+        raise ConfigError(f"parallel.schedule = {str(path)!r}: {cause_of(error, path)}") from None
     cells = [cell.strip() for cell in first.split(",")]
     return "v" if any(cell.startswith(f"{2 * p - 1}F") for cell in cells) else "loop"
 

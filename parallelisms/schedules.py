@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from dtron.errors import ConfigError, nearest
+from dtron.errors import ConfigError, cause_of, nearest
 from dtron.parallelisms.actions import Action, Kind, Order, check, misplaced
 
 Placement = Literal["loop", "v"]
@@ -321,7 +321,8 @@ def _read(source: str | Path) -> tuple[str, str]:
     try:
         return str(source), Path(source).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"schedule file {source} cannot be read: {error}") from error
+        cause = cause_of(error, source)
+        raise ConfigError(f"schedule file {source} cannot be read: {cause}") from error
 
 
 def _cell(cell: str, where: str) -> list[Action]:

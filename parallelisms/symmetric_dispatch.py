@@ -142,6 +142,20 @@ class _Travelling(NamedTuple):
     ways: Ways
 
 
+def check_device(device: torch.device, float8: bool) -> None:
+    """Refuse a GPU whose kernels cannot pull such rows.
+
+    Raises:
+        ConfigError: rows in float8, and a GPU that does not know it.
+    """
+    if float8 and device.type == "cuda" and not converts(device):
+        raise ConfigError(
+            'float8.dispatch with parallel.dispatcher = "symmetric_memory" needs GPUs with '
+            "float8 (compute capability 8.9 or more), which cast rows as they pull them; use "
+            'float8.dispatch = false, or parallel.dispatcher = "all_to_all"'
+        )
+
+
 class SymmetricMemory:
     """Rows are pulled from the memory of the ranks that have them, results from that of the
     experts' ranks; see above.
@@ -167,12 +181,7 @@ class SymmetricMemory:
 
     def layer(self, fqn: str, device: torch.device) -> _Layer:
         """See Dispatcher."""
-        if self.float8 and device.type == "cuda" and not converts(device):
-            raise ConfigError(
-                'float8.dispatch with parallel.dispatcher = "symmetric_memory" needs GPUs with '
-                "float8 (compute capability 8.9 or more), which cast rows as they pull them; use "
-                'float8.dispatch = false, or parallel.dispatcher = "all_to_all"'
-            )
+        check_device(device, self.float8)
         number = self._layers.setdefault(fqn, self.mailbox.layers)
         self.mailbox.layers = max(self.mailbox.layers, number + 1)
         group = self.mailbox.group

@@ -1,12 +1,17 @@
 """The configuration: what is read, refused and written back."""
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dtron.config import Degree, RunConfig, fields, resolve_degrees, resolve_expert_degrees
-from dtron.errors import ConfigError
+from dtron.errors import CheckpointError, ConfigError, cause_of
+from dtron.files import read_json
+from dtron.float8.compare import compare
+from dtron.parallelisms.layout import _placement_of_csv
+from dtron.parallelisms.schedules import read_csv
 
 CONFIGS = sorted(Path("configs").glob("*.toml"))
 
@@ -91,6 +96,32 @@ def test_missing_and_broken_files_are_config_errors(tmp_path: Path) -> None:
         RunConfig.load(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match=r"run\.toml"):
         load(tmp_path, "[train\n")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        RunConfig.load,
+        read_json,
+        lambda path: read_csv(path, 2, 1, 1, "loop"),
+        lambda path: _placement_of_csv(path, 2),
+        lambda path: compare(path.parent, path.parent),
+    ],
+)
+def test_an_error_names_a_file_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    """A folder in its place."""
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    with pytest.raises((CheckpointError, ConfigError), match="Is a directory") as error:
+        read(path)
+    assert str(error.value).count(str(path)) == 1
+
+
+def test_an_error_names_the_other_file_too(tmp_path: Path) -> None:
+    """Where the message names another one, and of what is no error of files all that it says."""
+    path = tmp_path / "file"
+    assert str(path) in cause_of(FileNotFoundError(2, "No such file", str(path)), tmp_path)
+    assert cause_of(ValueError("no JSON"), path) == "no JSON"
 
 
 def test_degrees_fill_up_to_the_world_size() -> None:

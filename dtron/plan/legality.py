@@ -1,10 +1,10 @@
 """Whether a run is legal on a number of ranks, why not, and which layouts near it are.
 
-The reasons are preflight's own, but for those that depend on the machine: the choice of an
-attention backend, and whether there are GPUs. Of hosts of a hardware row copy engines and the
-dispatch by symmetric memory are refused, where a run would find that ranks cannot read each other's
-memory. Near layouts differ in one or two degrees, by as small a factor as possible; the rest of the
-world goes to dp_shard.
+The reasons are a start's own, but for those that depend on the machine: the choice of an attention
+backend, whether there are GPUs, what these can, and `unchecked`. Of hosts of a hardware row copy
+engines and the dispatch by symmetric memory are refused, where a run would find that ranks cannot
+read each other's memory. Near layouts differ in one or two degrees, by as small a factor as
+possible; the rest of the world goes to dp_shard.
 """
 
 import math
@@ -18,7 +18,7 @@ from dtron.errors import ConfigError
 from dtron.plan.communication import exchanging, sharing
 from dtron.plan.hardware import Hardware
 from dtron.plan.resolved import Resolved, shortened
-from dtron.preflight import reasons
+from dtron.resolve import reasons
 
 _VARIED = ("tp", "pp", "cp", "ep", "etp", "stages_per_rank")
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 2, 4)
@@ -53,6 +53,12 @@ def check(config: RunConfig, world_size: int, hardware: Hardware | None = None) 
         found = tuple(far_memory(Resolved.of(config, world_size), hardware))
     near = tuple(_nearest(config, world_size, found, hardware)) if found else ()
     return Legality(found, near)
+
+
+def unchecked(config: RunConfig) -> Iterator[str]:
+    """What a run needs of its machine, and nobody looks for before it starts there."""
+    if config.parallel.dispatcher == "deepep":
+        yield 'the package deep_ep, which parallel.dispatcher = "deepep" needs; a start does'
 
 
 def far_memory(run: Resolved, hardware: Hardware) -> Iterator[str]:

@@ -66,6 +66,7 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"memory: {_size(memory['reserved'])} on pipeline rank {memory['worst_rank']} of "
         f"{_size(memory['limit'])} on {plan['hardware']}: {verdict}",
         *([_host(memory)] if memory["host"] else []),
+        *(f"not looked for: {what}" for what in plan["unchecked"]),
         *(_speed(plan) if plan["time"] else [f"no time is predicted: {plan['no_time']}"]),
     ]
     for line in lines:

@@ -15,7 +15,7 @@ from dtron.parallelisms.pipeline import Layout
 from dtron.parallelisms.placement import matches
 from dtron.parallelisms.symmetric_dispatch import rows_at_most
 from dtron.precision import Float8Plan
-from dtron.preflight import resolve
+from dtron.resolve import resolve
 
 ELEMENT = {"bfloat16": 2, "float32": 4}
 """Bytes of an element, by dtype."""

@@ -61,7 +61,7 @@ from dtron.parallelisms.mesh import (
 )
 from dtron.parallelisms.pipeline import Pipeline
 from dtron.parallelisms.placement import first_tensor
-from dtron.preflight import resolve
+from dtron.resolve import resolve
 from dtron.routing import Routing
 from dtron.step import TrainStep, share_of
 

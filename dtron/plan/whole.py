@@ -7,7 +7,7 @@ from dtron.config import RunConfig
 from dtron.flops import n_parameters
 from dtron.plan.communication import collectives
 from dtron.plan.hardware import Hardware
-from dtron.plan.legality import check
+from dtron.plan.legality import check, unchecked
 from dtron.plan.memory import RankMemory, fits, memory, offloaded_by_host, worst
 from dtron.plan.resolved import Resolved
 from dtron.plan.steptime import predict, why_no_time
@@ -18,8 +18,8 @@ KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 def plan(
     config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
 ) -> dict[str, Any]:
-    """{legal, reasons, nearest, hardware} and KEYS, which are None of an illegal run; time and cost
-    are None too where there are no rates, for the reason `no_time`.
+    """{legal, reasons, nearest, hardware, unchecked} and KEYS, which are None of an illegal run;
+    time and cost are None too where there are no rates, for the reason `no_time`.
 
     Args:
         tokens: of the whole training, for its cost; 0: those of train.steps.
@@ -30,6 +30,7 @@ def plan(
         "reasons": list(legality.reasons),
         "nearest": list(legality.nearest),
         "hardware": hardware.name,
+        "unchecked": list(unchecked(config)),
         "no_time": "",
         **dict.fromkeys(KEYS),
     }

@@ -4,8 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtron.kernels.peers import BLOCK, LOST, NONE, PROGRAMS, ROWS, rows_of_peers, rows_of_pointers
-from tests.kernels.interpreter import numbers_of
+from dtron.kernels.peers import (
+    BLOCK,
+    LOST,
+    NONE,
+    PROGRAMS,
+    ROWS,
+    WARPS,
+    rows_of_peers,
+    rows_of_pointers,
+)
+from dtron.kernels.wire import TILE
+from tests.kernels.interpreter import accesses_of, numbers_of
 
 CASES = [
     # ranks, rows of each, width, rows of the result, summed over, dtype
@@ -74,6 +84,35 @@ def differences(case: tuple, device: str) -> list[float]:
 def test_kernel_equals_formula_in_the_interpreter() -> None:
     """Every bit: numbers are integers, and so are their sums."""
     assert numbers_of("tests.kernels.test_peers") == [0.0] * len(CASES)
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [("bf16", 1), ("bf16", 2), ("fp32", 1), ("i32", 1)])
+def test_rows_move_16_bytes_at_a_time(dtype: str, parts: int) -> None:
+    """What else the kernel reads, slots and addresses, has 8 bytes."""
+    module = pytest.importorskip("dtron.kernels.peers_triton")
+    found = accesses_of(
+        module.pulled_kernel,
+        {"pointers": "*i64", "slots": "*i64", "out": f"*{dtype}"},
+        {"PARTS": parts, "WIDE": False, "ROWS": ROWS, "BLOCK": BLOCK},
+        {"n", "n_rows", "each"},
+        WARPS,
+    )
+    assert set(found) == {"ld.global.b64", "ld.global.v4.b32", "st.global.v4.b32"}
+    assert found["ld.global.v4.b32"] == parts * found["st.global.v4.b32"]
+
+
+def test_rows_in_float8_move_as_widely() -> None:
+    """Besides slots and addresses there are scales, of 4 bytes."""
+    module = pytest.importorskip("dtron.kernels.peers_triton")
+    found = accesses_of(
+        module.pulled_packed_kernel,
+        {"pointers": "*i64", "slots": "*i64", "out": "*bf16"},
+        {"ROWS": ROWS, "TILE": TILE, "BLOCKS": BLOCK // TILE},
+        {"n", "n_rows", "each"},
+        WARPS,
+    )
+    assert found["st.global.v4.b32"]
+    assert not [name for name in found if name.endswith((".b8", ".b16"))]
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan
-from dtron.preflight import check_layout, resolve
+from dtron.resolve import check_layout, resolve
 from dtron.routing import Routing
 from dtron.step import Loss, TrainStep, share_of
 from tests.harness import run_ranks
@@ -221,15 +221,19 @@ def build(case: Case, config: DecoderConfig) -> nn.Module:
 
 def initializer(case: Case, config: DecoderConfig) -> Initializer:
     """Weights under which a mistake shows: attention is far from uniform, gradients of all layers
-    are of one magnitude, no gain is 1 and no bias 0; larger biases would make all tokens alike."""
+    are of one magnitude, no gain is 1 and no bias 0; larger biases would make all tokens alike.
+    Drawn on the host, so that GPUs have the same."""
 
     def fill(fqn: str, full: Tensor, generator: torch.Generator) -> None:
-        MODELS[case.model].init_parameter(config, fqn, full, generator)
+        generator = torch.Generator().manual_seed(generator.initial_seed())
+        drawn = torch.zeros(full.shape, dtype=full.dtype)
+        MODELS[case.model].init_parameter(config, fqn, drawn, generator)
         if full.dim() > 1:
-            full.mul_(4)
+            drawn.mul_(4)
         else:
             noise = torch.randn(full.shape, dtype=full.dtype, generator=generator)
-            full.add_(noise, alpha=0.01 if fqn.endswith("bias") else 0.1)
+            drawn.add_(noise, alpha=0.01 if fqn.endswith("bias") else 0.1)
+        full.copy_(drawn)
 
     return fill
 
@@ -562,11 +566,11 @@ def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:
 
 
 def whole(applied: Applied, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Copies of unsharded tensors by name, without padded rows, which must be zero; those of a
-    weight that two stages hold are equal."""
+    """Copies of unsharded tensors by name, on the host, without padded rows, which must be zero;
+    those of a weight that two stages hold are equal."""
     full: dict[str, Tensor] = {}
     for (name, _), shard in zip(applied.named_parameters(), tensors, strict=True):
-        tensor = shard.full_tensor().clone()  # type: ignore[attr-defined]
+        tensor = shard.full_tensor().to("cpu", copy=True)  # type: ignore[attr-defined]
         rows = applied.padded_rows.get(name, len(tensor))
         assert not tensor[rows:].any(), f"{name}: padded rows are not zero"
         first = full.setdefault(name, tensor[:rows])
@@ -580,7 +584,8 @@ def micro_batches(case: Case, mesh: Mesh, step: int, further: int = 0) -> list[B
     first, stride = rank * case.micro_batch, ranks * case.micro_batch
     starts = range(first, case.sequences, stride)
     batches = [make_batch(case, range(s, s + case.micro_batch), step) for s in starts]
-    return [share_of(batch, mesh, context_of(case), further) for batch in batches]
+    shares = [share_of(batch, mesh, context_of(case), further) for batch in batches]
+    return [share.to(mesh.device_type) for share in shares]
 
 
 def deviations(case: Case, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:

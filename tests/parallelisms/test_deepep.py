@@ -17,7 +17,9 @@ from dtron.parallelisms import deepep
 from dtron.parallelisms.deepep import DeepEP
 from dtron.parallelisms.expert import DISPATCHERS, AllToAll, Dispatcher
 from dtron.plan.exact import notes, traceable
-from dtron.preflight import _check_device, check_layout, reasons
+from dtron.preflight import _check_device, preflight
+from dtron.resolve import check_layout, reasons
+from dtron.runtime import Place
 from tests.harness import run_ranks
 from tests.parallelisms import fake_deep_ep
 from tests.parallelisms.parity import Case, parallel_run
@@ -284,6 +286,18 @@ def test_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="needs GPUs"):
         DeepEP(None, 2, 1)  # type: ignore[arg-type]
+
+
+def test_what_the_machine_lacks_comes_before_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in float32 are not sent either; but settings that have no effect come first."""
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    run, place = config(train={"dtype": "float32"}), Place(rank=0, local_rank=0, world_size=4)
+    for gpus, message in ((False, "needs GPUs"), (True, "needs the package deep_ep")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda found=gpus: found)
+        with pytest.raises(ConfigError, match=message):
+            preflight(run, place)
+        with pytest.raises(ConfigError, match=r"has no effect without parallel\.ep or etp > 1"):
+            preflight(config(parallel={"ep": 1}), place)
 
 
 @pytest.mark.parametrize("name", ["Buffer", "topk_idx_t"])

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtron.config import Compile, Float8, Parallel, Recompute
+from dtron.config import Compile, Float8, Parallel, Recompute, RunConfig
 from dtron.errors import ConfigError
 from dtron.kernels.wire import wire_bytes
 from dtron.parallelisms import mailbox
 from dtron.parallelisms.deepep import DeepEP
 from dtron.parallelisms.expert import AllToAll, Dispatcher
 from dtron.parallelisms.symmetric_dispatch import SymmetricMemory
+from dtron.preflight import _check_device
 from tests.harness import run_on_gpus, run_ranks
 from tests.parallelisms.parity import SIZES, Case, casting, check, parallel_run
 from tests.parallelisms.test_expert import DIM, EVEN, FLOAT, LONG, TOKENS, TOP_K, layer
@@ -238,6 +240,32 @@ def old_gpus() -> None:
     torch.cuda.get_device_capability = lambda *_: (8, 0)
     with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
         dispatcher.layer("layer", torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dispatcher", "refused"),
+    [
+        ((8, 0), "symmetric_memory", True),
+        ((8, 9), "symmetric_memory", False),
+        ((9, 0), "symmetric_memory", False),
+        ((8, 0), "all_to_all", False),  # whose casts torch computes
+    ],
+)
+def test_old_gpus_are_refused_before_the_start(
+    capability: tuple[int, int], dispatcher: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    run = RunConfig.of(
+        {
+            "model": {"name": "mixtral", "size": "debug"},
+            "parallel": {"ep": 2, "dispatcher": dispatcher},
+            "float8": {"dispatch": True},
+        }
+    )
+    told = pytest.raises(ConfigError, match=r"compute capability 8\.9")
+    with told if refused else nullcontext():
+        _check_device(run, torch.device("cuda"))
+    _check_device(run, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("act", [deepep_by_hand, old_gpus])

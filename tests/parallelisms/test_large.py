@@ -18,7 +18,7 @@ from dtron.models.attention import BACKENDS
 from dtron.parallelisms import Mesh, apply
 from dtron.parallelisms.apply import Applied, Passes, apply_passes
 from dtron.parallelisms.expert import ExpertLayers
-from dtron.preflight import check_layout
+from dtron.resolve import check_layout
 from tests.harness import run_ranks
 
 CONFIG = Path(__file__).parents[2] / "configs/deepseek_v3.toml"

@@ -17,7 +17,7 @@ from dtron.plan.hardware import hardware
 from dtron.plan.legality import check
 from dtron.plan.resolved import Resolved
 from dtron.plan.whole import plan
-from dtron.preflight import resolve
+from dtron.resolve import resolve
 from dtron.runtime import Place
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -116,6 +116,31 @@ def test_deepep_over_several_hosts_is_refused() -> None:
     assert "8 ranks share experts, of which a host of 4 GPUs" in found.reasons[0]
     assert {"dispatcher": "all_to_all"} in found.nearest
     assert {"ep": 4} in found.nearest
+
+
+def test_a_plan_says_that_deepep_was_not_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told of runs that need it alone."""
+    command = ["plan", "--config", str(CONFIGS / "deepseek_v3.toml"), "--world-size", "1024"]
+    words = ["parallel.dispatcher=deepep", "parallel.ep=8"]
+    told = "not looked for: the package deep_ep"
+    for more, times in ((words, 1), (words[1:], 0)):
+        commands([*command, *more])
+        assert capsys.readouterr().out.count(told) == times
+    assert len(planned("deepseek_v3", 1024, *words)["unchecked"]) == 1
+
+
+def test_a_dry_run_that_passes_has_looked_for_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("dtron.plan.command.preflight", lambda *_, **__: None)
+    words = ["parallel.dispatcher=deepep", "parallel.ep=2", "train.dtype=bfloat16"]
+    config = str(CONFIGS / "deepseek_v3_debug.toml")
+    assert main(["--config", config, "--dry-run", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "all checks of a start passed" in shown
+    assert "not looked for" not in shown
 
 
 def test_gpt3_on_1024() -> None:

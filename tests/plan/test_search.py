@@ -38,7 +38,7 @@ from dtron.plan.simulate import Disorder, Traffic, run_order, slowest_of
 from dtron.plan.steptime import predict
 from dtron.plan.whole import plan
 from dtron.plan.work import layer
-from dtron.preflight import resolve
+from dtron.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.override.n_layers=8", "train.seq_len=4096"]

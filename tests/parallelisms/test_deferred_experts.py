@@ -1,0 +1,66 @@
+"""Experts' weight gradients that a pipeline's schedule puts off equal those of one process."""
+
+import os
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtron.config import Parallel
+from dtron.kernels.grouped import grouped_gradient
+from dtron.parallelisms import deferred
+from tests.harness import run_on_gpus, run_ranks
+from tests.parallelisms.parity import Case, outcome_of, parallel_run
+
+SPLIT = Case("mixtral", 2, Parallel(pp=2, schedule="ZBVZeroBubble"))
+WHOLE = replace(SPLIT, parallel=Parallel(pp=2))
+
+
+def of_ranks(case: Case, puts_off: bool) -> list[dict[str, Any]]:
+    """What `parallel_run` gives on each rank."""
+    with mock.patch.object(deferred, "grouped_gradient", wraps=grouped_gradient) as computed:
+        found: list[Any] = [parallel_run(case)] * dist.get_world_size()
+    assert bool(computed.call_count) == puts_off
+    dist.all_gather_object(found, found[dist.get_rank()])
+    return found
+
+
+def split_equals_whole() -> None:
+    """On one of two ranks. In bfloat16, where each product is a kernel's, experts are chosen in
+    turn: of scores that rounding decides between others would be chosen."""
+    for dtype in ("float64", "float32"):
+        case = replace(SPLIT, dtype=dtype)
+        assert not outcome_of(case, of_ranks(case, True)).wrong(case)
+    narrow = {"dtype": "bfloat16", "override": {"force_balance": True}}
+    found, wanted = (
+        gradients(of_ranks(replace(case, **narrow), case is SPLIT)) for case in (SPLIT, WHOLE)
+    )
+    assert found.keys() == wanted.keys()
+    for name, other in wanted.items():
+        apart = (found[name] - other).norm() / other.norm()
+        assert apart <= 2e-2, (name, float(apart))
+
+
+def gradients(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Of all stages."""
+    return {name: grad for rank in ranks for name, grad in rank["gradients"].items()}
+
+
+def test_split_backwards_equal_one_process() -> None:
+    run_ranks(2, split_equals_whole, seconds=240)
+
+
+@pytest.mark.gpu
+def test_split_backwards_equal_one_process_on_gpus() -> None:
+    run_on_gpus(2, "tests.parallelisms.test_deferred_experts")
+
+
+if __name__ == "__main__":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    split_equals_whole()
+    dist.destroy_process_group()
