@@ -243,9 +243,9 @@ def expert_gradients_averaged() -> None:
     """FSDP divides gradients of experts by the ranks that share them."""
     summed = fsdp._sum_gradients
 
-    def others(module: Any, ranks: int) -> None:
+    def others(module: Any) -> None:
         if not hasattr(module, "part"):
-            summed(module, ranks)
+            summed(module)
 
     fsdp._sum_gradients = others
 
