@@ -14,6 +14,7 @@ import torch
 from dtron.bench import measure
 from dtron.cli import commands
 from dtron.errors import ConfigError, TrainingError
+from dtron.plan.beside import SENT, WORK
 from dtron.plan.calibrate import as_text, measure_machine, row_of
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
 from dtron.plan.machine import (
@@ -55,6 +56,14 @@ def test_two_hosts_of_two_ranks_are_measured() -> None:
     # Of float8 there is nothing on a CPU, and that is known too.
     assert row.ceiling_float8 == 0
     assert {each["kernel"] for each in made.attention} == {"math"}
+    # Every kind of work beside every collective of FSDP's, inside of a host.
+    assert [(r["work"], r["shape"], r["collective"]) for r in made.beside] == [
+        (*work, kind) for work in WORK["cpu"] for kind, _ in SENT
+    ]
+    for each in made.beside:
+        assert each["ranks"] == 2
+        for time_of in ("alone", "beside", "collective_alone", "collective_beside"):
+            assert 0 < each[time_of] < 1, each
 
 
 def _collectives(row: Hardware, ranks: int, inside: int) -> list[dict[str, Any]]:
