@@ -261,13 +261,16 @@ def _phases(
     out = 2 * run.element * whole / hardware.copy
     cast = 4 + run.element if run.element < 4 else 0
     copied_in = (cast + 2 * run.element) * shard / hardware.copy if again else 0.0
+    summed = shard
+    if run.keeps_experts:  # theirs are on the stream of computation (`copied_bytes`)
+        summed -= sum(u.experts_shard for u in held(run, rank))
     for i in range(m):
         gathers = i == 0 or not policy.keep_gathered
         gather = once if gathers else 0.0
         yield gather, by_gathers * gather, ahead * busy / m + (out if gathers and once else 0.0)
         reduce = sums / m if policy.reduce_each_micro_batch else sums * (i == m - 1)
         if i and policy.reduce_each_micro_batch and sums:
-            reduce += 12 * shard / hardware.copy  # float32: the new sum, the old one, both
+            reduce += 12 * summed / hardware.copy  # float32: the new sum, the old one, both
         again_in = again + copied_in
         yield (
             again_in + reduce,
@@ -291,7 +294,10 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     A gathered weight is copied out of its buffer; one that no ranks share is cast from float32. A
     gradient is copied to where it is reduced from; one that is summed over micro-batches before is
     cast in the first of them and added in the others. What ranks share along another dim than the
-    first is put together once more after a gather, and taken apart before a reduction.
+    first is put together once more after a gather, and taken apart before a reduction. Gradients of
+    experts that one rank has alone are in no reduction (`reduction.keep_alone`): each is cast to
+    float32 and added to those of the micro-batches before, or added as it is where it waits for
+    the last.
     """
     parallel, m, policy = run.config.parallel, run.micro_batches, run.policy
     sums = ELEMENT[parallel.reduce_dtype]
@@ -302,18 +308,22 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     else:
         reductions = m if policy.reduce_each_micro_batch else 1
         gradient = reductions * (run.element + sent)
+    kept = gradient
+    if run.keeps_experts:
+        later = run.element + (4 + 12 if policy.reduce_each_micro_batch else 8)
+        kept = run.element + 4 + (m - 1) * later
     turned = 2 * reductions * (sums if summed else run.element)
     found = 0.0
     for stage in run.stages_of(rank):
         listed = units(run, stage)
         for place, unit in enumerate(listed):
             times = gathers(run, unit, place == len(listed) - 1)
-            for whole, shard in unit.groups:
+            for (whole, shard), moved in ((unit.dense, gradient), (unit.experts, kept)):
                 if shard < whole:
                     weight = times * 2 * run.element
                 else:  # stays until the backward
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
-                found += whole * (weight + gradient)
+                found += whole * (weight + moved)
             found += unit.columns * (2 * times * run.element + turned)
     return found
 

@@ -39,6 +39,43 @@ def test_bytes_that_fsdp_copies(overrides: str, world: int, each: int) -> None:
     assert copied_bytes(planned, 0) == each * sum(u.gathered for u in held(planned, 0))
 
 
+MIXTURE = "model.name=deepseek_v3 model.size=16b train.seq_len=4096 train.micro_batch=1"
+_PARTS = ("dense", "experts")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reduced", "kept"),
+    [
+        ("parallel.zero=2 train.global_batch=2", 2 + 4, 2 + 4),
+        ("parallel.zero=2 train.global_batch=2 parallel.reduce_by=all_to_all", 2 + 2, 2 + 4),
+        # Four micro-batches. Each is handed over: cast, then added to a float32 sum.
+        ("parallel.zero=2 train.global_batch=8", 4 * (2 + 4), 4 * (2 + 4) + 3 * (4 + 4 + 4)),
+        # The last is: what comes after the first is added as it is, and copied nowhere.
+        (
+            "parallel.zero=1 train.global_batch=8",
+            (2 + 4) + 3 * (2 + 4 + 4) + (4 + 4),
+            (2 + 4) + 3 * (2 + 4 + 4),
+        ),
+    ],
+)
+def test_gradients_of_experts_that_stay_are_cast_and_added(
+    overrides: str, reduced: int, kept: int
+) -> None:
+    planned = run(f"{MIXTURE} parallel.ep=2 {overrides}", 2)
+    dense, experts = (sum(getattr(u, key)[0] for u in held(planned, 0)) for key in _PARTS)
+    assert experts > dense > 0
+    assert copied_bytes(planned, 0) == dense * (2 + 2 + reduced) + experts * (4 + 2 + kept)
+
+
+def test_sums_of_experts_that_stay_are_no_reduction() -> None:
+    """They are beside nothing: a later backward's reductions are longer by sums of the others."""
+    h200 = hardware("h200")
+    planned = run(f"{MIXTURE} parallel.ep=2 parallel.zero=2 train.global_batch=4", 2)
+    _, back, _, last = (found[0] for found in _phases(planned, 0, 1.0, h200))
+    dense = sum(u.dense[1] for u in held(planned, 0))
+    assert last - back == pytest.approx(12 * dense / h200.copy)
+
+
 def test_zero_3_copies_weights_of_all_but_the_last_unit_twice() -> None:
     planned = run("parallel.zero=3 train.global_batch=4", 2)
     *others, last = held(planned, 0)
