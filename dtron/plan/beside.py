@@ -93,6 +93,26 @@ def measure_beside(made: Calibration, group: Any, device: torch.device) -> None:
             made.beside.append({**what, "ranks": dist.get_world_size(group), **times})
 
 
+POOLED = {"grouped_gradient": "grouped", "attention_backward": "attention"}
+"""Kinds of work that are one to the planner (`dtron.plan.work.Work`)."""
+
+
+def beside_fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The field of Hardware that rows of `Calibration.beside` give: means over shapes and sizes of
+    the shares of their rates that work and collectives have beside each other, 1 at most."""
+    shares: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        work = str(row["work"])
+        kind = POOLED.get(work, work)
+        both = row["alone"] / row["beside"], row["collective_alone"] / row["collective_beside"]
+        shares.setdefault((kind, row["collective"]), []).append(both)
+    found = tuple(
+        (*key, *(min(1.0, statistics.fmean(each)) for each in zip(*pairs, strict=True)))
+        for key, pairs in shares.items()
+    )
+    return {"beside": found} if found else {}
+
+
 def _work(
     kind: str, shape: Sequence[int], device: torch.device, kernels: Sequence[Mapping[str, Any]]
 ) -> Call:

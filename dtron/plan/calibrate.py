@@ -26,7 +26,7 @@ from dtron.bench.measure import device_name
 from dtron.bench.report import versions
 from dtron.config import toml_value
 from dtron.errors import ArgumentParser, ConfigError
-from dtron.plan.beside import measure_beside
+from dtron.plan.beside import beside_fields, measure_beside
 from dtron.plan.hardware import FILES, Hardware, hardware, of_device
 from dtron.plan.machine import Calibration, link_fields, measure_device, measure_links
 from dtron.plan.report import table
@@ -35,7 +35,7 @@ from dtron.runtime import Place, process_group
 
 def row_of(made: Calibration, base: Hardware, name: str, source: str) -> tuple[Hardware, list[str]]:
     """The row, and which of its fields are the base's."""
-    found = {**made.found, **link_fields(made.collectives, base)}
+    found = {**made.found, **link_fields(made.collectives, base), **beside_fields(made.beside)}
     kept = [each.name for each in fields(Hardware) if each.name not in {*found, "name", "source"}]
     pairs = {"latency[0]": "nvlink", "latency[1]": "network"}
     if "latency" in found:
