@@ -13,18 +13,20 @@ what the first rank saw.
 import argparse
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from dtron.bench.measure import device_name
 from dtron.bench.report import versions
 from dtron.config import toml_value
 from dtron.errors import ArgumentParser, ConfigError
+from dtron.plan.beside import beside_fields, measure_beside
 from dtron.plan.hardware import FILES, Hardware, hardware, of_device
 from dtron.plan.machine import Calibration, link_fields, measure_device, measure_links
 from dtron.plan.report import table
@@ -33,7 +35,7 @@ from dtron.runtime import Place, process_group
 
 def row_of(made: Calibration, base: Hardware, name: str, source: str) -> tuple[Hardware, list[str]]:
     """The row, and which of its fields are the base's."""
-    found = {**made.found, **link_fields(made.collectives, base)}
+    found = {**made.found, **link_fields(made.collectives, base), **beside_fields(made.beside)}
     kept = [each.name for each in fields(Hardware) if each.name not in {*found, "name", "source"}]
     pairs = {"latency[0]": "nvlink", "latency[1]": "network"}
     if "latency" in found:
@@ -48,7 +50,7 @@ def as_text(row: Hardware, made: Calibration, base: str, kept: Sequence[str], su
     """The file's text: fields of the row first, then what was measured."""
     values = {key: _rounded(value) for key, value in asdict(row).items()}
     told = {"base": base, "kept": list(kept), "versions": versions()}
-    lists = {key: getattr(made, key) for key in ("products", "attention", "collectives")}
+    lists = {key: getattr(made, key) for key in ("products", "attention", "collectives", "beside")}
     lists["collectives"] = [
         each | {"row_says": row.alone(*(each[name] for name in _SHAPE))}
         for each in made.collectives
@@ -141,7 +143,8 @@ def measure_machine(base: Hardware, place: Place) -> Calibration:
             torch.cuda.set_device(device)
         made = measure_device(base, device)
         if place.world_size > 1:
-            measure_links(made, place, device)
+            near = measure_links(made, place, device)
+            measure_beside(made, near, device)
     return made
 
 
@@ -178,9 +181,29 @@ def _show(row: Hardware, made: Calibration, kept: Sequence[str], base: Hardware)
         )
     if made.collectives:
         console.print(shown)
+    if made.beside:
+        console.print(beside_table(made.beside))
     rates = {"ceiling": 1e12, "ceiling_float8": 1e12, "copy": 1e9, "nvlink": 1e9, "host_link": 1e9}
     for key, unit in rates.items():
         now, before = getattr(row, key) / unit, getattr(base, key) / unit
         from_base = ", kept" if key in kept else f" ({base.name}: {before:.4g})"
         console.print(f"{key} {now:.4g} {'T' if unit == 1e12 else 'G'}/s{from_base}")
     console.print(f"of {base.name}, not measured: {', '.join(kept)}", soft_wrap=True)
+
+
+def beside_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What `measure_beside` found, for people."""
+    heads = ["work", "shape", "ms", "collective", "MB", "ms", "work beside it", "it beside work"]
+    shown = table("work beside collectives", heads)
+    for each in rows:
+        shown.add_row(
+            each["work"],
+            " x ".join(map(str, each["shape"])),
+            f"{each['alone'] * 1e3:.4g}",
+            each["collective"],
+            f"{each['bytes'] / 1e6:.4g}",
+            f"{each['collective_alone'] * 1e3:.4g}",
+            f"{each['beside'] / each['alone'] - 1:+.0%}",
+            f"{each['collective_beside'] / each['collective_alone'] - 1:+.0%}",
+        )
+    return shown

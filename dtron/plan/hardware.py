@@ -48,6 +48,20 @@ step of 1.547 s one of 2.159 s; each time is taken times 0.717, as if it slowed 
 was a virtual machine; rows whose hosts were not measured count none."""
 
 
+BESIDE = (
+    ("product", "all_gather", 0.737, 0.582),
+    ("product", "reduce_scatter", 0.741, 0.559),
+    ("grouped", "all_gather", 0.670, 0.637),
+    ("grouped", "reduce_scatter", 0.669, 0.620),
+    ("attention", "all_gather", 0.931, 0.261),
+    ("attention", "reduce_scatter", 0.933, 0.267),
+    ("copy", "all_gather", 0.837, 0.516),
+    ("copy", "reduce_scatter", 0.850, 0.531),
+)
+"""Of two H200, torch 2.11.0+cu130, 2026-11-23, by `dtron.plan.beside`: means of the table in
+docs/planning.md. Taken for other rows too, which were not measured."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One kind of machine. Rates are in units a second, of one GPU."""
@@ -98,6 +112,9 @@ class Hardware:
     """Shares of `nvlink` that collectives of a kind reach; those not named reach all of it."""
     issue: NonNegativeFloat = 50e-6
     """Seconds that the host takes to issue a collective: a small one takes as long, alone."""
+    beside: tuple[tuple[str, str, PositiveFloat, PositiveFloat], ...] = BESIDE
+    """What work of a kind (`dtron.plan.work.Work`) and a collective leave of each other's rates
+    while both run: (kind, collective, share of its rate that the work has, and the collective)."""
     calls: tuple[tuple[str, NonNegativeFloat], ...] = ()
     """Seconds of the host by kind of call (`dtron.plan.issuing`); none: not measured, and the host
     is taken to keep up."""
@@ -133,6 +150,20 @@ class Hardware:
         """
         share = self.narrow if width < 128 else 1.0 if width == 128 else self.wide[values == width]
         return flops / (self.attention[backward] * share) + self.launch
+
+    def left(self, work: str, collective: str) -> tuple[float, float]:
+        """Shares of their rates that work of a kind and a collective have beside each other.
+
+        Raises:
+            ConfigError: the row has none of these two.
+        """
+        for kind, sent, own, other in self.beside:
+            if (kind, sent) == (work, collective):
+                return own, other
+        raise ConfigError(
+            f"the hardware row {self.name} has nothing of {work} beside {collective}; measure it "
+            "by dtron plan calibrate"
+        )
 
     def collective(self, kind: str, size: float, ranks: int, inside: int) -> float:
         """Seconds of one collective.

@@ -80,6 +80,8 @@ class Calibration:
     products: list[dict[str, Any]] = field(default_factory=list)
     attention: list[dict[str, Any]] = field(default_factory=list)
     collectives: list[dict[str, Any]] = field(default_factory=list)
+    beside: list[dict[str, Any]] = field(default_factory=list)
+    """What work and collectives take alone and together."""
 
 
 # -- one device ------------------------------------------------------------------------------------
@@ -216,11 +218,13 @@ def _together(rates: tuple[float, float]) -> float:
 # -- links -----------------------------------------------------------------------------------------
 
 
-def _call(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable:
+def collective_call(
+    kind: str, size: int, group: Any, device: torch.device, dtype: torch.dtype = DTYPE
+) -> Callable[[], Any]:
     """A collective of `size` bytes, as `Hardware.collective` counts them."""
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
-    whole = torch.zeros(size // 2 // ranks * ranks, dtype=DTYPE, device=device)
-    part = torch.zeros(len(whole) // ranks, dtype=DTYPE, device=device)
+    whole = torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=device)
+    part = torch.zeros(len(whole) // ranks, dtype=dtype, device=device)
     other = torch.empty_like(whole)
     if kind != "send":
         return {
@@ -238,8 +242,12 @@ def _call(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) 
     return lambda: None
 
 
-def measure_links(made: Calibration, place: Place, device: torch.device) -> None:
-    """Collectives of the ranks of each host, and of all ranks if there are several hosts."""
+def measure_links(made: Calibration, place: Place, device: torch.device) -> Any:
+    """Collectives of the ranks of each host, and of all ranks if there are several hosts.
+
+    Returns:
+        The group of this host's ranks, or of all where it has one.
+    """
     inside = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
     starts = range(0, place.world_size, inside)
     hosts = [dist.new_group(list(range(first, first + inside))) for first in starts]
@@ -247,6 +255,7 @@ def measure_links(made: Calibration, place: Place, device: torch.device) -> None
         _links(made, hosts[place.rank // inside], inside, device)
     if inside < place.world_size:
         _links(made, dist.group.WORLD, inside, device)
+    return hosts[place.rank // inside] if inside > 1 else dist.group.WORLD
 
 
 def _links(made: Calibration, group: Any, inside: int, device: torch.device) -> None:
@@ -254,7 +263,7 @@ def _links(made: Calibration, group: Any, inside: int, device: torch.device) -> 
     for kind in KINDS:
         for size in SIZES[device.type]:
             dist.barrier(group)
-            took = seconds(_call(kind, size, group, device), device, CALLS[device.type])
+            took = seconds(collective_call(kind, size, group, device), device, CALLS[device.type])
             rate = moved(kind, size, ranks, inside) / took
             what = {"kind": kind, "ranks": ranks, "inside": inside, "bytes": size}
             made.collectives.append({**what, "seconds": took, "bus_rate": rate})

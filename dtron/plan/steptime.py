@@ -4,9 +4,9 @@
     tp, cp, ep collectives that stand between two computations; async tp hides most of tp's, a ring
                what its attention covers
     offload    copies of activations over the host link, where they are longer than a layer
-    fsdp       gathers and reductions run beside the computation: those that are longer than it are
-               waited for, the others slow it down by a share of their time; the first gather and
-               the last reduction are alone
+    fsdp       gathers and reductions run beside the computation, and both are slower by rates that
+               were measured; those that are longer than it are waited for; the first gather and the
+               last reduction are alone
     copies     what FSDP copies on the stream of computation: weights out of gathers, gradients into
                reductions and into sums over micro-batches
     bubble     the schedule run on a clock with each stage's own times, less what ranks compute
@@ -18,8 +18,8 @@ bfloat16, and float8 over it; a run in float32 is refused a time.
 """
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtron.config import RunConfig
@@ -33,12 +33,12 @@ from dtron.plan.issuing import host_seconds
 from dtron.plan.parameters import held, units
 from dtron.plan.resolved import ELEMENT, Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
-from dtron.plan.work import Seconds, head, layer, offload_wait
+from dtron.plan.work import Seconds, Work, head, layer, offload_wait, together, total
 
-SLOWED, COPIED = 0.5, 0.1
-"""Of the time of a collective beside computation, how much it adds: by kernels, which take
-multiprocessors and bandwidth, and by copy engines. The second is fitted to one pair of runs:
-Llama-3-8B's step on 4 H200 fell by 29 ms, whose collectives take 71 ms alone."""
+COPIED = 0.1
+"""Of the time of a collective by copy engines beside computation, how much it adds. It is fitted to
+one pair of runs: Llama-3-8B's step on 4 H200 fell by 29 ms, whose collectives take 71 ms alone.
+What kernels take is measured (`Hardware.beside`)."""
 HIDDEN = {"async_tp": 0.6, "ring": 0.6}
 """Share of a collective's time that lies under computation."""
 TENSOR_COPIES = 3.0
@@ -121,10 +121,10 @@ class _Load:
     compute: float
     exposed: dict[str, float]
     """What computation waits for, by purpose."""
-    beside: float
-    """FSDP's collectives, alone."""
-    slowed: float
-    """What they add to computation that covers them."""
+    work: dict[str, float]
+    """Computation by kind."""
+    sent: dict[str, float]
+    """FSDP's collectives, alone, by kind."""
 
     @property
     def busy(self) -> float:
@@ -134,21 +134,20 @@ class _Load:
 
 def _load(run: Resolved, rank: int, hardware: Hardware) -> _Load:
     sent, stages = collectives(run, rank, hardware.domain), run.stages_of(rank)
-    each = sum(_total(stage_seconds(run, stage, hardware)) for stage in stages)
+    each = together(*(stage_work(run, stage, hardware) for stage in stages))
+    work = {kind: run.micro_batches * _whole(seconds) for kind, seconds in each.items()}
     exposed = _exposed(run, sent, hardware)
     exposed["offload"] = _offload(run, stages, hardware)
-    own = [(c.seconds(hardware), _slows(run, c)) for c in sent if c.purpose == "fsdp"]
-    beside = sum(seconds for seconds, _ in own)
-    slowed = sum(seconds * share for seconds, share in own)
-    return _Load(run.micro_batches * each, exposed, beside, slowed)
+    own = [c for c in sent if c.purpose == "fsdp"]
+    return _Load(sum(work.values()), exposed, work, _sent(run, own, hardware))
 
 
 def _fsdp(run: Resolved, rank: int, load: _Load, hardware: Hardware) -> float:
     """What gathers and reductions add: pass by pass, of pipelines over the step."""
-    phases = [(load.beside, load.slowed, load.busy)]
+    phases = [_Phase(load.sent, _spread(load.work, load.busy))]
     if run.layout is None:
         phases = list(_phases(run, rank, load.busy, hardware))
-    return sum(_added(*phase) for phase in phases) + _alone(run, rank, hardware)
+    return sum(_added(phase, hardware) for phase in phases) + _alone(run, rank, hardware)
 
 
 def _issued(run: Resolved, hardware: Hardware) -> float:
@@ -171,7 +170,7 @@ def busy_seconds(run: Resolved, hardware: Hardware) -> float:
     (stage,) = run.stages
     exposed = _exposed(run, activation_collectives(run, stage, hardware.domain), hardware)
     offload = _offload(run, (stage,), hardware)
-    return _total(stage_seconds(run, stage, hardware)) + sum(exposed.values()) + offload
+    return _whole(stage_seconds(run, stage, hardware)) + sum(exposed.values()) + offload
 
 
 def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> float:
@@ -185,20 +184,25 @@ def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> fl
     return run.micro_batches * waits
 
 
-def _total(seconds: Seconds) -> float:
+def _whole(seconds: Seconds) -> float:
     return seconds.forward + seconds.inputs + seconds.weights
 
 
-def stage_seconds(run: Resolved, stage: Stage, hardware: Hardware) -> Seconds:
-    """Computation of a stage and micro-batch."""
-    total = Seconds(0.0, 0.0, 0.0)
-    alike: dict[tuple[str, bool, int], Seconds] = {}
+def stage_work(run: Resolved, stage: Stage, hardware: Hardware) -> Work:
+    """Computation of a stage and micro-batch, by kind."""
+    alike: dict[tuple[str, bool, int], Work] = {}
+    found: Work = {}
     for index in stage.layers:
         kind = (run.kind(index), run.recomputes(index), run.window(index))
         if kind not in alike:
             alike[kind] = layer(run, index, hardware)
-        total += alike[kind]
-    return total + head(run, hardware) if stage.head else total
+        found = together(found, alike[kind])
+    return together(found, head(run, hardware)) if stage.head else found
+
+
+def stage_seconds(run: Resolved, stage: Stage, hardware: Hardware) -> Seconds:
+    """The same of all kinds."""
+    return total(stage_work(run, stage, hardware))
 
 
 def _exposed(run: Resolved, sent: list[Collective], hardware: Hardware) -> dict[str, float]:
@@ -217,24 +221,59 @@ def _exposed(run: Resolved, sent: list[Collective], hardware: Hardware) -> dict[
     return found
 
 
-def _slows(run: Resolved, collective: Collective) -> float:
-    """Copy engines gather and exchange; what sums on the way is a kernel's."""
-    copied = collective.kind in ("all_gather", "all_to_all")
-    return COPIED if copied and run.config.parallel.copy_engines else SLOWED
+def _sent(run: Resolved, sent: Iterable[Collective], hardware: Hardware) -> dict[str, float]:
+    """Seconds alone of FSDP's collectives, by what work beside them has to share: kernels that
+    gather, kernels that sum on the way, and copy engines, which gather and exchange."""
+    found = {"all_gather": 0.0, "reduce_scatter": 0.0, "copied": 0.0}
+    for each in sent:
+        kind = "all_gather" if each.kind == "all_gather" else "reduce_scatter"
+        if run.config.parallel.copy_engines and each.kind in ("all_gather", "all_to_all"):
+            kind = "copied"
+        found[kind] += each.seconds(hardware)
+    return found
 
 
-def _added(beside: float, slowed: float, busy: float) -> float:
-    """What overlapped collectives add: all that is longer than the computation, and of the rest the
-    share by which it slows down."""
-    covered = min(beside, busy)
-    return slowed * covered / max(beside, 1e-12) + (beside - covered)
+def _spread(work: dict[str, float], busy: float) -> dict[str, float]:
+    """The same mixture over other seconds: what computation waits for is taken for more of it."""
+    share = busy / max(sum(work.values()), 1e-12)
+    return {kind: seconds * share for kind, seconds in work.items()}
 
 
-def _phases(
-    run: Resolved, rank: int, busy: float, hardware: Hardware
-) -> Iterator[tuple[float, float, float]]:
-    """Arguments of `_added` for the forward and the backward of each micro-batch, as FSDP orders
-    its streams (`FSDPParamGroup.wait_for_unshard` and `post_backward` of torch 2.11):
+@dataclass(frozen=True)
+class _Phase:
+    """What runs at the same time: seconds alone of collectives and of work, by kind."""
+
+    sent: dict[str, float]
+    work: dict[str, float]
+
+
+def _added(phase: _Phase, hardware: Hardware) -> float:
+    """Seconds by which overlapped collectives make work longer.
+
+    Work of W seconds that has a share r of its rate beside a collective takes W / r, in which the
+    collective, which has a share q of its own, gets q W / r of its seconds done. One of C seconds
+    runs beside C / (q W / r) of the work and adds W (1 / r - 1) times that; what is longer than all
+    of the work is waited for.
+    """
+    covered = added = 0.0
+    for sent, seconds in phase.sent.items():
+        if not seconds:
+            continue
+        room = slower = 0.0
+        for kind, alone in phase.work.items():
+            own, other = (1 - COPIED, 1.0) if sent == "copied" else hardware.left(kind, sent)
+            room += alone * other / own
+            slower += alone * (1 / own - 1)
+        part = seconds / max(room, 1e-12)
+        covered, added = covered + part, added + part * slower
+    if covered <= 1:
+        return added
+    return added / covered + sum(phase.sent.values()) * (1 - 1 / covered)
+
+
+def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterator[_Phase]:
+    """The forward and the backward of each micro-batch, as FSDP orders its streams
+    (`FSDPParamGroup.wait_for_unshard` and `post_backward` of torch 2.11):
 
     forward     the next gather runs beside a unit and beside the copy out of the last gather
     backward    the next gather begins when the last is copied out, and the reduction of a unit is
@@ -247,33 +286,41 @@ def _phases(
     m, policy = run.micro_batches, run.policy
     own = [c for c in collectives(run, rank, hardware.domain) if c.purpose == "fsdp"]
     gathered = [c for c in own if c.kind == "all_gather"]
-    reduced = [c for c in own if c.kind != "all_gather"]
-    once = sum(c.seconds(hardware) / c.count for c in gathered)
-    again = 0.0 if policy.keep_gathered else sum(c.seconds(hardware) for c in gathered) / m - once
-    sums = sum(c.seconds(hardware) for c in reduced)
-    by_gathers, by_sums = (
-        max((_slows(run, c) for c in some), default=0.0) for some in (gathered, reduced)
-    )
+    once = _sent(run, (replace(c, count=1) for c in gathered), hardware)
+    sums = _sent(run, (c for c in own if c.kind != "all_gather"), hardware)
+    every = _sent(run, gathered, hardware)
+    again = {} if policy.keep_gathered else {k: every[k] / m - once[k] for k in every}
     (stage,) = run.stages
-    computed = stage_seconds(run, stage, hardware)
-    ahead = computed.forward / _total(computed)
+    computed = stage_work(run, stage, hardware)
+    share = busy / m / _whole(total(computed))
+    ahead = {kind: share * seconds.forward for kind, seconds in computed.items()}
+    back = {k: share * (s.inputs + s.weights) for k, s in computed.items()}
     shard, whole = (sum(getattr(u, key) for u in held(run, rank)) for key in ("shard", "gathered"))
     out = 2 * run.element * whole / hardware.copy
     cast = 4 + run.element if run.element < 4 else 0
-    copied_in = (cast + 2 * run.element) * shard / hardware.copy if again else 0.0
+    copied_in = (cast + 2 * run.element) * shard / hardware.copy if sum(again.values()) else 0.0
+    summed = shard
+    if run.keeps_experts:  # theirs are on the stream of computation (`copied_bytes`)
+        summed -= sum(u.experts_shard for u in held(run, rank))
     for i in range(m):
         gathers = i == 0 or not policy.keep_gathered
-        gather = once if gathers else 0.0
-        yield gather, by_gathers * gather, ahead * busy / m + (out if gathers and once else 0.0)
-        reduce = sums / m if policy.reduce_each_micro_batch else sums * (i == m - 1)
-        if i and policy.reduce_each_micro_batch and sums:
-            reduce += 12 * shard / hardware.copy  # float32: the new sum, the old one, both
-        again_in = again + copied_in
-        yield (
-            again_in + reduce,
-            by_gathers * again_in + by_sums * reduce,
-            (1 - ahead) * busy / m,
-        )
+        gather = once if gathers else {}
+        yield _Phase(gather, _plus(ahead, {"copy": out} if sum(gather.values()) else {}))
+        part = 1 / m if policy.reduce_each_micro_batch else float(i == m - 1)
+        reduce = {kind: seconds * part for kind, seconds in sums.items()}
+        if i and policy.reduce_each_micro_batch and sum(sums.values()):
+            # float32: the new sum, the old one, both
+            reduce = _plus(reduce, {_most(sums): 12 * summed / hardware.copy})
+        inward = _plus(again, {_most(again): copied_in}) if copied_in else again
+        yield _Phase(_plus(inward, reduce), back)
+
+
+def _plus(some: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    return {kind: some.get(kind, 0.0) + more.get(kind, 0.0) for kind in {**some, **more}}
+
+
+def _most(seconds: dict[str, float]) -> str:
+    return max(seconds, key=lambda kind: seconds[kind])
 
 
 def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:
@@ -291,7 +338,10 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     A gathered weight is copied out of its buffer; one that no ranks share is cast from float32. A
     gradient is copied to where it is reduced from; one that is summed over micro-batches before is
     cast in the first of them and added in the others. What ranks share along another dim than the
-    first is put together once more after a gather, and taken apart before a reduction.
+    first is put together once more after a gather, and taken apart before a reduction. Gradients of
+    experts that one rank has alone are in no reduction (`reduction.keep_alone`): each is cast to
+    float32 and added to those of the micro-batches before, or added as it is where it waits for
+    the last.
     """
     parallel, m, policy = run.config.parallel, run.micro_batches, run.policy
     sums = ELEMENT[parallel.reduce_dtype]
@@ -302,18 +352,22 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     else:
         reductions = m if policy.reduce_each_micro_batch else 1
         gradient = reductions * (run.element + sent)
+    kept = gradient
+    if run.keeps_experts:
+        later = run.element + (4 + 12 if policy.reduce_each_micro_batch else 8)
+        kept = run.element + 4 + (m - 1) * later
     turned = 2 * reductions * (sums if summed else run.element)
     found = 0.0
     for stage in run.stages_of(rank):
         listed = units(run, stage)
         for place, unit in enumerate(listed):
             times = gathers(run, unit, place == len(listed) - 1)
-            for whole, shard in unit.groups:
+            for (whole, shard), moved in ((unit.dense, gradient), (unit.experts, kept)):
                 if shard < whole:
                     weight = times * 2 * run.element
                 else:  # stays until the backward
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
-                found += whole * (weight + gradient)
+                found += whole * (weight + moved)
             found += unit.columns * (2 * times * run.element + turned)
     return found
 

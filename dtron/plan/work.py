@@ -54,6 +54,25 @@ class Seconds:
         )
 
 
+Work = dict[str, Seconds]
+"""By kind: product, grouped (products of experts), attention, and copy, for which elementwise
+kernels are taken."""
+
+
+def together(*parts: Work) -> Work:
+    """Sums by kind."""
+    found: Work = {}
+    for part in parts:
+        for kind, seconds in part.items():
+            found[kind] = found[kind] + seconds if kind in found else seconds
+    return found
+
+
+def total(work: Work) -> Seconds:
+    """Of all kinds."""
+    return sum(work.values(), Seconds(0.0, 0.0, 0.0))
+
+
 def products(run: Resolved, kind: str) -> list[Product]:
     """Matrix products of the forward of a layer, by `Resolved.kind`, on a rank."""
     model, tp, m = run.model, run.tp, run.tokens
@@ -132,27 +151,35 @@ def cast_seconds(run: Resolved, listed: list[Product], hardware: Hardware) -> Se
     return Seconds(forward / hardware.copy, backward / hardware.copy, 0.0)
 
 
-def layer(run: Resolved, index: int, hardware: Hardware) -> Seconds:
+def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
     """A layer's computation alone."""
     listed = products(run, run.kind(index))
     mode, casts = run.config.recompute.mode, cast_seconds(run, listed, hardware)
-    total = casts
-    for each in listed:
-        total += _product(hardware, each)
     flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
     forward = hardware.attend(flops, False, *widths)
-    total += Seconds(forward, hardware.attend(2 * flops, True, *widths), 0.0)
+    attention = Seconds(forward, hardware.attend(2 * flops, True, *widths), 0.0)
     kept = sum(activations.kept(run, index, whole=True).values())
     compiled = run.config.compile.enable
     passes, ahead = (PASSES, FORWARD) if compiled else (EAGER_PASSES, EAGER_FORWARD)
     moved = passes * kept / hardware.copy
-    total += Seconds(moved * ahead, moved * (1 - ahead), 0.0)
-    if not run.recomputes(index):
-        return total
-    again = moved * (AGAIN[mode] if compiled else ahead)
-    if mode != "selective":
-        again += casts.forward + sum(_product(hardware, p).forward for p in repeated(run, index))
-    return total + Seconds(0.0, again + (forward if mode == "full" else 0.0), 0.0)
+    elementwise = Seconds(moved * ahead, moved * (1 - ahead), 0.0)
+    parts = [_kinds(listed, hardware), {"attention": attention, "copy": casts + elementwise}]
+    if run.recomputes(index):
+        again = moved * (AGAIN[mode] if compiled else ahead)
+        if mode != "selective":
+            again += casts.forward
+            repeats = _kinds(repeated(run, index), hardware)
+            parts.append({kind: Seconds(0.0, each.forward, 0.0) for kind, each in repeats.items()})
+        parts.append({"copy": Seconds(0.0, again, 0.0)})
+        if mode == "full":
+            parts.append({"attention": Seconds(0.0, forward, 0.0)})
+    return together(*parts)
+
+
+def _kinds(listed: list[Product], hardware: Hardware) -> Work:
+    return together(
+        *({"grouped" if p.groups > 1 else "product": _product(hardware, p)} for p in listed)
+    )
 
 
 def repeated(run: Resolved, index: int) -> list[Product]:
@@ -181,14 +208,14 @@ def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
     if not run.config.recompute.offload:
         return 0.0
     copied = sum(activations.kept(run, index).values()) / hardware.host_link
-    own = layer(run, index, hardware)
+    own = total(layer(run, index, hardware))
     return max(0.0, copied - own.forward) + max(0.0, copied - own.inputs - own.weights)
 
 
-def head(run: Resolved, hardware: Hardware) -> Seconds:
+def head(run: Resolved, hardware: Hardware) -> Work:
     """Norm, head and loss, of each prediction."""
     vocabulary = -(-run.model.vocab_size // run.tp)
     once = _product(hardware, Product("head", run.tokens, run.model.dim, vocabulary))
     moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy
-    once += Seconds(moved / 2, moved / 2, 0.0)
-    return sum([once] * run.model.mtp, once)
+    each: Work = {"product": once, "copy": Seconds(moved / 2, moved / 2, 0.0)}
+    return together(*[each] * (1 + run.model.mtp))

@@ -14,6 +14,7 @@ import torch
 from dtron.bench import measure
 from dtron.cli import commands
 from dtron.errors import ConfigError, TrainingError
+from dtron.plan.beside import SENT, WORK, beside_fields
 from dtron.plan.calibrate import as_text, measure_machine, row_of
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
 from dtron.plan.machine import (
@@ -52,9 +53,33 @@ def test_two_hosts_of_two_ranks_are_measured() -> None:
     assert {kind for kind, _ in row.kinds} == set(KINDS)
     assert sorted(kept) == ["calls", "domain", "host", "outside", "peak", "wide"]
     assert row.calls == H200.calls
+    assert row.beside != H200.beside
+    assert {key[:2] for key in row.beside} == {key[:2] for key in H200.beside}
     # Of float8 there is nothing on a CPU, and that is known too.
     assert row.ceiling_float8 == 0
     assert {each["kernel"] for each in made.attention} == {"math"}
+    # Every kind of work beside every collective of FSDP's, inside of a host.
+    assert [(r["work"], r["shape"], r["collective"]) for r in made.beside] == [
+        (*work, kind) for work in WORK["cpu"] for kind, _ in SENT
+    ]
+    for each in made.beside:
+        assert each["ranks"] == 2
+        for time_of in ("alone", "beside", "collective_alone", "collective_beside"):
+            assert 0 < each[time_of] < 1, each
+
+
+def test_what_work_and_collectives_leave_each_other_is_a_mean_of_shapes() -> None:
+    def row(work: str, beside: float, sent: float) -> dict[str, Any]:
+        what = {"work": work, "collective": "all_gather", "alone": 1.0, "collective_alone": 3.0}
+        return what | {"beside": beside, "collective_beside": sent}
+
+    rows = [row("grouped", 2.0, 3.0), row("grouped_gradient", 1.25, 6.0), row("copy", 0.8, 4.0)]
+    found = beside_fields(rows)["beside"]
+    assert found == (
+        ("grouped", "all_gather", pytest.approx((0.5 + 0.8) / 2), pytest.approx((1 + 0.5) / 2)),
+        ("copy", "all_gather", 1.0, 0.75),  # work is not faster beside a collective
+    )
+    assert beside_fields([]) == {}  # one rank: the base's
 
 
 def _collectives(row: Hardware, ranks: int, inside: int) -> list[dict[str, Any]]:
@@ -171,7 +196,8 @@ def test_the_file_is_the_row_and_marks_what_was_kept(tmp_path: Path, suffix: str
     file.write_text(as_text(row, made, "h200", kept, suffix))
     read = asdict(hardware(str(file)))
     assert [kind for kind, _ in read.pop("kinds")] == list(KINDS)
-    assert [tuple(each) for each in read.pop("calls")] == list(row.calls)
+    for key in ("calls", "beside"):
+        assert [tuple(each) for each in read.pop(key)] == list(getattr(row, key))
     for key, value in read.items():
         wanted = getattr(row, key)
         assert value == (wanted if isinstance(wanted, str) else pytest.approx(wanted, rel=1e-3))

@@ -37,7 +37,7 @@ from dtron.plan.search import (
 from dtron.plan.simulate import Disorder, Traffic, run_order, slowest_of
 from dtron.plan.steptime import predict
 from dtron.plan.whole import plan
-from dtron.plan.work import layer
+from dtron.plan.work import layer, total
 from dtron.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -294,7 +294,7 @@ def test_offload_waits_for_what_the_host_link_does_not_carry_in_time() -> None:
     words = [*SMALL, "recompute.mode=none", "recompute.offload=true"]
     run = Resolved.of(RunConfig.load(ROOT / "configs/llama3_8b.toml", words), 4)
     slow, fast = (hardware("h200", host_link=rate) for rate in (1e9, 1e15))
-    layer_seconds, kept = layer(run, 0, slow), sum(activations.kept(run, 0).values())
+    layer_seconds, kept = total(layer(run, 0, slow)), sum(activations.kept(run, 0).values())
     computed = layer_seconds.forward + layer_seconds.inputs + layer_seconds.weights
     waited = predict(run, slow).parts["offload"]
     assert waited == pytest.approx(7 * run.micro_batches * (2 * kept / 1e9 - computed))

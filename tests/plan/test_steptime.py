@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from dtron.config import RunConfig
+from dtron.errors import ConfigError
 from dtron.plan.communication import collectives
 from dtron.plan.hardware import hardware
 from dtron.plan.parameters import held
 from dtron.plan.resolved import Resolved
-from dtron.plan.steptime import _added, _phases, copied_bytes, predict
+from dtron.plan.steptime import _added, _Phase, _phases, copied_bytes, predict
 from dtron.plan.work import attention_flops
 
 LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"
@@ -39,6 +40,43 @@ def test_bytes_that_fsdp_copies(overrides: str, world: int, each: int) -> None:
     assert copied_bytes(planned, 0) == each * sum(u.gathered for u in held(planned, 0))
 
 
+MIXTURE = "model.name=deepseek_v3 model.size=16b train.seq_len=4096 train.micro_batch=1"
+_PARTS = ("dense", "experts")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reduced", "kept"),
+    [
+        ("parallel.zero=2 train.global_batch=2", 2 + 4, 2 + 4),
+        ("parallel.zero=2 train.global_batch=2 parallel.reduce_by=all_to_all", 2 + 2, 2 + 4),
+        # Four micro-batches. Each is handed over: cast, then added to a float32 sum.
+        ("parallel.zero=2 train.global_batch=8", 4 * (2 + 4), 4 * (2 + 4) + 3 * (4 + 4 + 4)),
+        # The last is: what comes after the first is added as it is, and copied nowhere.
+        (
+            "parallel.zero=1 train.global_batch=8",
+            (2 + 4) + 3 * (2 + 4 + 4) + (4 + 4),
+            (2 + 4) + 3 * (2 + 4 + 4),
+        ),
+    ],
+)
+def test_gradients_of_experts_that_stay_are_cast_and_added(
+    overrides: str, reduced: int, kept: int
+) -> None:
+    planned = run(f"{MIXTURE} parallel.ep=2 {overrides}", 2)
+    dense, experts = (sum(getattr(u, key)[0] for u in held(planned, 0)) for key in _PARTS)
+    assert experts > dense > 0
+    assert copied_bytes(planned, 0) == dense * (2 + 2 + reduced) + experts * (4 + 2 + kept)
+
+
+def test_sums_of_experts_that_stay_are_no_reduction() -> None:
+    """They are beside nothing: a later backward's reductions are longer by sums of the others."""
+    h200 = hardware("h200")
+    planned = run(f"{MIXTURE} parallel.ep=2 parallel.zero=2 train.global_batch=4", 2)
+    _, back, _, last = _sent(planned)
+    dense = sum(u.dense[1] for u in held(planned, 0))
+    assert last - back == pytest.approx(12 * dense / h200.copy)
+
+
 def test_zero_3_copies_weights_of_all_but_the_last_unit_twice() -> None:
     planned = run("parallel.zero=3 train.global_batch=4", 2)
     *others, last = held(planned, 0)
@@ -57,7 +95,7 @@ def test_each_pass_has_its_own_gathers_and_reductions() -> None:
         sums = sum(c.seconds(h200) for c in own) - gathers
         shard = sum(u.shard for u in held(planned, 0))
         added, cast = 12 * shard / h200.copy, (6 + 4) * shard / h200.copy
-        first, back, second, last = (found[0] for found in _phases(planned, 0, 1.0, h200))
+        first, back, second, last = _sent(planned)
         assert last - back == pytest.approx(added)
         assert (first == second) == (zero == 3)
         if zero == 2:
@@ -67,10 +105,57 @@ def test_each_pass_has_its_own_gathers_and_reductions() -> None:
             assert first + back + second + last == pytest.approx(total)
 
 
+def _sent(planned: Resolved) -> list[float]:
+    """Seconds of collectives, and of what runs before and after them, by pass."""
+    return [sum(each.sent.values()) for each in _phases(planned, 0, 1.0, hardware("h200"))]
+
+
 def test_what_a_pass_is_too_short_for_is_not_covered_by_another() -> None:
-    """Two passes of a second each: 0.5 s and 1.5 s of communication are not 2 s beside 2 s."""
-    apart = _added(0.5, 0.0, 1.0) + _added(1.5, 0.0, 1.0)
-    assert (apart, _added(2.0, 0.0, 2.0)) == (0.5, 0.0)
+    """Two passes of a second each, which gathers do not slow down nor are slowed down by: 0.5 s and
+    1.5 s of communication are not 2 s beside 2 s."""
+    free = hardware("h200", beside=(("product", "all_gather", 1.0, 1.0),))
+
+    def added(sent: float, worked: float) -> float:
+        return _added(_Phase({"all_gather": sent}, {"product": worked}), free)
+
+    assert added(0.5, 1.0) + added(1.5, 1.0) == pytest.approx(0.5)
+    assert added(2.0, 2.0) == 0
+
+
+def test_work_and_collectives_slow_each_other_down() -> None:
+    """By hand. A second of products at half of their rate takes 2 s beside gathers at 0.8 of
+    theirs, of which 1.6 s are done by then; a second of copies nothing and gathers nothing."""
+    shares = (("product", "all_gather", 0.5, 0.8), ("product", "reduce_scatter", 0.8, 0.5))
+    row = hardware("h200", beside=(*shares, ("copy", "all_gather", 1.0, 1.0)))
+
+    def added(work: dict[str, float], **sent: float) -> float:
+        return _added(_Phase(sent, work), row)
+
+    product = {"product": 1.0}
+    assert added(product, all_gather=0.8) == pytest.approx(0.5)  # beside half of it
+    assert added(product, all_gather=1.6) == pytest.approx(1.0)
+    assert added(product, all_gather=2.6) == pytest.approx(1.0 + 1.0)  # a second alone
+    # A reduction: 0.625 s in 1.25 s. One of each, of half: all is covered once.
+    assert added(product, all_gather=0.8, reduce_scatter=0.3125) == pytest.approx(0.5 + 0.125)
+    # Spread evenly over a mixture, of which the products alone get longer.
+    assert added({"product": 1.0, "copy": 1.0}, all_gather=1.3) == pytest.approx(0.5)
+    assert added({}, all_gather=1.3) == pytest.approx(1.3)
+
+
+def test_rows_without_a_pair_are_refused() -> None:
+    row = hardware("h200", beside=(("product", "all_gather", 0.5, 0.8),))
+    with pytest.raises(ConfigError, match="nothing of product beside reduce_scatter"):
+        _added(_Phase({"reduce_scatter": 1.0}, {"product": 1.0}), row)
+
+
+def test_a_mixture_of_work_is_that_of_the_model() -> None:
+    """Experts' products are grouped, in a backward two for each of a forward; the sums are the
+    seconds of the pass."""
+    planned = run(f"{MIXTURE} parallel.zero=3 train.global_batch=2", 2)
+    forward, backward = (each.work for each in _phases(planned, 0, 1.0, hardware("h200")))
+    assert set(forward) == {"product", "grouped", "attention", "copy"}
+    assert backward["grouped"] == pytest.approx(2 * forward["grouped"], rel=0.05)
+    assert sum(backward.values()) < 1 < sum(backward.values()) + sum(forward.values())
 
 
 def test_what_is_shared_by_columns_is_copied_twice() -> None:
