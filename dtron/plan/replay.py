@@ -36,7 +36,7 @@ from dtron.parallelisms.lowering import add_reductions
 from dtron.parallelisms.offload import SMALLEST
 from dtron.parallelisms.pipeline import Layout
 from dtron.plan import activations
-from dtron.plan.allocator import Block, Held, Pool
+from dtron.plan.allocator import Block, Expandable, Held, Pool
 from dtron.plan.parameters import sizes, units
 from dtron.plan.resolved import ELEMENT, Resolved, Stage
 
@@ -120,19 +120,28 @@ class _Call:
     """Of what is offloaded, what is on the device."""
 
 
-def reserved(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int:
+def reserved(
+    run: Resolved,
+    rank: int,
+    moment: int,
+    moments: int,
+    sent: int,
+    pool: type[Pool | Expandable] = Pool,
+) -> int:
     """Bytes that a pipeline rank's stream of computation has taken of the device.
 
     Args:
         moment: bytes an element of the optimizer's moments, of which there are `moments`.
         sent: bytes an element of what a reduction takes to send from.
+        pool: the allocator's rules.
     """
-    replay = _Replay(run, rank, sent, Pool())
+    replay = _Replay(run, rank, sent, pool())
     replay.take_weights()
     for step in range(STEPS):
         replay.step()
         if step == 0:
             replay.take_moments(moment, moments)
+        replay.drop_gradients()
     return replay.pool.reserved
 
 
@@ -150,7 +159,7 @@ def least(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int
 
 
 class _Replay:
-    def __init__(self, run: Resolved, rank: int, sent: int, pool: Pool | Held) -> None:
+    def __init__(self, run: Resolved, rank: int, sent: int, pool: Pool | Expandable | Held) -> None:
         self.run, self.rank, self.pool = run, rank, pool
         self.stages = {s.index: _listed(run, s, sent) for s in run.stages_of(rank)}
         self.hidden = int(activations.boundary(run))
@@ -190,8 +199,11 @@ class _Replay:
                 self._reduce_stage(stage, last=not due[stage])
         self._free([self.pending] if self.pending else [])
         self.pending = None
+
+    def drop_gradients(self) -> None:
+        """After an update, those that are one rank's alone."""
         for group in (g for listed in self.stages.values() for unit in listed for g in unit.groups):
-            self._free([*group.summed, *group.given])  # of those that are one rank's alone
+            self._free([*group.summed, *group.given])
             group.summed, group.given = [], []
 
     def _forward(self, stage: int, micro_batch: int) -> None:
