@@ -176,7 +176,8 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
     }
     points = _points(run, rank, classes, flying)
     if run.layout is not None and run.layout.splits_backward:
-        points["backward in parts"] = replay.least(*_replayed(run, rank)) + _all_buffers(run, rank)
+        # Micro-batches are between the two parts of their backward at many moments.
+        points = {"step": replay.least(*_replayed(run, rank)) + _all_buffers(run, rank)}
     reserved = replay.reserved(*_replayed(run, rank)) + _elsewhere(run, rank)
     return RankMemory(rank, elements, classes, modules, flying, points, reserved)
 

@@ -249,8 +249,8 @@ class _Replay:
                     self._fold(group, blocks)
             else:
                 self._reduce(unit, made, last)
-            if _is_split(self.run, stage) and not self.keep:
-                self._reshard_unit(unit)
+            for group in unit.groups if _is_split(self.run, stage) and not self.keep else ():
+                self._reshard(group)
         self._free(gradient)
         if puts_off:
             self.put_off[stage, micro_batch] = waiting
@@ -280,14 +280,15 @@ class _Replay:
         for unit in reversed(self.stages[stage]):
             for group in reversed(unit.groups):
                 if not group.alone:
-                    self._reduce_group(group, [], last=True)
-                elif group.given:
+                    self._send(group, [], last)
+                    continue
+                if last or not self.keep:
+                    self._reshard(group)
+                if group.given:
                     self._free(group.summed)
                 else:
                     group.given = group.summed
                 group.summed = []
-            if last or not self.keep:
-                self._reshard_unit(unit)
 
     def _unload(self, call: _Call) -> None:
         """Free what the block before this one has sent to the host."""
@@ -334,6 +335,10 @@ class _Replay:
                 group.summed = self._take([_wide(self.run, size) for size in group.weights])
             self._free(made)
             return
+        self._send(group, made, last)
+
+    def _send(self, group: _Group, made: list[Block], last: bool) -> None:
+        """Reduce gradients, or their sums, among ranks."""
         n_bytes = group.weights
         if group.summed:
             self._free(made)
@@ -366,10 +371,6 @@ class _Replay:
             if turned:  # copied out as it came, then put together
                 passing += self._take([size])
         self._free(passing)
-
-    def _reshard_unit(self, unit: _Unit) -> None:
-        for group in unit.groups:
-            self._reshard(group)
 
     def _reshard(self, group: _Group) -> None:
         self._free(group.out)
