@@ -45,6 +45,9 @@ class Saved:
     pulled: bool = False
     """What peers' memory gives, which selective recomputation keeps where experts' rows come from
     there."""
+    read: bool = False
+    """Input of a product whose weight gradient a schedule may put off: it stays until that is
+    computed."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,7 +75,7 @@ def _merge(model: DecoderConfig) -> list[Saved]:
     return [
         Saved("input", model.dim, "tokens", ALL),
         *_statistics(model, "merge", 3, "tokens"),
-        Saved("merge", 2 * model.dim, "tokens"),
+        Saved("merge", 2 * model.dim, "tokens", read=True),
         Saved("merge", model.dim, "tokens", PRODUCT),
         Saved("merge", model.dim, "tokens"),
     ]
@@ -90,14 +93,14 @@ def _norm_rows(model: DecoderConfig, module: str, wide: bool = False) -> list[Sa
     rows = _statistics(model, module, 1, "tokens")
     if wide:
         return [*rows, Saved("router", model.dim, "tokens", wide=True)]
-    return [*rows, Saved(module, model.dim, "none")]
+    return [*rows, Saved(module, model.dim, "none", read=True)]
 
 
-def _attended(model: DecoderConfig, width: int) -> list[Saved]:
-    """Attention's output and its log-sum-exp."""
+def _attended(model: DecoderConfig, width: int, read: bool = True) -> list[Saved]:
+    """Attention's output, which wo reads unless it is cut first, and its log-sum-exp."""
     kept = (NONE, SELECTIVE, ATTENTION)
     return [
-        Saved("attention", width, "neurons", kept),
+        Saved("attention", width, "neurons", kept, read=read),
         Saved("attention", model.n_heads, "neurons", kept, wide=True),
     ]
 
@@ -119,27 +122,28 @@ def _latent(model: DecoderConfig, padded: bool) -> list[Saved]:
     kv = heads * (model.nope_head_dim + model.v_head_size)
     rows = [Saved("wq", q, "neurons", PRODUCT)]
     if rank:
-        rows += [Saved("wq_a", rank, "tokens", PRODUCT), Saved("q_a_norm", rank, "none")]
+        rows += [Saved("wq_a", rank, "tokens", PRODUCT), Saved("q_a_norm", rank, "none", read=True)]
         rows += _statistics(model, "q_a_norm", 1, "tokens")
     rows += [
         Saved("wkv_a", latent + model.rope_head_dim, "tokens", PRODUCT),
         *_statistics(model, "kv_a_norm", 1, "tokens"),
-        Saved("kv_a_norm", latent, "none"),
+        Saved("kv_a_norm", latent, "none", read=True),
         Saved("wkv_b", kv, "neurons", (SELECTIVE,) if padded else PRODUCT),
         Saved("k", q, "neurons"),
     ]
     if not padded:
         return [*rows, *_attended(model, heads * model.v_head_size)]
-    rows += [Saved("v", q, "neurons"), *_attended(model, q)]
-    if q != heads * model.v_head_size:  # what wo reads is a copy of a part
-        rows.append(Saved("attention", heads * model.v_head_size, "neurons"))
+    is_cut = q != heads * model.v_head_size
+    rows += [Saved("v", q, "neurons"), *_attended(model, q, read=not is_cut)]
+    if is_cut:  # what wo reads is a copy of a part
+        rows.append(Saved("attention", heads * model.v_head_size, "neurons", read=True))
     return rows
 
 
 def _feed_forward(model: DecoderConfig, module: str, width: int) -> list[Saved]:
     gated = ACTIVATIONS[model.activation].gated
     rows = [Saved(module, width, "neurons", PRODUCT)] * (2 if gated else 1)
-    rows.append(Saved(module, width, "neurons"))
+    rows.append(Saved(module, width, "neurons", read=True))
     if gated:
         rows.append(Saved(module, width, "neurons", eager=True))
     return rows
@@ -156,10 +160,10 @@ def _mixture(model: DecoderConfig) -> list[Saved]:
         Saved("router", k + 2, "tokens", wide=True),
         Saved("dispatch", 2 * k, "tokens", chosen, wide=True),  # int64: order of rows
         Saved("dispatch", 2 * k, "tokens", wide=True),  # and its inverse
-        Saved("experts", k * model.dim, "tokens", arrived=True, pulled=True),
+        Saved("experts", k * model.dim, "tokens", arrived=True, pulled=True, read=True),
         *[Saved("experts", k * model.expert_dim, "columns", PRODUCT, arrived=True)]
         * (2 if gated else 1),
-        Saved("experts", k * model.expert_dim, "columns", arrived=True),
+        Saved("experts", k * model.expert_dim, "columns", arrived=True, read=True),
         Saved("experts", k * model.dim, "tokens", PRODUCT),
         # Eager recomputation keeps what it is told to: of the last product what is sent back, too.
         Saved("experts", k * model.dim, "tokens", (), eager=True, arrived=True, pulled=True),
@@ -167,9 +171,40 @@ def _mixture(model: DecoderConfig) -> list[Saved]:
     if gated:
         rows.append(Saved("experts", k * model.expert_dim, "columns", eager=True, arrived=True))
     if width := model.n_shared_experts * model.expert_dim:
-        rows.append(Saved("shared", model.dim, "none"))
+        rows.append(Saved("shared", model.dim, "none", read=True))
         rows += _feed_forward(model, "shared", width)
     return rows
+
+
+@functools.lru_cache(maxsize=64)
+def output_gradients(model: DecoderConfig, kind: str) -> tuple[Saved, ...]:
+    """Gradients of the results of a block's products: with the rows of `block` that are `read`
+    what `dtron.parallelisms.deferred` holds where weight gradients are put off."""
+    gated = ACTIVATIONS[model.activation].gated
+    rows = [Saved("merge", model.dim, "tokens")] if kind == "prediction" else []
+    q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+    rows.append(Saved("wq", q, "neurons"))
+    if latent := model.kv_lora_rank:
+        if model.q_lora_rank:
+            rows.append(Saved("wq_a", model.q_lora_rank, "tokens"))
+        kv = model.n_heads * (model.nope_head_dim + model.v_head_size)
+        rows.append(Saved("wkv_a", latent + model.rope_head_dim, "tokens"))
+        rows.append(Saved("wkv_b", kv, "neurons"))
+    else:
+        rows += [Saved("wk", kv, "neurons"), Saved("wv", kv, "neurons")]
+    rows.append(Saved("wo", model.dim, "none"))
+    parallel = [("ffn", model.ffn_dim)] if kind == "dense" else []
+    if kind != "dense":
+        k = model.experts_per_token
+        hidden = Saved("experts", k * model.expert_dim, "columns", arrived=True)
+        rows += [hidden] * (2 if gated else 1)
+        rows.append(Saved("experts", k * model.dim, "tokens", arrived=True))
+        if model.n_shared_experts:
+            parallel = [("shared", model.n_shared_experts * model.expert_dim)]
+    for module, width in parallel:
+        rows += [Saved(module, width, "neurons")] * (2 if gated else 1)
+        rows.append(Saved(module, model.dim, "none"))
+    return tuple(rows)
 
 
 def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
@@ -214,6 +249,15 @@ def tensors(run: Resolved, layer: int, whole: bool = False) -> list[int]:
     return [int(_bytes(run, row)) for row in _kept_rows(run, run.kind(layer), mode)]
 
 
+def put_off(run: Resolved, layer: int) -> tuple[list[int], list[int]]:
+    """Bytes of what a layer holds until its weight gradients are computed, where these are put off:
+    inputs of products, which are among the tensors that it keeps or computes again, and gradients
+    of their results."""
+    kind = run.kind(layer)
+    reads = [int(_bytes(run, row)) for row in _rows(run, kind) if row.read]
+    return reads, [int(_bytes(run, row)) for row in output_gradients(run.model, kind)]
+
+
 def _bytes(run: Resolved, row: Saved) -> float:
     columns = run.between * run.experts["etp"]
     shared = {"neurons": run.tp, "tokens": run.between, "columns": columns, "none": 1}[row.split]
@@ -238,6 +282,11 @@ def boundary(run: Resolved) -> float:
 def logits(run: Resolved) -> float:
     """Bytes of logits, softmax and their gradient at once; see `loss_tensors`."""
     return float(sum(loss_tensors(run)))
+
+
+def logits_gradient(run: Resolved) -> int:
+    """Bytes of the gradient of a micro-batch's logits, of one prediction."""
+    return run.element * run.tokens * -(-run.model.vocab_size // run.tp)
 
 
 def loss_tensors(run: Resolved) -> list[int]:

@@ -6,10 +6,13 @@ smaller ones. The rules are those of c10/cuda/CUDACachingAllocator.cpp by defaul
 512 bytes; up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of 20 MiB,
 and larger ones get segments of their own size in whole 2 MiB; the smallest block that is large
 enough is taken, and what it has over is cut off.
+
+Under `PYTORCH_ALLOC_CONF=expandable_segments:True` there are one segment for blocks up to 1 MiB and
+one for larger ones, which grow at their ends (`Expandable`).
 """
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _MIB = 2**20
 _UNIT = 512
@@ -135,6 +138,93 @@ def _join(first: Block, second: Block) -> None:
     first.after = second.after
     if first.after is not None:
         first.after.before = first
+
+
+@dataclass(eq=False, slots=True)
+class _Placed(Block):
+    at: int = 0
+    """Where in its segment it begins."""
+
+
+class Expandable:
+    """As `Pool`, of segments that grow. Given what tensors of a run on a GPU took and gave back, it
+    reserves what the GPU's allocator did, to the byte.
+
+    Attributes:
+        reserved: bytes that were taken from the device.
+    """
+
+    def __init__(self) -> None:
+        self._small, self._large = _Growing(2 * _MIB), _Growing(20 * _MIB)
+
+    @property
+    def reserved(self) -> int:
+        return self._small.end + self._large.end
+
+    def take(self, nbytes: int) -> Block:
+        """Memory of a tensor."""
+        size = -(-nbytes // _UNIT) * _UNIT or _UNIT
+        small = size <= _MIB
+        at = (self._small if small else self._large).take(size)
+        return _Placed(size, small, at=at)
+
+    def give(self, block: Block) -> None:
+        """What a tensor leaves."""
+        assert isinstance(block, _Placed)
+        (self._small if block.small else self._large).give(block.at, block.nbytes)
+
+
+@dataclass
+class _Growing:
+    """A segment that grows by whole pages. The smallest free block that is large enough is taken,
+    of those the first; the one at the end, which can be as large as need be, as the last."""
+
+    page: int
+    end: int = 0
+    free: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes and beginning of free blocks, ascending."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Their bytes by beginning."""
+    begins: dict[int, int] = field(default_factory=dict)
+    """Their beginning by end."""
+
+    def take(self, size: int) -> int:
+        """Where a block of so many bytes begins."""
+        place = bisect.bisect_left(self.free, (size, 0))
+        for nbytes, at in self.free[place : place + 2]:
+            if at + nbytes < self.end:
+                break
+        else:
+            at = self.begins.get(self.end, self.end)
+            nbytes = self.end - at
+        if nbytes:
+            self._remove(at)
+        if (lacking := size - nbytes) > 0:
+            grown = -(-lacking // self.page) * self.page
+            self.end += grown
+            nbytes += grown
+        if nbytes > size:
+            self._add(at + size, nbytes - size)
+        return at
+
+    def give(self, at: int, nbytes: int) -> None:
+        """Join a block with free ones before and after it."""
+        if at + nbytes in self.sizes:
+            nbytes += self._remove(at + nbytes)
+        if at in self.begins:
+            at = self.begins[at]
+            nbytes += self._remove(at)
+        self._add(at, nbytes)
+
+    def _add(self, at: int, nbytes: int) -> None:
+        bisect.insort(self.free, (nbytes, at))
+        self.sizes[at], self.begins[at + nbytes] = nbytes, at
+
+    def _remove(self, at: int) -> int:
+        nbytes = self.sizes.pop(at)
+        del self.begins[at + nbytes]
+        del self.free[bisect.bisect_left(self.free, (nbytes, at))]
+        return nbytes
 
 
 class Held:

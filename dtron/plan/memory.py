@@ -28,7 +28,7 @@ from typing import Any
 
 from dtron.parallelisms.actions import Kind, Order
 from dtron.plan import activations, replay
-from dtron.plan.allocator import Block, Pool
+from dtron.plan.allocator import Block, Expandable, Pool
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, held, units
 from dtron.plan.resolved import ELEMENT, Resolved, Stage, expert_room, expert_rows
@@ -86,6 +86,11 @@ class RankMemory:
 def memory(run: Resolved) -> tuple[RankMemory, ...]:
     """Of every pipeline rank."""
     return tuple(_of_rank(run, rank) for rank in range(run.degrees["pp"]))
+
+
+def expandable(run: Resolved, rank: int) -> float:
+    """What `reserved` of a pipeline rank is under `PYTORCH_ALLOC_CONF=expandable_segments:True`."""
+    return replay.reserved(*_replayed(run, rank), Expandable) + _elsewhere(run, rank)
 
 
 def least(run: Resolved, hardware: Hardware) -> tuple[float, ...]:
@@ -170,6 +175,9 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
         "buffers": _all_buffers(run, rank),
     }
     points = _points(run, rank, classes, flying)
+    if run.layout is not None and run.layout.splits_backward:
+        # Micro-batches are between the two parts of their backward at many moments.
+        points = {"step": replay.least(*_replayed(run, rank)) + _all_buffers(run, rank)}
     reserved = replay.reserved(*_replayed(run, rank)) + _elsewhere(run, rank)
     return RankMemory(rank, elements, classes, modules, flying, points, reserved)
 
@@ -521,6 +529,9 @@ def _counts(order: Order, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         if action.kind is Kind.FORWARD:
             live[action.stage] += 1
             found[tuple(live.items())] = None
-        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+        elif action.kind in (
+            Kind.BACKWARD,
+            Kind.WEIGHT,
+        ):
             live[action.stage] -= 1
     return tuple(found)

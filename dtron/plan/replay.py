@@ -13,6 +13,10 @@ given back in the order of a run.
                next reduction, at the end of a step for nothing. Experts that are apart are
                reduced before the rest of their block. Of experts that are one rank's alone
                nothing is sent: gradients are cast to float32 and stay until the update
+    split      where weight gradients are put off, I makes no gradients of weights. Inputs of
+               products stay as they are until W, and gradients of their results; all else that was
+               kept goes. W makes whole gradients of all units in the dtype of computation, then
+               adds them to sums, which are reduced unit by unit when the stage's last is done
     offloaded  what a block keeps goes when the block after it is done, and is there again while the
                one after it is in backward, as `dtron.parallelisms.offload` has it
     update     in the first step moments, cut from what activations left: the activations of the
@@ -28,9 +32,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dtron.parallelisms.actions import Kind
+from dtron.parallelisms.lowering import add_reductions
 from dtron.parallelisms.offload import SMALLEST
+from dtron.parallelisms.pipeline import Layout
 from dtron.plan import activations
-from dtron.plan.allocator import Block, Held, Pool
+from dtron.plan.allocator import Block, Expandable, Held, Pool
 from dtron.plan.parameters import sizes, units
 from dtron.plan.resolved import ELEMENT, Resolved, Stage
 
@@ -57,6 +63,8 @@ class _Group:
     """Weights that are there."""
     summed: list[Block] = field(default_factory=list)
     """Gradients that are summed over micro-batches, in the dtype of reductions."""
+    given: list[Block] = field(default_factory=list)
+    """Sums of one rank alone that were handed over, where sums are made apart from a backward."""
 
 
 @dataclass
@@ -79,13 +87,21 @@ class _Unit:
     """What its forward makes and lets go."""
     stays: bool
     """Weights are not freed between forward and backward."""
+    puts_off: bool = False
+    """Its weight gradients are computed apart from its backward."""
+    read: list[int] = field(default_factory=list)
+    """Of what is kept, inputs of products that stay until then."""
+    read_again: list[int] = field(default_factory=list)
+    """Such inputs that the backward computes again, or brings back to the device."""
+    queued: list[int] = field(default_factory=list)
+    """Gradients of the products' results, which stay beside them."""
 
     def join(self) -> None:
         """Count as one what is taken and given back together; weights, unless they are cast or
         copied one by one."""
-        self.shards, self.kept, self.moved, self.again = (
-            [sum(n)] if n else [] for n in (self.shards, self.kept, self.moved, self.again)
-        )
+        for name in ("shards", "kept", "moved", "again", "read", "read_again", "queued"):
+            sizes = getattr(self, name)
+            setattr(self, name, [sum(sizes)] if sizes else [])
         for group in self.groups:
             if group.shared and not any(group.columns):
                 group.weights, group.columns = [sum(group.weights)], [False]
@@ -98,23 +114,34 @@ class _Call:
     kept: list[Block]
     moved: list[int]
     """Bytes of what is offloaded."""
+    read: list[Block] = field(default_factory=list)
+    """Of what stays on the device, inputs of products whose weight gradients are put off."""
     there: list[Block] = field(default_factory=list)
-    """Of that, what is on the device."""
+    """Of what is offloaded, what is on the device."""
 
 
-def reserved(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int:
+def reserved(
+    run: Resolved,
+    rank: int,
+    moment: int,
+    moments: int,
+    sent: int,
+    pool: type[Pool | Expandable] = Pool,
+) -> int:
     """Bytes that a pipeline rank's stream of computation has taken of the device.
 
     Args:
         moment: bytes an element of the optimizer's moments, of which there are `moments`.
         sent: bytes an element of what a reduction takes to send from.
+        pool: the allocator's rules.
     """
-    replay = _Replay(run, rank, sent, Pool())
+    replay = _Replay(run, rank, sent, pool())
     replay.take_weights()
     for step in range(STEPS):
         replay.step()
         if step == 0:
             replay.take_moments(moment, moments)
+        replay.drop_gradients()
     return replay.pool.reserved
 
 
@@ -132,12 +159,14 @@ def least(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int
 
 
 class _Replay:
-    def __init__(self, run: Resolved, rank: int, sent: int, pool: Pool | Held) -> None:
+    def __init__(self, run: Resolved, rank: int, sent: int, pool: Pool | Expandable | Held) -> None:
         self.run, self.rank, self.pool = run, rank, pool
         self.stages = {s.index: _listed(run, s, sent) for s in run.stages_of(rank)}
         self.hidden = int(activations.boundary(run))
         self.logits = activations.loss_tensors(run)
         self.flying: dict[tuple[int, int], list[_Call]] = {}
+        self.put_off: dict[tuple[int, int], list[list[Block]]] = {}
+        """By stage and micro-batch, of each unit what its weight gradients are computed from."""
         self.offloads = run.config.recompute.offload
         self.latest: _Call | None = None
         """Of the last block that was called, unless its backward has begun."""
@@ -157,21 +186,25 @@ class _Replay:
 
     def step(self) -> None:
         acts = list(_actions(self.run, self.rank))
-        left = Counter(stage for kind, stage in acts if kind is Kind.BACKWARD)
-        ahead, behind = Counter[int](), Counter[int]()
-        for kind, stage in acts:
+        due = Counter(stage for kind, stage, _ in acts if kind in (Kind.BACKWARD, Kind.WEIGHT))
+        for kind, stage, micro_batch in acts:
+            due[stage] -= kind in (Kind.BACKWARD, Kind.WEIGHT)
             if kind is Kind.FORWARD:
-                self._forward(stage, ahead[stage])
-                ahead[stage] += 1
+                self._forward(stage, micro_batch)
+            elif kind in (Kind.BACKWARD, Kind.INPUT):
+                self._backward(stage, micro_batch, not due[stage], puts_off=kind is Kind.INPUT)
+            elif kind is Kind.WEIGHT:
+                self._weight(stage, micro_batch)
             else:
-                left[stage] -= 1
-                self._backward(stage, behind[stage], last=not left[stage])
-                behind[stage] += 1
+                self._reduce_stage(stage, last=not due[stage])
         self._free([self.pending] if self.pending else [])
         self.pending = None
+
+    def drop_gradients(self) -> None:
+        """After an update, those that are one rank's alone."""
         for group in (g for listed in self.stages.values() for unit in listed for g in unit.groups):
-            self._free(group.summed)  # of those that are one rank's alone
-            group.summed = []
+            self._free([*group.summed, *group.given])
+            group.summed, group.given = [], []
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         listed = self.stages[stage]
@@ -179,7 +212,8 @@ class _Replay:
         for unit in listed:
             self._gather(unit)
             working = self._take(unit.passing)
-            calls.append(_Call(self._take(unit.kept), unit.moved, self._take(unit.moved)))
+            read, kept = self._take(unit.read), self._take(unit.kept)
+            calls.append(_Call(kept, unit.moved, read, self._take(unit.moved)))
             self._free(working)
             if self.offloads and unit.widest:  # a block
                 self._unload(calls[-1])
@@ -187,24 +221,74 @@ class _Replay:
                 if group.shared:  # experts that no ranks share stay until the backward
                     self._reshard(group)
 
-    def _backward(self, stage: int, micro_batch: int, last: bool) -> None:
+    def _backward(self, stage: int, micro_batch: int, last: bool, puts_off: bool = False) -> None:
+        """B; or I, whose weight gradients are put off as far as units have it so."""
         listed, calls = self.stages[stage], self.flying.pop((stage, micro_batch))
         head = self.run.stages[stage].head
         logits = self._take(self.logits) if head else []
         gradient = self._take([self.hidden])
+        waiting: list[list[Block]] = []
         for unit in reversed(listed):
             call = calls.pop()
             self._gather(unit)
             if call.moved:
                 self._load(call, stage, calls)
+            apart = puts_off and unit.puts_off
+            read = [*call.read, *self._take(unit.read_again)]
             working = self._take([*unit.again, *[unit.widest] * 3])
-            made = [self._take(group.weights) for group in unit.groups]
+            made = [] if apart else [self._take(group.weights) for group in unit.groups]
             inward = self._take([self.hidden])
-            for blocks in (logits, working, call.kept, call.there, gradient):
+            gone = (logits, working, call.kept, call.there, gradient)
+            for blocks in gone if apart else (*gone, read):
                 self._free(blocks)
             gradient, logits = inward, []
-            self._reduce(unit, made, last)
+            if apart:
+                waiting.append(read + self._take(unit.queued))
+            elif _is_split(self.run, stage):
+                for group, blocks in reversed(list(zip(unit.groups, made, strict=True))):
+                    self._fold(group, blocks)
+            else:
+                self._reduce(unit, made, last)
+            for group in unit.groups if _is_split(self.run, stage) and not self.keep else ():
+                self._reshard(group)
         self._free(gradient)
+        if puts_off:
+            self.put_off[stage, micro_batch] = waiting
+
+    def _weight(self, stage: int, micro_batch: int) -> None:
+        """W. Each pair goes when it is used; sums follow when all are."""
+        units = [unit for unit in reversed(self.stages[stage]) if unit.puts_off]
+        made: list[tuple[_Group, list[Block]]] = []
+        for unit, blocks in zip(units, self.put_off.pop((stage, micro_batch)), strict=True):
+            made += [(group, self._take(group.weights)) for group in unit.groups]
+            self._free(blocks)
+        for group, blocks in reversed(made):
+            self._fold(group, blocks)
+
+    def _fold(self, group: _Group, made: list[Block]) -> None:
+        """As `dtron.parallelisms.deferred.fold`: gradients into sums, one after the other."""
+        if group.summed:
+            self._free(made)
+            return
+        for size, block in zip(group.weights, made, strict=True):
+            wide = _wide(self.run, size)
+            group.summed += self._take([wide]) if wide > size else [block]
+            self._free([block] if wide > size else [])
+
+    def _reduce_stage(self, stage: int, last: bool) -> None:
+        """As `dtron.parallelisms.deferred.reduce_gradients`."""
+        for unit in reversed(self.stages[stage]):
+            for group in reversed(unit.groups):
+                if not group.alone:
+                    self._send(group, [], last)
+                    continue
+                if last or not self.keep:
+                    self._reshard(group)
+                if group.given:
+                    self._free(group.summed)
+                else:
+                    group.given = group.summed
+                group.summed = []
 
     def _unload(self, call: _Call) -> None:
         """Free what the block before this one has sent to the host."""
@@ -251,6 +335,10 @@ class _Replay:
                 group.summed = self._take([_wide(self.run, size) for size in group.weights])
             self._free(made)
             return
+        self._send(group, made, last)
+
+    def _send(self, group: _Group, made: list[Block], last: bool) -> None:
+        """Reduce gradients, or their sums, among ranks."""
         n_bytes = group.weights
         if group.summed:
             self._free(made)
@@ -296,18 +384,26 @@ class _Replay:
             self.pool.give(block)
 
 
-def _actions(run: Resolved, rank: int) -> Iterator[tuple[Kind, int]]:
-    """Forwards and backwards, in order. Of a split backward the part of the weights frees."""
+def _actions(run: Resolved, rank: int) -> Iterator[tuple[Kind, int, int]]:
+    """What is computed and reduced apart, in order: kind, stage, micro-batch."""
     if run.layout is None:
-        for _ in range(min(run.micro_batches, MICRO_BATCHES)):
-            yield Kind.FORWARD, 0
-            yield Kind.BACKWARD, 0
+        for i in range(min(run.micro_batches, MICRO_BATCHES)):
+            yield Kind.FORWARD, 0, i
+            yield Kind.BACKWARD, 0, i
         return
-    for action in run.order[rank]:
-        if action.kind is Kind.FORWARD:
-            yield Kind.FORWARD, action.stage
-        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            yield Kind.BACKWARD, action.stage
+    split = [stage.index for stage in run.stages if _is_split(run, stage.index)]
+    each = run.policy.reduce_each_micro_batch
+    for action in add_reductions(run.order, each, split)[rank]:
+        yield action.kind, action.stage, -1 if action.micro_batch is None else action.micro_batch
+
+
+def _is_split(run: Resolved, stage: int) -> bool:
+    """Whether weight gradients of a stage, or of its head alone, may be put off, so that what was
+    made is summed by backwards and reduced apart from them."""
+    layout = run.layout
+    if layout is None:
+        return False
+    return layout.splits_backward or (bool(layout.head) and run.stages[stage].head)
 
 
 def _wide(run: Resolved, size: int) -> int:
@@ -327,21 +423,47 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
             held = stage.index > 0 and stage.layers[:1] == (layer,)
             kept, moved = _offloaded(kept, held)
         if unit.kind == "head" or unit.name == "root":  # the last norm
-            kept = [2 * int(activations.boundary(run))] if stage.head else []
+            kept = [int(activations.boundary(run))] * 2 if stage.head else []
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
-        found.append(
-            _Unit(
-                _groups(run, unit.kind, sent),
-                [each.shard for each in sizes(run, unit.kind)],
-                kept,
-                moved,
-                again,
-                widest,
-                again if is_layer and _makes_all(run, layer) else [widest] * 2,
-                stays,
-            )
+        made = _Unit(
+            _groups(run, unit.kind, sent),
+            [each.shard for each in sizes(run, unit.kind)],
+            kept,
+            moved,
+            again,
+            widest,
+            again if is_layer and _makes_all(run, layer) else [widest] * 2,
+            stays,
         )
+        if run.layout is not None and _puts_off(run, run.layout, stage, unit.kind):
+            _hold(made, *_held_until_weights(run, unit.kind, layer))
+        found.append(made)
     return found
+
+
+def _puts_off(run: Resolved, layout: Layout, stage: Stage, kind: str) -> bool:
+    """Whether a unit's weight gradients are put off. Of a head in chunks they come with the loss;
+    embeddings have no product."""
+    if kind == "head":
+        return run.config.train.loss_chunks == 1 and _is_split(run, stage.index)
+    return kind != "embedding" and layout.splits_backward
+
+
+def _held_until_weights(run: Resolved, kind: str, layer: int) -> tuple[list[int], list[int]]:
+    """Inputs of a unit's products, and gradients of their results."""
+    if kind == "head":
+        return [int(activations.boundary(run))], [activations.logits_gradient(run)]
+    return activations.put_off(run, layer)
+
+
+def _hold(unit: _Unit, reads: list[int], gradients: list[int]) -> None:
+    """Tell apart what of a unit stays until its weight gradients are computed."""
+    kept, again, wanted = (Counter(sizes) for sizes in (unit.kept, unit.again, reads))
+    unit.puts_off, unit.queued = True, gradients
+    unit.read = list((wanted & kept).elements())
+    unit.read_again = list((wanted - kept).elements())
+    unit.kept = list((kept - wanted).elements())
+    unit.again = list((again - Counter(unit.read_again)).elements())
 
 
 def _groups(run: Resolved, kind: str, sent: int) -> list[_Group]:

@@ -64,7 +64,8 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"{number(plan['flops']['full_per_token'] / 1e9)} GFLOP a token (full), "
         f"{number(plan['flops']['causal_per_token'] / 1e9)} (causal)",
         f"memory: {_size(memory['reserved'])} on pipeline rank {memory['worst_rank']} of "
-        f"{_size(memory['limit'])} on {plan['hardware']}: {verdict}",
+        f"{_size(memory['limit'])} on {plan['hardware']}: {verdict}; with "
+        f"PYTORCH_ALLOC_CONF=expandable_segments:True {_size(memory['expandable'])}",
         *([_host(memory)] if memory["host"] else []),
         *(f"not looked for: {what}" for what in plan["unchecked"]),
         *(_speed(plan) if plan["time"] else [f"no time is predicted: {plan['no_time']}"]),

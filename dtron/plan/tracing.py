@@ -208,7 +208,7 @@ class _Built:
         if isinstance(self.step.execution, Pipeline):
             self._expect_shapes(self.step.execution)
         names, parts = mesh.group_names(), self.applied.parts.values()
-        few = self.batches[: max(2, mesh.size("pp"))]
+        few = self.batches[: 2 * mesh.size("pp")]  # as many as any schedule asks for
         with _Watch(names, parts):
             self.step(few, 0, self.config.optim.lr)
         moments = [v for s in self.step.optimizer.state.values() for v in s.values()]

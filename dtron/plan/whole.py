@@ -8,7 +8,7 @@ from dtron.flops import n_parameters
 from dtron.plan.communication import collectives
 from dtron.plan.hardware import Hardware
 from dtron.plan.legality import check, unchecked
-from dtron.plan.memory import RankMemory, fits, memory, offloaded_by_host, worst
+from dtron.plan.memory import RankMemory, expandable, fits, memory, offloaded_by_host, worst
 from dtron.plan.resolved import Resolved
 from dtron.plan.steptime import predict, why_no_time
 
@@ -60,6 +60,7 @@ def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware
         "worst_rank": most.rank,
         "peak": most.peak,
         "reserved": most.reserved,
+        "expandable": expandable(run, most.rank),
         "limit": limit,
         "host": offloaded_by_host(run, hardware),
         "host_limit": hardware.host_memory * 19 / 20,

@@ -18,13 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtron.config import Recompute, RunConfig
 from dtron.models import MODELS, build_model, choose_backend, model_config
 from dtron.models.rope import rope_table
+from dtron.parallelisms.deferred import defer
 from dtron.parallelisms.recompute import recompute
-from dtron.plan.activations import block
+from dtron.plan.activations import block, output_gradients
 from dtron.plan.resolved import Resolved
 from dtron.plan.work import repeated
 
 B, T = 2, 64
 LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"
+SAME = "aot_eager_decomp_partition"
+"""Partitions as inductor does, without generating code."""
 MIXTURES = 0.025
 """Vectors of a router's size, which do not grow with the model's width, are not all listed."""
 
@@ -70,7 +73,7 @@ def saved_bytes(name: str, layer: int, mode: str) -> float:
             found[at] = tensor
         return tensor
 
-    compiled = torch.compile(unit, backend="aot_eager_decomp_partition")
+    compiled = torch.compile(unit, backend=SAME)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         compiled(*inputs)
     # Constants, such as a cast copy of a router's weight, do not grow with the tokens.
@@ -97,6 +100,31 @@ def test_bytes_that_a_compiled_block_keeps(name: str, layer: int, mode: str) -> 
     told = sum(row.width * (4 if row.wide else 2) for row in rows)
     real = saved_bytes(name, layer, mode)
     assert told == pytest.approx(real, rel=MIXTURES if mixture else 0)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        *[(name, 0) for name in ("llama", "gpt", "qwen3", "qwen3_moe", "mixtral")],
+        *[("deepseek_v3", layer) for layer in (0, 3)],
+    ],
+)
+def test_what_waits_for_weight_gradients(name: str, layer: int, compiled: bool) -> None:
+    """Inputs of products and gradients of their results, each once, to the byte."""
+    unit, inputs, _ = made(name, layer)
+    gradients = defer([unit])
+    out = (torch.compile(unit, backend=SAME) if compiled else unit)(*inputs)
+    out = out[0] if isinstance(out, tuple) else out
+    with gradients.collect(0):
+        torch.autograd.backward([out], [torch.randn_like(out)])
+    config = model_config(name, "debug")
+    kind = "mixture" if layer >= config.n_dense_layers else "dense"
+    told = [row for row in block(config, kind) if row.read], output_gradients(config, kind)
+    for rows, field in zip(told, ("x", "grad"), strict=True):
+        storages = [getattr(item, field).untyped_storage() for item in gradients._queues[0]]
+        real = {each.data_ptr(): each.nbytes() // (B * T) for each in storages}
+        assert sorted(real.values()) == sorted(2 * row.width for row in rows), field
 
 
 def test_every_family_has_rows() -> None:

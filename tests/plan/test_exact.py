@@ -50,6 +50,18 @@ CASES = {
         "parallel.tp=2 parallel.pp=2 parallel.schedule=Interleaved1F1B train.loss_chunks=2",
     ),
 }
+WIDE = (
+    "parallel.pp=2 train.seq_len=4096 train.micro_batch=1 train.global_batch=4 "
+    "compile.enable=false model.override.n_layers="
+)
+WIDE_MIXTURE = f"{WIDE}8 model.name=deepseek_v3 model.size=16b optim.moments=bfloat16"
+IN_PARTS = {
+    "none": (WIDE_MIXTURE, "parallel.schedule=ZBVZeroBubble"),
+    "full": (WIDE_MIXTURE, "parallel.schedule=ZBVZeroBubble recompute.mode=full"),
+    "selective": (WIDE_MIXTURE, "parallel.schedule=DualPipeV recompute.mode=selective"),
+    "dense": (f"{WIDE}8", "parallel.schedule=InterleavedZeroBubble"),
+}
+"""Wide enough for small vectors, and what is on its way between stages, to be little."""
 ACCUMULATED = {
     "zero 2": (2, "parallel.zero=2 train.global_batch=8"),
     "zero 3": (2, "parallel.zero=3 train.global_batch=8"),
@@ -88,6 +100,16 @@ def test_what_is_kept_between_micro_batches_is_in_the_peak(name: str) -> None:
     large = f"{DENSE} model.override.vocab_size=32768 train.seq_len=256 {overrides}"
     (rank,) = exact(config(large, ""), world)["ranks"]
     assert rank["peak"]["predicted"] == pytest.approx(rank["peak"]["exact"], rel=CLOSE)
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_backward_in_two_parts_holds_what_weight_gradients_need(name: str) -> None:
+    """On both ranks of a pipeline: from I to W inputs of products and gradients of their results,
+    then whole gradients."""
+    ranks = exact(config(*IN_PARTS[name]), 2)["ranks"]
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["peak"]["predicted"] == pytest.approx(rank["peak"]["exact"], rel=CLOSE), rank
 
 
 def test_rows_come_to_all_ranks_that_share_an_expert() -> None:

@@ -185,7 +185,7 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # A model of a few MiB is told in MiB, and the row is the one that is asked for.
     assert main(["--config", config, "--dry-run", *keys, "--hardware", "b200"]) == 0
     shown = capsys.readouterr().out
-    assert "on b200: fits" in shown
+    assert "on b200: fits; with PYTORCH_ALLOC_CONF=expandable_segments:True" in shown
     assert "the default row" not in shown
     assert "MiB by class" in shown
     assert main(["--config", config, "--hardware", "b200"]) == 1

@@ -1,5 +1,6 @@
 """What the stream of computation takes, on steps small enough to be counted by hand."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from dtron.config import RunConfig
 from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.plan import activations, replay
 from dtron.plan.allocator import Block, Held, Pool
-from dtron.plan.memory import _all_buffers, _elsewhere, memory, worst
+from dtron.plan.memory import _all_buffers, _elsewhere, _replayed, expandable, memory, worst
 from dtron.plan.parameters import sizes, units
 from dtron.plan.resolved import Resolved
 from tests.parallelisms.offloaded import CPU, LAYERS, ORDERS, batch, model_of
@@ -346,16 +347,152 @@ def test_experts_of_one_rank_keep_their_gradients() -> None:
     assert steps.pending is None
 
 
-def test_kept_gradients_go_when_a_step_is_done() -> None:
+def test_kept_gradients_go_after_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the first step's moments are made beside them."""
     experts = replay._Group([8 << 20], [False], 0, shared=False, alone=True)
     pool = Held()
     steps = _steps([experts], pool)
     steps.step()
-    assert not experts.summed
+    assert experts.summed
     assert not experts.out
+    steps.drop_gradients()
+    assert not experts.summed
     most = pool.reserved
     steps.step()
     assert pool.reserved == most
+    called: list[str] = []
+    for name in ("step", "take_moments", "drop_gradients"):
+        monkeypatch.setattr(replay._Replay, name, lambda *_, name=name: called.append(name))
+    taken("", 1)
+    assert called == ["step", "take_moments", "drop_gradients", *["step", "drop_gradients"] * 2]
+
+
+SPLIT = "parallel.pp=2 parallel.schedule=ZBVZeroBubble train.micro_batch=1 train.global_batch=4"
+
+
+def _split_steps(**sizes: list[int]) -> tuple[replay._Replay, replay._Group, Held]:
+    """Of a stage of one unit of weights 10 and an embedding of 4, hidden states of none."""
+    pool = Held()
+    steps = replay._Replay(run(SPLIT, 2), 0, 4, pool)  # type: ignore[arg-type]
+    block, embedding = (replay._Group([n], [False], 2 * n, shared=True) for n in (10, 4))
+    unit = replay._Unit(
+        [block],
+        [],
+        again=sizes.pop("again", []),
+        moved=[],
+        widest=0,
+        passing=[],
+        stays=False,
+        puts_off=True,
+        **sizes,
+    )  # type: ignore[arg-type]
+    rest = replay._Unit([embedding], [], [], [], [], 0, [], stays=False)
+    steps.stages, steps.hidden, steps.logits = {0: [rest, unit]}, 0, []
+    return steps, block, pool
+
+
+def test_a_backward_in_two_parts_by_hand() -> None:
+    """Weights 14 stay. The forward keeps 100, and 40 that products read: 154.
+
+        I    computes 7 and 5 again, the second read: 166; then 100 and 7 go, and gradients of
+             results, 30, stay: 89. The embedding's gradient, 4, is made and cast to 8: 97
+        W    makes the block's gradient, 10, beside them; 75 go, then sums of 20 are made of it
+    reduce   sends 20 of 20, then 8 of 8
+    """
+    steps, block, pool = _split_steps(kept=[100], read=[40], again=[7], read_again=[5], queued=[30])
+    steps._forward(0, 0)
+    assert pool._now == 14 + 140
+    steps._backward(0, 0, last=False, puts_off=True)
+    assert pool.reserved == 14 + 140 + 12
+    assert pool._now == 14 + 40 + 5 + 30 + 8
+    assert not block.summed
+    pool.reserved = 0
+    steps._weight(0, 0)
+    assert pool.reserved == 14 + 75 + 8 + 10
+    assert pool._now == 14 + 8 + 20
+    assert [each.nbytes for each in block.summed] == [20]
+    pool.reserved = 0
+    steps._reduce_stage(0, last=False)
+    assert pool.reserved == 14 + 8 + 20 + 20
+    steps._free([steps.pending])  # type: ignore[list-item]
+    assert pool._now == 14
+    steps._reduce_stage(0, last=True)
+    assert not block.out
+
+
+def test_sums_of_parts_are_made_once() -> None:
+    steps, _, pool = _split_steps(kept=[100], read=[40], queued=[30])
+    for i in range(2):
+        steps._forward(0, i)
+        steps._backward(0, i, last=False, puts_off=True)
+        steps._weight(0, i)
+        assert pool._now == 14 + 8 + 20
+
+
+def test_a_whole_backward_of_a_stage_that_splits_others_leaves_reductions() -> None:
+    steps, block, pool = _split_steps(kept=[100], read=[40], queued=[30])
+    steps._forward(0, 0)
+    steps._backward(0, 0, last=True)
+    assert [each.nbytes for each in block.summed] == [20]
+    assert block.out
+    assert steps.pending is None
+    assert pool._now == 14 + 8 + 20
+
+
+def test_experts_of_one_rank_are_handed_over_where_reductions_are_apart() -> None:
+    """Of each micro-batch sums are made anew, and added to what was handed over."""
+    steps, block, pool = _split_steps(kept=[], queued=[30])
+    block.alone = True
+    for i in range(2):
+        steps._forward(0, i)
+        steps._backward(0, i, last=False, puts_off=True)
+        steps._weight(0, i)
+        steps._reduce_stage(0, last=False)
+        assert [each.nbytes for each in block.given] == [20]
+        assert not block.summed
+    steps.drop_gradients()
+    steps._free([steps.pending])  # type: ignore[list-item]
+    assert pool._now == 14
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_what_of_a_unit_stays_until_w(mode: str) -> None:
+    """Nothing is kept or computed again twice; embeddings put nothing off."""
+    planned = run(f"{SPLIT} recompute.mode={mode}", 2)
+    for stage in planned.stages:
+        for unit, each in zip(
+            replay._listed(planned, stage, 4), units(planned, stage), strict=True
+        ):
+            assert unit.puts_off == (each.kind != "embedding")
+            if unit.widest:
+                layer = stage.layers[0]
+                reads, gradients = activations.put_off(planned, layer)
+                assert sorted(unit.read + unit.read_again) == sorted(reads)
+                assert unit.queued == gradients
+                kept = activations.tensors(planned, layer)
+                assert sorted(unit.kept + unit.read) == sorted(kept)
+                whole = Counter(activations.tensors(planned, layer, whole=True))
+                again = (whole - Counter(kept)).elements()
+                assert sorted(unit.again + unit.read_again) == sorted(again)
+            if each.kind == "head":
+                assert len(unit.kept) == len(unit.read) == len(unit.queued) == 1
+
+
+def test_order_of_actions_has_reductions_where_backwards_are_split() -> None:
+    split = list(replay._actions(run(SPLIT, 2), 0))
+    whole = list(replay._actions(run("parallel.pp=2 train.global_batch=8", 4), 0))
+    assert {kind.value for kind, *_ in split} == {"F", "I", "W", "REDUCE_GRAD"}
+    assert {kind.value for kind, *_ in whole} == {"F", "B"}
+
+
+def test_expandable_segments_leave_fewer_holes() -> None:
+    """Two ranks with experts of their own, 14 layers; the holes are 6 GiB of 81.6 by default."""
+    planned = run(f"{MIXTURE}true parallel.dispatcher=symmetric_memory recompute.mode=none", 2)
+    found = worst(memory(planned))
+    grown = expandable(planned, found.rank)
+    bound = replay.least(*_replayed(planned, 0)) + _elsewhere(planned, 0)
+    assert bound <= grown < found.reserved
+    assert grown < 1.02 * bound
 
 
 def test_gradients_of_kept_experts_are_of_the_stream_of_computation() -> None:
