@@ -17,7 +17,7 @@
 holds, and what has to fit: of the stream of computation by a replay of its tensors
 (`dtron.plan.replay`). Memory of another stream is not given to this one, so shards of gradients,
 made on the stream of reductions, come on top of the activations which they follow in time; but for
-those of experts that are one rank's alone, which are made on this one.
+those of what one rank has alone, which are made on this one.
 `outside` the allocator are the context, NCCL's channels and libraries; hardware rows say how much.
 """
 
@@ -214,9 +214,10 @@ def _unshared(unit: Unit) -> list[int]:
 
 
 def _reductions(run: Resolved, unit: Unit) -> tuple[tuple[int, int], ...]:
-    """(gathered, shard) of each reduction of a unit: experts that are one rank's alone have none,
-    their gradients stay where they are made."""
-    return (unit.dense,) if run.keeps_experts else unit.groups
+    """(gathered, shard) of each reduction of a unit: what one rank has alone has none, its gradients
+    stay where they are made."""
+    groups = ((unit.dense, run.keeps_dense), (unit.experts, run.keeps_experts))
+    return tuple(group for group, keeps in groups if not keeps)
 
 
 def _sent_at_once(run: Resolved, own: list[Unit]) -> int:
@@ -276,7 +277,7 @@ def _waiting(run: Resolved, rank: int) -> float:
     """FSDP keeps what it sent of a unit until the next one is reduced, and at the end of a step:
     between micro-batches that of the first unit, without experts that are apart, through the
     forward and the loss."""
-    if not _reduces_each(run):
+    if not _reduces_each(run) or run.keeps_dense:
         return 0.0
     firsts = [units(run, stage)[:1] for stage in run.stages_of(rank)]
     return float(_sent(run) * sum(u.dense[0] for first in firsts for u in first))
@@ -501,8 +502,8 @@ def _replayed(run: Resolved, rank: int) -> tuple[Resolved, int, int, int, int]:
 
 def _elsewhere(run: Resolved, rank: int) -> float:
     """Not of the stream of computation: shards of gradients, as large as the parameters', and
-    buffers are of streams of their own, and foreign rows. Gradients of experts that are one rank's
-    alone are of the stream of computation."""
+    buffers are of streams of their own, and foreign rows. Gradients of what one rank has alone are
+    of the stream of computation."""
     own = list(held(run, rank))
     shards = sum(shard for u in own for _, shard in _reductions(run, u))
     return _foreign(run, own) + _all_buffers(run, rank) + 4.0 * shards

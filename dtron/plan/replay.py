@@ -58,7 +58,7 @@ class _Group:
     shared: bool
     """Whether ranks share them."""
     alone: bool = False
-    """Whether they are experts of one rank alone, that keep their gradients."""
+    """Whether one rank alone has them, and keeps their gradients."""
     out: list[Block] = field(default_factory=list)
     """Weights that are there."""
     summed: list[Block] = field(default_factory=list)
@@ -475,7 +475,7 @@ def _groups(run: Resolved, kind: str, sent: int) -> list[_Group]:
         ranks = run.experts["edp_shard"] if apart else run.shards
         if own:
             columns = [each.columns for each in own]
-            alone = apart and run.keeps_experts
+            alone = run.keeps_experts if apart else run.keeps_dense
             found.append(_Group(weights, columns, sent * whole, ranks > 1, alone))
     return found
 

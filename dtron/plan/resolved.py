@@ -112,8 +112,14 @@ class Resolved:
         return self.tp > 1 or self.experts["ep"] * self.experts["etp"] > 1
 
     @property
+    def keeps_dense(self) -> bool:
+        """Whether one rank has all that is not apart alone, and so keeps its gradients
+        (`reduction.keep_alone`)."""
+        return self.degrees["dp_replicate"] * self.shards == 1
+
+    @property
     def keeps_experts(self) -> bool:
-        """Whether experts that are apart are one rank's alone, which keeps their gradients."""
+        """The same of experts that are apart."""
         copies = self.degrees["dp_replicate"] * self.experts["edp_shard"]
         return self.experts_apart and copies == 1
 

@@ -339,7 +339,7 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     gradient is copied to where it is reduced from; one that is summed over micro-batches before is
     cast in the first of them and added in the others. What ranks share along another dim than the
     first is put together once more after a gather, and taken apart before a reduction. Gradients of
-    experts that one rank has alone are in no reduction (`reduction.keep_alone`): each is cast to
+    what one rank has alone are in no reduction (`reduction.keep_alone`): each is cast to
     float32 and added to those of the micro-batches before, or added as it is where it waits for
     the last.
     """
@@ -352,22 +352,21 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     else:
         reductions = m if policy.reduce_each_micro_batch else 1
         gradient = reductions * (run.element + sent)
-    kept = gradient
-    if run.keeps_experts:
-        later = run.element + (4 + 12 if policy.reduce_each_micro_batch else 8)
-        kept = run.element + 4 + (m - 1) * later
+    later = run.element + (4 + 12 if policy.reduce_each_micro_batch else 8)
+    kept = run.element + 4 + (m - 1) * later
     turned = 2 * reductions * (sums if summed else run.element)
     found = 0.0
     for stage in run.stages_of(rank):
         listed = units(run, stage)
         for place, unit in enumerate(listed):
             times = gathers(run, unit, place == len(listed) - 1)
-            for (whole, shard), moved in ((unit.dense, gradient), (unit.experts, kept)):
+            groups = ((unit.dense, run.keeps_dense), (unit.experts, run.keeps_experts))
+            for (whole, shard), keeps in groups:
                 if shard < whole:
                     weight = times * 2 * run.element
                 else:  # stays until the backward
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
-                found += whole * (weight + moved)
+                found += whole * (weight + (kept if keeps else gradient))
             found += unit.columns * (2 * times * run.element + turned)
     return found
 
