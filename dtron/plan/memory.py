@@ -515,24 +515,27 @@ def in_flight(run: Resolved, rank: int) -> dict[int, int]:
         return {0: 1}
     weights = {stage.index: len(stage.layers) + 0.5 * stage.head for stage in run.stages_of(rank)}
     heaviest, best = -1.0, {}
-    for counts in _counts(run.order, rank):
+    # Where the head's weight gradients alone are put off, I frees the blocks' activations.
+    ends = Kind.WEIGHT if run.layout.splits_backward else Kind.INPUT
+    for counts in _counts(run.order, rank, ends):
         load = sum(weights[stage] * n for stage, n in counts)
         if load > heaviest:
             heaviest, best = load, dict(counts)
     return best
 
 
-def _counts(order: Order, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Micro-batches in flight by stage after every forward of a rank, each combination once."""
+def _counts(order: Order, rank: int, ends: Kind) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Micro-batches in flight by stage after every forward of a rank, each combination once.
+
+    Args:
+        ends: the part of a backward that does away with a micro-batch.
+    """
     live: dict[int, int] = {action.stage: 0 for action in order[rank]}
     found: dict[tuple[tuple[int, int], ...], None] = {}
     for action in order[rank]:
         if action.kind is Kind.FORWARD:
             live[action.stage] += 1
             found[tuple(live.items())] = None
-        elif action.kind in (
-            Kind.BACKWARD,
-            Kind.WEIGHT,
-        ):
+        elif action.kind in (Kind.BACKWARD, ends):
             live[action.stage] -= 1
     return tuple(found)

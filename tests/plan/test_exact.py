@@ -39,6 +39,7 @@ CASES = {
     "float8 rows": (MIXTURE, 4, "parallel.ep=4 float8.dispatch=true recompute.mode=full"),
     "latent": (LATENT, 4, "parallel.ep=2 parallel.dp_replicate=2 recompute.mode=full"),
     "1F1B": (DENSE, 4, "parallel.pp=2 parallel.zero=1"),
+    "head put off": (DENSE, 4, "parallel.pp=2 parallel.zero=1 parallel.defer_head=1"),
     "ZBV": (DENSE, 2, "parallel.pp=2 parallel.schedule=ZBVZeroBubble model.override.n_layers=4"),
     "tied": (DENSE, 4, "parallel.pp=2 parallel.tp=2 model.override.tied=true"),
     "ahead": (LATENT, 4, "parallel.pp=2 parallel.ep=2 model.override.mtp=1"),

@@ -9,7 +9,15 @@ from dtron.config import RunConfig
 from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.plan import activations, replay
 from dtron.plan.allocator import Block, Held, Pool
-from dtron.plan.memory import _all_buffers, _elsewhere, _replayed, expandable, memory, worst
+from dtron.plan.memory import (
+    _all_buffers,
+    _elsewhere,
+    _replayed,
+    expandable,
+    in_flight,
+    memory,
+    worst,
+)
 from dtron.plan.parameters import sizes, units
 from dtron.plan.resolved import Resolved
 from tests.parallelisms.offloaded import CPU, LAYERS, ORDERS, batch, model_of
@@ -476,6 +484,19 @@ def test_what_of_a_unit_stays_until_w(mode: str) -> None:
                 assert sorted(unit.again + unit.read_again) == sorted(again)
             if each.kind == "head":
                 assert len(unit.kept) == len(unit.read) == len(unit.queued) == 1
+
+
+def test_a_head_that_is_put_off_keeps_no_block() -> None:
+    """From I to W the head's input and its logits' gradient stay; micro-batches are as many in
+    flight as without."""
+    base = "parallel.pp=2 parallel.zero=1 train.micro_batch=1 train.global_batch=16"
+    plain, late = (run(f"{base} parallel.defer_head={n}", 2) for n in (0, 4))
+    assert in_flight(late, 1) == in_flight(plain, 1)
+    head = replay._listed(late, late.stages[1], 4)[-1]
+    held = 4 * (activations.logits_gradient(late) + int(activations.boundary(late)))
+    assert sum(head.queued + head.read) * 4 == held
+    few, many = (replay.least(*_replayed(each, 1)) for each in (plain, late))
+    assert 0 < many - few < 2 * held
 
 
 def test_order_of_actions_has_reductions_where_backwards_are_split() -> None:
