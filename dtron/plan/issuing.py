@@ -10,7 +10,7 @@ host's work is counted in calls, each of which has a price, whatever its size:
     operation   an eager operation, or the backward of one
     collective  one that computation waits for, with the wait
     unit        a FSDP unit's hooks, forward and backward, with its gathers and the Python around it
-    reduction   of a unit's gradients
+    reduction   of a unit's gradients; those of what one rank has alone are an operation each
     counts      the host waits for how many rows there are for each expert
     update      of one parameter
 
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 
 from dtron.parallelisms.expert import in_graphs
 from dtron.plan.communication import collectives
-from dtron.plan.parameters import parameters, units
+from dtron.plan.parameters import parameters, sizes, units
 from dtron.plan.resolved import Resolved, Stage
 from dtron.plan.work import products
 
@@ -65,10 +65,14 @@ def calls(run: Resolved, rank: int) -> dict[str, float]:
     found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
     for stage in run.stages_of(rank):
         every = [unit.kind for unit in units(run, stage)]
-        hooked = len(every) + sum(run.experts_apart and run.has_experts(i) for i in stage.layers)
-        found["unit"] += m * hooked
-        found["reduction"] += reduces * hooked
-        found["update"] += sum(len(parameters(run, kind)) for kind in every)
+        apart = sum(run.experts_apart and run.has_experts(i) for i in stage.layers)
+        found["unit"] += m * (len(every) + apart)
+        for hooked, keeps in ((len(every), run.keeps_dense), (apart, run.keeps_experts)):
+            found["reduction"] += 0 if keeps else reduces * hooked
+        held = [each for kind in every for each in sizes(run, kind)]
+        kept = [run.keeps_experts if each.apart else run.keeps_dense for each in held]
+        found["operation"] += reduces * sum(kept)
+        found["update"] += len(held)
         for name, count in _of_stage(run, stage).items():
             found[name] += m * count
     sent = collectives(run, rank)

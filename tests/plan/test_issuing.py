@@ -44,6 +44,25 @@ def test_calls_are_those_of_a_profiled_step() -> None:
     assert found["collective"] == pytest.approx(3116 / 2, rel=0.07)
 
 
+@pytest.fixture
+def all_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the runs below were traced: FSDP reduced what one rank has alone, too."""
+    monkeypatch.setattr(Resolved, "keeps_dense", False)
+    monkeypatch.setattr(Resolved, "keeps_experts", False)
+
+
+def test_what_one_rank_has_alone_is_not_reduced() -> None:
+    """Its gradients are an operation each: of 13 layers three stacked weights, or everything."""
+    shared, alone = calls(mixture(SHORT), 0), calls(mixture(BOUND), 0)
+    assert (shared["reduction"], alone["reduction"]) == (29 - 13, 0)
+    kernels = mixture(f"{SHORT} {DISPATCHERS[1]}")
+    assert calls(kernels, 0)["operation"] == 13 * 3
+    reduced = mixture(f"{SHORT} {DISPATCHERS[1]} train.global_batch=16 parallel.reduce=micro_batch")
+    assert calls(reduced, 0)["operation"] == 2 * 13 * 3
+    assert calls(reduced, 0)["reduction"] == 2 * 16
+
+
+@pytest.mark.usefixtures("all_reduced")
 def test_calls_are_those_of_a_trace_on_two_gpus() -> None:
     """A step of the trace from which prices are, and two of the device-bound ones."""
     found = calls(mixture(BOUND), 0)
@@ -70,6 +89,7 @@ def test_a_dispatcher_that_no_graph_holds_cuts_blocks() -> None:
 DISPATCHERS = ("parallel.dispatcher=all_to_all", "parallel.dispatcher=symmetric_memory")
 
 
+@pytest.mark.usefixtures("all_reduced")
 def test_the_host_bounds_what_it_bounded() -> None:
     """Measured on two H200: 1.547 s, bound by the host; 0.432 and 0.417 s, bound by the device."""
     h200 = HARDWARE["h200"]
