@@ -214,8 +214,7 @@ def _unshared(unit: Unit) -> list[int]:
 
 
 def _reductions(run: Resolved, unit: Unit) -> tuple[tuple[int, int], ...]:
-    """(gathered, shard) of each reduction of a unit: what one rank has alone has none, its gradients
-    stay where they are made."""
+    """(gathered, shard) of each reduction of a unit: of what one rank has alone there is none."""
     groups = ((unit.dense, run.keeps_dense), (unit.experts, run.keeps_experts))
     return tuple(group for group, keeps in groups if not keeps)
 

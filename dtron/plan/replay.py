@@ -318,9 +318,13 @@ class _Replay:
         """As `dtron.parallelisms.reduction.keep_alone`."""
         if last or not self.keep:
             self._reshard(group)
-        adds = self.sums and group.summed
-        cast = [] if adds else self._take([size // self.run.element * 4 for size in group.weights])
-        self._free(made)
+        if group.summed and self.sums:  # added as they are
+            self._free(made)
+            return
+        cast: list[Block] = []
+        for size, block in zip(group.weights, made, strict=True):  # one after the other
+            cast += self._take([size // self.run.element * 4])
+            self._free([block])
         if group.summed:
             self._free(cast)
         else:
