@@ -98,7 +98,8 @@ class RunFacts:
         if facts["experts"]:
             apart = ("edp_shard", "ep", "etp")
             split = {axis: n for axis, n in facts["experts"].items() if axis in apart and n > 1}
-            wide += "; experts: " + (", ".join(f"{k} {n}" for k, n in split.items()) or "whole")
+            told = ", ".join(f"{axis} {n}" for axis, n in split.items()) or "whole"
+            wide += f"{'; ' if wide else ''}experts: {told}"
             wide += ", their rows in float8" if self.config.float8.dispatch else ""
         if facts["context"]:
             wide += f", attention by {' and '.join(dict.fromkeys(facts['context']['methods']))}"

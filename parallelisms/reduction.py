@@ -121,7 +121,11 @@ def groups_of(unit: FSDPModule) -> list[Any]:
 
 
 def keep_alone(unit: FSDPModule) -> None:
-    """Hand a unit's gradients over where FSDP would reduce them, of a unit that no rank shares."""
+    """Hand a unit's gradients over where FSDP would reduce them, of a unit that no rank shares.
+
+    FSDP's hooks and factors of reductions (`set_all_reduce_hook`, `set_gradient_divide_factor`) do
+    nothing there.
+    """
     for group in groups_of(unit):
         group.post_backward = functools.partial(_post_backward, group, group.post_backward)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,10 +64,10 @@ def main(arguments: Sequence[str]) -> int:
     row = hardware(given.hardware)
     searched = None
     if given.search:
-        searched = search(config, given.world_size, row, float8=given.float8)
+        searched = search(config, given.world_size, row, float8=given.float8, tell=_progress)
         config = searched.best[0].run.config
         if not given.json:
-            print_search(_console(), searched)
+            print_search(_console(), searched, row.room)
         if given.out:
             given.out.write_text(config.to_toml())
             _tell(given, f"the fastest layout is in {given.out}")
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
         if not found["time"]:
             raise ConfigError(f"--page shows times, and none are predicted: {found['no_time']}")
         run = Resolved.of(config, given.world_size)
-        given.page.write_text(page(run, found, row, searched.seen if searched else ()))
+        seen = (searched.seen, searched.labels) if searched else ((), ())
+        given.page.write_text(page(run, found, row, *seen))
         _tell(given, f"the page is in {given.page}")
     elif given.page:
         _tell(given, "no page is written of a layout that is not legal")
@@ -92,6 +94,11 @@ def main(arguments: Sequence[str]) -> int:
         if "exact" in found:
             print_exact(_console(), found["exact"])
     return 0 if found["legal"] and found["memory"]["fits"] else 1
+
+
+def _progress(line: str) -> None:
+    """Apart from what the command prints."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _tell(given: argparse.Namespace, line: str) -> None:
@@ -139,4 +146,5 @@ class _Console(Console):
 
 
 def _console() -> Console:
-    return _Console(width=None if Console().is_terminal else 200)
+    """Never so narrow that figures of a table are cut: a terminal breaks lines instead."""
+    return _Console(width=max(200, Console().width))

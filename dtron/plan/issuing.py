@@ -71,6 +71,7 @@ def calls(run: Resolved, rank: int) -> dict[str, float]:
             found["reduction"] += 0 if keeps else reduces * hooked
         held = [each for kind in every for each in sizes(run, kind)]
         kept = [run.keeps_experts if each.apart else run.keeps_dense for each in held]
+        # Casts and sums before a reduction are a unit's, whoever has it.
         found["operation"] += reduces * sum(kept)
         found["update"] += len(held)
         for name, count in _of_stage(run, stage).items():

@@ -30,7 +30,7 @@ from dtron.parallelisms.actions import Kind, Order
 from dtron.plan import activations, replay
 from dtron.plan.allocator import Block, Expandable, Pool
 from dtron.plan.hardware import Hardware
-from dtron.plan.parameters import Unit, held, units
+from dtron.plan.parameters import Unit, held, reductions, units
 from dtron.plan.resolved import ELEMENT, Resolved, Stage, expert_room, expert_rows
 
 CLASSES = (
@@ -177,7 +177,7 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
     points = _points(run, rank, classes, flying)
     if run.layout is not None and run.layout.splits_backward:
         # Micro-batches are between the two parts of their backward at many moments.
-        points = {"step": replay.least(*_replayed(run, rank)) + _all_buffers(run, rank)}
+        points = {"step": replay.least(*_replayed(run, rank)) + _beside(run, rank)}
     reserved = replay.reserved(*_replayed(run, rank)) + _elsewhere(run, rank)
     return RankMemory(rank, elements, classes, modules, flying, points, reserved)
 
@@ -213,15 +213,9 @@ def _unshared(unit: Unit) -> list[int]:
     return [whole for whole, shard in unit.groups if shard == whole]
 
 
-def _reductions(run: Resolved, unit: Unit) -> tuple[tuple[int, int], ...]:
-    """(gathered, shard) of each reduction of a unit: of what one rank has alone there is none."""
-    groups = ((unit.dense, run.keeps_dense), (unit.experts, run.keeps_experts))
-    return tuple(group for group, keeps in groups if not keeps)
-
-
 def _sent_at_once(run: Resolved, own: list[Unit]) -> int:
     """Elements of the largest reduction."""
-    return max((whole for u in own for whole, _ in _reductions(run, u)), default=0)
+    return max((whole for u in own for whole, _ in reductions(run, u)), default=0)
 
 
 def _accumulates(run: Resolved) -> bool:
@@ -392,7 +386,7 @@ def _sums(run: Resolved, stage: Stage) -> int:
     if (reduced := ELEMENT[run.config.parallel.reduce_dtype]) < 4:
         each += reduced
     received = run.element if _exchanges(run) else 0
-    parts = (part for u in listed for part in _reductions(run, u))
+    parts = (part for u in listed for part in reductions(run, u))
     return max((shard * each + gathered * received for gathered, shard in parts), default=0)
 
 
@@ -499,12 +493,20 @@ def _replayed(run: Resolved, rank: int) -> tuple[Resolved, int, int, int, int]:
     return run, rank, _moment(run), MOMENTS[run.config.optim.name], _sent(run)
 
 
+def _beside(run: Resolved, rank: int) -> float:
+    """What is alive beside the stream of computation while activations are there: shards only where
+    micro-batches are reduced one by one."""
+    if _reduces_each(run):
+        return _elsewhere(run, rank)
+    return _foreign(run, list(held(run, rank))) + _all_buffers(run, rank)
+
+
 def _elsewhere(run: Resolved, rank: int) -> float:
     """Not of the stream of computation: shards of gradients, as large as the parameters', and
     buffers are of streams of their own, and foreign rows. Gradients of what one rank has alone are
     of the stream of computation."""
     own = list(held(run, rank))
-    shards = sum(shard for u in own for _, shard in _reductions(run, u))
+    shards = sum(shard for u in own for _, shard in reductions(run, u))
     return _foreign(run, own) + _all_buffers(run, rank) + 4.0 * shards
 
 

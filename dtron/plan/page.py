@@ -20,15 +20,23 @@ COLOURS = (
     "#c04a62", "#d98b9a", "#8a8f98",
 )  # fmt: skip
 _WIDTH, _LEFT, _ROW = 1100, 90, 26
+_BEST = 10
 Points = Sequence[tuple[float, float]]
 
 
-def page(run: Resolved, plan: dict[str, Any], hardware: Hardware, points: Points = ()) -> str:
+def page(
+    run: Resolved,
+    plan: dict[str, Any],
+    hardware: Hardware,
+    points: Points = (),
+    labels: Sequence[str] = (),
+) -> str:
     """The page.
 
     Args:
         plan: of `whole.plan`, legal.
-        points: (bytes, tokens a second and GPU) of a search.
+        points: (bytes, tokens a second and GPU) of a search, the best first.
+        labels: which layouts these are.
     """
     title = f"{run.config.model.name} {run.config.model.size} on {run.world_size} x {hardware.name}"
     time = plan["time"]
@@ -42,7 +50,7 @@ def page(run: Resolved, plan: dict[str, Any], hardware: Hardware, points: Points
         parts += ["<h2>Pipeline</h2>", _pipeline(timeline(run, hardware), run)]
     parts += ["<h2>Communication by link</h2>", _links(plan["communication"])]
     if points:
-        parts += ["<h2>Layouts by memory and speed</h2>", _front(points)]
+        parts += ["<h2>Layouts by memory and speed</h2>", _front(points, labels, hardware.room)]
     style = (
         "body{font-family:Helvetica,Arial,sans-serif;max-width:1120px;margin:24px auto;color:#222}"
     )
@@ -83,7 +91,10 @@ def _memory(memory: dict[str, Any]) -> str:
         x = _LEFT + i * 110
         parts.append(f'<rect x="{x}" y="{bottom + 8}" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{x + 14}" y="{bottom + 18}">{name}</text>')
-    told = f"<p>GiB that the allocator holds; the dashed line is {limit / GIB:.1f} GiB.</p>"
+    told = (
+        "<p>The most of each class, which are not all there at once. Numbers are the GiB that the "
+        f"allocator holds; the dashed line is {limit / GIB:.1f} GiB, which have to hold them.</p>"
+    )
     return _svg(bottom + 30, parts) + told
 
 
@@ -104,21 +115,31 @@ def _links(rows: Sequence[dict[str, Any]]) -> str:
     return f"<table cellpadding='4'><tr>{heads}</tr>{''.join(cells)}</table>"
 
 
-def _front(points: Points) -> str:
-    """Every layout a dot; those that none beats in both are joined."""
+def _front(points: Points, labels: Sequence[str], room: float) -> str:
+    """Every layout a dot that tells which it is; those that none beats in both are joined, and a
+    line stands where the device ends. Below, the best ones by name."""
     height = 320
     x_most, y_most = (max(point[i] for point in points) * 1.05 for i in (0, 1))
+    x_most = max(x_most, room * 1.02)
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
         x = _LEFT + point[0] / x_most * (_WIDTH - _LEFT - 20)
         return x, height - 30 - point[1] / y_most * (height - 50)
 
-    parts = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a9cdf5"/>' for x, y in map(at, points)
+    told = [
+        f"{html.escape(label)}: {point[0] / GIB:.1f} GiB, {point[1]:,.0f} tok/s/GPU"
+        for point, label in zip(points, labels, strict=True)
     ]
+    parts = [
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a9cdf5"><title>{what}</title></circle>'
+        for (x, y), what in zip(map(at, points), told, strict=True)
+    ]
+    end, _ = at((room, 0.0))
+    parts.append(f'<path d="M{end:.0f} 0V{height - 30}" stroke="#c00" stroke-dasharray="4"/>')
     front = [at(point) for point in pareto(tuple(points))]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
     parts.append(f'<polyline points="{line}" fill="none" stroke="#c96f16" stroke-width="2"/>')
     parts.append(f'<text x="{_LEFT}" y="{height - 6}">0 to {x_most / GIB:.0f} GiB reserved</text>')
     parts.append(f'<text x="4" y="14">to {y_most:,.0f} tok/s/GPU</text>')
-    return _svg(height, parts)
+    listed = "".join(f"<li>{what}</li>" for what in told[:_BEST])
+    return _svg(height, parts) + f"<ol>{listed}</ol>"

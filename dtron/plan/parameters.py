@@ -274,6 +274,17 @@ def sizes(run: Resolved, kind: str) -> list[Sizes]:
     return [_sizes(run, parameter) for parameter in _parts(run)[kind]]
 
 
+def by_keeping(run: Resolved, unit: Unit) -> tuple[tuple[tuple[int, int], bool], ...]:
+    """(gathered, shard) of a unit's dense part and of experts that are apart, and whether one rank
+    has it alone and keeps its gradients."""
+    return (unit.dense, run.keeps_dense), (unit.experts, run.keeps_experts)
+
+
+def reductions(run: Resolved, unit: Unit) -> tuple[tuple[int, int], ...]:
+    """(gathered, shard) of each reduction of a unit: of what one rank has alone there is none."""
+    return tuple(group for group, keeps in by_keeping(run, unit) if not keeps)
+
+
 def held(run: Resolved, rank: int) -> Iterator[Unit]:
     """All units of a pipeline rank."""
     for stage in run.stages_of(rank):

@@ -321,10 +321,12 @@ class _Replay:
         if group.summed and self.sums:  # added as they are
             self._free(made)
             return
-        cast: list[Block] = []
-        for size, block in zip(group.weights, made, strict=True):  # one after the other
-            cast += self._take([size // self.run.element * 4])
-            self._free([block])
+        cast = made
+        if self.run.element < 4:
+            cast = []
+            for size, block in zip(group.weights, made, strict=True):  # one after the other
+                cast += self._take([size // self.run.element * 4])
+                self._free([block])
         if group.summed:
             self._free(cast)
         else:

@@ -32,9 +32,14 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
     _print_summary(console, plan)
 
 
-def print_search(console: Console, searched: Searched) -> None:
-    """The best layouts, each with what limits it."""
-    headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "float8", "recompute", "limited by"]
+def print_search(console: Console, searched: Searched, room: float) -> None:
+    """The best layouts, each with what limits it.
+
+    Args:
+        room: bytes that a device can hold.
+    """
+    headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "float8", "recompute"]
+    headings += ["limited by", f"of {room / GIB:.0f} GiB"]
     made = table("fastest layouts", headings)
     for found in searched.best:
         parallel, time = found.run.parallel(), found.time
@@ -46,7 +51,8 @@ def print_search(console: Console, searched: Searched) -> None:
             f"{parallel.get('schedule', '')}{f' x {v}' if v > 1 else ''}",
             found.run.config.float8.recipe,
             _recompute(found.run.config),
-            f"{found.limited}, {_size(found.memory.reserved, 0)}",
+            found.limited,
+            f"{found.memory.reserved / GIB:.1f}",
         )
     console.print(made)
     console.print(", ".join(f"{n:,} {what}" for what, n in searched.counts.items()))
@@ -120,18 +126,19 @@ def table(title: str, headings: Sequence[str]) -> Table:
 
 
 def _memory(memory: dict[str, Any]) -> Table:
-    """Ranks that are alike are one row."""
-    names = list(memory["ranks"][0]["classes"])
+    """Pipeline ranks that are alike are one column; classes that are nowhere are left out."""
+    names = [*memory["ranks"][0]["classes"], "peak", "reserved"]
     most = max(rank["reserved"] for rank in memory["ranks"])
     unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
-    made = table(f"{name} by class", ["pp rank", *names, "peak", "reserved"])
-    rows: dict[tuple[str, ...], list[int]] = {}
+    columns: dict[tuple[str, ...], list[int]] = {}
     for rank in memory["ranks"]:
         sizes = [*rank["classes"].values(), rank["peak"], rank["reserved"]]
-        rows.setdefault(tuple(f"{size / unit:.1f}" for size in sizes), []).append(rank["rank"])
-    for cells, ranks in rows.items():
-        shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} ... {ranks[-1]}"
-        made.add_row(shown, *cells)
+        columns.setdefault(tuple(f"{size / unit:.1f}" for size in sizes), []).append(rank["rank"])
+    alike = [f"{r[0]}" if len(r) == 1 else f"{r[0]} ... {r[-1]}" for r in columns.values()]
+    made = table(f"{name} by class", ["pipeline rank", *alike])
+    for what, *cells in zip(names, *columns, strict=True):
+        if set(cells) != {"0.0"}:
+            made.add_row(what, *cells)
     return made
 
 

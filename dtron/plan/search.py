@@ -23,6 +23,7 @@ import multiprocessing.connection
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -49,6 +50,7 @@ RECIPE = "tensorwise"
 """Of float8, the recipe whose rates hardware rows have."""
 _FORKS = sys.platform == "linux"  # elsewhere libraries may not survive it
 PROCESSES = 4
+TELL_EVERY = 10.0
 COUNTS: tuple[str, ...] = ("enumerated", "pruned", "illegal", "too large", "predicted")
 
 
@@ -56,17 +58,16 @@ COUNTS: tuple[str, ...] = ("enumerated", "pruned", "illegal", "too large", "pred
 class Found:
     """One layout of the search."""
 
+    label: str
     run: Resolved
     memory: RankMemory
     time: Prediction
 
     @property
     def limited(self) -> str:
-        """Where its time goes, the largest part but computation."""
-        parts = {k: v for k, v in self.time.parts.items() if k != "compute" and v > 0}
-        name = max(parts, key=lambda key: parts[key], default="compute")
-        share = parts.get(name, 0.0) / self.time.step
-        return f"{name} {share:.0%}"
+        """The two largest parts of its time."""
+        parts = sorted(self.time.parts.items(), key=lambda part: -part[1])[:2]
+        return ", ".join(f"{name} {seconds / self.time.step:.0%}" for name, seconds in parts)
 
     @property
     def point(self) -> tuple[float, float]:
@@ -82,6 +83,8 @@ class Searched:
     seen: tuple[tuple[float, float], ...]
     """Points of all layouts that were predicted; of those that are not among the best, bytes are
     what they need at least, without holes of the allocator."""
+    labels: tuple[str, ...]
+    """Which layout each of these is."""
     counts: dict[str, int]
     """enumerated, pruned by the bound, illegal, too large, predicted."""
 
@@ -93,6 +96,7 @@ def search(
     most: int = 10,
     float8: bool = False,
     processes: int = 0,
+    tell: Callable[[str], None] | None = None,
 ) -> Searched:
     """The best layouts of a model and a global batch.
 
@@ -100,6 +104,7 @@ def search(
         float8: look at float8 too, which changes what is trained.
         processes: that look at layouts, on which nothing found depends; 0: as many as processors,
             at most PROCESSES. Where processes cannot be forked this one does all.
+        tell: is told every TELL_EVERY seconds how far the search is.
     Raises:
         ConfigError: no layout is legal and fits; tells how many were looked at. Or there are no
             rates for what is asked for.
@@ -116,9 +121,13 @@ def search(
     with _pool(
         processes or min(PROCESSES, len(os.sched_getaffinity(0)) if _FORKS else 1)
     ) as space.workers:
+        told = time.monotonic()
         while space.queue and len(best) < most:
             if found := space.pop():
                 best.append(found)
+            if tell and time.monotonic() - told > TELL_EVERY:
+                told = time.monotonic()
+                tell(f"{len(best)} of the best {most} found; {space.so_far()}")
     best.sort(key=lambda found: -found.time.tokens_per_second_per_gpu)  # a bound may be close
     counts = space.counts
     for entry in space.queue:
@@ -130,9 +139,24 @@ def search(
             f"--search found no legal layout of {world} GPUs that fits {limit / 2**30:.0f} GiB "
             f"({told}); use more GPUs, or another train.global_batch"
         )
-    left = [entry.timed for entry in sorted(space.queue) if entry.timed]
-    seen = [found.point for found in best] + [(max(t.least), t.speed) for t in left]
-    return Searched(tuple(best), tuple(seen), counts)
+    left = [(entry.choice, entry.timed) for entry in sorted(space.queue) if entry.timed]
+    seen = [found.point for found in best] + [(max(t.least), t.speed) for _, t in left]
+    labels = [found.label for found in best] + [_label(choice) for choice, _ in left]
+    return Searched(tuple(best), tuple(seen), tuple(labels), counts)
+
+
+def _label(choice: dict[str, Any]) -> str:
+    """A layout in words, without degrees of 1."""
+    words = [f"{key} {choice[key]}" for key in ("tp", "cp", "pp", "ep", "etp", "dp_replicate")]
+    words = [word for word in words if not word.endswith(" 1")]
+    if choice["pp"] > 1:
+        words.append(f"{choice['schedule']} x {choice['stages_per_rank']}")
+    words += [f"micro-batch {choice['micro']}", f"recompute {choice['mode']}"]
+    if choice["offload"]:
+        words.append("offload")
+    if choice["recipe"]:
+        words.append(f"float8 {choice['recipe']}")
+    return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -290,7 +314,13 @@ class _Space:
             held += ranks
         self.counts["predicted"] += 1
         run = Resolved.of(_with(self.config, entry.choice), self.world)
-        return Found(run, worst(sorted(held, key=lambda each: each.rank)), entry.timed.time)
+        label = _label(entry.choice)
+        return Found(label, run, worst(sorted(held, key=lambda each: each.rank)), entry.timed.time)
+
+    def so_far(self) -> str:
+        """How many layouts are what."""
+        counts = ", ".join(f"{n:,} {what}" for what, n in self.counts.items() if n)
+        return f"{counts}, {len(self.queue):,} wait"
 
     def _begin(self) -> None:
         """Begin to time the next entry, and as many after it as there are processes: most of them

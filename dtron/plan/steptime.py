@@ -30,7 +30,7 @@ from dtron.parallelisms.timeline import Timeline
 from dtron.plan.communication import Collective, activation_collectives, collectives, gathers
 from dtron.plan.hardware import Hardware
 from dtron.plan.issuing import host_seconds
-from dtron.plan.parameters import held, units
+from dtron.plan.parameters import by_keeping, held, reductions, units
 from dtron.plan.resolved import ELEMENT, Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
 from dtron.plan.work import Seconds, Work, head, layer, offload_wait, together, total
@@ -299,9 +299,8 @@ def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterat
     out = 2 * run.element * whole / hardware.copy
     cast = 4 + run.element if run.element < 4 else 0
     copied_in = (cast + 2 * run.element) * shard / hardware.copy if sum(again.values()) else 0.0
-    summed = shard
-    if run.keeps_experts:  # theirs are on the stream of computation (`copied_bytes`)
-        summed -= sum(u.experts_shard for u in held(run, rank))
+    # What is kept is summed on the stream of computation (`copied_bytes`).
+    summed = sum(part for u in held(run, rank) for _, part in reductions(run, u))
     for i in range(m):
         gathers = i == 0 or not policy.keep_gathered
         gather = once if gathers else {}
@@ -360,8 +359,7 @@ def copied_bytes(run: Resolved, rank: int) -> float:
         listed = units(run, stage)
         for place, unit in enumerate(listed):
             times = gathers(run, unit, place == len(listed) - 1)
-            groups = ((unit.dense, run.keeps_dense), (unit.experts, run.keeps_experts))
-            for (whole, shard), keeps in groups:
+            for (whole, shard), keeps in by_keeping(run, unit):
                 if shard < whole:
                     weight = times * 2 * run.element
                 else:  # stays until the backward

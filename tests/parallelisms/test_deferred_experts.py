@@ -18,6 +18,7 @@ from tests.parallelisms.parity import Case, outcome_of, parallel_run
 
 SPLIT = Case("mixtral", 2, Parallel(pp=2, schedule="ZBVZeroBubble"))
 WHOLE = replace(SPLIT, parallel=Parallel(pp=2))
+LIMITS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}
 
 
 def of_ranks(case: Case, puts_off: bool) -> list[dict[str, Any]]:
@@ -29,20 +30,26 @@ def of_ranks(case: Case, puts_off: bool) -> list[dict[str, Any]]:
     return found
 
 
-def split_equals_whole() -> None:
-    """On one of two ranks. In bfloat16, where each product is a kernel's, experts are chosen in
-    turn: of scores that rounding decides between others would be chosen."""
+def split_equals_one_process() -> None:
+    """On one of two ranks."""
     for dtype in ("float64", "float32"):
         case = replace(SPLIT, dtype=dtype)
-        assert not outcome_of(case, of_ranks(case, True)).wrong(case)
-    narrow = {"dtype": "bfloat16", "override": {"force_balance": True}}
-    found, wanted = (
-        gradients(of_ranks(replace(case, **narrow), case is SPLIT)) for case in (SPLIT, WHOLE)
-    )
-    assert found.keys() == wanted.keys()
-    for name, other in wanted.items():
-        apart = (found[name] - other).norm() / other.norm()
-        assert apart <= 2e-2, (name, float(apart))
+        wrong = outcome_of(case, of_ranks(case, True)).wrong(case)
+        assert not wrong, (dtype, wrong)
+
+
+def split_equals_whole() -> None:
+    """On one of two ranks, both on the same device: a GPU's rotary tables are not a CPU's to the
+    last digit. In bfloat16, where each product is a kernel's, experts are chosen in turn: of scores
+    that rounding decides between others would be chosen."""
+    for dtype, limit in LIMITS.items():
+        override = {"force_balance": True} if dtype == "bfloat16" else {}
+        split, whole = (replace(case, dtype=dtype, override=override) for case in (SPLIT, WHOLE))
+        found, wanted = gradients(of_ranks(split, True)), gradients(of_ranks(whole, False))
+        assert found.keys() == wanted.keys()
+        for name, other in wanted.items():
+            apart = float((found[name] - other).norm() / other.norm())
+            assert apart <= limit, (dtype, name, apart)
 
 
 def gradients(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -51,11 +58,15 @@ def gradients(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def test_split_backwards_equal_one_process() -> None:
+    run_ranks(2, split_equals_one_process, seconds=240)
+
+
+def test_split_backwards_equal_whole_ones() -> None:
     run_ranks(2, split_equals_whole, seconds=240)
 
 
 @pytest.mark.gpu
-def test_split_backwards_equal_one_process_on_gpus() -> None:
+def test_split_backwards_equal_whole_ones_on_gpus() -> None:
     run_on_gpus(2, "tests.parallelisms.test_deferred_experts")
 
 

@@ -3,6 +3,7 @@
 import copy
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtron.config import Parallel
+from dtron.parallelisms import fsdp
 from dtron.parallelisms.deferred import fold, reduce_gradients
 from dtron.parallelisms.reduction import _post_backward, keep_alone
 from tests.harness import run_ranks
+from tests.parallelisms.parity import Case, parallel_run
 
 DIM = 16
 
@@ -96,6 +100,30 @@ def test_gradients_are_those_of_fsdp(dtype, sums):
         assert one.dtype == torch.float32
         assert torch.equal(one, other)
     assert not [name for name in names if "chunk_cat" in name]
+
+
+def of_tensor_parallel() -> tuple[int, list[str]]:
+    """Units that keep their gradients, and which tensors of a step are not those of FSDP's sums."""
+    case = Case("gpt", 2, Parallel(tp=2, reduce="micro_batch"), dtype="bfloat16")
+    with mock.patch.object(fsdp, "keep_alone", wraps=keep_alone) as kept:
+        own = parallel_run(case)
+    with mock.patch.object(fsdp, "keep_alone", fsdp._sum_gradients):
+        plain = parallel_run(case)
+    kinds = ("gradients", "parameters")
+    assert [own[kind].keys() for kind in kinds] == [plain[kind].keys() for kind in kinds]
+    wrong = [
+        f"{kind} {name}"
+        for kind in kinds
+        for name, one in own[kind].items()
+        if not torch.equal(one, plain[kind][name])
+    ]
+    return kept.call_count, wrong
+
+
+def test_gradients_of_tensor_parallel_ranks_are_those_of_fsdp():
+    for units, wrong in run_ranks(2, of_tensor_parallel, seconds=120):
+        assert units > 0
+        assert not wrong
 
 
 def hooked(alone: bool) -> list[Tensor]:

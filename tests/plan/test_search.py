@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -356,6 +357,24 @@ def test_page_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     text = page.read_text()
     assert text.count("<svg") == 2
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_page_of_a_search_names_its_layouts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the terminal has whole figures, however narrow it is."""
+    monkeypatch.setattr("dtron.plan.search.TELL_EVERY", 0.0)
+    monkeypatch.setenv("COLUMNS", "60")
+    page, config = tmp_path / "plan.html", str(ROOT / "configs/llama3_8b.toml")
+    words = [*SMALL, "--world-size", "4", "--search", "--page", str(page)]
+    assert commands(["plan", "--config", config, *words]) == 0
+    shown, text = capsys.readouterr(), page.read_text()
+    assert "of the best 10 found; " in shown.err
+    assert "…" not in shown.out
+    listed = re.findall(r"<li>(.*?)</li>", text)
+    assert len(listed) == 10
+    assert all(f"<title>{each}</title>" in text for each in listed)
+    assert re.fullmatch(r"micro-batch \d, recompute none: [\d.]+ GiB, [\d,]+ tok/s/GPU", listed[0])
 
 
 def test_large_numbers_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
