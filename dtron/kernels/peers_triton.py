@@ -32,7 +32,8 @@ def pulled_kernel(
         start = (held % n_rows * width)[:, None]
         for column in range(0, width, BLOCK):
             at = (column + tl.arange(0, BLOCK))[None, :]
-            read = (slot >= 0)[:, None] & (at < width)  # as it is: wide loads
+            # A bound that differed by row would make loads one element wide in Triton 3.9.
+            read = (slot >= 0)[:, None] & (at < width)
             if PARTS == 1:
                 rows = tl.multiple_of((tl.load(pointers + rank) + offset).to(kind), 16)
                 values = tl.load(rows[:, None] + start + at, mask=read, other=0)

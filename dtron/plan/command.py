@@ -81,8 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         if not found["time"]:
             raise ConfigError(f"--page shows times, and none are predicted: {found['no_time']}")
         run = Resolved.of(config, given.world_size)
-        seen = (searched.seen, searched.labels) if searched else ((), ())
-        given.page.write_text(page(run, found, row, *seen))
+        given.page.write_text(page(run, found, row, searched))
         _tell(given, f"the page is in {given.page}")
     elif given.page:
         _tell(given, "no page is written of a layout that is not legal")

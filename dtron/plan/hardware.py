@@ -24,7 +24,7 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
-from dtron.errors import ConfigError, config_error, nearest
+from dtron.errors import ConfigError, cause_of, config_error, nearest
 
 _TILE = (128, 256)
 FILES = (".toml", ".json")
@@ -315,7 +315,7 @@ def _of_file(path: Path) -> Hardware:
             f"--hardware {path}: no such file; dtron plan calibrate writes it"
         ) from None
     except (OSError, ValueError, AssertionError) as error:
-        raise ConfigError(f"--hardware {path}: {error}") from None
+        raise ConfigError(f"--hardware {path}: {cause_of(error, path)}") from None
     values.pop("calibration", None)  # what was measured, for people
     known = [field.name for field in fields(Hardware)]
     for key in values:

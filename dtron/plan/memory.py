@@ -21,14 +21,14 @@ those of what one rank has alone, which are made on this one.
 `outside` the allocator are the context, NCCL's channels and libraries; hardware rows say how much.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dtron.parallelisms.actions import Kind, Order
 from dtron.plan import activations, replay
-from dtron.plan.allocator import Block, Expandable, Pool
+from dtron.plan.allocator import Expandable
+from dtron.plan.gather_buffers import Gather, gathered_through
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, held, reductions, units
 from dtron.plan.resolved import ELEMENT, Resolved, Stage, expert_room, expert_rows
@@ -174,10 +174,10 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
         "waiting": _waiting(run, rank),
         "buffers": _all_buffers(run, rank),
     }
-    points = _points(run, rank, classes, flying)
     if run.layout is not None and run.layout.splits_backward:
-        # Micro-batches are between the two parts of their backward at many moments.
-        points = {"step": replay.least(*_replayed(run, rank)) + _beside(run, rank)}
+        points = _points_of_parts(run, rank)
+    else:
+        points = _points(run, rank, classes, flying)
     reserved = replay.reserved(*_replayed(run, rank)) + _elsewhere(run, rank)
     return RankMemory(rank, elements, classes, modules, flying, points, reserved)
 
@@ -308,73 +308,11 @@ def _buffers(run: Resolved, rank: int) -> float:
     return found
 
 
-Gather = tuple[int, int]
-"""Bytes of what is gathered, and of a rank's share of it in the dtype of computation."""
-
-
 def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
     """A unit's gathers, of its dense part and of its experts."""
     cast = run.element if run.element < 4 else 0  # what needs no cast is sent as it is
     shared = [(whole, part) for whole, part in unit.groups if part < whole]
     return tuple((run.element * whole, cast * part) for whole, part in shared)
-
-
-@functools.lru_cache(maxsize=1024)
-def gathered_through(
-    sizes: Sequence[Sequence[Gather]], depth: int, again: bool, stays: bool
-) -> int:
-    """Bytes that the stream of gathers takes in steps over units.
-
-    In the forward a gather's buffer is given back when the next one is copied out of its own, in
-    the backward when it is copied itself. Large ones of embedding and head do not share a block
-    where a layer's lies in it.
-
-    Args:
-        sizes: gathers of each unit, in the order of the forward.
-        depth: units that are gathered ahead.
-        again: whether the backward gathers units again.
-        stays: whether it finds the last one there.
-    """
-    pool = Pool()
-    for _ in range(2):  # what the first left over is cut otherwise
-        _forward_gathers(pool, sizes, depth)
-        if again:
-            _backward_gathers(pool, sizes[: len(sizes) - stays], depth)
-    return pool.reserved
-
-
-def _take(pool: Pool, gather: Gather) -> Block:
-    whole, part = gather
-    cast = pool.take(part) if part else None
-    found = pool.take(whole)
-    if cast is not None:
-        pool.give(cast)
-    return found
-
-
-def _forward_gathers(pool: Pool, sizes: Sequence[Sequence[Gather]], depth: int) -> None:
-    flying: dict[int, list[Block]] = {}
-    copied: Block | None = None
-    for i in range(len(sizes)):
-        for place, block in enumerate(flying.pop(i, None) or [_take(pool, g) for g in sizes[i]]):
-            if copied is not None:
-                pool.give(copied)
-            copied = block
-            for ahead in range(i + 1, min(i + 1 + depth, len(sizes))) if place == 0 else ():
-                if ahead not in flying:
-                    flying[ahead] = [_take(pool, g) for g in sizes[ahead]]
-    if copied is not None:
-        pool.give(copied)
-
-
-def _backward_gathers(pool: Pool, sizes: Sequence[Sequence[Gather]], depth: int) -> None:
-    flying: dict[int, list[Block]] = {}
-    for i in reversed(range(len(sizes))):
-        for block in flying.pop(i, None) or [_take(pool, g) for g in sizes[i]]:
-            pool.give(block)
-        for behind in range(i - 1, max(-1, i - 1 - depth), -1):
-            if behind not in flying:
-                flying[behind] = [_take(pool, g) for g in sizes[behind]]
 
 
 def _sums(run: Resolved, stage: Stage) -> int:
@@ -493,21 +431,27 @@ def _replayed(run: Resolved, rank: int) -> tuple[Resolved, int, int, int, int]:
     return run, rank, _moment(run), MOMENTS[run.config.optim.name], _sent(run)
 
 
-def _beside(run: Resolved, rank: int) -> float:
-    """What is alive beside the stream of computation while activations are there: shards only where
-    micro-batches are reduced one by one."""
-    if _reduces_each(run):
-        return _elsewhere(run, rank)
-    return _foreign(run, list(held(run, rank))) + _all_buffers(run, rank)
+def _points_of_parts(run: Resolved, rank: int) -> dict[str, float]:
+    """Of split backwards: micro-batches are between the two parts of theirs at many moments, which
+    are replayed. Shards of gradients are there then if micro-batches are reduced one by one."""
+    shards = _shards(run, rank) if _reduces_each(run) else 0.0
+    return {"step": replay.least(*_replayed(run, rank)) + _apart(run, rank) + shards}
 
 
 def _elsewhere(run: Resolved, rank: int) -> float:
-    """Not of the stream of computation: shards of gradients, as large as the parameters', and
-    buffers are of streams of their own, and foreign rows. Gradients of what one rank has alone are
-    of the stream of computation."""
-    own = list(held(run, rank))
-    shards = sum(shard for u in own for _, shard in reductions(run, u))
-    return _foreign(run, own) + _all_buffers(run, rank) + 4.0 * shards
+    """Not of the stream of computation."""
+    return _apart(run, rank) + _shards(run, rank)
+
+
+def _apart(run: Resolved, rank: int) -> float:
+    """Foreign rows, and buffers, which are of streams of their own."""
+    return _foreign(run, list(held(run, rank))) + _all_buffers(run, rank)
+
+
+def _shards(run: Resolved, rank: int) -> float:
+    """Of gradients, as large as the parameters', on the stream of reductions; those of what one
+    rank has alone are of the stream of computation."""
+    return 4.0 * sum(shard for u in held(run, rank) for _, shard in reductions(run, u))
 
 
 def in_flight(run: Resolved, rank: int) -> dict[int, int]:

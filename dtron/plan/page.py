@@ -11,7 +11,7 @@ from dtron.plan.hardware import Hardware
 from dtron.plan.memory import CLASSES
 from dtron.plan.report import number
 from dtron.plan.resolved import Resolved
-from dtron.plan.search import pareto
+from dtron.plan.search import Point, Searched, pareto
 from dtron.plan.steptime import timeline
 
 GIB = 2**30
@@ -20,23 +20,16 @@ COLOURS = (
     "#c04a62", "#d98b9a", "#8a8f98",
 )  # fmt: skip
 _WIDTH, _LEFT, _ROW = 1100, 90, 26
-_BEST = 10
-Points = Sequence[tuple[float, float]]
 
 
 def page(
-    run: Resolved,
-    plan: dict[str, Any],
-    hardware: Hardware,
-    points: Points = (),
-    labels: Sequence[str] = (),
+    run: Resolved, plan: dict[str, Any], hardware: Hardware, searched: Searched | None = None
 ) -> str:
     """The page.
 
     Args:
         plan: of `whole.plan`, legal.
-        points: (bytes, tokens a second and GPU) of a search, the best first.
-        labels: which layouts these are.
+        searched: of the search that found the run, if there was one.
     """
     title = f"{run.config.model.name} {run.config.model.size} on {run.world_size} x {hardware.name}"
     time = plan["time"]
@@ -49,8 +42,8 @@ def page(
     if run.layout is not None:
         parts += ["<h2>Pipeline</h2>", _pipeline(timeline(run, hardware), run)]
     parts += ["<h2>Communication by link</h2>", _links(plan["communication"])]
-    if points:
-        parts += ["<h2>Layouts by memory and speed</h2>", _front(points, labels, hardware.room)]
+    if searched:
+        parts += ["<h2>Layouts by memory and speed</h2>", _front(searched, hardware.room)]
     style = (
         "body{font-family:Helvetica,Arial,sans-serif;max-width:1120px;margin:24px auto;color:#222}"
     )
@@ -115,31 +108,33 @@ def _links(rows: Sequence[dict[str, Any]]) -> str:
     return f"<table cellpadding='4'><tr>{heads}</tr>{''.join(cells)}</table>"
 
 
-def _front(points: Points, labels: Sequence[str], room: float) -> str:
+def _front(searched: Searched, room: float) -> str:
     """Every layout a dot that tells which it is; those that none beats in both are joined, and a
     line stands where the device ends. Below, the best ones by name."""
-    height = 320
-    x_most, y_most = (max(point[i] for point in points) * 1.05 for i in (0, 1))
-    x_most = max(x_most, room * 1.02)
+    height, points = 320, searched.seen
+    x_most = max(room * 1.02, *(point.n_bytes * 1.05 for point in points))
+    y_most = max(point.speed for point in points) * 1.05
 
-    def at(point: tuple[float, float]) -> tuple[float, float]:
-        x = _LEFT + point[0] / x_most * (_WIDTH - _LEFT - 20)
-        return x, height - 30 - point[1] / y_most * (height - 50)
+    def at(n_bytes: float, speed: float) -> tuple[float, float]:
+        x = _LEFT + n_bytes / x_most * (_WIDTH - _LEFT - 20)
+        return x, height - 30 - speed / y_most * (height - 50)
 
-    told = [
-        f"{html.escape(label)}: {point[0] / GIB:.1f} GiB, {point[1]:,.0f} tok/s/GPU"
-        for point, label in zip(points, labels, strict=True)
-    ]
-    parts = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a9cdf5"><title>{what}</title></circle>'
-        for (x, y), what in zip(map(at, points), told, strict=True)
-    ]
-    end, _ = at((room, 0.0))
+    parts = []
+    for point in points:
+        x, y = at(point.n_bytes, point.speed)
+        shape = f'cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a9cdf5"'
+        parts.append(f"<circle {shape}><title>{_named(point)}</title></circle>")
+    end, _ = at(room, 0.0)
     parts.append(f'<path d="M{end:.0f} 0V{height - 30}" stroke="#c00" stroke-dasharray="4"/>')
-    front = [at(point) for point in pareto(tuple(points))]
+    front = [at(*point) for point in pareto(tuple(point[:2] for point in points))]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
     parts.append(f'<polyline points="{line}" fill="none" stroke="#c96f16" stroke-width="2"/>')
     parts.append(f'<text x="{_LEFT}" y="{height - 6}">0 to {x_most / GIB:.0f} GiB reserved</text>')
     parts.append(f'<text x="4" y="14">to {y_most:,.0f} tok/s/GPU</text>')
-    listed = "".join(f"<li>{what}</li>" for what in told[:_BEST])
+    listed = "".join(f"<li>{_named(found.point)}</li>" for found in searched.best)
     return _svg(height, parts) + f"<ol>{listed}</ol>"
+
+
+def _named(point: Point) -> str:
+    size, speed = f"{point.n_bytes / GIB:.1f} GiB", f"{point.speed:,.0f} tok/s/GPU"
+    return f"{html.escape(point.label)}: {size}, {speed}"

@@ -228,6 +228,7 @@ class _Replay:
         logits = self._take(self.logits) if head else []
         gradient = self._take([self.hidden])
         waiting: list[list[Block]] = []
+        split = _is_split(self.run, stage)
         for unit in reversed(listed):
             call = calls.pop()
             self._gather(unit)
@@ -244,12 +245,12 @@ class _Replay:
             gradient, logits = inward, []
             if apart:
                 waiting.append(read + self._take(unit.queued))
-            elif _is_split(self.run, stage):
+            elif split:
                 for group, blocks in reversed(list(zip(unit.groups, made, strict=True))):
                     self._fold(group, blocks)
             else:
                 self._reduce(unit, made, last)
-            for group in unit.groups if _is_split(self.run, stage) and not self.keep else ():
+            for group in unit.groups if split and not self.keep else ():
                 self._reshard(group)
         self._free(gradient)
         if puts_off:

@@ -90,10 +90,10 @@ def number(x: float, digits: int = 4) -> str:
     return f"{x:.{digits}g}" if abs(x) < 10 ** (digits - 1) else f"{x:,.0f}"
 
 
-def _size(n_bytes: float, digits: int = 1) -> str:
+def _size(n_bytes: float) -> str:
     """In MiB what is below a GiB."""
     unit, name = (GIB, "GiB") if n_bytes >= GIB else (MIB, "MiB")
-    return f"{n_bytes / unit:.{digits}f} {name}"
+    return f"{n_bytes / unit:.1f} {name}"
 
 
 def _host(memory: dict[str, Any]) -> str:

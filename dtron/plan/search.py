@@ -13,25 +13,17 @@ preflight's.
 Activations are offloaded where a layout does not fit otherwise: it is never faster.
 """
 
-import contextlib
 import functools
 import heapq
 import itertools
 import math
-import multiprocessing
-import multiprocessing.connection
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtron.config import RunConfig
-from dtron.errors import ConfigError, DtronError
+from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 from dtron.plan.activations import block
 from dtron.plan.hardware import Hardware
@@ -40,6 +32,7 @@ from dtron.plan.memory import MOMENTS, RankMemory, fitting, least, worst
 from dtron.plan.parameters import parts
 from dtron.plan.resolved import ELEMENT, Resolved
 from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
+from dtron.plan.workers import Workers, most_processes, pool
 
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 MODES = ("none", "selective", "full")
@@ -48,10 +41,19 @@ EXPERT_TP = (1, 2, 4, 8)
 _DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule", "stages_per_rank")
 RECIPE = "tensorwise"
 """Of float8, the recipe whose rates hardware rows have."""
-_FORKS = sys.platform == "linux"  # elsewhere libraries may not survive it
-PROCESSES = 4
 TELL_EVERY = 10.0
+"""Seconds."""
 COUNTS: tuple[str, ...] = ("enumerated", "pruned", "illegal", "too large", "predicted")
+
+
+class Point(NamedTuple):
+    """A layout that was predicted, for a picture."""
+
+    n_bytes: float
+    speed: float
+    """Tokens a second and GPU."""
+    label: str
+    """Which layout it is."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ class Found:
         return ", ".join(f"{name} {seconds / self.time.step:.0%}" for name, seconds in parts)
 
     @property
-    def point(self) -> tuple[float, float]:
-        """(bytes, tokens a second and GPU)."""
-        return self.memory.reserved, self.time.tokens_per_second_per_gpu
+    def point(self) -> Point:
+        """With the bytes that it reserves."""
+        return Point(self.memory.reserved, self.time.tokens_per_second_per_gpu, self.label)
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,9 @@ class Searched:
     """The best layouts, and what was looked at."""
 
     best: tuple[Found, ...]
-    seen: tuple[tuple[float, float], ...]
-    """Points of all layouts that were predicted; of those that are not among the best, bytes are
+    seen: tuple[Point, ...]
+    """All layouts that were predicted, the best first; of those that are not among these, bytes are
     what they need at least, without holes of the allocator."""
-    labels: tuple[str, ...]
-    """Which layout each of these is."""
     counts: dict[str, int]
     """enumerated, pruned by the bound, illegal, too large, predicted."""
 
@@ -103,7 +103,7 @@ def search(
     Args:
         float8: look at float8 too, which changes what is trained.
         processes: that look at layouts, on which nothing found depends; 0: as many as processors,
-            at most PROCESSES. Where processes cannot be forked this one does all.
+            at most `workers.PROCESSES`. Where processes cannot be forked this one does all.
         tell: is told every TELL_EVERY seconds how far the search is.
     Raises:
         ConfigError: no layout is legal and fits; tells how many were looked at. Or there are no
@@ -118,31 +118,30 @@ def search(
     for choice in _choices(config, model, world, float8):
         space.push(choice)
     best = []
-    with _pool(
-        processes or min(PROCESSES, len(os.sched_getaffinity(0)) if _FORKS else 1)
-    ) as space.workers:
-        told = time.monotonic()
+    with pool(processes or most_processes()) as space.workers:
+        last = time.monotonic()
         while space.queue and len(best) < most:
             if found := space.pop():
                 best.append(found)
-            if tell and time.monotonic() - told > TELL_EVERY:
-                told = time.monotonic()
-                tell(f"{len(best)} of the best {most} found; {space.so_far()}")
+            if tell and time.monotonic() - last > TELL_EVERY:
+                last = time.monotonic()
+                waiting = f"{len(space.queue):,} wait"
+                tell(f"{len(best)} of the best {most} found; {space.told()}, {waiting}")
     best.sort(key=lambda found: -found.time.tokens_per_second_per_gpu)  # a bound may be close
     counts = space.counts
     for entry in space.queue:
         counts["pruned" if entry.timed is None else "predicted"] += 1
     if not best:
-        told = ", ".join(f"{n} {what}" for what, n in counts.items())
         limit = hardware.room
         raise ConfigError(
             f"--search found no legal layout of {world} GPUs that fits {limit / 2**30:.0f} GiB "
-            f"({told}); use more GPUs, or another train.global_batch"
+            f"({space.told()}); use more GPUs, or another train.global_batch"
         )
-    left = [(entry.choice, entry.timed) for entry in sorted(space.queue) if entry.timed]
-    seen = [found.point for found in best] + [(max(t.least), t.speed) for _, t in left]
-    labels = [found.label for found in best] + [_label(choice) for choice, _ in left]
-    return Searched(tuple(best), tuple(seen), tuple(labels), counts)
+    seen = [found.point for found in best]
+    for entry in sorted(space.queue):
+        if entry.timed:
+            seen.append(Point(max(entry.timed.least), entry.timed.speed, _label(entry.choice)))
+    return Searched(tuple(best), tuple(seen), counts)
 
 
 def _label(choice: dict[str, Any]) -> str:
@@ -201,54 +200,6 @@ def _fitting(
     return fitting(Resolved.of(_with(config, choice), world), hardware, bounds, part, of)
 
 
-@dataclass(frozen=True)
-class _Workers:
-    """Processes, or none but this one."""
-
-    pool: ProcessPoolExecutor | None
-    number: int
-
-    def begin(self, call: Callable[..., Any], *given: Any) -> Callable[[], Any]:
-        """What gives a call's result; without other processes it is made then."""
-        if self.pool is None:
-            return functools.partial(call, *given)
-        return self.pool.submit(call, *given).result
-
-
-def _processes() -> int:
-    return min(PROCESSES, len(os.sched_getaffinity(0))) if _FORKS else 1
-
-
-@contextlib.contextmanager
-def _pool(processes: int) -> Iterator[_Workers]:
-    """Forked processes, since importing torch takes seconds."""
-    if processes == 1 or not _FORKS:
-        yield _Workers(None, 1)
-        return
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _end_with_parent)
-    try:
-        yield _Workers(pool, processes)
-    except BrokenProcessPool as error:
-        raise DtronError(
-            "--search: one of its processes was ended from outside, for memory perhaps; run it "
-            "where more is free"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _end_with_parent() -> None:
-    """Else a worker whose parent was killed would wait for work for good."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has one"
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 @dataclass(frozen=True, order=True)
 class _Entry:
     """The fastest come first."""
@@ -274,7 +225,7 @@ class _Space:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     done: dict[tuple[Any, ...], float] = field(default_factory=dict)
     """Of `_bound`."""
-    workers: _Workers = _Workers(None, 1)
+    workers: Workers = Workers(None, 1)
     begun: dict[int, Callable[[], Any]] = field(default_factory=dict)
     """Times by number of an entry."""
 
@@ -317,10 +268,9 @@ class _Space:
         label = _label(entry.choice)
         return Found(label, run, worst(sorted(held, key=lambda each: each.rank)), entry.timed.time)
 
-    def so_far(self) -> str:
+    def told(self) -> str:
         """How many layouts are what."""
-        counts = ", ".join(f"{n:,} {what}" for what, n in self.counts.items() if n)
-        return f"{counts}, {len(self.queue):,} wait"
+        return ", ".join(f"{n:,} {what}" for what, n in self.counts.items())
 
     def _begin(self) -> None:
         """Begin to time the next entry, and as many after it as there are processes: most of them

@@ -118,13 +118,17 @@ def predict(run: Resolved, hardware: Hardware) -> Prediction:
 class _Load:
     """Seconds of a pipeline rank's step."""
 
-    compute: float
-    exposed: dict[str, float]
-    """What computation waits for, by purpose."""
     work: dict[str, float]
     """Computation by kind."""
+    exposed: dict[str, float]
+    """What computation waits for, by purpose."""
     sent: dict[str, float]
     """FSDP's collectives, alone, by kind."""
+
+    @property
+    def compute(self) -> float:
+        """Of all kinds."""
+        return sum(self.work.values())
 
     @property
     def busy(self) -> float:
@@ -139,7 +143,7 @@ def _load(run: Resolved, rank: int, hardware: Hardware) -> _Load:
     exposed = _exposed(run, sent, hardware)
     exposed["offload"] = _offload(run, stages, hardware)
     own = [c for c in sent if c.purpose == "fsdp"]
-    return _Load(sum(work.values()), exposed, work, _sent(run, own, hardware))
+    return _Load(work, exposed, _sent(run, own, hardware))
 
 
 def _fsdp(run: Resolved, rank: int, load: _Load, hardware: Hardware) -> float:
@@ -345,15 +349,15 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     parallel, m, policy = run.config.parallel, run.micro_batches, run.policy
     sums = ELEMENT[parallel.reduce_dtype]
     sent = run.element if run.shards > 1 and parallel.reduce_by == "all_to_all" else sums
-    summed, reductions = not policy.reduce_each_micro_batch and m > 1, 1
+    summed, times_reduced = not policy.reduce_each_micro_batch and m > 1, 1
     if summed:
         gradient = (run.element + sums) + (m - 1) * (run.element + 2 * sums) + 2 * sums
     else:
-        reductions = m if policy.reduce_each_micro_batch else 1
-        gradient = reductions * (run.element + sent)
+        times_reduced = m if policy.reduce_each_micro_batch else 1
+        gradient = times_reduced * (run.element + sent)
     later = run.element + (4 + 12 if policy.reduce_each_micro_batch else 8)
     kept = run.element + 4 + (m - 1) * later
-    turned = 2 * reductions * (sums if summed else run.element)
+    turned = 2 * times_reduced * (sums if summed else run.element)
     found = 0.0
     for stage in run.stages_of(rank):
         listed = units(run, stage)

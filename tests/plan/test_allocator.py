@@ -1,7 +1,7 @@
 """The caching allocator's rules, and what the streams of gathers take by them."""
 
 from dtron.plan.allocator import Expandable, Pool
-from dtron.plan.memory import gathered_through
+from dtron.plan.gather_buffers import gathered_through
 
 MIB = 2**20
 LAYER, LARGE = (100 * MIB, 0), (300 * MIB, 0)

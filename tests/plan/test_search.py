@@ -50,7 +50,7 @@ def test_winner_is_a_legal_config_and_no_layout_that_was_seen_is_faster(tmp_path
     found = search(config, 4, hardware("h200"))
     speeds = [each.time.tokens_per_second_per_gpu for each in found.best]
     assert speeds == sorted(speeds, reverse=True)
-    assert speeds[0] == max(speed for _, speed in found.seen)
+    assert speeds[0] == max(point.speed for point in found.seen)
     for each in found.best:
         resolve(each.run.config, 4)
         assert each.memory.reserved <= hardware("h200").memory
@@ -130,7 +130,7 @@ def test_memory_is_replayed_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch
     assert 10 <= len(replayed) <= 20
     assert found.best[0].memory == worst(memory(found.best[0].run))
     slowest = found.best[-1].time.tokens_per_second_per_gpu
-    assert all(speed <= 1.01 * slowest for _, speed in found.seen[10:])
+    assert all(point.speed <= 1.01 * slowest for point in found.seen[10:])
 
 
 def test_nothing_found_depends_on_the_number_of_processes() -> None:
@@ -413,8 +413,8 @@ def test_a_reader_that_goes_ends_it_quietly(how: list[str]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
 def test_processes_end_with_the_one_that_started_them() -> None:
     """Also where it was killed: they would wait for work for good."""
-    script = "import os, time\nfrom dtron.plan import search\n"
-    script += "with search._pool(2) as workers:\n"
+    script = "import os, time\nfrom dtron.plan import workers as found\n"
+    script += "with found.pool(2) as workers:\n"
     script += "    [workers.begin(os.getpid)() for _ in range(4)]\n"
     script += "    print(*workers.pool._processes, flush=True)\n    time.sleep(100)\n"
     command = [sys.executable, "-c", script]

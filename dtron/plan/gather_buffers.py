@@ -1,0 +1,67 @@
+"""Memory of the stream on which FSDP gathers parameters, by the allocator's rules."""
+
+import functools
+from collections.abc import Sequence
+
+from dtron.plan.allocator import Block, Pool
+
+Gather = tuple[int, int]
+"""Bytes of what is gathered, and of a rank's share of it in the dtype of computation."""
+
+
+@functools.lru_cache(maxsize=1024)
+def gathered_through(
+    sizes: Sequence[Sequence[Gather]], depth: int, again: bool, stays: bool
+) -> int:
+    """Bytes that the stream of gathers takes in steps over units.
+
+    In the forward a gather's buffer is given back when the next one is copied out of its own, in
+    the backward when it is copied itself. Large ones of embedding and head do not share a block
+    where a layer's lies in it.
+
+    Args:
+        sizes: gathers of each unit, in the order of the forward.
+        depth: units that are gathered ahead.
+        again: whether the backward gathers units again.
+        stays: whether it finds the last one there.
+    """
+    pool = Pool()
+    for _ in range(2):  # what the first left over is cut otherwise
+        _forward_gathers(pool, sizes, depth)
+        if again:
+            _backward_gathers(pool, sizes[: len(sizes) - stays], depth)
+    return pool.reserved
+
+
+def _take(pool: Pool, gather: Gather) -> Block:
+    whole, part = gather
+    cast = pool.take(part) if part else None
+    found = pool.take(whole)
+    if cast is not None:
+        pool.give(cast)
+    return found
+
+
+def _forward_gathers(pool: Pool, sizes: Sequence[Sequence[Gather]], depth: int) -> None:
+    flying: dict[int, list[Block]] = {}
+    copied: Block | None = None
+    for i in range(len(sizes)):
+        for place, block in enumerate(flying.pop(i, None) or [_take(pool, g) for g in sizes[i]]):
+            if copied is not None:
+                pool.give(copied)
+            copied = block
+            for ahead in range(i + 1, min(i + 1 + depth, len(sizes))) if place == 0 else ():
+                if ahead not in flying:
+                    flying[ahead] = [_take(pool, g) for g in sizes[ahead]]
+    if copied is not None:
+        pool.give(copied)
+
+
+def _backward_gathers(pool: Pool, sizes: Sequence[Sequence[Gather]], depth: int) -> None:
+    flying: dict[int, list[Block]] = {}
+    for i in reversed(range(len(sizes))):
+        for block in flying.pop(i, None) or [_take(pool, g) for g in sizes[i]]:
+            pool.give(block)
+        for behind in range(i - 1, max(-1, i - 1 - depth), -1):
+            if behind not in flying:
+                flying[behind] = [_take(pool, g) for g in sizes[behind]]
