@@ -12,11 +12,17 @@ degree 1.
     share axes  pp and the loss axes         ranks whose shares make up the loss
 
 Experts see the same ranks by other axes, `Mesh.experts`: pp, dp_replicate, edp_shard, ep, etp.
+
+DTensors live on `Mesh.device_mesh`, whose dims are pp, dp_replicate, the fsdp axes as one dim, and
+tp: every mesh that shards parameters is a slice of it. Other axes, alone or joined, are process
+groups.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -80,19 +86,31 @@ class Mesh:
         }
         self.degrees = resolve_degrees(asked, dist.get_world_size())
         self.device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-        override = {**{axis: _high_priority() for axis in high_priority}, **(options or {})}
+        place = np.unravel_index(dist.get_rank(), tuple(self.degrees.values()))
+        self._place = {axis: int(i) for axis, i in zip(DEGREES, place, strict=True)}
+        override: dict[str, Any] = {axis: _high_priority() for axis in high_priority}
+        override |= options or {}
+        sizes = {
+            "pp": self.degrees["pp"],
+            "dp_replicate": self.degrees["dp_replicate"],
+            _JOIN.join(self._wide(FSDP_AXES)): self.size(*FSDP_AXES),
+            "tp": self.degrees["tp"],
+        }
         self.device_mesh = init_device_mesh(
             self.device_type,
-            tuple(self.degrees[a] for a in DEGREES),
-            mesh_dim_names=DEGREES,
-            backend_override=override or None,  # type: ignore[arg-type]
+            tuple(sizes.values()),
+            mesh_dim_names=tuple(sizes),
+            backend_override={a: o for a, o in override.items() if a in sizes} or None,
         )
+        self._groups = {axes_of(name): self.device_mesh.get_group(name) for name in sizes}
+        for axis in FSDP_AXES:
+            if (axis,) not in self._groups:
+                self._groups[axis,] = _group(self.degrees, [axis], override.get(axis))
         inside = {f"cp_{part}": override["cp"] for part in ("outer", "inner") if "cp" in override}
         self._override_of_context = inside or None
         self.expert_degrees = resolve_expert_degrees(self.degrees, ep, etp)
         self._experts: DeviceMesh | None = None
-        self._split_experts: DeviceMesh | None = None
-        self._flat: dict[tuple[Degree, ...], DeviceMesh] = {}
+        self._expert_group: dist.ProcessGroup | None = None
         self._context: dict[int, DeviceMesh] = {}
 
     @property
@@ -108,9 +126,9 @@ class Mesh:
 
     def expert_group(self) -> dist.ProcessGroup:
         """The process group over ep x etp, etp being the innermost."""
-        if self._split_experts is None:
-            self._split_experts = self.experts["ep", "etp"]._flatten(_JOIN.join(("ep", "etp")))
-        return self._split_experts.get_group()
+        if self._expert_group is None:
+            self._expert_group = _group(self.expert_degrees, ["ep", "etp"])
+        return self._expert_group
 
     def sharing_experts(self) -> DeviceMesh:
         """(dp_replicate, edp_shard) where there are replicas, else (edp_shard,)."""
@@ -133,63 +151,91 @@ class Mesh:
         return mesh["cp_outer"].get_group(), mesh["cp_inner"].get_group()
 
     def replicated(self, *axes: Degree) -> DeviceMesh:
-        """The 2-D mesh of dp_replicate and these axes together."""
-        parts = [self.device_mesh["dp_replicate"], self.flat(*axes)]
-        return DeviceMesh._concatenate(parts)  # a name of a flattened mesh cannot be sliced by
+        """The 2-D mesh of dp_replicate and these axes together, as `flat` takes them."""
+        return self.device_mesh["dp_replicate", _JOIN.join(self._wide(axes))]
 
     def size(self, *axes: Degree) -> int:
         """Number of ranks over these axes together."""
-        size = 1
-        for axis in axes:
-            size *= self.degrees[axis]
-        return size
+        return math.prod(self.degrees[axis] for axis in axes)
 
     def rank(self, *axes: Degree) -> int:
         """This rank's index over these axes together, the first axis being outermost."""
         rank = 0
         for axis in axes:
-            rank = rank * self.degrees[axis] + self.device_mesh.get_local_rank(axis)
+            rank = rank * self.degrees[axis] + self._place[axis]
         return rank
 
     def flat(self, *axes: Degree) -> DeviceMesh:
-        """The 1-D mesh over these neighbouring axes; those of degree 1 cost no group."""
-        wide: tuple[Degree, ...] = (
-            tuple(axis for axis in axes if self.degrees[axis] > 1) or axes[-1:]
-        )
-        if wide not in self._flat:
-            mesh = self.device_mesh[wide]
-            self._flat[wide] = mesh if len(wide) == 1 else mesh._flatten(_JOIN.join(wide))
-        return self._flat[wide]
+        """The 1-D mesh of pp, dp_replicate or tp, or over the fsdp axes together."""
+        return self.device_mesh[_JOIN.join(self._wide(axes))]
 
     def group(self, *axes: Degree) -> dist.ProcessGroup:
-        """The process group over these axes together."""
-        return self.flat(*axes).get_group()
+        """The process group over these axes together; those of degree 1 cost no group. Joined axes
+        get theirs when first asked for, by all ranks together."""
+        wide = self._wide(axes)
+        if wide not in self._groups:
+            self._groups[wide] = _group(self.degrees, wide)
+        return self._groups[wide]
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Every process group made so far."""
-        return [mesh.get_group() for _, mesh in self._labelled()]
+        return [group for _, group in self._labelled()]
 
     def group_names(self) -> dict[str, str]:
         """Axis, or axes joined by "+", of every process group made so far, by the group's name."""
         world = dist.group.WORLD
         names: dict[str, str] = {str(world.group_name): "world"} if world else {}
-        for label, mesh in self._labelled():
-            name = str(mesh.get_group().group_name)
+        for label, group in self._labelled():
+            name = str(group.group_name)
             # One of all ranks is shared by all that ask for it: the first axis names it.
             names[name] = label if names.get(name, "world") == "world" else names[name]
         return names
 
-    def _labelled(self) -> Iterator[tuple[str, DeviceMesh]]:
-        """Every 1-D mesh made so far, with its axis or its axes joined by "+"."""
-        yield from ((axis, self.device_mesh[axis]) for axis in DEGREES)
-        yield from ((_JOIN.join(axes), mesh) for axes, mesh in self._flat.items())
+    def _wide(self, axes: Sequence[Degree]) -> tuple[Degree, ...]:
+        """Those of degree 2 or more, or the last one."""
+        return tuple(axis for axis in axes if self.degrees[axis] > 1) or tuple(axes[-1:])
+
+    def _labelled(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
+        """Every process group made so far, with its axis or its axes joined by "+"."""
+        single = [axes for axes in ((axis,) for axis in DEGREES) if axes in self._groups]
+        for axes in (*single, *(axes for axes in self._groups if len(axes) > 1)):
+            yield _JOIN.join(axes), self._groups[axes]
         for mesh in self._context.values():
-            yield from ((axis, mesh[axis]) for axis in ("cp_outer", "cp_inner"))
+            yield from ((axis, mesh.get_group(axis)) for axis in ("cp_outer", "cp_inner"))
         if self._experts is not None:
             axes = ("dp_replicate", "edp_shard", "ep", "etp")
-            yield from ((axis, self._experts[axis]) for axis in axes)
-        if self._split_experts is not None:
-            yield _JOIN.join(("ep", "etp")), self._split_experts
+            yield from ((axis, self._experts.get_group(axis)) for axis in axes)
+        if self._expert_group is not None:
+            yield _JOIN.join(("ep", "etp")), self._expert_group
+
+
+def _group(degrees: Mapping[str, int], axes: Sequence[str], override: Any = None) -> Any:
+    """This rank's process group over some axes together, made by all ranks together.
+
+    Args:
+        degrees: of all axes, from outermost to innermost.
+        override: a backend's name, its options, or both.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a Mesh has a process group"
+    order = [axis for axis in degrees if axis not in axes] + list(axes)
+    ranks = np.arange(dist.get_world_size()).reshape(tuple(degrees.values()))
+    ranks = ranks.transpose([list(degrees).index(axis) for axis in order])
+    ranks = ranks.reshape(-1, math.prod(degrees[axis] for axis in axes))
+    if len(ranks) == 1 and override is None:
+        return world
+    backend, options = override if isinstance(override, tuple) else (override, None)
+    if not isinstance(backend, str | None):
+        backend, options = None, backend
+    name = f"mesh_{_JOIN.join(axes)}"
+    if world.bound_device_id is not None and backend in (None, dist.get_backend()):
+        # NCCL's communicator is there: one call splits it into all groups.
+        return dist.split_group(world, ranks.tolist(), pg_options=options, group_desc=name)
+    made = [
+        dist.new_group(each, backend=backend, pg_options=options, group_desc=name)
+        for each in ranks.tolist()
+    ]
+    return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def _high_priority() -> Any:
