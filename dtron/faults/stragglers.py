@@ -11,7 +11,6 @@ TORCH_NCCL_ENABLE_TIMING=1. What is left is what the rank was busy with itself.
     wait     in collectives: least on the rank for which the others wait
 """
 
-import json
 import logging
 import os
 import statistics
@@ -24,7 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as _c10d
+
+from dtron.faults.flight_recorder import recorded
 
 log = logging.getLogger("dtron")
 PARTS = ("data", "busy", "wait")
@@ -120,9 +120,7 @@ class _NcclWaits:
         self.seconds, self._since = 0.0, time.time_ns()
 
     def __exit__(self, *_: object) -> None:
-        dump = getattr(_c10d, "_dump_nccl_trace_json", None)
-        if dump is None or os.environ.get("TORCH_NCCL_ENABLE_TIMING") != "1":
+        if os.environ.get("TORCH_NCCL_ENABLE_TIMING") != "1":
             return
-        entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-        recent = [each for each in entries if each["time_created_ns"] >= self._since]
+        recent = [each for each in recorded() if each["time_created_ns"] >= self._since]
         self.seconds = sum(each.get("duration_ms", 0.0) for each in recent) / 1e3

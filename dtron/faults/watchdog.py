@@ -6,9 +6,6 @@ of torch.distributed names the collective, its group and tensor; the innermost m
 belongs to names the layer; torch's flight recorder names collectives that were enqueued and are not
 done. All of it is written to RUN/hangs/step-S/rank-R.txt, and the first rank says which ranks
 wait in a collective and which do not: these the others wait for.
-
-Private names of torch: `_dump_fr_trace_json` (gloo; of 2.13) and `_dump_nccl_trace_json` (builds
-with NCCL) of `_C._distributed_c10d`, and `_module_fqn` of FSDP's parameter groups.
 """
 
 import faulthandler
@@ -30,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C import _distributed_c10d as _c10d
+
+from dtron.faults.flight_recorder import recorded
 
 log = logging.getLogger("dtron")
 
@@ -181,8 +179,9 @@ class Watchdog:
     def _module_of(self, owner: Any) -> str:
         if isinstance(owner, nn.Module):
             return self.modules.get(id(owner), "")
-        fqn = getattr(owner, "_module_fqn", None)  # FSDP's parameter groups
-        return fqn if isinstance(fqn, str) else ""
+        held = getattr(owner, "modules", None)  # FSDP's parameter groups have a tuple
+        found = (self.modules.get(id(module)) for module in held) if type(held) is tuple else ()
+        return next(filter(None, found), "")
 
     def _described(self, name: str, local: Mapping[str, Any]) -> str:
         parts = [name]
@@ -209,13 +208,7 @@ def _place(frame: FrameType) -> str:
 def flight_recorder(groups: Mapping[str, str]) -> list[str]:
     """Each collective that torch's flight recorder knows to be enqueued and not done, the oldest
     first: `all_gather over tp of Float [[2, 16, 32]]`."""
-    found = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo and of NCCL
-        dump = getattr(_c10d, name, None)
-        entries = json.loads(dump(True, True)).get("entries", []) if dump else []
-        found += [entry for entry in entries if not entry.get("retired")]
-    found.sort(key=lambda entry: entry["time_created_ns"])
-    return [_entry(entry, groups) for entry in found]
+    return [_entry(entry, groups) for entry in recorded(active=True)]
 
 
 def _entry(entry: dict[str, Any], groups: Mapping[str, str]) -> str:

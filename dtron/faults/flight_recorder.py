@@ -1,0 +1,74 @@
+"""torch's flight recorder: the collectives that this process has issued, and which are done.
+
+It is read as torch's debug server reads it: from the worker server, which answers HTTP requests on
+a Unix socket of this process. The first reading starts it.
+"""
+
+import atexit
+import contextlib
+import functools
+import http.client
+import json
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.control_plane import worker_main
+
+_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
+"""Of gloo and of NCCL, if torch was built with it."""
+_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
+_SECONDS = 10.0
+
+
+def recorded(active: bool = False) -> list[dict[str, Any]]:
+    """What the recorder has of each collective, the oldest first; nothing if it cannot be read.
+
+    Args:
+        active: only those that are not done.
+    """
+    query = f"includecollectives=true&onlyactive={str(active).lower()}"
+    found = [entry for handler in _HANDLERS for entry in _answer(handler, query)]
+    found = [entry for entry in found if not (active and entry.get("retired"))]
+    return sorted(found, key=lambda entry: entry["time_created_ns"])
+
+
+def _answer(handler: str, query: str) -> list[dict[str, Any]]:
+    try:
+        with contextlib.closing(_Connection(_server())) as connection:
+            connection.request("POST", f"/handler/{handler}?{query}")
+            response = connection.getresponse()
+            return json.loads(response.read()).get("entries", []) if response.status == 200 else []
+    except (OSError, http.client.HTTPException, ValueError):
+        return []
+
+
+@functools.cache
+def _server() -> str:
+    """The socket of the server, which runs until this process ends."""
+    opened = contextlib.ExitStack()
+    path = str(Path(opened.enter_context(tempfile.TemporaryDirectory())) / "worker")
+    others = os.environ.get(_SOCKET)
+    os.environ[_SOCKET] = path  # its argument
+    opened.enter_context(worker_main())
+    if others is None:
+        del os.environ[_SOCKET]
+    else:
+        os.environ[_SOCKET] = others
+    atexit.register(opened.close)
+    return path
+
+
+class _Connection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=_SECONDS)
+        self.path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.path)
