@@ -21,16 +21,16 @@ Your Losses, arXiv:2411.09009.
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dtron.config import Compile
+from dtron.parallelisms.functional_collectives import all_reduce, wait_tensor
 
 IGNORE = -100
 
@@ -250,8 +250,12 @@ def _logits_gradient(
     return gradient.mul_(due.unsqueeze(1)).to(logits.dtype)
 
 
-def _over_ranks(x: Tensor, operation: str, vocabulary: VocabularyShard | None) -> Tensor:
-    return x if vocabulary is None else funcol.all_reduce(x, operation, vocabulary.group)
+def _over_ranks(
+    x: Tensor, operation: Literal["sum", "max"], vocabulary: VocabularyShard | None
+) -> Tensor:
+    if vocabulary is None:
+        return x
+    return wait_tensor(all_reduce(x, operation, vocabulary.group.group_name))
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

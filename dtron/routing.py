@@ -9,11 +9,11 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, wait_tensor
 
 from dtron.config import Degree
 from dtron.models.router import Router, routers, update_expert_bias
 from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.functional_collectives import all_gather, all_reduce, wait_tensor
 from dtron.parallelisms.mesh import MICRO_AXES, TOKEN_AXES, Mesh
 
 
@@ -83,7 +83,9 @@ class Pooled:
 
     def total(self, loads: Tensor) -> Tensor:
         """See Pool."""
-        return loads if self.loads is None else wait_tensor(all_reduce(loads, "sum", self.loads))
+        if self.loads is None:
+            return loads
+        return wait_tensor(all_reduce(loads, "sum", self.loads.group_name))
 
     @property
     def ranks(self) -> int:
@@ -96,7 +98,7 @@ class Pooled:
         """See Pool."""
         if self.tokens is None:
             return drop(chosen)
-        by_rank = wait_tensor(all_gather_tensor(chosen.contiguous(), 0, self.tokens))
+        by_rank = _gathered(chosen, self.tokens)
         whole = torch.cat(by_rank.chunk(self.ranks), 1)  # tp ranks of a cp rank are neighbours
         if order is None:
             kept = drop(whole)
@@ -109,5 +111,10 @@ class Pooled:
         """See Pool."""
         if self.tokens is None:
             return evened(logits)
-        whole = wait_tensor(all_gather_tensor(logits.detach().contiguous(), 0, self.tokens))
+        whole = _gathered(logits.detach(), self.tokens)
         return evened(whole).chunk(self.tokens.size())[self.tokens.rank()]
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(N, ...) of each rank, in order: (ranks * N, ...)."""
+    return wait_tensor(all_gather(x, group.size(), group.group_name))

@@ -20,11 +20,11 @@ range of rows, gathered and scattered along dim 0 without a copy on either side.
 On the CPU, where there is no symmetric memory, the same functions run unfused. float8 layers have
 functions of their own (`float8/fused.py`).
 
-Private names used, tested with torch 2.11 and 2.13: torch.ops.symm_mem.fused_all_gather_matmul and
-fused_matmul_reduce_scatter, torch.ops._c10d_functional.
+Operators without documentation, tested with torch 2.11, 2.13 and 2.15: fused_all_gather_matmul and
+fused_matmul_reduce_scatter of torch.ops.symm_mem.
 
 Shapes: B sequences, T tokens, M = T x B rows, D width, N features of the rank, tp ranks.
-Source: Wang et al., overlap by decomposition, ASPLOS 2023; torch.distributed._symmetric_memory.
+Source: Wang et al., overlap by decomposition, ASPLOS 2023; torch's symmetric memory.
 """
 
 import operator
@@ -39,9 +39,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from dtron.errors import PlacementError
+from dtron.parallelisms.functional_collectives import all_gather, reduce_scatter, wait_tensor
 from dtron.parallelisms.placement import Row, change_argument, prepare_input
 
-_c10d = torch.ops._c10d_functional
 _ROWS = 0
 
 
@@ -82,7 +82,7 @@ def linear_scatter(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
 
 
 # Compiled code takes both as they are: torch 2.11 traces fewer functions than 2.13.
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -101,10 +101,10 @@ class _GatherLinear(torch.autograd.Function):
         grad_weights: Sequence[Tensor | None] = [None] * len(weights)
         if any(of_weights):
             grad_weights = (grad.t() @ gathered).split([w.shape[0] for w in weights])
-        return None if grad_x is None else _c10d.wait_tensor(grad_x), None, *grad_weights
+        return None if grad_x is None else wait_tensor(grad_x), None, *grad_weights
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
@@ -114,7 +114,7 @@ class _LinearScatter(torch.autograd.Function):
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(
                 x.contiguous(), weight.t(), "sum", _ROWS, ranks.group
             )
-        return _c10d.wait_tensor(scatter_rows(x @ weight.t(), ranks))
+        return wait_tensor(scatter_rows(x @ weight.t(), ranks))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -135,8 +135,7 @@ def _all_gather_matmul(
         return torch.ops.symm_mem.fused_all_gather_matmul(
             x.contiguous(), list(factors), _ROWS, ranks.group
         )
-    gathered = _c10d.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.group)
-    gathered = _c10d.wait_tensor(gathered)
+    gathered = wait_tensor(all_gather(x, ranks.size, ranks.group))
     return gathered, [gathered @ factor for factor in factors]
 
 
@@ -146,7 +145,7 @@ def _fuses(x: Tensor) -> bool:
 
 def scatter_rows(x: Tensor, ranks: Ranks) -> Tensor:
     """Begin to sum (M, D) over the ranks; what arrives is the rank's (M / tp, D)."""
-    return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", ranks.size, ranks.group)
+    return reduce_scatter(x, ranks.size, ranks.group)
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -56,7 +56,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -65,6 +64,7 @@ from dtron.errors import ConfigError
 from dtron.kernels.permute import inverse_of, reordered
 from dtron.kernels.wire import packed, unpacked
 from dtron.parallelisms.deepep import DeepEP
+from dtron.parallelisms.functional_collectives import all_to_all, wait_tensor
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.symmetric_dispatch import SymmetricMemory
 
@@ -297,7 +297,7 @@ def _arrived(rows: Tensor, width: int, float8: bool) -> Tensor:
 
 def _sent(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
     """An all-to-all that is not waited for; until then the process group keeps what it reads."""
-    return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
+    return all_to_all(rows, received, sent, group)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {

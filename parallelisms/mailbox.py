@@ -7,8 +7,12 @@
 
 What is computed between the first two runs while rows travel, forward and backward. What they give
 depends on their arguments alone, so that recomputation may call them again, anywhere, and a
-compiler may treat them as functions: of waiting it knows from torch's own collectives. Shapes are
-static.
+compiler may treat them as functions. Shapes are static.
+
+Rows on their way are a tensor of their shape without memory, a placeholder, and waiting for them
+is an operator from the placeholder to the rows: a compiler neither reads rows that are not there
+nor takes their memory for another tensor. A placeholder gives its rows once: recomputation keeps
+the results of both operators or calls both again (MOVES in `parallelisms/recompute.py`).
 
 Order: calls meet at barriers, so that all ranks of a group must make the same calls in the same
 order. They run the same model, and graphs that are the same on all ranks are put in the same order
@@ -24,19 +28,15 @@ once, meets once and pulls once, on all ranks. Where the memory grows, the devic
 waited for, and the halves of the new one hold nothing that is wanted.
 
 Shapes: P ranks, R rows of each, the same on all; N rows of the result, D width, E experts.
-Private names used, tested with torch 2.11 and 2.13: torch._C._distributed_c10d._register_work.
 """
 
 from collections.abc import Callable, MutableMapping
-from datetime import timedelta
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_work as register_work
-from torch.distributed._functional_collectives import wait_tensor
 
 from dtron.kernels.peers import packed_rows_of_peers, rows_of_peers, rows_of_pointers
 from dtron.kernels.wire import packed, wire_bytes
@@ -62,9 +62,9 @@ class Mailbox:
         self._pull: _Pull | None = None
         """The last one."""
 
-    def moved(self, rows: Tensor, slots: Tensor, parts: int, float8: bool = False) -> Tensor:
-        """(N, D), to be read after `wait_tensor`; see `set_off`. Rows lie in the memory in float8
-        where that is asked for."""
+    def moved(self, rows: Tensor, slots: Tensor, parts: int, float8: bool = False) -> "_Pull":
+        """Set off (N, D); see `set_off`. Rows lie in the memory in float8 where that is asked
+        for."""
         if self._pull is not None:
             self._pull.wait()  # nearly always once more
         (n_rows, width), size = rows.shape, rows.element_size()
@@ -81,8 +81,7 @@ class Mailbox:
         out = rows.new_empty(len(slots), width)
         order = _Order(memory, at, n_rows, row, slots.clone(), parts, float8, out)
         self._pull = self._pulled_beside(order) if rows.is_cuda else self._pulled_late(order)
-        register_work(out, self._pull)
-        return out
+        return self._pull
 
     def _pulled_beside(self, order: "_Order") -> "_Pull":
         """The barrier and the pull, on a stream of their own."""
@@ -95,14 +94,11 @@ class Mailbox:
             rows_of_pointers(memory.pointers, at, n_rows, slots, out, parts, float8)
             done = torch.cuda.Event()
             done.record()
-        return _Pull(done.wait, slots, out)
+        return _Pull(out, done.wait, slots)
 
     def _pulled_late(self, order: "_Order") -> "_Pull":
-        """CPUs have no streams: both where they are waited for. Until then rows are NaN, so that a
-        wait that is missing is noticed."""
+        """CPUs have no streams: both where they are waited for."""
         memory, at, n_rows, row, slots, parts, float8, out = order
-        if out.is_floating_point():
-            out.fill_(torch.nan)
 
         def pull() -> None:
             memory.barrier()
@@ -115,7 +111,7 @@ class Mailbox:
             else:
                 out.copy_(rows_of_peers([rows.view(out.dtype) for rows in peers], slots, parts))
 
-        return _Pull(pull, slots, out)
+        return _Pull(out, pull, slots)
 
     def note(self, layer: Tensor, number: Tensor) -> None:
         """Remember the largest number of a layer; both int64 (1,), on the device."""
@@ -146,23 +142,39 @@ class _Order(NamedTuple):
     """(N, D), to be filled."""
 
 
-class _Pull(dist.Work):
-    """A pull that was set off, for `wait_tensor`; it holds what is read and written until then.
+class _Pull:
+    """A pull that was set off; it holds what is read and written until it is done.
 
     Args:
+        out: (N, D), the rows.
         finish: the current stream waits for it, and the host does not; on CPUs it is done.
     """
 
-    def __init__(self, finish: Callable[[], Any], *held: Tensor) -> None:
-        super().__init__()
+    def __init__(self, out: Tensor, finish: Callable[[], Any], *held: Tensor) -> None:
+        self._out = out
         self._finish: Callable[[], Any] | None = finish
         self._held = held
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self) -> Tensor:
+        """The rows; waited for once."""
         if self._finish is not None:
             self._finish()
         self._finish, self._held = None, ()
-        return True
+        return self._out
+
+
+_PULLS: dict[int, _Pull] = {}
+"""By the address of the memory of one element that their placeholder has."""
+
+
+def _placeholder(pull: _Pull, rows: Tensor, n_rows: int) -> Tensor:
+    """(N, D) of rows on their way, like `rows`: what `_arrived` takes."""
+    found = _without_memory(rows, n_rows)
+    storage = found.untyped_storage()
+    address = storage.data_ptr()
+    _PULLS[address] = pull
+    finalize(storage, _PULLS.pop, address, None)
+    return found
 
 
 _MAILBOXES: MutableMapping[str, Mailbox] = WeakValueDictionary()
@@ -189,7 +201,7 @@ def exchange(numbers: Tensor, senders: Tensor, group: str) -> Tensor:
     Returns:
         int32 (P, E).
     """
-    return wait_tensor(_MAILBOXES[group].moved(numbers.unsqueeze(0), senders, 1))
+    return _MAILBOXES[group].moved(numbers.unsqueeze(0), senders, 1).wait()
 
 
 @exchange.register_fake
@@ -203,10 +215,10 @@ class Moving(NamedTuple):
     torch.autograd.detect_anomaly."""
 
     rows: Tensor
-    """(N, D), not to be read."""
+    """(N, D), a placeholder."""
     ticket: Tensor
-    """(R, D) without memory. What arrives backward as its gradient is that of the rows put, on its
-    way: autograd wants gradients to have the shape of what they are gradients of."""
+    """(R, D) without memory. What arrives backward as its gradient is the placeholder of that of
+    the rows put: autograd wants gradients to have the shape of what they are gradients of."""
     back: Tensor
     back_parts: int
     group: str
@@ -266,16 +278,35 @@ def _move(
     mailbox = _MAILBOXES[group]
     if layer is not None and number is not None:
         mailbox.note(layer, number)
-    return mailbox.moved(rows, slots, parts, float8), _without_memory(rows)
+    pull = mailbox.moved(rows, slots, parts, float8)
+    return _placeholder(pull, rows, len(slots)), _without_memory(rows)
 
 
 @_move.register_fake
 def _(rows: Tensor, slots: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(slots.shape[0], rows.shape[1]), _without_memory(rows)
+    return _without_memory(rows, slots.shape[0]), _without_memory(rows)
 
 
-def _without_memory(rows: Tensor) -> Tensor:
-    return rows.new_empty(()).expand(rows.shape)
+# Not a custom_op, whose call takes longer: this one does next to nothing.
+torch.library.define("dtron::peers_arrived", "(Tensor placeholder) -> Tensor")
+
+
+@torch.library.impl("dtron::peers_arrived", "default")
+def _arrived(placeholder: Tensor) -> Tensor:
+    """The rows of a placeholder, for which the current stream waits."""
+    pull = _PULLS.pop(placeholder.untyped_storage().data_ptr(), None)
+    assert pull is not None, "rows from other ranks are waited for a second time"
+    return pull.wait()
+
+
+@torch.library.register_fake("dtron::peers_arrived")
+def _(placeholder: Tensor) -> Tensor:
+    return placeholder.new_empty(placeholder.shape)
+
+
+def _without_memory(rows: Tensor, n_rows: int | None = None) -> Tensor:
+    """(n_rows or R, D) of one element."""
+    return rows.new_empty(()).expand(rows.shape[0] if n_rows is None else n_rows, rows.shape[1])
 
 
 def _hold(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -284,7 +315,7 @@ def _hold(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _wait_for_gradients(ctx: Any, _: Any, returning: Tensor) -> tuple[Any, ...]:
-    return wait_tensor(returning), *[None] * 6
+    return torch.ops.dtron.peers_arrived(returning), *[None] * 6
 
 
 _move.register_autograd(_wait_for_gradients, setup_context=_hold)
@@ -305,7 +336,7 @@ class _Arrive(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(back)
         ctx.settings = back_parts, group, back_float8
-        return wait_tensor(rows)
+        return torch.ops.dtron.peers_arrived(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -7,8 +7,7 @@ GPUs of one host reach each other's memory over NVLink. What moves the bytes are
 where NCCL's kernels take multiprocessors from the products that they run beside. Ranks on CPUs
 share files in memory, so that all of this runs, and is tested, without a GPU.
 
-Sources: CUDA's peer access; torch.distributed._symmetric_memory (its allocator and its barriers;
-private names used, tested with torch 2.11 and 2.13).
+Sources: CUDA's peer access; torch's symmetric memory (its allocator and its barriers).
 """
 
 import os
@@ -18,10 +17,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from dtron.errors import ConfigError
+from dtron.parallelisms.functional_collectives import symmetric_memory
 
 _PAGE = 2**21
 """Bytes; sizes are rounded up to it."""

@@ -46,10 +46,10 @@ PRODUCTS = (
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
-    "aten._scaled_mm.default",
+    "dtron.float8_product.default",
     "dtron.float8_blocks_product.default",
     "aten._grouped_mm.default",
-    "aten._scaled_grouped_mm.default",
+    "dtron.float8_grouped_product.default",
     "symm_mem.fused_all_gather_matmul.default",
     "symm_mem.fused_matmul_reduce_scatter.default",
     "symm_mem.fused_all_gather_scaled_matmul.default",
@@ -60,10 +60,11 @@ CHOICES = ("aten.topk.default", "aten.sort.stable", "dtron.peers_exchange.defaul
 """Which experts tokens take, and the order of their rows, here and on other ranks: chosen twice, by
 kernels that round otherwise, they could differ from what other results were kept for."""
 
-MOVES = ("dtron.peers_move.default",)
+MOVES = ("dtron.peers_move.default", "dtron.peers_arrived.default")
 """Rows at the experts that they have reached, which gradients of matrices need, and results that
 have come back, which gradients of weights need. Moved again they cost as much time as a product,
-kept they cost the bounded rows of a layer, in `attention` the larger part of what it would keep."""
+kept they cost the bounded rows of a layer, in `attention` the larger part of what it would keep.
+Both or none: what the first returns serves the second once."""
 
 SAVED_OPS = {
     "attention": (*ATTENTION, *CHOICES),
@@ -109,10 +110,12 @@ def _checkpointed(forward: Callable, settings: dict[str, Any], *args: Any, **kwa
 
 
 def _selective_contexts(mode: str, watch: Callable[[Any], None] | None) -> tuple[Any, Any]:
-    saved = _saved_ops(mode)
+    saved, moves = _ops(SAVED_OPS[mode]), _ops(MOVES)
 
     def keep_expensive(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        if op in saved:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_RECOMPUTE if op in moves else CheckpointPolicy.PREFER_RECOMPUTE
 
     caching, cached = create_selective_checkpoint_contexts(keep_expensive)
     if watch is not None:
@@ -120,9 +123,9 @@ def _selective_contexts(mode: str, watch: Callable[[Any], None] | None) -> tuple
     return caching, cached
 
 
-def _saved_ops(mode: str) -> set:
+def _ops(paths: Iterable[str]) -> set:
     ops = set()
-    for path in SAVED_OPS[mode]:
+    for path in paths:
         namespace, name, *overload = path.split(".")
         op = getattr(getattr(torch.ops, namespace), name, None)
         if op is not None:

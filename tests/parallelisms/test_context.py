@@ -19,6 +19,7 @@ from dtron.parallelisms.context import (
     context_attention_backward,
     shape_of,
 )
+from dtron.parallelisms.functional_collectives import NamedGroup
 from tests.harness import run_ranks
 from tests.parallelisms.parity import Case, parallel_run
 
@@ -153,7 +154,8 @@ def announced(method: CpMethod, kv_heads: int) -> None:
     tables = split.tables({method: shape}, dist.get_rank())
     assert tables is not None
     q, k, v, grad = (x[:, : TOKENS // 2] for x in inputs(kv_heads, torch.float64))
-    name = groups(1)[1].group_name
+    named = NamedGroup.of(groups(1)[1])  # held: the operators find it by its name
+    name = named.group.group_name
     settings = (tables[method], name, 1, shape.gathers, "math", 1.0, 0, 0.0)
     outputs = context_attention(q, k, v, None, *settings)
     for operator, args in (

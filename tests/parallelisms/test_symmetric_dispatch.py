@@ -570,7 +570,7 @@ def calls_in_graphs() -> list[list[str]]:
             model(tokens)
 
     _, codes = run_and_get_code(run)
-    call = re.compile(r"= torch\.ops\.dtron\.(peers_move)|(wait_tensor)\.default\(|kernels\.(mm)\(")
+    call = re.compile(r"= torch\.ops\.dtron\.(peers_move|peers_arrived)|kernels\.(mm)\(")
     calls = [["".join(found) for found in call.findall(code)] for code in codes]
     return [found for found in calls if "peers_move" in found]
 
@@ -580,7 +580,7 @@ def test_compiled_blocks_compute_shared_experts_while_rows_travel() -> None:
     is that without gradients."""
     graphs, _ = run_ranks(2, calls_in_graphs, seconds=240)
     between = [
-        [len(part.split()) for part, _ in re.findall(r"peers_move(( mm)*) wait", " ".join(calls))]
+        [len(part.split()) for part, _ in re.findall(r"move(( mm)*) peers_arr", " ".join(calls))]
         for calls in graphs
     ]
     assert between == [[3, 0], [0, 6], [3, 0]]

@@ -1,0 +1,116 @@
+"""Collectives as functions of tensors, for compiled graphs and for asynchronous use.
+
+Each function issues a collective and returns its result at once, a plain tensor that nothing may
+read before `wait_tensor`: a graph holds both, eager code computes between them. None has gradients,
+except `all_to_all_even`.
+
+Private names, tested with torch 2.11, 2.13 and 2.15:
+
+    torch.ops._c10d_functional              the operators behind DTensor's collectives
+    torch.distributed._symmetric_memory     memory of one host's GPUs that all of them address
+"""
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any, ClassVar, Literal
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+__all__ = [
+    "NamedGroup",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_even",
+    "is_pending",
+    "reduce_scatter",
+    "symmetric_memory",
+    "wait_tensor",
+]
+
+_ops = torch.ops._c10d_functional
+wait_tensor = _ops.wait_tensor
+"""The tensor of a collective, when it is there: GPUs' current stream waits, on CPUs the host."""
+
+
+def all_reduce(x: Tensor, operation: Literal["sum", "max"], group: str) -> Tensor:
+    """The sum or maximum over the ranks, in x's shape.
+
+    Args:
+        group: name of the process group.
+    """
+    return _ops.all_reduce(x, operation, group)
+
+
+def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    """(N, ...) of each rank -> (ranks * N, ...), in order."""
+    return _ops.all_gather_into_tensor(x.contiguous(), ranks, group)
+
+
+def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
+    """(ranks * N, ...) -> the rank's (N, ...) of the sum."""
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group)
+
+
+def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    """Rows to and from each rank, (sum of sent, ...) -> (sum of received, ...). The process group
+    holds what it reads until it is waited for."""
+    return _ops.all_to_all_single(x.contiguous(), received, sent, group)
+
+
+def all_to_all_even(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same number of rows to and from each rank, waited for; its gradient goes back likewise.
+
+    Args:
+        x: (ranks * N, ...).
+    """
+    return _AllToAllEven.apply(x, group.size(), group.group_name)  # type: ignore[return-value]
+
+
+class _AllToAllEven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.group = ranks, group
+        return _exchanged(x, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _exchanged(grad, *ctx.group), None, None
+
+
+def _exchanged(x: Tensor, ranks: int, group: str) -> Tensor:
+    sizes = [x.shape[0] // ranks] * ranks
+    return wait_tensor(all_to_all(x, sizes, sizes, group))
+
+
+def is_pending(x: Any) -> bool:
+    """Whether x is DTensor's tensor of a collective that is waited for when it is first used."""
+    return hasattr(x, "trigger_wait")
+
+
+class NamedGroup:
+    """A process group that operators find by its name, as they take tensors and numbers only.
+
+    It can be found as long as somebody holds what `of` returned.
+    """
+
+    _held: ClassVar[MutableMapping[str, "NamedGroup"]] = WeakValueDictionary()
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "NamedGroup":
+        """The one of a group; a group that was destroyed may have had the same name."""
+        found = cls._held.get(group.group_name)
+        if found is None or found.group is not group:
+            found = cls._held[group.group_name] = cls(group)
+        return found
+
+    @classmethod
+    def find(cls, name: str) -> dist.ProcessGroup:
+        """The group of a name."""
+        return cls._held[name].group
