@@ -243,7 +243,8 @@ class Checkpointer:
             if not all(_holds(reader, f"float8.{fqn}", x) for fqn, x in self.scales.items()):
                 log.warning("%s holds no such history of float8 scales: it begins anew", path)
                 del state["float8"]
-                torch._foreach_zero_(list(self.scales.values()))
+                for history in self.scales.values():
+                    history.zero_()
             dcp.load(state, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
             raise unreadable(path, str(why(error))) from error

@@ -1,8 +1,8 @@
 """Counts the collectives that really run, calls and bytes by mesh axis.
 
-Every collective of torch.distributed passes the dispatcher, as `c10d` (FSDP2, plain calls) or
-`_c10d_functional` (DTensor), with its process group; bytes are those of the larger of what goes in
-and what comes out. A compiled block runs eagerly while it is counted.
+Every collective of torch.distributed passes the dispatcher with its process group, in c10d's
+namespace (FSDP2, plain calls) or in that of functional collectives (DTensor); bytes are those of
+the larger of what goes in and what comes out. A compiled block runs eagerly while it is counted.
 """
 
 from collections import defaultdict
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from dtron.parallelisms.placement import leaves
+from dtron.torch_internals import TorchDispatchMode
 
 _NAMES = {
     "all_gather_into_tensor": "all_gather",
@@ -53,8 +54,8 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace in ("c10d", "_c10d_functional") and name in _NAMES:
+        namespace, name = namespace_and_name(func)
+        if "c10d" in namespace and name in _NAMES:
             axis = self.axis_of_group.get(_group_name(args, kwargs or {}), "other")
             count = self.counts[axis, _NAMES[name]]
             count[0] += 1
@@ -69,6 +70,12 @@ class CollectiveCounter(TorchDispatchMode):
         return axes
 
 
+def namespace_and_name(func: Any) -> tuple[str, str]:
+    """aten::add.Tensor -> aten, add."""
+    namespace, _, name = func.name().partition("::")
+    return namespace, name.partition(".")[0]
+
+
 def _group_name(args: tuple, kwargs: dict) -> str:
     for value in [*args, *kwargs.values()]:
         if isinstance(value, torch.ScriptObject):
@@ -81,5 +88,5 @@ def _group_name(args: tuple, kwargs: dict) -> str:
 
 
 def _bytes(values: Any) -> int:
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from dtron.config import Optim, Schedule
-from dtron.kernels.adamw import Rates, adamw_
+from dtron.kernels.adamw import Counts, Rates, adamw_
 from dtron.parallelisms.gradients import local_gradients, local_part, scale_or_zero_
 
 
@@ -94,11 +95,23 @@ class NarrowAdamW(AdamW):
 
     def __init__(self, groups: list[dict], **settings: Any) -> None:
         super().__init__(groups, **settings)
+        self._counts: dict[int, Counts] = {}
+        """By the first count of a parameter group."""
         # Loading gives moments the dtype of their parameter.
         self.register_load_state_dict_post_hook(_narrow)
 
-    def _update(self, *tensors_and_rates: Any) -> None:
-        adamw_(*tensors_and_rates)
+    def _update(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        firsts: list[Tensor],
+        seconds: list[Tensor],
+        steps: list[Tensor],
+        scale: Tensor,
+        rates: Rates,
+    ) -> None:
+        counts = self._counts.setdefault(id(steps[0]), Counts()).together(steps)
+        adamw_(parameters, gradients, firsts, seconds, counts, scale, rates)
 
     def _zeros(self, parameter: Tensor) -> Tensor:
         return torch.zeros_like(parameter, dtype=torch.bfloat16)
@@ -114,7 +127,10 @@ class SGD(torch.optim.SGD):
             members = [p for p in group["params"] if p.grad is not None]
             if members:
                 shards = [local_part(p) for p in members]
-                torch._foreach_add_(shards, local_gradients(members), alpha=-group["lr"])
+                settings = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
+                flags = {"nesterov": False, "maximize": False, "foreach": True}
+                gradients = local_gradients(members)
+                sgd(shards, gradients, [None] * len(shards), lr=group["lr"], **settings, **flags)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

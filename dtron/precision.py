@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtron.config import Degree, Float8, RunConfig
 from dtron.errors import ConfigError
@@ -33,7 +32,7 @@ from dtron.models.config import DecoderConfig
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.pipeline import Layout
-from dtron.parallelisms.placement import Row, Shard, matches, select
+from dtron.parallelisms.placement import Row, Shard, Style, matches, select
 
 log = logging.getLogger("dtron")
 
@@ -107,12 +106,12 @@ class Float8Plan:
 
         return apply
 
-    def placements(self, rows: Mapping[str, Row], mesh: Mesh) -> dict[Any, Row | ParallelStyle]:
+    def placements(self, rows: Mapping[str, Row], mesh: Mesh) -> dict[Any, Row | Style]:
         """Rows with the inputs of `gathering` gathered in float8, where only float8 layers read
         them."""
         styles = self._styles(mesh)
         known = {*self.gathering, *(name for read in self.gathering.values() for name in read)}
-        found: dict[Any, Row | ParallelStyle] = {}
+        found: dict[Any, Row | Style] = {}
         for pattern, row in rows.items():
             names = sorted(name for name in known if matches(pattern, name))
             if row.kind not in ("prepare_input", "colwise") or not styles.keys() & set(names):
@@ -122,14 +121,14 @@ class Float8Plan:
                 found[name] = styles.get(name, row)
         return found
 
-    def _styles(self, mesh: Mesh) -> dict[str, ParallelStyle]:
+    def _styles(self, mesh: Mesh) -> dict[str, Style]:
         """By FQN, of modules whose input is gathered in float8; where that is fused with their
         layers' products, of these layers too."""
         whole = self._gathered_whole()
         if whole and not self.overlapped:
             style = GatherInput(self.recipe.output.left, scale_groups(mesh).both)
             return dict.fromkeys(whole, style)
-        styles: dict[str, ParallelStyle] = {}
+        styles: dict[str, Style] = {}
         for module in whole:
             layers = self.gathering[module]
             styles[module] = GatherProducts([name[len(module) + 1 :] for name in layers])

@@ -1,11 +1,12 @@
 """A torch.profiler window over a few steps, one trace a rank, for chrome://tracing or Perfetto.
 
-Parts of a step are marked in the trace as `dtron::NAME`; the marks cost one call of a C function
-while no profiler runs. `dtron bench --breakdown` reads them.
+Parts of a step are marked in the trace as `dtron::NAME`; the marks cost nothing outside of the
+window. `dtron bench --breakdown` reads them.
 """
 
 import contextlib
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,15 @@ MARK = "dtron::"
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:
-    """Mark what runs inside as `dtron::NAME` in the trace; nothing where no profiler runs."""
-    if torch.autograd._profiler_enabled():
-        return record_function(MARK + name)
-    return contextlib.nullcontext()
+    """Mark what runs inside as `dtron::NAME` in the trace of a `ProfileWindow`."""
+    return record_function(MARK + name) if ProfileWindow.is_open else contextlib.nullcontext()
 
 
 class ProfileWindow:
     """Profiles steps [profile_start, profile_start + profile_steps) into `directory`."""
+
+    is_open: ClassVar[bool] = False
+    """Whether one is, in this process."""
 
     def __init__(self, options: Metrics, directory: Path) -> None:
         self.first = options.profile_start
@@ -41,11 +43,13 @@ class ProfileWindow:
                 activities.append(ProfilerActivity.CUDA)
             self._profile = profile(activities=activities, record_shapes=self.shapes)
             self._profile.start()
+            ProfileWindow.is_open = True
 
     def after(self, step: int, final: bool) -> None:
         """Write the trace if this step closes the window or is the run's final one."""
         if self._profile is not None and (step == self.last or final):
             self._profile.stop()
+            ProfileWindow.is_open = False
             self.directory.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(self.directory / f"rank-{dist.get_rank()}.json"))
             self._profile = None

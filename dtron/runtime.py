@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.logging import RichHandler
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 
 log = logging.getLogger("dtron")
 
@@ -140,7 +139,7 @@ def new_host_group(timeout_seconds: int) -> dist.ProcessGroup:
 def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> None:
     """Give groups that a device mesh made with torch's default the run's time-out."""
     for group in groups:
-        set_group_timeout(datetime.timedelta(seconds=timeout_seconds), group)
+        group.set_timeout(datetime.timedelta(seconds=timeout_seconds))
 
 
 def check_writable(path: Path) -> None:

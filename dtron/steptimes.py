@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dtron.metrics import peak_memory_gib
+from dtron.torch_internals import compile_cache
 
 
 class StepTimes:
@@ -61,7 +62,7 @@ class StepTimes:
             "devices": _device_name(self.device),
             "seconds": self.seconds(),
             "memory_gib": self._memory,
-            "compile_cache": _compile_cache(),
+            "compile_cache": compile_cache(),
         }
         ranks: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(ranks, own, group=group)
@@ -92,11 +93,3 @@ def _between(first: float | torch.cuda.Event, last: float | torch.cuda.Event) ->
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _compile_cache() -> dict[str, int]:
-    from torch._dynamo.utils import counters
-
-    # Those of aot_autograd would count again: its hit is followed by one of each graph's code.
-    graphs = counters["inductor"]
-    return {"hits": graphs["fxgraph_cache_hit"], "misses": graphs["fxgraph_cache_miss"]}

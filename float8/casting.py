@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dtron.float8.recipes import Cast
 from dtron.kernels.float8 import SMALLEST, cast_both, cast_turned, rounded, turned
-
-_c10d = torch.ops._c10d_functional
+from dtron.parallelisms.functional_collectives import all_reduce, wait_tensor
 
 
 class Scaled(NamedTuple):
@@ -121,7 +120,7 @@ def scale_of(amax: Tensor, cast: Cast) -> Tensor:
 def shared(amax: Tensor, groups: Sequence[str]) -> Tensor:
     """The maximum over the ranks of these process groups."""
     for group in groups:
-        amax = _c10d.wait_tensor(_c10d.all_reduce(amax, "max", group))
+        amax = wait_tensor(all_reduce(amax, "max", group))
     return amax
 
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from dtron.float8.casting import scale_of
 from dtron.float8.linear import Delayed, Float8Linear
+from dtron.torch_internals import norms
 
 
 class DelayedScales:
@@ -53,7 +54,9 @@ class DelayedScales:
         """Largest magnitudes of input and gradient, the newest first; 0: of no step yet."""
         self.state = dict(zip(layers, self.histories.unbind(0), strict=True))
         """The same by FQN, float32 (H, 2): what a checkpoint holds."""
-        self.scales = list(torch.ones(len(layers), 3, device=device).unbind(0))
+        self.table = torch.ones(len(layers), 3, device=device)
+        """Scales by layer, of input, weight and gradient."""
+        self.scales = self.table.unbind(0)
         self.recorded = self.complete = False
         for layer, seen in zip(self.layers, self.seen.unbind(0), strict=True):
             assert layer.recipe.shares_scales, "parts of a tensor have no scale for all steps"
@@ -70,7 +73,7 @@ class DelayedScales:
         """
         if not self.layers:
             return
-        weights = torch.stack(torch._foreach_norm(self._weights(), math.inf)).float()
+        weights = torch.stack(norms(self._weights(), math.inf)).float()
         shown = torch.cat([self.seen, weights[:, None]], 1)
         shown = torch.where(shown.isfinite(), shown, 0)
         if taken is not None:
@@ -100,7 +103,7 @@ class DelayedScales:
         amax = (largest[:, 0], weights, largest[:, 1])
         scales = torch.stack([scale_of(a, c) for a, c in zip(amax, casts, strict=True)], 1)
         known = torch.stack(amax, 1) > 0
-        torch._foreach_copy_(self.scales, list(torch.where(known, scales, 1).unbind(0)))
+        self.table.copy_(torch.where(known, scales, 1))
 
     def _weights(self) -> list[Tensor]:
         """What this rank holds of each weight; of none, a zero."""

@@ -10,7 +10,7 @@ others are there; where etp splits the width of experts, rows of `down` are shor
 
 Shapes: N rows sorted by expert, E experts, K input and M output features; offsets as in
 `dtron/kernels/grouped.py`.
-Source: rowwise as torchao.float8 and torch._scaled_grouped_mm have it.
+Source: rowwise as torchao.float8 and torch's scaled_grouped_mm have it.
 """
 
 from collections.abc import Collection
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import ScalingType
 
 from dtron.errors import ConfigError
 from dtron.float8.casting import Scaled, dequantize, quantize, wide
@@ -66,7 +67,7 @@ class Float8Grouped:
         return out
 
 
-@torch._dynamo.allow_in_graph  # as in linear.py
+@torch.compiler.allow_in_graph  # as in linear.py
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, emulate: bool) -> Tensor:
@@ -110,12 +111,50 @@ def multiply_grouped(
         (N, P) in `dtype`.
     """
     by_expert = (len(offsets), -1)
-    return torch._scaled_grouped_mm(
+    return torch.ops.dtron.float8_grouped_product(
         left.data.contiguous(),
-        right.data.contiguous().unflatten(0, by_expert).transpose(1, 2),
+        right.data.contiguous().unflatten(0, by_expert),
         (1.0 / left.scale).flatten(),
         (1.0 / right.scale).view(by_expert),
-        offs=offsets,
-        out_dtype=dtype,
-        use_fast_accum=fast_accumulation,
+        offsets,
+        dtype,
+        fast_accumulation,
     )
+
+
+# An operator, as in products.py: torch 2.11 and 2.13 cannot compile torch's own.
+torch.library.define(
+    "dtron::float8_grouped_product",
+    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offsets, ScalarType dtype, "
+    "bool fast) -> Tensor",
+    tags=torch.Tag.needs_exact_strides,
+)
+
+
+@torch.library.impl("dtron::float8_grouped_product", "default")
+def _grouped(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """(N, S), (E, P, S), contiguous, and float32 scales (N,), (E, P) -> (N, P)."""
+    return torch.nn.functional.scaled_grouped_mm(
+        a,
+        b.transpose(1, 2),
+        scale_a=scale_a,
+        scale_recipe_a=ScalingType.RowWise,
+        scale_b=scale_b,
+        scale_recipe_b=ScalingType.RowWise,
+        offs=offsets,
+        output_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+@torch.library.register_fake("dtron::float8_grouped_product")
+def _(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=others[3])

@@ -18,7 +18,7 @@ sequences where tokens are meant. Here rows are tokens, then sequences (T x B), 
 holds is one range of rows, gathered and scattered along dim 0 without a copy on either side.
 
 Private names used, tested with torch 2.11 and 2.13: torch.ops.symm_mem's
-fused_all_gather_scaled_matmul and fused_scaled_matmul_reduce_scatter, torch.ops._c10d_functional.
+fused_all_gather_scaled_matmul and fused_scaled_matmul_reduce_scatter.
 
 Shapes: M = T x B rows, D width, N features of the rank, tp ranks. Recipes with one scale a tensor:
 others cast gathered tensors again for grad_weight, by scales that float8 numbers cannot serve.
@@ -33,8 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Shard
 
 from dtron.errors import PlacementError
 from dtron.float8.casting import (
@@ -54,9 +53,9 @@ from dtron.parallelisms.async_tp import (
     scatter_rows,
     split_parameters,
 )
-from dtron.parallelisms.placement import change_argument
+from dtron.parallelisms.functional_collectives import all_gather, wait_tensor
+from dtron.parallelisms.placement import Style, change_argument
 
-_c10d = torch.ops._c10d_functional
 _ROWS = 0
 
 
@@ -90,8 +89,8 @@ def gather_products(
         )
         return mine._replace(data=whole), outs
     # gloo moves no float8
-    bytes_ = _c10d.all_gather_into_tensor(data.view(torch.uint8), ranks.size, ranks.group)
-    found = mine._replace(data=_c10d.wait_tensor(bytes_).view(data.dtype))
+    bytes_ = all_gather(data.view(torch.uint8), ranks.size, ranks.group)
+    found = mine._replace(data=wait_tensor(bytes_).view(data.dtype))
     return found, [product(found, right, dtype, how.emulate, fast) for right in rights]
 
 
@@ -123,7 +122,7 @@ def product_scatter(
             out_dtype=dtype,
             use_fast_accum=fast,
         )
-    return _c10d.wait_tensor(scatter_rows(product(left, right, dtype, how.emulate, fast), ranks))
+    return wait_tensor(scatter_rows(product(left, right, dtype, how.emulate, fast), ranks))
 
 
 def _fuses(data: Tensor, how: How) -> bool:
@@ -135,7 +134,7 @@ _OF_A_LAYER = 5
 `Delayed`."""
 
 
-@torch._dynamo.allow_in_graph  # as in linear.py
+@torch.compiler.allow_in_graph  # as in linear.py
 class _GatherProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: How, ranks: Ranks, *rest: Any) -> tuple[Tensor, ...]:
@@ -191,11 +190,11 @@ class _GatherProducts(torch.autograd.Function):
             of_leaf = None if seen is None else torch.cat([seen, largest(grads[i])])
             found += [grad_weight, None, None, of_leaf, None]
         if travelling is not None:
-            grad_x = _c10d.wait_tensor(travelling)
+            grad_x = wait_tensor(travelling)
         return grad_x, None, None, *found
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _ProductScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: How, ranks: Ranks, *layer: Any) -> Tensor:
@@ -272,7 +271,7 @@ class ScatteringLinear(Float8Linear):
         return DTensor.from_local(out, mesh, [Shard(1)], run_check=False)
 
 
-class GatherProducts(PrepareModuleInput):
+class GatherProducts(Style):
     """In place of a `prepare_input` row: gathers a module's first argument in float8, multiplied as
     it arrives; the module is handed the list of products, from which each layer takes its own.
 
@@ -282,12 +281,14 @@ class GatherProducts(PrepareModuleInput):
         children: names of the layers, relative to the module; all of them `GatheredLinear`.
     """
 
+    covers_parameters = False
+
     def __init__(self, children: Sequence[str]) -> None:
-        super().__init__(input_layouts=Shard(1), desired_input_layouts=Replicate())
         self.children = tuple(children)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ranks = Ranks.of(device_mesh)
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """See Style."""
+        ranks = Ranks.of(mesh)
         for i, name in enumerate(self.children):
             layer = module.get_submodule(name)
             assert isinstance(layer, GatheredLinear), f"{name} is a {type(layer).__name__}"
@@ -299,15 +300,14 @@ class GatherProducts(PrepareModuleInput):
             return _products(x, layers, ranks)  # type: ignore[arg-type]
 
         change_argument(module, 0, multiply)
-        return module
 
 
-class SplitRows(ParallelStyle):
+class SplitRows(Style):
     """In place of a `colwise` row: splits a `GatheredLinear` by rows, and nothing else."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        split_parameters(module, device_mesh, Shard(0), Shard(0))
-        return module
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """See Style."""
+        split_parameters(module, mesh, Shard(0), Shard(0))
 
 
 def _products(x: Tensor, layers: Sequence[GatheredLinear], ranks: Ranks) -> list[Tensor]:

@@ -76,7 +76,7 @@ class Float8GatedUnit(nn.Module):
         return out.view(x.shape)
 
 
-@torch._dynamo.allow_in_graph  # as in linear.py
+@torch.compiler.allow_in_graph  # as in linear.py
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:

@@ -14,8 +14,7 @@ the scale of the whole input, gathers one byte an element, and hands the layers 
 numbers stand for. They cast it by the same scale to the same numbers, so that nothing is rounded
 twice. Its gradient is summed and split in its own dtype.
 
-gloo moves no float8 tensors: all that travels is viewed as uint8. Private names used, tested with
-torch 2.11 and 2.13: DTensor._local_tensor, which FSDP asks for the hooks; torch._foreach_norm.
+gloo moves no float8 tensors: all that travels is viewed as uint8.
 
 Source: torchao.float8.fsdp_utils, of whose tensor type the gathered weights are.
 """
@@ -30,16 +29,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import PrepareModuleInput
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Replicate
 
 from dtron.errors import ConfigError
 from dtron.float8.casting import Scaled, dequantize, quantize, scale_of
 from dtron.float8.linear import Float8Linear
 from dtron.float8.recipes import Cast
 from dtron.kernels.float8 import cast_plain
-
-_c10d = torch.ops._c10d_functional
+from dtron.parallelisms.functional_collectives import all_gather, reduce_scatter, wait_tensor
+from dtron.parallelisms.placement import Style
+from dtron.torch_internals import norms
 
 
 def require_torchao() -> None:
@@ -75,7 +74,7 @@ class WeightGather:
         if not self.shards:
             return
         locals_ = [shard.local for shard in self.shards]
-        amax = torch.stack(torch._foreach_norm(locals_, math.inf))
+        amax = torch.stack(norms(locals_, math.inf))
         dist.all_reduce(amax, dist.ReduceOp.MAX, self.group)
         scales = scale_of(amax, self.shards[0].format)
         for shard, scale in zip(self.shards, scales, strict=True):
@@ -130,7 +129,7 @@ class _Shard:
         return weight, (data,)
 
 
-class GatherInput(PrepareModuleInput):
+class GatherInput(Style):
     """In place of a `prepare_input` row: gathers a module's first argument in float8.
 
     The module must use it as the input of float8 layers split by rows only.
@@ -140,31 +139,29 @@ class GatherInput(PrepareModuleInput):
         groups: names of the process groups whose ranks hold other parts of the input.
     """
 
+    covers_parameters = False
+
     def __init__(self, cast: Cast, groups: Sequence[str]) -> None:
-        super().__init__(input_layouts=Shard(1), desired_input_layouts=Replicate())
         assert cast.whole, "parts of an input have its scale only if there is one"
         self.cast, self.groups = cast, tuple(groups)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        size, group = device_mesh.size(), device_mesh.get_group().group_name
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """See Style."""
+        size, group = mesh.size(), mesh.get_group().group_name
 
         def gather(_module: nn.Module, args: tuple) -> tuple:
             whole = _Gather.apply(args[0], self.cast, self.groups, size, group)
             assert isinstance(whole, Tensor)
-            return (
-                DTensor.from_local(whole, device_mesh, [Replicate()], run_check=False),
-                *args[1:],
-            )
+            return DTensor.from_local(whole, mesh, [Replicate()], run_check=False), *args[1:]
 
         for layer in module.modules():
             if isinstance(layer, Float8Linear):
                 # A part of a sum, which passes as it is to `_Gather`, where it is summed up.
                 layer.input_gradient = Replicate()
         module.register_forward_pre_hook(gather)
-        return module
 
 
-@torch._dynamo.allow_in_graph  # as in linear.py
+@torch.compiler.allow_in_graph  # as in linear.py
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -174,7 +171,7 @@ class _Gather(torch.autograd.Function):
         ctx.tp, ctx.group = tp, group
         mine = quantize(x.flatten(0, 1), cast, groups)
         sent = mine.data.view(torch.uint8).view(x.shape).contiguous()
-        parts = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent, tp, group))
+        parts = wait_tensor(all_gather(sent, tp, group))
         rows = parts.unflatten(0, (tp, -1)).transpose(0, 1).flatten(0, 2)
         whole = Scaled(rows.view(cast.dtype), mine.scale, cast)
         exact = torch.promote_types(x.dtype, torch.float32)
@@ -182,6 +179,5 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        parts = grad.unflatten(1, (ctx.tp, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-        mine = _c10d.reduce_scatter_tensor(parts, "sum", ctx.tp, ctx.group)
-        return _c10d.wait_tensor(mine), None, None, None, None
+        parts = grad.unflatten(1, (ctx.tp, -1)).transpose(0, 1).flatten(0, 1)
+        return wait_tensor(reduce_scatter(parts, ctx.tp, ctx.group)), None, None, None, None

@@ -218,7 +218,7 @@ def largest(x: Tensor) -> Tensor:
 
 # Without it dynamo of torch 2.11 gives gradients of zero, without a word, for a function whose
 # result is made of casts alone. 2.13 does not need it.
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -5,6 +5,7 @@ rounding of the operands, on any device, without any gain in speed.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,14 +75,51 @@ def product(
     scales = [1.0 / left.scale, 1.0 / right.scale.t()]
     if left.cast.whole != right.cast.whole:  # the kernel takes two whole ones, or rows of both
         scales = [scales[0].expand(a.shape[0], 1), scales[1].expand(1, b.shape[0])]
-    return torch._scaled_mm(
+    scales = [scale.contiguous() for scale in scales]
+    return torch.ops.dtron.float8_product(a, b, *scales, dtype, fast_accumulation)
+
+
+# One operator each, so that torch.compile does not choose strides and needs not know torch's own,
+# whose lowering differs between versions. Not custom_ops, whose calls take the host longer.
+torch.library.define(
+    "dtron::float8_product",
+    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType dtype, bool fast) -> Tensor",
+    tags=torch.Tag.needs_exact_strides,
+)
+
+
+@torch.library.impl("dtron::float8_product", "default")
+def multiply(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """a b^T, by the GPU.
+
+    Args:
+        a: (M, S), contiguous.
+        b: (P, S), likewise.
+        scale_a: float32, what a is multiplied by: (1, 1), or (M, 1) of rows.
+        scale_b: likewise (1, 1) or (1, P); of rows where scale_a is.
+        fast: see `product`.
+    Returns:
+        (M, P) in `dtype`.
+    """
+    whole = scale_a.numel() == scale_b.numel() == 1
+    scaling = ScalingType.TensorWise if whole else ScalingType.RowWise
+    return torch.nn.functional.scaled_mm(
         a,
         b.t(),
-        scale_a=scales[0].contiguous(),
-        scale_b=scales[1].contiguous(),
-        out_dtype=dtype,
-        use_fast_accum=fast_accumulation,
+        scale_a=scale_a,
+        scale_recipe_a=scaling,
+        scale_b=scale_b,
+        scale_recipe_b=scaling,
+        output_dtype=dtype,
+        use_fast_accum=fast,
     )
+
+
+@torch.library.register_fake("dtron::float8_product")
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: Any, fast: bool) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
 def multiply_blocks(

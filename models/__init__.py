@@ -144,10 +144,8 @@ def from_hf(
         value = folder.read(fqn, whole(each.shape)).to(device, kept)
         module, _, name = fqn.rpartition(".")
         owner = model.get_submodule(module)
-        if name in owner._parameters:
-            setattr(owner, name, nn.Parameter(value))
-        else:
-            setattr(owner, name, value)
+        is_parameter = isinstance(getattr(owner, name), nn.Parameter)
+        setattr(owner, name, nn.Parameter(value) if is_parameter else value)
     shared = [*(["head"] if config.tied else []), *(["further_embed"] if config.mtp else [])]
     for name in shared:
         model.get_submodule(name).weight = model.get_submodule("embed").weight

@@ -30,6 +30,7 @@ from dtron.models.config import DecoderConfig
 from dtron.models.dropout import AttentionDropout
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope, yarn_mscale
+from dtron.torch_internals import mark_dynamic
 
 Mask = Tensor | BlockMask | Tables | None  # None: causal, nothing else
 
@@ -286,7 +287,7 @@ def _segments(documents: Tensor | Tables | None, positions: Tensor) -> Tables | 
 def _of_any_number(tables: Tables | None) -> Tables | None:
     """Tables whose segments, the last of each row, compiled code takes in any number."""
     for *_, segments in (tables or {}).values():
-        torch._dynamo.mark_dynamic(segments, segments.dim() - 1)
+        mark_dynamic(segments, segments.dim() - 1)
     return tables
 
 

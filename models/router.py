@@ -225,13 +225,10 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Move as any module, but keep the buffers' dtypes and values: bfloat16 would swallow the
         bias's small moves, and `to_empty` and the meta device would lose it."""
-        kept = dict(self._buffers)
+        kept = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
-            if buffer is not None:
-                self._buffers[name] = (
-                    buffer if self.weight.is_meta else buffer.to(self.weight.device)
-                )
+            setattr(self, name, buffer if self.weight.is_meta else buffer.to(self.weight.device))
         return self
 
     def loads(self) -> Tensor | None:

@@ -265,7 +265,7 @@ def _apply_to_part(
     if passes.context is not None and whole.cores:
         cores = [(i, held[name]) for i, name in enumerate(whole.cores) if name in held]
         apply_context(cores, passes.context, mesh.size("cp"), mesh.context, mesh.device_type)
-    deferred = defer(split) if split else None
+    deferred = defer(split, passes.compile.enable) if split else None
     if passes.loss is not None and passes.loss[0] in held:
         head, loss = passes.loss
         attach_loss(held[head], loss)

@@ -34,9 +34,6 @@ Softmax statistics, merged outputs and travelling gradients are float32 at least
 are sent with their G heads, not with the H of the queries. Attention is one registered operator, so
 that compile keeps one graph and recomputation can keep its output.
 
-Private names used: `_resolve_process_group` of torch.distributed.distributed_c10d and the operators
-of `_c10d_functional`, tested with torch 2.11 and 2.13.
-
 Legend: B sequences, T tokens, t = T / cp on a rank, H query heads, G key/value heads, K head_dim, N
 tokens of a block, all its sequences together.
 Sources: ring attention, arXiv:2310.01889; merging, arXiv:2205.14135; Ulysses, arXiv:2309.14509;
@@ -45,16 +42,14 @@ hierarchical, USP, arXiv:2405.07719; all-gather, Llama 3, arXiv:2407.21783, sect
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtron.config import CpMethod, Parallel
 from dtron.errors import ConfigError
@@ -67,8 +62,13 @@ from dtron.kernels.attention import (
     sink_gradient,
 )
 from dtron.parallelisms.balance import Ints, held, lengths, pieces
-
-c10d = torch.ops._c10d_functional
+from dtron.parallelisms.functional_collectives import (
+    NamedGroup,
+    all_gather,
+    all_to_all_even,
+    reduce_scatter,
+    wait_tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,11 @@ class ContextAttention:
     softcap: float = 0.0
     scale: float = 0.0
     """Of the scores; 0: 1 / sqrt(K)."""
+    named: NamedGroup | None = field(default=None, init=False, repr=False, compare=False)
+    """`outer`, held for the operator."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "named", NamedGroup.of(self.outer))
 
     def __call__(
         self,
@@ -295,7 +300,7 @@ def _to_heads(
     heads = [x.shape[2] // n for x in (q, k, v)]
     parts = [x.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
     sent = torch.cat(parts, dim=3)  # (n, B, t, heads / n, K)
-    got = funcol.all_to_all_single_autograd(sent, None, None, group)
+    got = all_to_all_even(sent, group)
     tokens = got.permute(1, 0, 2, 3, 4).flatten(1, 2)
     q, k, v = tokens.split(heads, dim=2)
     return q, k, v
@@ -304,12 +309,11 @@ def _to_heads(
 def _to_tokens(out: Tensor, group: dist.ProcessGroup, n: int) -> Tensor:
     """The way back: (B, n * t, H / n, K) -> (B, t, H, K)."""
     sent = out.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
-    got = funcol.all_to_all_single_autograd(sent, None, None, group)
+    got = all_to_all_even(sent, group)
     return got.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-@torch.library.custom_op("dtron::context_attention", mutates_args=())
-def context_attention(
+def run_context_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -348,14 +352,18 @@ def context_attention(
     return blocks.restore(out).to(q.dtype), blocks.restore(lse)
 
 
+context_attention = torch.library.custom_op(
+    "dtron::context_attention", run_context_attention, mutates_args=()
+)
+
+
 @context_attention.register_fake
 def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide)
 
 
-@torch.library.custom_op("dtron::context_attention_backward", mutates_args=())
-def context_attention_backward(
+def run_context_attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -379,6 +387,11 @@ def context_attention_backward(
     # Copies: those of k and v are two parts of one tensor, and operators may not return views.
     dq, dk, dv = (blocks.restore(g).to(q.dtype, copy=True) for g in grads)
     return dq, dk, dv
+
+
+context_attention_backward = torch.library.custom_op(
+    "dtron::context_attention_backward", run_context_attention_backward, mutates_args=()
+)
 
 
 @context_attention_backward.register_fake
@@ -434,7 +447,7 @@ class _Blocks:
         gathers: bool,
     ) -> None:
         self.batch, self.tables, self.inner, self.gathers = shape[0], tables, inner, gathers
-        self.group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
+        self.group = NamedGroup.find(group)
         self.rank, self.size = self.group.rank(), self.group.size()
         self.half = shape[1] // 2 * (shape[0] if tables else 1)
 
@@ -519,8 +532,8 @@ class _Blocks:
     def _gather(self, keys: Tensor) -> Tensor:
         """(2, B, N / B, G, K) of all blocks, in the order of the sequence where there are no
         documents, else one after the other in a row: (2, 1, all, G, K)."""
-        parts = c10d.all_gather_into_tensor(keys.flatten(0, 1), self.size, self.group.group_name)
-        got = c10d.wait_tensor(parts).unflatten(0, (self.size, *keys.shape[:2]))
+        parts = all_gather(keys.flatten(0, 1), self.size, self.group.group_name)
+        got = wait_tensor(parts).unflatten(0, (self.size, *keys.shape[:2]))
         if self.tables:
             return got.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
         early, late = got.unflatten(3, (2, -1)).unbind(3)  # (blocks, 2, B, half, G, K)
@@ -539,9 +552,8 @@ class _Blocks:
             halves = due.chunk(2 * self.size, dim=2)
             ends = zip(halves[: self.size], reversed(halves[self.size :]), strict=True)
             by_block = torch.stack([torch.cat(both, dim=2) for both in ends])
-        flat, name = by_block.flatten(0, 2), self.group.group_name
-        sums = c10d.reduce_scatter_tensor(flat, "sum", self.size, name)
-        return c10d.wait_tensor(sums).view(keys.shape)
+        sums = reduce_scatter(by_block.flatten(0, 2), self.size, self.group.group_name)
+        return wait_tensor(sums).view(keys.shape)
 
     def _gathered_pairs(self) -> Iterator[_Pair]:
         halves = (slice(0, self.half), slice(self.half, None))

@@ -10,7 +10,7 @@ the stage before waits for it; the gradient of the weight can be computed whenev
 F.linear or a grouped product as before, so that recomputation finds its products; block and graph
 are the same with deferral and without it.
 
-    gradients = defer([stage])               # before compile and FSDP; DTensor weights are fine
+    gradients = defer([stage])               # before FSDP; DTensor weights are fine
     with gradients.collect(micro_batch):     # I
         torch.autograd.backward(output, output_gradient)
     gradients.run(micro_batch)               # W, any time later
@@ -20,20 +20,20 @@ are the same with deferral and without it.
 torch's own split (torch.distributed.pipelining) walks the autograd graph, in which a compiled block
 is one node that cannot be split.
 
-Under inductor, compile with `options=COMPILE_OPTIONS`: see there. From I to W the queue holds the
-inputs and output gradients of all these, also of blocks that recompute. Gradients reach `.grad`
-directly, not through autograd: torch.autograd.grad and hooks on these weights do not see them.
+To compile: `defer([stage], compiled=True)`, then, under inductor, `options=COMPILE_OPTIONS`.
+
+From I to W the queue holds the inputs and output gradients of all these, also of blocks that
+recompute. Gradients reach `.grad` directly, not through autograd: torch.autograd.grad and hooks on
+these weights do not see them.
 
 Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, of its result
 _is_root and _root_post_backward_final_callback, of a group post_backward and fsdp_params, and of
-these accumulate_unsharded_grad_if_needed, to_accumulated_grad_if_needed and _unsharded_param;
-torch._inductor.virtualized.V.
+these accumulate_unsharded_grad_if_needed, to_accumulated_grad_if_needed and _unsharded_param.
 
 Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
 """
 
 import itertools
-import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -79,7 +79,8 @@ class WeightGradients:
     Outside of `collect` weight gradients are added at once, as by a plain backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool = False) -> None:
+        self.compiled = compiled
         self._queues: dict[Hashable, deque[_Item]] = {}
         self._collecting: deque[_Item] | None = None
 
@@ -128,7 +129,7 @@ class WeightGradients:
             self._collecting.append(item)
 
 
-def defer(modules: Iterable[nn.Module]) -> WeightGradients:
+def defer(modules: Iterable[nn.Module], compiled: bool = False) -> WeightGradients:
     """Make the nn.Linear layers and experts under these modules queue their weight gradients, in
     place.
 
@@ -136,12 +137,15 @@ def defer(modules: Iterable[nn.Module]) -> WeightGradients:
     replaced. Subclasses of nn.Linear and experts whose `multiply` is not `grouped_product`, which
     compute something else (float8), are left alone.
 
+    Args:
+        compiled: whether torch.compile may trace these modules. They refuse it otherwise, since
+            graphs of inductor without COMPILE_OPTIONS would give wrong gradients.
     Returns:
         The queues, for one pipeline stage.
     Raises:
         ValueError: a forward or a product has been replaced before, as by a second `defer`.
     """
-    gradients = WeightGradients()
+    gradients = WeightGradients(compiled)
     for module in {m: None for root in modules for m in root.modules()}:
         if type(module) is nn.Linear:
             _replace(module, "forward", _LinearLayer(module, gradients).forward)
@@ -183,7 +187,7 @@ class _LinearLayer:
     def forward(self, input: Tensor) -> Tensor:
         """nn.Linear.forward."""
         weight, bias = self.module.weight, self.module.bias
-        if not _puts_off(input, weight):
+        if not _puts_off(input, weight, self.site):
             return F.linear(input, weight, bias)
         if isinstance(weight, DTensor):
             return _split_linear(input, weight, bias, self.site.number)
@@ -201,14 +205,22 @@ class _ExpertLayer:
     def product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
         """Of experts: by this rank's part, as `own` gives it."""
         weight = self.module.own(name)
-        if not _puts_off(x, weight):
+        if not _puts_off(x, weight, self.sites[name]):
             return grouped_product(x, weight, offsets)
         return _Grouped.apply(x, weight.detach(), offsets, self.sites[name].number)  # type: ignore[return-value]
 
 
-def _puts_off(x: Tensor, weight: Tensor) -> bool:
+def _puts_off(x: Tensor, weight: Tensor, site: _Site) -> bool:
     """An input that needs no gradient has no I: its weight gradient is all of B."""
-    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+    if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+        return False
+    if torch.compiler.is_compiling() and not site.gradients.compiled:
+        raise RuntimeError(
+            "inductor would overwrite what deferred weight gradients still need; call "
+            "defer(..., compiled=True) and compile with "
+            "options=dtron.parallelisms.deferred.COMPILE_OPTIONS"
+        )
+    return True
 
 
 # An operator takes tensors and numbers, no objects, hence a table of the process. It changes only
@@ -284,8 +296,7 @@ def _call(grad: Tensor) -> Tensor:
     return torch.empty(0, device=grad.device)
 
 
-@torch.library.custom_op("dtron::linear_input_gradient", mutates_args=())
-def linear_input_gradient(
+def run_linear_input_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, call: Tensor
 ) -> Tensor:
     """Gradient of a linear's input; hands (grad, x) to the queue of the linear's stage.
@@ -307,14 +318,17 @@ def linear_input_gradient(
     return (rows @ weight).view(x.shape)
 
 
+linear_input_gradient = torch.library.custom_op(
+    "dtron::linear_input_gradient", run_linear_input_gradient, mutates_args=()
+)
+
+
 @linear_input_gradient.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, call: Tensor) -> Tensor:
-    _refuse_buffer_reuse()
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("dtron::grouped_input_gradient", mutates_args=())
-def grouped_input_gradient(
+def run_grouped_input_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor, call: Tensor
 ) -> Tensor:
     """Gradient of the rows of `grouped_product`, likewise.
@@ -333,28 +347,16 @@ def grouped_input_gradient(
     return grouped_product(grad, weight.transpose(-2, -1), offsets)
 
 
+grouped_input_gradient = torch.library.custom_op(
+    "dtron::grouped_input_gradient", run_grouped_input_gradient, mutates_args=()
+)
+
+
 @grouped_input_gradient.register_fake
 def _(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor, call: Tensor
 ) -> Tensor:
-    _refuse_buffer_reuse()
     return x.new_empty(x.shape)
-
-
-def _refuse_buffer_reuse() -> None:
-    """Stop inductor, which runs this while it lowers the graph, from silently wrong gradients."""
-    if "torch._inductor.graph" not in sys.modules:
-        return
-    from torch._inductor import config
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
-
-    wrong = [name for name, value in COMPILE_OPTIONS.items() if getattr(config, name) != value]
-    if wrong and isinstance(V.graph, GraphLowering):
-        raise RuntimeError(
-            f"inductor's {' and '.join(wrong)} would overwrite what deferred weight gradients "
-            "still need; compile with options=dtron.parallelisms.deferred.COMPILE_OPTIONS"
-        )
 
 
 @torch.no_grad()

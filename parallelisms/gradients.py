@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dtron.config import DEGREES
 from dtron.parallelisms.mesh import Mesh, axes_of
+from dtron.torch_internals import norms
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -34,9 +35,12 @@ def flatten(gradients: Sequence[Tensor]) -> Tensor:
 
 def unflatten_(gradients: Sequence[Tensor], flat: Tensor) -> None:
     """Write back what `flatten` gave, after the collective."""
-    parts = flat.split([gradient.numel() for gradient in gradients])
-    views = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
-    torch._foreach_copy_(list(gradients), views)
+    sizes = [gradient.numel() for gradient in gradients]
+    if all(gradient.is_contiguous() for gradient in gradients):  # by one kernel
+        torch.split_with_sizes_copy(flat, sizes, out=[g.view(-1) for g in gradients])
+        return
+    for gradient, part in zip(gradients, flat.split(sizes), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 @torch.no_grad()
@@ -76,8 +80,7 @@ def global_norm(
     gradients = local_gradients(p for p in counted if _owned(p, mesh))
     squares = torch.zeros((), dtype=dtype, device=mesh.device_type)
     if gradients:
-        norms = torch._foreach_norm(gradients, 2, dtype=dtype)
-        squares = torch.stack(norms).square().sum()
+        squares = torch.stack(norms(gradients, 2, dtype)).square().sum()
     dist.all_reduce(squares)
     return squares.sqrt()
 

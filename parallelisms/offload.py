@@ -24,8 +24,8 @@ Memory is reused only when its copies are done. On the device `_Copies` holds it
 computation waits for them; on the host a buffer's next copy waits for its last one, and torch's
 allocator of pinned memory waits for copies from and into what is given up.
 
-Private names used, tested with torch 2.11 and 2.13: of torch.utils.checkpoint
-_CachingTorchDispatchMode.storage, whose entries have `val` and `get_val`; AsyncCollectiveTensor.
+Undocumented, tested with torch 2.11, 2.13 and 2.15: the cache of selective recomputation is
+`storage` of the context that torch.utils.checkpoint makes; its entries have `val` and `get_val`.
 
 Source: Ren et al., ZeRO-Offload, arXiv:2101.06840; Rajbhandari et al., ZeRO-Infinity,
 arXiv:2104.07857; torch.autograd.graph.saved_tensors_hooks.
@@ -42,12 +42,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from dtron.errors import ConfigError
+from dtron.parallelisms.functional_collectives import is_pending
+from dtron.parallelisms.placement import leaves
+from dtron.torch_internals import version
 
 SMALLEST = 2**20
 """Storages of fewer bytes stay on the device: a copy costs more than its memory is worth."""
@@ -228,11 +228,11 @@ class _Storage:
         self.buffer: Buffer | None = None
         """Its copy on the host."""
         self._tensor: Tensor | None = tensor.detach()  # shares the version counter
-        self._version = tensor._version
+        self._saved_at = version(tensor)
 
     def check(self) -> None:
         """As autograd does for what it saves itself."""
-        if self._tensor is not None and self._tensor._version != self._version:
+        if self._tensor is not None and version(self._tensor) != self._saved_at:
             raise RuntimeError(
                 f"a tensor {tuple(self._tensor.shape)} that a block saved for its backward was "
                 "modified in place afterwards"
@@ -366,9 +366,9 @@ class Offload:
 
     def _pack(self, tensor: Any) -> Any:
         """What to save instead of a tensor: itself, if it stays, or a call that gives it back."""
-        if isinstance(tensor, AsyncCollectiveTensor):
+        if is_pending(tensor):
             return self._pack(tensor.trigger_wait())
-        if is_traceable_wrapper_subclass(tensor):
+        if _wraps(tensor):
             names, context = tensor.__tensor_flatten__()
             parts = {name: self._pack(getattr(tensor, name)) for name in names}
             if not any(isinstance(part, functools.partial) for part in parts.values()):
@@ -478,16 +478,34 @@ def _entries(cache: Mapping[Any, Any]) -> Iterator[Any]:
     """The cached values: lists by operator in torch 2.11, numbered in 2.13."""
     for values in cache.values():
         numbered = values.values() if isinstance(values, Mapping) else values
-        yield from (leaf for leaf in tree_leaves(list(numbered)) if hasattr(leaf, "val"))
+        yield from (leaf for leaf in leaves(list(numbered)) if hasattr(leaf, "val"))
 
 
 def _held_by_others(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     """Addresses of storages of the block's parameters and buffers, and of inputs that are leaves of
     the graph: whoever made those holds them, as a pipeline does a stage's input."""
-    inputs = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-    # Or a view of a leaf, which is how FSDP hands inputs on.
-    leaves = (x for x in inputs if (x if x._base is None else x._base).is_leaf)
-    return _addresses([*block.parameters(), *block.buffers(), *leaves])
+    inputs = (x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and _is_of_leaf(x))
+    return _addresses([*block.parameters(), *block.buffers(), *inputs])
+
+
+def _is_of_leaf(x: Tensor) -> bool:
+    """Whether x is a leaf, or a view of one: FSDP hands inputs on through functions that return
+    views of them, one for each unit that begins with this block."""
+    node, output = x.grad_fn, x.output_nr
+    for _ in range(_UNITS):
+        if node is None:
+            return True
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            return _addresses([leaf]) == _addresses([x])
+        if output >= len(node.next_functions):
+            return False
+        node, output = node.next_functions[output]
+    return False
+
+
+_UNITS = 4
+"""At most, that begin with one block."""
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
@@ -497,11 +515,16 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 def _plain(x: Any) -> Iterator[Tensor]:
     """What a tensor is made of: itself, or its parts, of which a DTensor's mesh is none."""
-    if is_traceable_wrapper_subclass(x):
+    if _wraps(x):
         for name in x.__tensor_flatten__()[0]:
             yield from _plain(getattr(x, name))
     elif isinstance(x, Tensor):
         yield x
+
+
+def _wraps(x: Any) -> bool:
+    """Whether x is a tensor made of others."""
+    return hasattr(type(x), "__tensor_flatten__")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ Rows are data that `parallelisms/tensor.py` acts on. Placements are those of DTe
 Shard(1) is "split along the sequence", Shard(-1) "along features", Replicate "whole on each rank".
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dtron.errors import PlacementError, nearest
@@ -23,12 +24,14 @@ __all__ = [
     "Replicate",
     "Row",
     "Shard",
+    "Style",
     "Unit",
     "change_argument",
     "colwise",
     "experts",
     "first_tensor",
     "heads",
+    "leaves",
     "matches",
     "prepare_input",
     "prepare_output",
@@ -79,13 +82,26 @@ def present(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Row:
-    """How one module splits. Made by the functions below; torch's ParallelStyles are rows too."""
+    """How one module splits. Made by the functions below; torch's ParallelStyles are rows too, and
+    so are `Style`s."""
 
     kind: str
     inputs: Placement | None = None
     output: Placement | None = None
     argument: int | str = 0
     split: tuple[int, ...] = ()
+
+
+class Style:
+    """How one module splits, as code: a row that a pass makes for a module. (torch's ParallelStyle
+    serves users; its subclasses would override a private method.)"""
+
+    covers_parameters = True
+    """Whether it splits the module's parameters, or its input alone."""
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Split the module over a mesh of one axis, in place."""
+        raise NotImplementedError
 
 
 def colwise(inputs: Placement = Replicate(), output: Placement = Shard(-1)) -> Row:
@@ -164,6 +180,15 @@ def whole_input(layout: Placement, argument: int | str = 0) -> Row:
 def prepare_output(layout: Placement, desired: Placement) -> Row:
     """Bring a module's local output from `layout` to `desired` (torch's PrepareModuleOutput)."""
     return Row("prepare_output", layout, desired)
+
+
+def leaves(values: Any) -> Iterator[Any]:
+    """What tuples, lists and mappings hold, however deep; None is nothing."""
+    if isinstance(values, tuple | list | Mapping):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from leaves(value)
+    elif values is not None:
+        yield values
 
 
 def change_argument(

@@ -27,11 +27,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleOutput,
@@ -43,8 +41,10 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from dtron.errors import PlacementError
 from dtron.parallelisms.async_tp import fuse
+from dtron.parallelisms.functional_collectives import is_pending
 from dtron.parallelisms.placement import (
     Row,
+    Style,
     change_argument,
     present,
     replicate,
@@ -52,7 +52,8 @@ from dtron.parallelisms.placement import (
     select_parameters,
 )
 
-Placements = Mapping[Any, Row | ParallelStyle]
+AnyRow = Row | Style | ParallelStyle
+Placements = Mapping[Any, AnyRow]
 """A row by pattern, or by tuple of patterns. A pattern that names no module may name parameters,
 such as the root's own, whose row is replicate()."""
 Replicas = Literal["backward", "step"]
@@ -66,7 +67,7 @@ _SPLIT = ("colwise", "rowwise")
 class Plan:
     """Every module of a model that a row names, checked."""
 
-    rows: dict[str, list[Row | ParallelStyle]]
+    rows: dict[str, list[AnyRow]]
     """Rows by the module's FQN, outer modules first."""
     partial: tuple[str, ...]
     """FQNs of parameters whose gradients are a part of a sum over tp on each rank."""
@@ -102,17 +103,19 @@ def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
     return Plan(rows, tuple(partial), frozenset(covered))
 
 
-def _kind(row: Row | ParallelStyle) -> str:
+def _kind(row: AnyRow) -> str:
     if isinstance(row, Row):
         return row.kind
+    if isinstance(row, Style):
+        return "style" if row.covers_parameters else "prepare"
     return "prepare" if isinstance(row, PrepareModuleInput | PrepareModuleOutput) else "style"
 
 
 def _expand(
     model: nn.Module, placements: Placements
-) -> tuple[dict[str, list[Row | ParallelStyle]], dict[str, str]]:
+) -> tuple[dict[str, list[AnyRow]], dict[str, str]]:
     """(rows by the FQN of a module, kind of row by the FQN of a parameter named by itself)."""
-    rows: dict[str, list[Row | ParallelStyle]] = {}
+    rows: dict[str, list[AnyRow]] = {}
     own: dict[str, str] = {}
     for unit, row in placements.items():
         for pattern in (unit,) if isinstance(unit, str) else unit:
@@ -142,9 +145,7 @@ def _refuse_uncovered(model: nn.Module, covered: Mapping[str, str]) -> None:
         )
 
 
-def _refuse_shared_otherwise(
-    model: nn.Module, rows: Mapping[str, Sequence[Row | ParallelStyle]]
-) -> None:
+def _refuse_shared_otherwise(model: nn.Module, rows: Mapping[str, Sequence[AnyRow]]) -> None:
     """A parameter that two modules share is split alike in both, in one stage or in two."""
     split: dict[int, tuple[str, str]] = {}
     for name, module in model.named_modules():
@@ -224,26 +225,28 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str, str]
     return [found for found in places.values() if len(found) > 1]
 
 
-def _apply_row(
-    module: nn.Module, mesh: DeviceMesh, row: Row | ParallelStyle, replicas: Replicas
-) -> None:
+def _apply_row(module: nn.Module, mesh: DeviceMesh, row: AnyRow, replicas: Replicas) -> None:
     if isinstance(row, Row) and row.split:
         _cut_arguments(module, mesh, row)
     if hasattr(module, "head_shard") and isinstance(row, Row) and row.kind == "heads":
         module.head_shard = mesh.get_local_rank()  # type: ignore[assignment]
     own = any(True for _ in module.parameters())
     style = _style(row, module, own and replicas == "backward")
-    if style is not None:
+    if isinstance(style, Style):
+        style.apply(module, mesh)
+    elif style is not None:
         # Ranks hold equal weights, or none yet: each cuts its own part, without communication.
         parallelize_module(module, mesh, style, src_data_rank=None)
 
 
-def _style(row: Row | ParallelStyle, module: nn.Module, distribute: bool) -> ParallelStyle | None:
-    """torch's style for a row; None where the module works on plain local tensors as it is."""
-    if isinstance(row, ParallelStyle):
+def _style(row: AnyRow, module: nn.Module, distribute: bool) -> Style | ParallelStyle | None:
+    """The style of a row; None where the module works on plain local tensors as it is."""
+    if not isinstance(row, Row):
         return row
     if row.kind == "colwise":
-        return _Colwise(input_layouts=row.inputs, output_layouts=row.output)
+        assert row.inputs is not None
+        assert row.output is not None
+        return _Colwise(row.inputs, row.output)
     if row.kind == "rowwise":
         lookup = isinstance(module, nn.Embedding)
         return RowwiseParallel(
@@ -266,40 +269,69 @@ def _style(row: Row | ParallelStyle, module: nn.Module, distribute: bool) -> Par
     return None
 
 
-class _Colwise(ColwiseParallel):
-    """ColwiseParallel of a module that may give a plain tensor too: a head that gives its loss."""
+class _Colwise(Style):
+    """torch's ColwiseParallel, of a module that may return a plain tensor too: a head that returns
+    its loss."""
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any
-    ) -> Any:
-        if not isinstance(outputs, DTensor):
-            return outputs
-        return ColwiseParallel._prepare_output_fn(
-            output_layouts, use_local_output, mod, outputs, device_mesh
-        )
+    def __init__(self, inputs: Placement, output: Placement) -> None:
+        self.inputs, self.output = inputs, output
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """See Style."""
+        inputs, output = self.inputs, self.output
+        split = Shard(1 if isinstance(module, nn.Embedding) else 0)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part = distribute_tensor(parameter, mesh, [split], src_data_rank=None)
+            setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+        def gather(_module: nn.Module, args: tuple) -> tuple:
+            return _moved(args[0], mesh, inputs, Replicate()), *args[1:]
+
+        def localize(_module: nn.Module, _args: tuple, out: Any) -> Any:
+            if not isinstance(out, DTensor):
+                return out
+            return _moved(out, mesh, out.placements[0], output).to_local()
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(localize)
 
 
-class _PrepareArgument(PrepareModuleInput):
-    """PrepareModuleInput for one argument, however many others the call has."""
+class _PrepareArgument(Style):
+    """torch's PrepareModuleInput for one argument, however many others the call has."""
+
+    covers_parameters = False
 
     def __init__(self, argument: int | str, layout: Placement, desired: Placement) -> None:
-        super().__init__(input_layouts=layout, desired_input_layouts=desired)
         self.argument, self.layout, self.desired = argument, layout, desired
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        change_argument(module, self.argument, lambda _module, x: self._moved(x, device_mesh))
-        return module
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """See Style."""
+        change_argument(module, self.argument, lambda _module, x: self.moved(x, mesh))
 
-    def _moved(self, x: Any, device_mesh: DeviceMesh) -> Any:
-        return self._prepare_input_arg(x, device_mesh, self.layout, self.desired)
+    def moved(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """What the module sees in place of x."""
+        return _moved(x, mesh, self.layout, self.desired, asynchronous=False)
 
 
 class _WholeArgument(_PrepareArgument):
     """The same, handed to the module as a plain tensor whose gradients are parts of a sum."""
 
-    def _moved(self, x: Any, device_mesh: DeviceMesh) -> Any:
-        return super()._moved(x, device_mesh).to_local(grad_placements=[Partial()])
+    def moved(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """See _PrepareArgument."""
+        whole = super().moved(x, mesh)
+        assert isinstance(whole, DTensor)
+        return whole.to_local(grad_placements=[Partial()])
+
+
+def _moved(
+    x: Tensor, mesh: DeviceMesh, layout: Placement, desired: Placement, asynchronous: bool = True
+) -> DTensor:
+    """x as a DTensor of the desired layout; a plain x is this rank's part of `layout`."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [layout], run_check=False)
+    if layout == desired:
+        return x
+    return x.redistribute(placements=[desired], async_op=asynchronous)
 
 
 def _cut_arguments(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:
@@ -357,4 +389,4 @@ def settle_outputs(model: nn.Module, compiled: Sequence[str], made: Plan) -> Non
 
 
 def _settled(_module: nn.Module, _args: Any, out: Any) -> Any:
-    return out + 0 if isinstance(out, AsyncCollectiveTensor) else out
+    return out + 0 if is_pending(out) else out

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtron.steptimes import StepTimes, _compile_cache
+from dtron.steptimes import StepTimes
+from dtron.torch_internals import compile_cache
 from tests.harness import run_ranks
 from tests.test_trainer import fit, rows, tiny
 
@@ -41,7 +42,7 @@ def test_a_graph_from_the_cache_is_counted_once(
         torch._dynamo.utils.counters.clear()
         x = torch.ones(8, requires_grad=True)
         torch.compile(lambda x: x.sin().sum())(x).backward()
-        found.append(_compile_cache())
+        found.append(compile_cache())
     assert found == [{"hits": 0, "misses": 2}, {"hits": 2, "misses": 0}]
 
 

@@ -197,7 +197,7 @@ def _torch_fused(inputs: Tensors) -> Tensors:
 def _dtron_adamw(inputs: Tensors) -> Tensors:
     parameters, gradients, firsts, squares, counts = _columns(inputs)
     scale = torch.ones((), device=parameters[0].device)
-    adamw_(parameters, gradients, firsts, squares, counts, scale, _RATES)
+    adamw_(parameters, gradients, firsts, squares, torch.stack(counts), scale, _RATES)
     return parameters
 
 

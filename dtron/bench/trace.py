@@ -47,7 +47,7 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("copies", r"multi_tensor_apply.*copy|copy_device|direct_copy"),
         ("copies", r"aten::(_foreach_)?(copy_|_to_copy|clone|cat)$"),
         ("GEMM", r"gemm|nvjet|cutlass|cublas|wgmma|xmma|splitk|triton_tem_.*mm"),
-        ("GEMM", r"aten::(mm|bmm|addmm|baddbmm|_scaled_mm|_grouped_mm)(_out)?$"),
+        ("GEMM", r"aten::(mm|bmm|addmm|baddbmm|_(scaled_)?(grouped_)?mm(_v2)?)(_out)?$"),
     )
 )
 # A phase decides where the name gives one of these.

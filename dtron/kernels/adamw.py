@@ -15,6 +15,7 @@ formula in torch elsewhere.
 Sources: AdamW, arXiv:1711.05101; bfloat16 moments, DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,30 @@ class Rates:
     weight_decay: float
 
 
+class Counts:
+    """Counts of several tensors as one tensor, so that one addition serves all."""
+
+    def __init__(self) -> None:
+        self._members: list[Tensor] = []
+        self._all = torch.empty(0)
+
+    def together(self, members: list[Tensor]) -> Tensor:
+        """(n,), of which the members, scalars, are views from now on; their values stay. The same
+        members, as in most steps, give the same tensor."""
+        known = self._members
+        if len(known) != len(members) or any(map(operator.is_not, known, members)):
+            self._all, self._members = torch.stack(members), list(members)
+            for member, own in zip(members, self._all.unbind(), strict=True):
+                member.set_(own)  # type: ignore[call-overload]
+        return self._all
+
+
 def adamw_(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     firsts: Sequence[Tensor],
     seconds: Sequence[Tensor],
-    steps: Sequence[Tensor],
+    steps: Tensor,
     scale: Tensor,
     rates: Rates,
 ) -> None:
@@ -51,16 +70,14 @@ def adamw_(
         gradients: of the same shapes.
         firsts: m, in any floating dtype.
         seconds: v, likewise.
-        steps: updates so far, float32 scalars on the device.
+        steps: float32 (n,), updates so far of each parameter.
         scale: factor of all gradients, a float32 scalar on the device.
     """
     if not parameters:
         return
     # Elements are matched by their place in memory.
     assert all(x.is_contiguous() for x in (*parameters, *gradients))
-    taken = scale.isfinite()
-    # A list of one tensor: of a scalar tensor alone torch would ask the host for its value.
-    torch._foreach_add_(list(steps), [taken.float()] * len(steps))
+    steps += scale.isfinite()
     tables = _corrections(steps, scale, rates)
     update = _triton if parameters[0].is_cuda else _reference
     columns = (parameters, gradients, firsts, seconds, tables.unbind())
@@ -68,10 +85,10 @@ def adamw_(
         update(p, g, m, v, scalars, rates)
 
 
-def _corrections(steps: Sequence[Tensor], scale: Tensor, rates: Rates) -> Tensor:
+def _corrections(steps: Tensor, scale: Tensor, rates: Rates) -> Tensor:
     """(n, 3) float32: scale, lr / (1 - b1^t), 1 / sqrt(1 - b2^t) of every tensor. The powers are
     float64: 1 - b^t loses digits."""
-    t = torch.stack(list(steps)).double()
+    t = steps.double()
     first, second = (1 - beta**t for beta in (rates.beta1, rates.beta2))
     return torch.stack([scale.expand_as(t), rates.lr / first, second.rsqrt()], dim=1).float()
 

@@ -59,8 +59,9 @@ WINDOW: Mapping[str, float] = {"cuda": 0.02, "cpu": 0.002}
 """Seconds of work alone; of collectives twice as many."""
 REPEATS = 3
 _CALLS = range(8, 301)
-_HELD = 10**8
-"""Cycles that a GPU waits, 50 ms, in which the host queues a window."""
+_HELD = (8192, 40)
+"""Rows of square matrices in bfloat16, and products of them that keep a GPU busy for 50 ms or more,
+in which the host queues a window."""
 
 Call = Callable[[], Any]
 Marks = list[float]
@@ -215,7 +216,7 @@ def _on_streams(
     work: Call, calls: int, send: Call | None, sends: int, device: torch.device
 ) -> tuple[Marks, Marks]:
     own, other = torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1)
-    torch.cuda._sleep(_HELD)
+    _hold(device)
     gate = _mark(own)
     other.wait_event(gate)
     lanes = ((own, work, calls), (other, send, sends))
@@ -230,6 +231,15 @@ def _on_streams(
     torch.cuda.synchronize(device)
     first, second = ([gate.elapsed_time(mark) / 1e3 for mark in lane] for lane in marks)
     return first, second
+
+
+def _hold(device: torch.device) -> None:
+    """Keep the current stream busy for a while."""
+    rows, products = _HELD
+    x = torch.zeros(rows, rows, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    for _ in range(products):
+        torch.mm(x, x, out=out)
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -12,9 +12,8 @@ What cannot be as on a GPU, and what stands in for it:
     experts         get the rows of even loads, since nothing tells the host how many come
     documents       each sequence is one
 
-Private names of torch used, tested with 2.11 and 2.13: FakeStore, those of fake_tensor, of FSDP's
-states `_fsdp_param_group`, `fsdp_params` and `all_gather_outputs`, `CustomOpDef._init_fn`,
-`_current_graph_task_id`.
+Private names of FSDP2 used, tested with torch 2.11 and 2.13: `_fsdp_param_group`, `fsdp_params` and
+`all_gather_outputs` of its states.
 """
 
 import contextlib
@@ -30,14 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
 
 from dtron.assembly import Assembly
-from dtron.collectives import CollectiveCounter
+from dtron.collectives import CollectiveCounter, namespace_and_name
 from dtron.config import DEGREES, RunConfig
 from dtron.data import Batch
 from dtron.models.attention import Backend, Mask
@@ -45,8 +41,8 @@ from dtron.models.layers import RMSNorm
 from dtron.models.router import routers
 from dtron.optim import build_optimizer
 from dtron.parallelisms.apply import Applied, apply_passes, build_execution
-from dtron.parallelisms.context import context_attention, context_attention_backward
-from dtron.parallelisms.deferred import grouped_input_gradient, linear_input_gradient
+from dtron.parallelisms.context import run_context_attention, run_context_attention_backward
+from dtron.parallelisms.deferred import run_grouped_input_gradient, run_linear_input_gradient
 from dtron.parallelisms.expert import AllToAll
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.gradients import local_part
@@ -60,10 +56,11 @@ from dtron.parallelisms.mesh import (
     Mesh,
 )
 from dtron.parallelisms.pipeline import Pipeline
-from dtron.parallelisms.placement import first_tensor
+from dtron.parallelisms.placement import first_tensor, leaves
 from dtron.resolve import resolve
 from dtron.routing import Routing
 from dtron.step import TrainStep, share_of
+from dtron.torch_internals import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 CPU = torch.device("cpu")
 CLASSES = ("parameters", "optimizer", "gathered", "buffers", "forward", "backward", "update")
@@ -114,7 +111,7 @@ def trace(config: RunConfig, world_size: int, rank: int) -> Traced:
 
 @contextlib.contextmanager
 def _fake_group(world_size: int, rank: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -264,9 +261,8 @@ def _batch(config: RunConfig, assembly: Assembly) -> Batch:
     return share_of(batch, assembly.mesh, assembly.context, assembly.model.mtp)
 
 
-def _opened(operator: Any) -> Callable[..., Any]:
-    """The inside of an operator."""
-    body = operator._init_fn
+def _opened(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The inside of an operator, with arguments that it can read."""
 
     @functools.wraps(body)
     def run(*args: Any) -> Any:
@@ -286,10 +282,10 @@ def _readable(arg: Any) -> Any:
 
 
 OPENED = {
-    torch.ops.dtron.context_attention.default: _opened(context_attention),
-    torch.ops.dtron.context_attention_backward.default: _opened(context_attention_backward),
-    torch.ops.dtron.grouped_input_gradient.default: _opened(grouped_input_gradient),
-    torch.ops.dtron.linear_input_gradient.default: _opened(linear_input_gradient),
+    torch.ops.dtron.context_attention.default: _opened(run_context_attention),
+    torch.ops.dtron.context_attention_backward.default: _opened(run_context_attention_backward),
+    torch.ops.dtron.grouped_input_gradient.default: _opened(run_grouped_input_gradient),
+    torch.ops.dtron.linear_input_gradient.default: _opened(run_linear_input_gradient),
 }
 """Operators of which the trace sees the inside, for what they send or put off."""
 
@@ -333,12 +329,36 @@ class _Watch(CollectiveCounter):
         # Modules that are gathered together share a state.
         states: list[Any] = [unit._get_fsdp_state() for unit in units]  # type: ignore[attr-defined]
         self.states = list({id(state): state for state in states}.values())
-        self.updates = False
+        self.updates = self.in_backward = False
         self.peak = self.most_forward = 0
         self.at_peak: dict[str, int] = {}
+        self._entered = 0
+        """Once outside, and once more in each operator that is opened."""
         self._live: dict[int, tuple[weakref.ref, int, str]] = {}
         self._bytes: Counter[str] = Counter()
         self._total = self._gathered = 0
+
+    def __enter__(self) -> "_Watch":
+        if not self._entered:
+            self._plain_backward = torch.autograd.backward
+            torch.autograd.backward = self._backward
+        self._entered += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._entered -= 1
+        if not self._entered:
+            torch.autograd.backward = self._plain_backward
+
+    def _backward(self, *args: Any, **kwargs: Any) -> None:
+        """torch.autograd.backward, which Tensor.backward calls too; what it runs belongs to the
+        backward, recomputation too."""
+        self.in_backward = True
+        try:
+            self._plain_backward(*args, **kwargs)
+        finally:
+            self.in_backward = False
 
     def begin(self, held: Mapping[str, Iterable[Tensor]]) -> None:
         """Count what is there before the step, by class."""
@@ -353,8 +373,8 @@ class _Watch(CollectiveCounter):
             with self:
                 return OPENED[func](*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        space = func._schema.name.partition("::")[0]
-        for tensor in tree_leaves(result):
+        space, _ = namespace_and_name(func)
+        for tensor in leaves(result):
             if isinstance(tensor, Tensor):
                 self._add(tensor, self._class(space))
         if space == "fsdp":
@@ -370,11 +390,11 @@ class _Watch(CollectiveCounter):
             return "update"
         if space == "fsdp":
             return "buffers"
-        return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        return "backward" if self.in_backward else "forward"
 
     def _add(self, tensor: Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)  # one object as long as there is a tensor of it
         if key in self._live:
             return
         size = storage.nbytes()
@@ -394,8 +414,8 @@ class _Watch(CollectiveCounter):
             for parameter in () if group is None else group.fsdp_params:
                 for tensor in parameter.all_gather_outputs:
                     storage = tensor.untyped_storage()
-                    if storage._cdata in self._live:
-                        self._forget(storage._cdata)
+                    if id(storage) in self._live:
+                        self._forget(id(storage))
                     self._gathered += storage.nbytes()
 
     def _forget(self, key: int) -> None:

@@ -23,31 +23,31 @@ KERNELS = [name for name, recipe in RECIPES.items() if recipe.kernel == "scaled_
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def skip_what_this_cpu_lacks(name: str) -> None:
-    """torch 2.11 has whole scales only, on CPUs."""
-    if torch.__version__ < "2.12" and not RECIPES[name].output.left.whole:
-        pytest.skip("torch 2.11 multiplies rows with scales of their own on GPUs only")
+def skip_what_this_cpu_lacks() -> None:
+    """torch 2.11 has scaled_mm on GPUs only."""
+    if torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no scaled_mm on CPUs")
 
 
 class Demands(TorchDispatchMode):
-    """Checks calls of torch._scaled_mm by what cuBLASLt demands, of which a CPU is less strict."""
+    """Checks calls of scaled_mm by what cuBLASLt demands, of which a CPU is less strict."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fast: list[bool] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._scaled_mm.default:
-            a, b, scale_a, scale_b, *rest = args
-            (m, s), (_, p) = a.shape, b.shape
-            assert (a.stride(), b.stride()) == ((s, 1), (1, s))  # row-major times column-major
+        if func is torch.ops.dtron.float8_product.default:
+            a, b, scale_a, scale_b, _, fast = args
+            (m, s), (p, _) = a.shape, b.shape
+            assert (a.stride(), b.stride()) == ((s, 1), (s, 1))  # b is transposed: column-major
             assert s % 16 == p % 16 == 0
             assert not a.dtype == b.dtype == E5M2
             for scale in (scale_a, scale_b):
                 assert scale.dtype == torch.float32
                 assert scale.is_contiguous()
             assert (scale_a.shape, scale_b.shape) in (((1, 1), (1, 1)), ((m, 1), (1, p)))
-            self.fast.append(len(rest) > 3 and rest[3])  # defaults are left out
+            self.fast.append(fast)
         return func(*args, **(kwargs or {}))
 
 
@@ -56,7 +56,7 @@ class Demands(TorchDispatchMode):
 def test_kernels_give_what_emulation_gives(name: str, device: str) -> None:
     """Rounded operands are the same, sums are not in the same order."""
     if device == "cpu":
-        skip_what_this_cpu_lacks(name)
+        skip_what_this_cpu_lacks()
     recipe = RECIPES[name]
     linear, x, grad = example(torch.bfloat16)
     linear, x, grad = linear.to(device), x.to(device), grad.to(device)
@@ -74,7 +74,7 @@ def test_kernels_give_what_emulation_gives(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_any_number_of_tokens_has_an_output(name: str) -> None:
     """As sampling needs; only the gradient of the weight sums over tokens."""
-    skip_what_this_cpu_lacks(name)
+    skip_what_this_cpu_lacks()
     of = RECIPES[name].output
     torch.manual_seed(0)
     x, weight = torch.randn(7, 32).bfloat16(), torch.randn(48, 32).bfloat16()

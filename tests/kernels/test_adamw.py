@@ -30,7 +30,7 @@ def test_float32_moments_give_torchs_adamw(factor: float) -> None:
     for parameter, (_, _, m, v) in zip(theirs, ours, strict=True):
         state = {"step": torch.zeros(()), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
         other.state[parameter] = state
-    steps = [torch.zeros(()) for _ in SIZES]
+    steps = torch.zeros(len(SIZES))
     for _ in range(3):
         columns = [list(column) for column in zip(*ours, strict=True)]
         adamw_(*columns, steps, torch.tensor(factor), RATES)  # type: ignore[misc]
@@ -38,7 +38,7 @@ def test_float32_moments_give_torchs_adamw(factor: float) -> None:
             parameter.grad = factor * g
         other.step()
     torch.testing.assert_close([p for p, *_ in ours], [p.detach() for p in theirs])
-    assert [step.item() for step in steps] == [3, 3, 3, 3]
+    assert steps.tolist() == [3, 3, 3, 3]
 
 
 def test_narrow_moments_are_rounded_once() -> None:
@@ -46,7 +46,7 @@ def test_narrow_moments_are_rounded_once() -> None:
     wide, narrow = (tensors((2, 64), dtype) for dtype in (torch.float32, torch.bfloat16))
     wide[2:] = [x.float() for x in narrow[2:]]
     for p, g, m, v in (wide, narrow):
-        adamw_([p], [g], [m], [v], [torch.zeros(())], torch.ones(()), RATES)
+        adamw_([p], [g], [m], [v], torch.zeros(1), torch.ones(()), RATES)
     assert torch.equal(wide[0], narrow[0])
     for x, y in zip(wide[2:], narrow[2:], strict=True):
         assert torch.equal(x.bfloat16(), y)
@@ -58,7 +58,7 @@ def largest_difference(device: str, moments: torch.dtype, scale: float) -> float
     differences = []
     for shape, (rates, kept) in itertools.product(SIZES, ((RATES, 1), (SLOW, 0))):
         factor = torch.tensor(scale, device=device)
-        table = _corrections([torch.tensor(5.0, device=device)], factor, rates)[0]
+        table = _corrections(torch.tensor([5.0], device=device), factor, rates)[0]
         runs = []
         for update in (_triton, _reference):
             p, g, m, v = tensors(shape, moments, device)

@@ -156,7 +156,7 @@ def shard_over_data(stage: Stage, mesh, case: Case) -> None:
 
 def parallelise(stage: Stage, case: Case) -> tuple[deferred.WeightGradients, int, int]:
     """All passes, and this rank's place: (replica x shard, tp)."""
-    gradients = defer([stage])
+    gradients = defer([stage], compiled=case.backend != "eager")
     recompute(enumerate(stage.blocks), Recompute(mode=case.mode))  # type: ignore[arg-type]
     blocks: list[Block] = list(stage.blocks)  # type: ignore[arg-type]
     for block in blocks if case.backend != "eager" else ():
@@ -310,11 +310,12 @@ def test_inductor_keeps_what_is_queued_on_a_gpu():
 
 
 @pytest.mark.slow
-def test_inductor_without_the_options_is_refused():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiling_what_was_not_deferred_for_it_is_refused(backend):
     torch._dynamo.reset()
     stage = build(Case())
     defer([stage])
-    stage.blocks[0].compile(backend="inductor", fullgraph=True, dynamic=False)
+    stage.blocks[0].compile(backend=backend, fullgraph=True, dynamic=False)
     x = torch.randn(BATCH, TOKENS, DIM)
     with pytest.raises(Exception, match="COMPILE_OPTIONS"):
         stage(x).sum().backward()
@@ -343,7 +344,7 @@ def test_equal_calls_both_count(backend):
     module, x = Twice(), torch.randn(3, DIM, requires_grad=True)
     plain = copy.deepcopy(module)
     plain(x).sum().backward()
-    gradients = defer([module])
+    gradients = defer([module], compiled=backend != "eager")
     if backend != "eager":
         module.compile(backend=backend, fullgraph=True)
     with gradients.collect("only"):
@@ -379,7 +380,7 @@ def test_experts_gradients_equal_a_plain_backward(backend, dtype):
     plain = copy.deepcopy(module)
     for x in micro_batches:
         plain(x.clone().requires_grad_()).sum().backward()
-    gradients = defer([module])
+    gradients = defer([module], compiled=bool(backend))
     call = module
     if backend:
         options = COMPILE_OPTIONS if backend == "inductor" else None

@@ -113,7 +113,7 @@ def test_bytes_that_a_compiled_block_keeps(name: str, layer: int, mode: str) -> 
 def test_what_waits_for_weight_gradients(name: str, layer: int, compiled: bool) -> None:
     """Inputs of products and gradients of their results, each once, to the byte."""
     unit, inputs, _ = made(name, layer)
-    gradients = defer([unit])
+    gradients = defer([unit], compiled)
     out = (torch.compile(unit, backend=SAME) if compiled else unit)(*inputs)
     out = out[0] if isinstance(out, tuple) else out
     with gradients.collect(0):

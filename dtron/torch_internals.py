@@ -1,0 +1,57 @@
+"""What dtron uses of torch without a public name, apart from collectives, attention and FSDP.
+
+Private names, tested with torch 2.11, 2.13 and 2.15:
+
+    torch._foreach_norm                     norms of many tensors by a few kernels
+    Tensor._version                         how often a tensor was modified in place
+    torch._dynamo                           sizes that a graph takes in any number; cache statistics
+    torch._subclasses                       fake tensors
+    torch.utils._python_dispatch            modes that see every operator
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "compile_cache",
+    "mark_dynamic",
+    "norms",
+    "unset_fake_temporarily",
+    "version",
+]
+
+
+def norms(
+    tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """The norm of each tensor, scalars computed in `dtype`, by default their own.
+
+    A call for each tensor would take the host a few microseconds each, in every step.
+    """
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor's memory was modified in place."""
+    return tensor._version
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Compile one graph for all sizes of this dim."""
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def compile_cache() -> dict[str, int]:
+    """How many graphs this process found in inductor's cache, and how many not."""
+    from torch._dynamo.utils import counters  # loads the compiler
+
+    # Those of aot_autograd would count again: its hit is followed by one of each graph's code.
+    graphs = counters["inductor"]
+    return {"hits": graphs["fxgraph_cache_hit"], "misses": graphs["fxgraph_cache_miss"]}
