@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from dtron.config import RunConfig, choices, fields
 from dtron.errors import ArgumentParser, ConfigError, DtronError, nearest
+from dtron.versions import warn_untested
 
 _GRACE_SECONDS = 10
 _CLOSED = 141
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the arguments say; returns the exit status."""
     try:
         options = _parser().parse_intermixed_args(arguments)
+        warn_untested()
         config = RunConfig.load(options.config, options.overrides)
         if options.dry_run:
             from dtron.plan.command import dry_run  # after --help, which needs no torch
@@ -45,6 +47,8 @@ def commands(arguments: Sequence[str] | None = None) -> int:
             return 0 if words else 2
         if words[0] not in COMMANDS:
             raise ConfigError(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)}")
+        if words[0] != "train" and not {"-h", "--help"} & set(words):
+            warn_untested()
         return COMMANDS[words[0]][0](words[1:])
     except DtronError as error:
         return _refuse(error)

@@ -36,6 +36,7 @@ from dtron.float8.casting import Scaled, dequantize, quantize, scale_of
 from dtron.float8.linear import Float8Linear
 from dtron.float8.recipes import Cast
 from dtron.kernels.float8 import cast_plain
+from dtron.parallelisms.fsdp_internals import sharded_tensor
 from dtron.parallelisms.functional_collectives import all_gather, reduce_scatter, wait_tensor
 from dtron.parallelisms.placement import Style
 from dtron.torch_internals import norms
@@ -88,14 +89,14 @@ class _Shard:
     def __init__(self, layer: Float8Linear) -> None:
         assert isinstance(layer.weight, DTensor), "weights are sharded before they are gathered"
         self.weight, self.format = layer.weight, layer.recipe.output.right
-        self.local: Any = layer.weight._local_tensor
+        self.local: Any = sharded_tensor(layer.weight)
         self.local.fsdp_pre_all_gather = self.before
         self.local.fsdp_post_all_gather = self.after
         self.scale: Tensor | None = None
 
     def check(self) -> None:
         """The hooks are on the tensor that FSDP gathers; it would else gather float32."""
-        assert self.weight._local_tensor is self.local, "a float8 weight has been replaced"
+        assert sharded_tensor(self.weight) is self.local, "a float8 weight has been replaced"
 
     def before(self, _mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """(what is gathered, what the other side is to know)."""
@@ -120,7 +121,7 @@ class _Shard:
 
         (data,), (scale,) = outputs, metadata
         if out is not None:  # it has the same storage as before
-            local: Any = out._local_tensor if isinstance(out, DTensor) else out
+            local: Any = sharded_tensor(out) if isinstance(out, DTensor) else out
             local._scale = scale
             return None
         weight = Float8TrainingTensor(

@@ -2,12 +2,15 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from dtron import cli, versions
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"dtron": "dtron", "models": "dtron.models"}
@@ -26,23 +29,30 @@ ALLOWED = {
         "dtron.parallelisms.placement",
         "dtron.files",
         "dtron.tensorfile",
+        "dtron.torch_internals",
     },
     "dtron.files": {"dtron.errors", "dtron.remote"},
     "dtron.remote": {"dtron.errors"},
     "dtron.writer": {"dtron.remote"},
     "dtron.tensorfile": {"dtron.writer"},
+    "dtron.torch_internals": set(),
+    "dtron.versions": set(),
     "dtron.parallelisms": {
         "dtron.parallelisms",
         "dtron.config",
         "dtron.kernels",
         "dtron.errors",
+        "dtron.torch_internals",
     },
     "dtron.float8": {
         "dtron.float8",
         "dtron.parallelisms.async_tp",
+        "dtron.parallelisms.fsdp_internals",
+        "dtron.parallelisms.functional_collectives",
         "dtron.parallelisms.placement",
         "dtron.kernels",
         "dtron.errors",
+        "dtron.torch_internals",
     },
     "dtron.faults": {
         "dtron.faults",
@@ -161,3 +171,156 @@ def test_help_lists_every_key() -> None:
     assert result.returncode == 0, result.stderr
     assert "parallel.dp_shard = -1" in result.stdout
     assert "train.steps = 100" in result.stdout
+
+
+# -- torch -----------------------------------------------------------------------------------------
+
+# Private names of torch, by file; ARCHITECTURE.md says what each is for.
+PRIVATE = {
+    "dtron/kernels/attention.py": {
+        "_flash_attention_backward",
+        "_flash_attention_forward",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
+    },
+    "dtron/torch_internals.py": {
+        "_dynamo",
+        "_foreach_norm",
+        "_python_dispatch",
+        "_subclasses",
+        "_version",
+    },
+    "parallelisms/fsdp_internals.py": {
+        "_fsdp_param_group",
+        "_is_root",
+        "_post_accumulate_grad_hooks",
+        "_root_post_backward_final_callback",
+    },
+    "parallelisms/functional_collectives.py": {"_c10d_functional", "_symmetric_memory"},
+}
+MOST_NAMES, MOST_FILES = 15, 5
+OF_OTHERS = {
+    "_current_frames": "sys",
+    "_data": "torchao's tensor of float8 weights",
+    "_exit": "os",
+    "_fingerprint": "datasets",
+    "_replace": "typing.NamedTuple",
+    "_scale": "torchao's tensor of float8 weights",
+}
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """Functions, classes, variables, and attributes that a class sets on itself."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            found |= {node.attr} if of_self else set()
+    return found
+
+
+def used_names(tree: ast.AST) -> set[str]:
+    """Private names in imports from torch, accessed attributes, and strings that name attributes or
+    modules of torch; whose attributes they are is not known here."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [f"torch.{node.attr}"]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            by_name = node.func.id in BY_NAME and len(node.args) > 1
+            names = [f"torch.{getattr(node.args[1], 'value', '')}"] if by_name else []
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)+", str(node.value)):
+            names = [str(node.value)]
+        else:
+            continue
+        parts = [name.split(".") for name in names]
+        found |= {part for own in parts if own[0] == "torch" for part in own if is_private(part)}
+    return found
+
+
+def test_private_names_of_torch_are_few_and_known() -> None:
+    files = [file for file in MODULES.values() if file.suffix == ".py"] + [ROOT / "train.py"]
+    trees = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
+    ours = set().union(OF_OTHERS, *map(defined_names, trees.values()))
+    found = {file: used_names(tree) - ours for file, tree in trees.items()}
+    assert {file: names for file, names in found.items() if names} == PRIVATE
+    assert len(set().union(*PRIVATE.values())) <= MOST_NAMES
+    assert len(PRIVATE) <= MOST_FILES
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("import torch._dynamo.config", {"_dynamo"}),
+        ("from torch._C import _distributed_c10d as c10d", {"_C", "_distributed_c10d"}),
+        ("from torch.distributed import _functional_collectives", {"_functional_collectives"}),
+        ("torch._foreach_add_(x)", {"_foreach_add_"}),
+        ("state = module._fsdp_param_group", {"_fsdp_param_group"}),
+        (
+            "hooks = getattr(parameter, '_post_accumulate_grad_hooks', None)",
+            {"_post_accumulate_grad_hooks"},
+        ),
+        ("'torch._inductor.graph' in sys.modules", {"_inductor"}),
+        ("x.__tensor_flatten__()", set()),
+        ("from flash_attn.cute.interface import _flash_attn_fwd", set()),
+    ],
+)
+def test_private_names_are_found(code: str, names: set[str]) -> None:
+    assert used_names(ast.parse(code)) == names
+
+
+def test_private_names_are_listed_where_they_are_used_and_in_architecture() -> None:
+    listed = (ROOT / "ARCHITECTURE.md").read_text()
+    for file, names in PRIVATE.items():
+        header = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
+        assert "torch 2.11, 2.13 and 2.15" in header, file
+        for name in names:
+            assert name in header, f"{file}: {name}"
+            assert name in listed, name
+
+
+def test_pyproject_pins_the_tested_versions_of_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest, newest = versions.TORCH
+    major, _, minor = newest.partition(".")
+    assert f"torch>={oldest},<{major}.{int(minor) + 1}" in project["dependencies"]
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.1", "2.15.0"])
+def test_a_tested_torch_needs_no_warning(version: str) -> None:
+    assert versions.untested(version) == ""
+
+
+@pytest.mark.parametrize("version", ["2.10.2", "2.16.0", "3.0.0a0+git1234"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_another_torch_starts_with_one_line(
+    version: str,
+    rank: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """On the first rank, whatever the command does next: here it finds no config."""
+    monkeypatch.setattr(versions, "installed", lambda _: version)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(cli, "_GRACE_SECONDS", 0)
+    missing = ["--config", "missing.toml"]
+    for run in (lambda: cli.main(missing), lambda: cli.commands(["plan", *missing])):
+        assert run() == 1
+        lines = capfd.readouterr().err.splitlines()
+        release = version.partition("+")[0]
+        line = f"warning: torch {release} is not tested with dtron (2.11 to 2.15); continuing"
+        assert lines.count(line) == (rank == "0")
+        assert sum("warning" in each for each in lines) == (rank == "0")

@@ -18,6 +18,10 @@ Segments: int32 (2, n + 1), for B = 1. Row 0 says where each segment's queries b
 its keys; queries of one segment see keys of the same segment only, and `causal` aligns each at its
 end. A segment may lack queries, or keys: queries without keys give out = 0 and lse = -inf.
 
+Private names, tested with torch 2.11, 2.13 and 2.15: the operators of torch.ops.aten whose backward
+can be called by itself, `_flash_attention_forward`, `_flash_attention_backward`,
+`_scaled_dot_product_cudnn_attention` and `_scaled_dot_product_cudnn_attention_backward`.
+
 Source: FlashAttention, arXiv:2205.14135; ring attention, arXiv:2310.01889.
 """
 

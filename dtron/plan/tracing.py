@@ -11,9 +11,6 @@ What cannot be as on a GPU, and what stands in for it:
     compiled code   runs eagerly
     experts         get the rows of even loads, since nothing tells the host how many come
     documents       each sequence is one
-
-Private names of FSDP2 used, tested with torch 2.11 and 2.13: `_fsdp_param_group`, `fsdp_params` and
-`all_gather_outputs` of its states.
 """
 
 import contextlib
@@ -29,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dtron.assembly import Assembly
@@ -45,6 +41,7 @@ from dtron.parallelisms.context import run_context_attention, run_context_attent
 from dtron.parallelisms.deferred import run_grouped_input_gradient, run_linear_input_gradient
 from dtron.parallelisms.expert import AllToAll
 from dtron.parallelisms.fsdp import DTYPES, Policy
+from dtron.parallelisms.fsdp_internals import gathered_buffers, parameter_groups
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.initialize import materialize
 from dtron.parallelisms.mesh import (
@@ -325,10 +322,7 @@ class _Watch(CollectiveCounter):
 
     def __init__(self, axis_of_group: dict[str, str], parts: Iterable[nn.Module]) -> None:
         super().__init__(axis_of_group)
-        units = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
-        # Modules that are gathered together share a state.
-        states: list[Any] = [unit._get_fsdp_state() for unit in units]  # type: ignore[attr-defined]
-        self.states = list({id(state): state for state in states}.values())
+        self.groups = [group for part in parts for group in parameter_groups(part)]
         self.updates = self.in_backward = False
         self.peak = self.most_forward = 0
         self.at_peak: dict[str, int] = {}
@@ -409,14 +403,11 @@ class _Watch(CollectiveCounter):
 
     def _look_at_gathered(self) -> None:
         self._gathered = 0
-        for state in self.states:
-            group = state._fsdp_param_group
-            for parameter in () if group is None else group.fsdp_params:
-                for tensor in parameter.all_gather_outputs:
-                    storage = tensor.untyped_storage()
-                    if id(storage) in self._live:
-                        self._forget(id(storage))
-                    self._gathered += storage.nbytes()
+        for tensor in gathered_buffers(self.groups):
+            storage = tensor.untyped_storage()
+            if id(storage) in self._live:
+                self._forget(id(storage))
+            self._gathered += storage.nbytes()
 
     def _forget(self, key: int) -> None:
         """Count a storage as gathered from now on."""

@@ -1,0 +1,30 @@
+"""The versions of torch that dtron is tested with."""
+
+import os
+import sys
+from importlib.metadata import version as installed
+
+TORCH = ("2.11", "2.15")
+"""The oldest and the newest; pyproject.toml pins the same."""
+
+
+def warn_untested() -> None:
+    """Print one line about another torch, on the first rank. Only metadata is read: importing torch
+    takes seconds."""
+    message = untested(installed("torch"))
+    if message and os.environ.get("RANK", "0") == "0":
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def untested(version: str) -> str:
+    """What to say of a version such as 2.16.0+cpu; empty if it is tested."""
+    release = version.partition("+")[0]
+    first, last = map(_minor, TORCH)
+    if first <= _minor(release) <= last:
+        return ""
+    return f"torch {release} is not tested with dtron ({' to '.join(TORCH)}); continuing"
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
