@@ -1,0 +1,92 @@
+"""Which tests the default run takes; all others get the marker `full`.
+
+A test is in the default run unless a row says otherwise. The default run keeps one representative
+of every model, mesh axis, schedule, context-parallel method, dispatcher, float8 recipe, recompute
+mode, fault and command in the documents, and all planted bugs; tests/test_selection.py holds it to
+that. Rows are the most expensive of what is left, and tests that need packages which the extra
+`test` does not bring. test_parity.py chooses its cases itself, by the settings in them.
+"""
+
+import re
+
+import pytest
+
+NONE = ""
+KEPT: dict[str, str] = {
+    # need transformers or datasets
+    "checkpoints/test_convert.py": NONE,
+    "checkpoints/test_security.py::test_a_safetensors_index_does_not_lead_out_of_its_folder": NONE,
+    "checkpoints/test_security.py::test_pickles_of_a_hugging_face_folder_are_not_loaded": NONE,
+    "data/test_data_hf.py": NONE,
+    "models/test_hf.py": NONE,
+    "models/test_moe_references.py": NONE,
+    "models/test_references.py": NONE,
+    "models/test_rope.py::test_scaling_equals_hugging_face": NONE,
+    "models/test_rope.py::test_table_equals_hugging_face": NONE,
+    "parallelisms/test_plugin.py::test_layout_equals_one_process": "^vit",
+    # start processes that import torch, again and again
+    "checkpoints/test_restarts.py": NONE,
+    "faults/test_launch.py::test_torchrun_exits_0_after_slurms_warning": NONE,
+    "faults/test_launch.py::test_torchrun_exits_0_when_it_is_warned_before_training": NONE,
+    "faults/test_launch.py::test_two_hosts_that_lose_each_other_go_on": NONE,
+    "faults/test_soak.py": NONE,
+    "plan/test_calibrate.py::test_two_hosts_of_two_ranks_are_measured": NONE,
+    # compile by inductor, or compile what others compile too
+    "float8/test_fused.py::test_compiled_blocks_share_one_graph_with_the_operators": NONE,
+    "models/test_decoder.py::test_blocks_compile_once_to_one_graph": "^gpt-override2|^deepseek_v3",
+    "models/test_decoder.py::test_blocks_compile_with_grouped_products": "mixtral",
+    "models/test_decoder.py::test_kinds_of_blocks_compile_once_each": NONE,
+    "models/test_router.py::test_recomputation_does_not_count_again": "False|selective",
+    "parallelisms/test_compile.py::test_depth_adds_no_graph": (
+        "^llama-2-tp=2-seq|^llama-2-mode=selective-offload|^mixtral-2-ep=2-seq"
+    ),
+    "parallelisms/test_deferred.py::test_inductor_keeps_what_is_queued": NONE,
+    "parallelisms/test_deferred.py::test_inductor_without_the_options_is_refused": NONE,
+    "parallelisms/test_offload.py::test_compiled_blocks": "(none|selective)-aot_eager",
+    "parallelisms/test_recompute.py::test_experts_are_chosen_once_under_inductor": NONE,
+    "parallelisms/test_symmetric_dispatch.py::test_compiled_blocks_equal_one_process": NONE,
+    "plan/test_activations.py::test_bytes_that_a_compiled_block_keeps": "^gpt|^deepseek_v3-3-sel",
+    "plan/test_activations.py::test_products_that_the_backward_computes_again": "eager|^llama",
+    "plan/test_activations.py::test_what_waits_for_weight_gradients": "eager|^mixtral",
+    "test_steptimes.py::test_a_graph_from_the_cache_is_counted_once": NONE,
+    # layouts of several ranks, of which others are like
+    "faults/test_elastic.py": "1",
+    "faults/test_guards.py::test_the_step_of_a_spike_or_of_a_nan_is_not_taken": "^one|^emb",
+    "parallelisms/test_collectives.py::test_activations_of_a_layer": "^gpt-True|^llama-False|^mix",
+    "parallelisms/test_collectives.py::test_gradients_of_replicated_parameters_are_reduced_once": (
+        "^gpt-True|^llama-False"
+    ),
+    "parallelisms/test_collectives.py::test_logits_are_never_gathered": "^gpt|^deepseek",
+    "parallelisms/test_journeys.py::test_ranks_are_those_of_a_mesh": NONE,
+    "plan/test_communication.py::test_collectives_of_a_step": "^gpt|^mixtral|-cp=2.*selective",
+    "plan/test_exact.py::test_plans_are_what_the_code_does": "^(ZBV|experts|sharded|pulled)",
+    "test_loss.py::test_no_such_tensor_in_a_step": "alone|pp",
+    "test_routing.py::test_a_mixture_walks_through_all_layouts": NONE,
+    "test_routing.py::test_checkpoint_loads_under_other_experts": "^1-",
+    "test_routing.py::test_every_layout_moves_the_biases_of_one_process": "^2-(pp|tp)=2",
+    "test_trainer.py::test_checkpoints_walk_through_all_layouts": NONE,
+    "test_trainer.py::test_copy_engines_take_the_place_of_collectives": "llama",
+    "test_trainer.py::test_every_layout_logs_the_losses_of_one_process": (
+        "^2-$|^2-pp=2|^2-loss|^4-(cp=4|tp=2|dp_replicate=4)"
+    ),
+    "test_trainer.py::test_rows_that_do_not_fit_stop_the_run": "layout0",
+}
+"""By file or test function under tests/: a pattern that ids of parameters have which stay."""
+
+ONLY_BY_NAME = ("gpu", "matrix", "soak")
+"""Markers of tests that run only where -m names the marker."""
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""All tests that pytest found, selected or not."""
+
+
+def in_default_run(nodeid: str) -> bool:
+    """Whether a test is in the default run, by its node id from the root of the repository."""
+    file, _, rest = nodeid.removeprefix("tests/").partition("::")
+    function, _, ids = rest.partition("[")
+    patterns = [KEPT[key] for key in (file, f"{file}::{function}") if key in KEPT]
+    return all(pattern and re.search(pattern, ids.removesuffix("]")) for pattern in patterns)
+
+
+def only_by_name(item: pytest.Item) -> set[str]:
+    """The markers of ONLY_BY_NAME that a test has."""
+    return {marker for marker in ONLY_BY_NAME if item.get_closest_marker(marker)}
