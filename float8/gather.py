@@ -15,7 +15,7 @@ numbers stand for. They cast it by the same scale to the same numbers, so that n
 twice. Its gradient is summed and split in its own dtype.
 
 gloo moves no float8 tensors: all that travels is viewed as uint8. Private names used, tested with
-torch 2.11 and 2.13: DTensor._local_tensor, which FSDP asks for the hooks; torch._foreach_norm.
+torch 2.11 and 2.13: torch._foreach_norm.
 
 Source: torchao.float8.fsdp_utils, of whose tensor type the gathered weights are.
 """
@@ -38,6 +38,7 @@ from dtron.float8.casting import Scaled, dequantize, quantize, scale_of
 from dtron.float8.linear import Float8Linear
 from dtron.float8.recipes import Cast
 from dtron.kernels.float8 import cast_plain
+from dtron.parallelisms.fsdp_internals import sharded_tensor
 
 _c10d = torch.ops._c10d_functional
 
@@ -89,14 +90,14 @@ class _Shard:
     def __init__(self, layer: Float8Linear) -> None:
         assert isinstance(layer.weight, DTensor), "weights are sharded before they are gathered"
         self.weight, self.format = layer.weight, layer.recipe.output.right
-        self.local: Any = layer.weight._local_tensor
+        self.local: Any = sharded_tensor(layer.weight)
         self.local.fsdp_pre_all_gather = self.before
         self.local.fsdp_post_all_gather = self.after
         self.scale: Tensor | None = None
 
     def check(self) -> None:
         """The hooks are on the tensor that FSDP gathers; it would else gather float32."""
-        assert self.weight._local_tensor is self.local, "a float8 weight has been replaced"
+        assert sharded_tensor(self.weight) is self.local, "a float8 weight has been replaced"
 
     def before(self, _mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """(what is gathered, what the other side is to know)."""
@@ -121,7 +122,7 @@ class _Shard:
 
         (data,), (scale,) = outputs, metadata
         if out is not None:  # it has the same storage as before
-            local: Any = out._local_tensor if isinstance(out, DTensor) else out
+            local: Any = sharded_tensor(out) if isinstance(out, DTensor) else out
             local._scale = scale
             return None
         weight = Float8TrainingTensor(

@@ -14,7 +14,7 @@ are the same with deferral and without it.
     with gradients.collect(micro_batch):     # I
         torch.autograd.backward(output, output_gradient)
     gradients.run(micro_batch)               # W, any time later
-    fold(stage)                              # FSDP: into the sum over micro-batches
+    accumulate_gradients(stage)              # FSDP: into the sum over micro-batches
     reduce_gradients(stage, last=True)       # FSDP: what a backward with reduction does at its end
 
 torch's own split (torch.distributed.pipelining) walks the autograd graph, in which a compiled block
@@ -24,10 +24,9 @@ Under inductor, compile with `options=COMPILE_OPTIONS`: see there. From I to W t
 inputs and output gradients of all these, also of blocks that recompute. Gradients reach `.grad`
 directly, not through autograd: torch.autograd.grad and hooks on these weights do not see them.
 
-Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, of its result
-_is_root and _root_post_backward_final_callback, of a group post_backward and fsdp_params, and of
-these accumulate_unsharded_grad_if_needed, to_accumulated_grad_if_needed and _unsharded_param;
-torch._inductor.virtualized.V.
+The last two are of `fsdp_internals.py`.
+
+Private names used, tested with torch 2.11 and 2.13: torch._inductor.virtualized.V.
 
 Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
 """
@@ -43,13 +42,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from dtron.kernels.grouped import grouped_gradient, grouped_product
-from dtron.parallelisms.reduction import groups_of
 
 COMPILE_OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 """Options of torch.compile that blocks with deferred weight gradients need under inductor.
@@ -361,12 +358,12 @@ def _refuse_buffer_reuse() -> None:
 def _add_weight_gradient(item: _Item) -> None:
     """weight.grad += grad^T x, of each expert by its own rows."""
     weight, grad, x, offsets = item.weight, item.grad, item.x, item.offsets
-    if offsets is None and weight.grad is not None:
+    if offsets is None and weight.grad is not None and weight.grad.dtype == grad.dtype:
         _local(weight.grad).addmm_(grad.t(), x)
         return
     found = grad.t() @ x if offsets is None else grouped_gradient(grad, x, offsets)
     if weight.grad is None:
-        weight.grad = _like(weight, found)
+        weight.grad = _like(weight, found.to(weight.grad_dtype or found.dtype))
     else:
         _local(weight.grad).add_(found)
 
@@ -379,52 +376,3 @@ def _like(weight: Tensor, local: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def fold(module: nn.Module) -> None:
-    """Move gradients in `.grad` into FSDP's sums over micro-batches, in the dtype of reduction.
-
-    A backward without reduction does this at its end, before W; after each `run` it has to be done
-    again, or the weight gradients would add up in the dtype of computation. Parameters that no FSDP
-    unit holds keep their `.grad`. Doing it twice does no harm.
-    """
-    for group in _groups(module):
-        for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
-
-
-def reduce_gradients(module: nn.Module, last: bool) -> None:
-    """Reduce the gradients summed so far, as the end of a backward does that synchronises.
-
-    The backwards before have to be without it: `set_requires_gradient_sync(False)` and
-    `set_is_last_backward(False)`.
-
-    Under replication each reduction includes the all-reduce. FSDP can put that off to the last one,
-    but it adds up packed buffers, which do not fit each other if one reduction has gradients of
-    norms and weights and the next of weights alone: with replicas, once a step is cheaper.
-
-    Args:
-        module: the root unit, after its first forward.
-        last: no micro-batch follows in this step, so parameters are freed.
-    Raises:
-        ValueError: the module is not the root of its FSDP units.
-    """
-    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-    if not isinstance(module, FSDPModule) or not state._is_root:
-        raise ValueError("reduce_gradients needs the root FSDP unit, after its first forward")
-    fold(module)  # all gradients in one dtype, which the reduction requires
-    module.set_is_last_backward(last)
-    module.set_requires_gradient_sync(True)
-    if last:
-        module.set_reshard_after_backward(True)
-    for group in reversed(_groups(module)):
-        group.post_backward()
-    state._root_post_backward_final_callback()
-
-
-def _groups(module: nn.Module) -> list[Any]:
-    """FSDP's parameter groups of all units, in the order of the modules."""
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    return list(dict.fromkeys(group for unit in units for group in groups_of(unit)))

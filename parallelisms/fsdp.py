@@ -14,17 +14,13 @@ Gradients are *summed*: the loss is already divided by the global number of toke
 division is turned off here, in one place.
 
 What no rank shares (one GPU, tp or pp alone, experts that are one rank's) are units like all
-others, for their casts, but keep their gradients (`reduction.keep_alone`).
-
-Private names used, tested with torch 2.11 and 2.13: FSDPModule._get_fsdp_state, and of its result
-_pre_forward, _post_forward and the handles of their hooks.
+others, for their casts, but keep their gradients (`fsdp_internals.bypass_reduction`).
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,9 +30,10 @@ from torch.distributed.tensor import Shard
 
 from dtron.config import Parallel
 from dtron.parallelisms.expert import fsdp_dim
+from dtron.parallelisms.fsdp_internals import bypass_reduction, forward_hooks_on
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 from dtron.parallelisms.peer_memory import CopyEngine
-from dtron.parallelisms.reduction import AllToAllSum, CopiedAllGather, keep_alone
+from dtron.parallelisms.reduction import AllToAllSum, CopiedAllGather
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -150,18 +147,14 @@ def _shard_experts(
     neither can have communication of parameters in it.
     """
     ranks = mesh.expert_degrees["edp_shard"]
-    unit = fully_shard(
-        module,
-        mesh=mesh.sharing_experts(),
-        reshard_after_forward=reshard and ranks > 1,
-        mp_policy=precision,
-        shard_placement_fn=lambda parameter: Shard(fsdp_dim(parameter, ranks)),
-    )
-    state: Any = unit._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    block.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
-    block.register_forward_hook(state._post_forward)
+    with forward_hooks_on(block, module):
+        fully_shard(
+            module,
+            mesh=mesh.sharing_experts(),
+            reshard_after_forward=reshard and ranks > 1,
+            mp_policy=precision,
+            shard_placement_fn=lambda parameter: Shard(fsdp_dim(parameter, ranks)),
+        )
 
 
 def _data_mesh(mesh: Mesh) -> DeviceMesh:
@@ -177,7 +170,7 @@ def _communicate(
     """How units that are sharded over the mesh's last dimension are gathered and reduced."""
     for module in modules:
         if mesh.size() == 1:
-            keep_alone(module)
+            bypass_reduction(module)
         else:
             _sum_gradients(module)
     if not modules or mesh.size(mesh.ndim - 1) == 1:
@@ -185,11 +178,11 @@ def _communicate(
     if parallel.copy_engines:
         engine = _engine(mesh)
         for module in modules:
-            module.set_custom_all_gather(CopiedAllGather(engine))
+            module.set_custom_all_gather(CopiedAllGather(engine))  # type: ignore[arg-type]
     if parallel.reduce_by == "all_to_all":
         engine = _engine(mesh) if parallel.copy_engines else None  # gathers run beside reductions
         for module in modules:
-            module.set_custom_reduce_scatter(AllToAllSum(dtype, engine))
+            module.set_custom_reduce_scatter(AllToAllSum(dtype, engine))  # type: ignore[arg-type]
 
 
 def _engine(mesh: DeviceMesh) -> CopyEngine:
@@ -228,7 +221,7 @@ def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:
 
     Under replication, gradients are reduce-scattered as the policy says but all-reduced over
     dp_replicate only in the last micro-batch. (Pipeline stages whose backward is split reduce
-    otherwise: `deferred.reduce_gradients`.)
+    otherwise: `fsdp_internals.reduce_gradients`.)
     """
     model.set_requires_gradient_sync(last or policy.reduce_each_micro_batch)
     model.set_requires_all_reduce(last)

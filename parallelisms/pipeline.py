@@ -31,9 +31,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from dtron.parallelisms.actions import Action, Kind, Order
-from dtron.parallelisms.deferred import WeightGradients, fold, reduce_gradients
+from dtron.parallelisms.deferred import WeightGradients
 from dtron.parallelisms.execution import Loss, MicroBatch
 from dtron.parallelisms.fsdp import Policy, begin_micro_batch
+from dtron.parallelisms.fsdp_internals import accumulate_gradients, reduce_gradients
 from dtron.parallelisms.lowering import add_communication, add_reductions
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.placement import first_tensor
@@ -226,7 +227,7 @@ class Pipeline:
             begin_micro_batch(part, self.policy, last)
         self._differentiate(run, key)
         if split:
-            fold(self.parts[key[0]])
+            accumulate_gradients(self.parts[key[0]])
 
     def _input(self, run: _Run, key: Key) -> None:
         self._hold_reduction(self._part(key[0]))
@@ -236,7 +237,7 @@ class Pipeline:
     def _weight(self, run: _Run, key: Key) -> None:
         self._count_weight(run, key[0])
         self.deferred[key[0]].run(key[1])
-        fold(self.parts[key[0]])
+        accumulate_gradients(self.parts[key[0]])
 
     def _reduce(self, run: _Run, key: Key) -> None:
         reduce_gradients(self.parts[key[0]], last=run.weights_due[key[0]] == 0)

@@ -13,35 +13,19 @@ the same sums from half of the bytes.
 It needs gradients that are not sums of micro-batches yet, which in bfloat16 would lose digits.
 
 Either may go by copy engines (`peer_memory.py`).
-
-What one rank has alone, `keep_alone`: its gradients are the sums. FSDP would pack them into one
-buffer and copy that to another, made on a stream of its own. Packing takes the host time by bytes
-(torch._chunk_cat tells the device where each few KiB go: 8 ms for 277M gradients), and what one
-stream has allocated another cannot use. Handed over as they are, cast to the dtype of sums, they
-cost one kernel each.
-
-Private names used, tested with torch 2.11 and 2.13: FSDP's AllGather and ReduceScatter (of
-_fully_shard._fsdp_api), FSDPModule._get_fsdp_state, of its result
-_fsdp_param_group (2.11) or _fsdp_param_groups (2.13), of a group post_backward, reduce_grads and
-fsdp_params, and of these _unsharded_param, unsharded_accumulated_grad, _get_grad_inner_tensor,
-sharded_param, orig_dtype and to_sharded_dtensor; Tensor._post_accumulate_grad_hooks.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from dtron.parallelisms.peer_memory import CopyEngine
 
 
-class CopiedAllGather(AllGather):
+class CopiedAllGather:
     """For `FSDPModule.set_custom_all_gather`: the gather as copies."""
 
     def __init__(self, engine: CopyEngine) -> None:
@@ -64,7 +48,7 @@ class CopiedAllGather(AllGather):
         self._engine.all_gather(output_tensor, input_tensor)
 
 
-class AllToAllSum(ReduceScatter):
+class AllToAllSum:
     """For `FSDPModule.set_custom_reduce_scatter`; one for each module.
 
     Args:
@@ -110,53 +94,3 @@ class AllToAllSum(ReduceScatter):
             self._engine.all_to_all(received, input_tensor)
         parts = received.view(group.size(), -1)
         torch.sum(parts, dim=0, dtype=output_tensor.dtype, out=output_tensor)
-
-
-def groups_of(unit: FSDPModule) -> list[Any]:
-    """FSDP's parameter groups of one unit."""
-    state: Any = unit._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
-    groups = [state._fsdp_param_group] if several is None else several
-    return [group for group in groups if group is not None]
-
-
-def keep_alone(unit: FSDPModule) -> None:
-    """Hand a unit's gradients over where FSDP would reduce them, of a unit that no rank shares.
-
-    FSDP's hooks and factors of reductions (`set_all_reduce_hook`, `set_gradient_divide_factor`) do
-    nothing there.
-    """
-    for group in groups_of(unit):
-        group.post_backward = functools.partial(_post_backward, group, group.post_backward)
-
-
-def _post_backward(group: Any, post_backward: Callable[[], None], *_: Any) -> None:
-    """FSDP's, which adds up micro-batches, frees parameters and, told so, does not reduce."""
-    if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
-        return  # of a unit that has not been run yet
-    due, group.reduce_grads = group.reduce_grads, False
-    try:
-        post_backward()
-    finally:  # who goes on after an error, such as too little memory, still gets gradients
-        group.reduce_grads = due
-    if due:
-        for parameter in group.fsdp_params:
-            _hand_over(parameter)
-
-
-def _hand_over(parameter: Any) -> None:
-    """A gradient, of the step's micro-batches so far, to where the optimizer looks for it."""
-    whole, found = parameter._unsharded_param, parameter.unsharded_accumulated_grad
-    if found is None:
-        found, whole.grad = whole.grad, None
-    parameter.unsharded_accumulated_grad = None
-    if found is None:
-        return
-    own = parameter.sharded_param
-    local = parameter._get_grad_inner_tensor(found).to(parameter.orig_dtype).contiguous()
-    if own.grad is not None:
-        own.grad._local_tensor += local
-    else:
-        own.grad = parameter.to_sharded_dtensor(local)
-    for hook in (getattr(own, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(own)  # as FSDP does

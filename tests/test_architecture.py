@@ -40,6 +40,7 @@ ALLOWED = {
     "dtron.float8": {
         "dtron.float8",
         "dtron.parallelisms.async_tp",
+        "dtron.parallelisms.fsdp_internals",
         "dtron.parallelisms.placement",
         "dtron.kernels",
         "dtron.errors",

@@ -316,7 +316,7 @@ class _Replay:
             self._reduce_group(group, blocks, last)
 
     def _keep_group(self, group: _Group, made: list[Block], last: bool) -> None:
-        """As `dtron.parallelisms.reduction.keep_alone`."""
+        """As `dtron.parallelisms.fsdp_internals.bypass_reduction`."""
         if last or not self.keep:
             self._reshard(group)
         if group.summed and self.sums:  # added as they are

@@ -114,7 +114,7 @@ class Resolved:
     @property
     def keeps_dense(self) -> bool:
         """Whether one rank has all that is not apart alone, and so keeps its gradients
-        (`reduction.keep_alone`)."""
+        (`fsdp_internals.bypass_reduction`)."""
         return self.degrees["dp_replicate"] * self.shards == 1
 
     @property

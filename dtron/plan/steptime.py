@@ -342,7 +342,7 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     gradient is copied to where it is reduced from; one that is summed over micro-batches before is
     cast in the first of them and added in the others. What ranks share along another dim than the
     first is put together once more after a gather, and taken apart before a reduction. Gradients of
-    what one rank has alone are in no reduction (`reduction.keep_alone`): each is cast to
+    what one rank has alone are in no reduction (`fsdp_internals.bypass_reduction`): each is cast to
     float32 and added to those of the micro-batches before, or added as it is where it waits for
     the last.
     """

@@ -12,9 +12,8 @@ What cannot be as on a GPU, and what stands in for it:
     experts         get the rows of even loads, since nothing tells the host how many come
     documents       each sequence is one
 
-Private names of torch used, tested with 2.11 and 2.13: FakeStore, those of fake_tensor, of FSDP's
-states `_fsdp_param_group`, `fsdp_params` and `all_gather_outputs`, `CustomOpDef._init_fn`,
-`_current_graph_task_id`.
+Private names of torch used, tested with 2.11 and 2.13: FakeStore, those of fake_tensor,
+`CustomOpDef._init_fn`, `_current_graph_task_id`.
 """
 
 import contextlib
@@ -31,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
@@ -49,6 +47,7 @@ from dtron.parallelisms.context import context_attention, context_attention_back
 from dtron.parallelisms.deferred import grouped_input_gradient, linear_input_gradient
 from dtron.parallelisms.expert import AllToAll
 from dtron.parallelisms.fsdp import DTYPES, Policy
+from dtron.parallelisms.fsdp_internals import gathered_buffers, parameter_groups
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.initialize import materialize
 from dtron.parallelisms.mesh import (
@@ -329,10 +328,7 @@ class _Watch(CollectiveCounter):
 
     def __init__(self, axis_of_group: dict[str, str], parts: Iterable[nn.Module]) -> None:
         super().__init__(axis_of_group)
-        units = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
-        # Modules that are gathered together share a state.
-        states: list[Any] = [unit._get_fsdp_state() for unit in units]  # type: ignore[attr-defined]
-        self.states = list({id(state): state for state in states}.values())
+        self.groups = [group for part in parts for group in parameter_groups(part)]
         self.updates = False
         self.peak = self.most_forward = 0
         self.at_peak: dict[str, int] = {}
@@ -389,14 +385,11 @@ class _Watch(CollectiveCounter):
 
     def _look_at_gathered(self) -> None:
         self._gathered = 0
-        for state in self.states:
-            group = state._fsdp_param_group
-            for parameter in () if group is None else group.fsdp_params:
-                for tensor in parameter.all_gather_outputs:
-                    storage = tensor.untyped_storage()
-                    if storage._cdata in self._live:
-                        self._forget(storage._cdata)
-                    self._gathered += storage.nbytes()
+        for tensor in gathered_buffers(self.groups):
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._live:
+                self._forget(storage._cdata)
+            self._gathered += storage.nbytes()
 
     def _forget(self, key: int) -> None:
         """Count a storage as gathered from now on."""

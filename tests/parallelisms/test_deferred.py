@@ -23,7 +23,8 @@ from dtron.config import Recompute
 from dtron.kernels.grouped import grouped_product
 from dtron.models.moe import Experts
 from dtron.parallelisms import deferred
-from dtron.parallelisms.deferred import COMPILE_OPTIONS, defer, fold, reduce_gradients
+from dtron.parallelisms.deferred import COMPILE_OPTIONS, defer
+from dtron.parallelisms.fsdp_internals import accumulate_gradients, reduce_gradients
 from dtron.parallelisms.recompute import recompute
 from tests.harness import run_ranks
 from tests.models.build import small_config
@@ -195,7 +196,7 @@ def step(stage: Stage, gradients: deferred.WeightGradients, outputs, grads, case
     for key in range(case.micro_batches):
         gradients.run(key)
         assert gradients.pending(key) == 0
-        fold(stage)
+        accumulate_gradients(stage)
         last = key == case.micro_batches - 1
         if sharded and (last or case.each):
             reduce_gradients(stage, last)

@@ -15,8 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.config import Parallel
 from dtron.parallelisms import fsdp
-from dtron.parallelisms.deferred import fold, reduce_gradients
-from dtron.parallelisms.reduction import _post_backward, keep_alone
+from dtron.parallelisms.fsdp_internals import (
+    _post_backward,
+    accumulate_gradients,
+    bypass_reduction,
+    reduce_gradients,
+)
 from tests.harness import run_ranks
 from tests.parallelisms.parity import Case, parallel_run
 
@@ -61,7 +65,7 @@ def trained(model: Any, alone: bool, dtype: torch.dtype, sums: torch.dtype) -> l
     for module in units:
         unit = fully_shard(module, mesh=mesh, mp_policy=precision)
         if alone:
-            keep_alone(unit)
+            bypass_reduction(unit)
     generator, found = torch.Generator().manual_seed(1), []
     for micro_batches in (3, 1):
         for i in range(micro_batches):
@@ -105,9 +109,9 @@ def test_gradients_are_those_of_fsdp(dtype, sums):
 def of_tensor_parallel() -> tuple[int, list[str]]:
     """Units that keep their gradients, and which tensors of a step are not those of FSDP's sums."""
     case = Case("gpt", 2, Parallel(tp=2, reduce="micro_batch"), dtype="bfloat16")
-    with mock.patch.object(fsdp, "keep_alone", wraps=keep_alone) as kept:
+    with mock.patch.object(fsdp, "bypass_reduction", wraps=bypass_reduction) as kept:
         own = parallel_run(case)
-    with mock.patch.object(fsdp, "keep_alone", fsdp._sum_gradients):
+    with mock.patch.object(fsdp, "bypass_reduction", fsdp._sum_gradients):
         plain = parallel_run(case)
     kinds = ("gradients", "parameters")
     assert [own[kind].keys() for kind in kinds] == [plain[kind].keys() for kind in kinds]
@@ -131,7 +135,7 @@ def hooked(alone: bool) -> list[Tensor]:
     model, seen = Turned(), []
     unit = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     if alone:
-        keep_alone(unit)
+        bypass_reduction(unit)
     model.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(local(parameter)))
     model(torch.ones(4, DIM)).sum().backward()
     return seen
@@ -158,12 +162,12 @@ def summed_over_calls() -> tuple[Tensor, Tensor]:
     model = Turned()
     wanted = torch.zeros_like(model.bias)
     unit = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    keep_alone(unit)
+    bypass_reduction(unit)
     for last in (False, True):
         unit.set_requires_gradient_sync(False)
         unit.set_is_last_backward(False)
         model(torch.ones(4, DIM)).sum().backward()
-        fold(model)
+        accumulate_gradients(model)
         wanted += 4
         reduce_gradients(model, last=last)
     return local(model.bias), wanted
