@@ -28,6 +28,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the whole suite in a process per core; single files, and tests that need a machine for
     themselves, in one. `-n` overrides this."""
     option = config.option
+    if "PYTEST_XDIST_WORKER" in os.environ:  # this is one of the processes
+        return
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     alone = _named(config) or option.usepdb or option.collectonly
     if getattr(option, "numprocesses", 0) is None and whole and not alone:
