@@ -12,7 +12,7 @@ from dtron.models import MODELS
 from dtron.parallelisms.expert import DISPATCHERS
 from dtron.parallelisms.schedules import SCHEDULES
 from tests.parallelisms.parity import Case
-from tests.selection import COLLECTED, KEPT, only_by_name
+from tests.selection import COLLECTED, FULL_FILES, KEPT, NONE, only_by_name
 
 TESTS = Path(__file__).parent
 WHOLE = ("parallelisms/test_planted_bugs.py", "test_readme.py")
@@ -103,10 +103,15 @@ def functions(items: Iterable[pytest.Item]) -> set[str]:
 
 def test_rows_of_the_selection_are_needed(collected: list[pytest.Item]) -> None:
     """Each names tests that exist, and leaves some of them out."""
-    for start, pattern in KEPT.items():
-        ends = ("", "[", ":")  # a function's name can begin another's
-        items = [i for i in under(collected, start) if i.nodeid[len(start) + 6 :][:1] in ends]
-        left = by_default(items)
-        assert items, start
-        assert len(left) < len(items), start
-        assert bool(left) == bool(pattern), start
+    for file in FULL_FILES:
+        items = under(collected, f"{file}::")
+        assert items, file
+        assert not by_default(items), file
+    for file, functions_of in KEPT.items():
+        for function, pattern in functions_of.items():
+            start = f"{file}::{function}"
+            items = [i for i in collected if i.nodeid.partition("[")[0] == f"tests/{start}"]
+            left = by_default(items)
+            assert items, start
+            assert len(left) < len(items), start
+            assert bool(left) == (pattern != NONE), start
