@@ -7,7 +7,8 @@ The sections and their keys are in `dtron/sections.py`. What depends on several 
 import json
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -435,12 +436,18 @@ def resolve_expert_degrees(
     }
 
 
-def fields(model: type[BaseModel]) -> Iterator[tuple[str, Any, str]]:
+@cache
+def fields(model: type[BaseModel]) -> tuple[tuple[str, Any, str], ...]:
     """(dotted key, default, docstring) of every field of every section."""
-    for name, section in model.model_fields.items():
-        for key, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
-            default = field.get_default(call_default_factory=True)
-            yield f"{name}.{key}", default, " ".join((field.description or "").split())
+    return tuple(
+        (
+            f"{name}.{key}",
+            field.get_default(call_default_factory=True),
+            " ".join((field.description or "").split()),
+        )
+        for name, section in model.model_fields.items()
+        for key, field in section.annotation.model_fields.items()  # type: ignore[union-attr]
+    )
 
 
 def choices(section: str, key: str) -> tuple[Any, ...]:

@@ -46,8 +46,8 @@ def require_torchao() -> None:
     """Raises ConfigError where torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
-            "float8.all_gather needs torchao, which is not installed; run pip install "
-            "'dtron[float8]', or set float8.all_gather = false"
+            "float8.all_gather = true needs torchao, a dependency of dtron that is not installed; "
+            "run pip install torchao, or set float8.all_gather = false"
         )
 
 

@@ -1,8 +1,15 @@
-"""Options of the test suite."""
+"""Options of the test suite, which tests a run selects, and how many processes run it."""
 
+import os
 import random
 
 import pytest
+
+from tests.selection import COLLECTED, ONLY_BY_NAME, in_default_run, only_by_name
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: ranks share the cores
+
+MOST_WORKERS = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,9 +19,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seed", type=int, default=None, help="seed of --fuzz; default: random")
 
 
+def _named(config: pytest.Config) -> list[str]:
+    return [marker for marker in ONLY_BY_NAME if marker in config.option.markexpr]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the whole suite in a process per core; single files, and tests that need a machine for
+    themselves, in one. `-n` overrides this."""
+    option = config.option
+    if "PYTEST_XDIST_WORKER" in os.environ:  # this is one of the processes
+        return
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    alone = _named(config) or option.usepdb or option.collectonly
+    if getattr(option, "numprocesses", 0) is None and whole and not alone:
+        option.numprocesses = min(MOST_WORKERS, os.cpu_count() or 1)
+        option.dist = "worksteal"  # neighbours stay in one process: they share fixtures
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.fuzz_seed is None:
         config.option.fuzz_seed = random.randrange(10**6)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is not in the default run, and drop what runs only by name."""
+    config.stash[COLLECTED] = list(items)
+    for item in items:
+        if not only_by_name(item) and not in_default_run(item.nodeid):
+            item.add_marker("full")
+    absent = set(ONLY_BY_NAME) - set(_named(config))
+    dropped = [item for item in items if only_by_name(item) & absent]
+    items[:] = [item for item in items if not only_by_name(item) & absent]
+    config.hook.pytest_deselected(items=dropped)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

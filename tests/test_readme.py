@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -25,6 +27,13 @@ PAGES += [
     ROOT / "benchmarks/NOTES.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+FOLDERS = ("dtron", "models", "parallelisms", "float8")
+EXTRAS = re.compile(r"(?:dtron|['\"]\.)\[([a-z0-9,]+)\]")
+TRAIN = (
+    "pip install -e . && torchrun --standalone --nproc-per-node 2 train.py "
+    "--config configs/quickstart.toml"
+)
+TEST = "pip install -e '.[test]' && pytest"
 
 
 def commands(page: Path) -> list[str]:
@@ -86,17 +95,26 @@ def test_plan_commands_are_accepted(page: Path) -> None:
 
 def test_first_screen_has_the_two_commands() -> None:
     text = "\n".join((ROOT / "README.md").read_text().splitlines()[:22])
-    assert (
-        "pip install -e . && torchrun --standalone --nproc-per-node 2 train.py "
-        "--config configs/quickstart.toml" in text
-    )
-    assert "pip install -e '.[test]' && pytest" in text
+    assert TRAIN in text
+    assert TEST in text
 
 
 def test_architecture_is_one_page() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) <= 150
 
 
-def test_every_extra_that_errors_name_exists() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"test", "dev", "flash", "float8", "hf"} <= project["optional-dependencies"].keys()
+def test_extras_that_are_named_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    sources = [path for name in FOLDERS for path in (ROOT / name).rglob("*.py")]
+    texts = [path.read_text() for path in [*sources, *PAGES]]
+    named = {word for text in texts for found in EXTRAS.findall(text) for word in found.split(",")}
+    assert {"flash", "hf", "remote"} <= named <= extras.keys()
+
+
+def test_ci_runs_the_commands_of_the_readme() -> None:
+    script = [sys.executable, str(ROOT / ".ci/readme.py"), "command"]
+    for number, command in (("1", TRAIN), ("2", TEST)):
+        done = subprocess.run([*script, number], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == command

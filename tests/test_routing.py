@@ -12,7 +12,7 @@ from dtron.errors import ConfigError
 from dtron.models import model_config
 from dtron.resolve import check_layout
 from tests.harness import run_ranks
-from tests.test_trainer import contents, fit, rows, same_checkpoint, tiny
+from tests.test_trainer import contents, fit, name_of, rows, same_checkpoint, tiny
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -33,7 +33,6 @@ SMALL = {
     "model__override.z_loss": 0.001,
 }
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (1, {}),
     (2, {"parallel__dp_replicate": 2, "recompute__mode": "full"}),
     (2, {"parallel__pp": 2, "parallel__pp_layout": "Et|ttL"}),  # a stage without experts
     (2, {"parallel__tp": 2, "parallel__ep": 2}),
@@ -46,21 +45,27 @@ def biases(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): x for name, x in held if name.endswith("expert_bias")}
 
 
-def test_every_layout_moves_the_biases_of_one_process(tmp_path: Path) -> None:
-    wanted: list[dict] = []
-    for i, (world, changes) in enumerate(LAYOUTS):
-        run_dir = tmp_path / str(i)
-        run_ranks(world, fit, tiny(run_dir, train__steps=3, **SMALL, **changes))
-        found = rows(run_dir)
-        wanted = wanted or found
-        for row, reference in zip(found, wanted, strict=True):
-            assert {"balance_loss", "z_loss", "max_expert_load"} <= row.keys()
-            for key in ("loss", "grad_norm", "balance_loss", "z_loss", "max_expert_load"):
-                assert row[key] == pytest.approx(reference[key], rel=1e-4), (i, row["step"], key)
-        moved = biases(run_dir / "checkpoints/step-3")
-        first = biases(tmp_path / "0/checkpoints/step-3")
-        assert sorted(moved) == [f"blocks.{layer}.ffn.router.expert_bias" for layer in (1, 2)]
-        assert all(torch.equal(moved[name], first[name]) and first[name].any() for name in moved)
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of one process."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    run_ranks(1, fit, tiny(run_dir, train__steps=3, **SMALL))
+    return run_dir
+
+
+@pytest.mark.parametrize(("world", "changes"), LAYOUTS, ids=name_of)
+def test_every_layout_moves_the_biases_of_one_process(
+    tmp_path: Path, world: int, changes: dict[str, Any], one_process: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(world, fit, tiny(run_dir, train__steps=3, **SMALL, **changes))
+    for row, reference in zip(rows(run_dir), rows(one_process), strict=True):
+        assert {"balance_loss", "z_loss", "max_expert_load"} <= row.keys()
+        for key in ("loss", "grad_norm", "balance_loss", "z_loss", "max_expert_load"):
+            assert row[key] == pytest.approx(reference[key], rel=1e-4), (row["step"], key)
+    moved, first = (biases(path / "checkpoints/step-3") for path in (run_dir, one_process))
+    assert sorted(moved) == [f"blocks.{layer}.ffn.router.expert_bias" for layer in (1, 2)]
+    assert all(torch.equal(moved[name], first[name]) and first[name].any() for name in moved)
 
 
 def test_resumed_run_equals_uninterrupted_bitwise(tmp_path: Path) -> None:
@@ -101,27 +106,36 @@ def test_a_mixture_walks_through_all_layouts(tmp_path: Path) -> None:
         assert all(torch.equal(moved[name], first[name]) for name in first)
 
 
-def test_checkpoint_loads_under_other_experts(tmp_path: Path) -> None:
-    """Parameters, moments and biases of 2 x 2 ranks of experts go on over 4, and on one process."""
-    adamw = {"optim__name": "adamw", "optim__lr": 1e-3}
+ADAMW: dict[str, Any] = {"optim__name": "adamw", "optim__lr": 1e-3}
+OTHERS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (4, {"parallel__ep": 4}),
+    (4, {"parallel__dp_replicate": 2, "parallel__ep": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def split_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run with 2 x 2 ranks of experts, and a checkpoint half-way."""
+    run_dir = tmp_path_factory.mktemp("split") / "run"
     split = {"parallel__tp": 2, "parallel__ep": 2, "parallel__etp": 2}
     half = {"checkpoint__interval": 3, "checkpoint__last": False}
-    run_ranks(4, fit, tiny(tmp_path / "split", **split, **half, **adamw, **SMALL))
-    saved = {"checkpoint__resume": str(tmp_path / "split/checkpoints/step-3")}
-    others: list[tuple[int, dict[str, Any]]] = [
-        (1, {}),
-        (4, {"parallel__ep": 4}),
-        (4, {"parallel__dp_replicate": 2, "parallel__ep": 2}),
-    ]
-    wanted = rows(tmp_path / "split")
-    for i, (world, changes) in enumerate(others):
-        run_dir = tmp_path / str(i)
-        run_ranks(world, fit, tiny(run_dir, **saved, **changes, **adamw, **SMALL))
-        found = rows(run_dir)
-        assert [row["step"] for row in found] == [row["step"] for row in wanted[3:]]
-        for row, reference in zip(found, wanted[3:], strict=True):
-            for key in ("loss", "grad_norm", "max_expert_load"):
-                assert row[key] == pytest.approx(reference[key], rel=1e-4), (i, row["step"], key)
+    run_ranks(4, fit, tiny(run_dir, **split, **half, **ADAMW, **SMALL))
+    return run_dir
+
+
+@pytest.mark.parametrize(("world", "changes"), OTHERS, ids=name_of)
+def test_checkpoint_loads_under_other_experts(
+    tmp_path: Path, world: int, changes: dict[str, Any], split_experts: Path
+) -> None:
+    """Parameters, moments and biases of 2 x 2 ranks of experts go on over 4, and on one process."""
+    saved = {"checkpoint__resume": str(split_experts / "checkpoints/step-3")}
+    run_ranks(world, fit, tiny(tmp_path / "run", **saved, **changes, **ADAMW, **SMALL))
+    found, wanted = rows(tmp_path / "run"), rows(split_experts)[3:]
+    assert [row["step"] for row in found] == [row["step"] for row in wanted]
+    for row, reference in zip(found, wanted, strict=True):
+        for key in ("loss", "grad_norm", "max_expert_load"):
+            assert row[key] == pytest.approx(reference[key], rel=1e-4), (row["step"], key)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """Whole runs through the Trainer, on the embedded corpus with a tiny model."""
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import re
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import tomllib
@@ -62,8 +66,16 @@ def tiny(run_dir: Path, **changes: Any) -> RunConfig:
         for part in parts:
             table = table.setdefault(part, {})
         table[last] = value
-    values.setdefault("data", {}).setdefault("cache_dir", str(run_dir.parent / "cache"))
+    values.setdefault("data", {}).setdefault("cache_dir", corpus_cache())
     return RunConfig.of(values)
+
+
+@functools.cache
+def corpus_cache() -> str:
+    """A directory in which the embedded corpus is tokenized once for all runs of this process."""
+    directory = tempfile.mkdtemp(prefix="dtron-corpus-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
 
 
 def fit(config: RunConfig) -> None:
@@ -80,8 +92,7 @@ def losses(run_dir: Path) -> list[float]:
 
 COLUMNS = "step loss grad_norm lr tokens tokens_per_second tokens_per_second_per_device mfu"
 COLUMNS += " mfu_causal seconds memory_gib"
-LAYOUTS = [
-    (1, {}),
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (2, {"parallel__dp_replicate": 2}),
     (4, {}),
@@ -99,21 +110,37 @@ LAYOUTS = [
 ]
 
 
-def test_every_layout_logs_the_losses_of_one_process(tmp_path: Path) -> None:
-    wanted: list[dict] = []
-    for i, (world, changes) in enumerate(LAYOUTS):
-        run_dir = tmp_path / str(i)
-        run_ranks(world, fit, tiny(run_dir, **changes))
-        found = rows(run_dir)
-        wanted = wanted or found
-        for row, reference in zip(found, wanted, strict=True):
-            for key in {"loss", "grad_norm", "validation_loss"} & reference.keys():
-                assert row[key] == pytest.approx(reference[key], rel=1e-5), (i, row["step"])
-    assert [row["step"] for row in wanted] == [1, 2, 3, 4, 5, 6]
-    assert ["validation_loss" in row for row in wanted] == [False] * 5 + [True]
-    assert list(wanted[0]) == COLUMNS.split()
-    assert wanted[5]["loss"] < wanted[0]["loss"]
-    assert wanted[5]["tokens"] == 6 * 8 * 32
+def name_of(value: Any) -> str:
+    """The id of a number of ranks, or of changed keys: their last words and values."""
+    if not isinstance(value, dict):
+        return str(value)
+    return "-".join(f"{key.rpartition('__')[2]}={changed}" for key, changed in value.items())
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The rows of a run of one process."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    run_ranks(1, fit, tiny(run_dir))
+    return rows(run_dir)
+
+
+def test_one_process_logs_its_losses(one_process: list[dict]) -> None:
+    assert [row["step"] for row in one_process] == [1, 2, 3, 4, 5, 6]
+    assert ["validation_loss" in row for row in one_process] == [False] * 5 + [True]
+    assert list(one_process[0]) == COLUMNS.split()
+    assert one_process[5]["loss"] < one_process[0]["loss"]
+    assert one_process[5]["tokens"] == 6 * 8 * 32
+
+
+@pytest.mark.parametrize(("world", "changes"), LAYOUTS, ids=name_of)
+def test_every_layout_logs_the_losses_of_one_process(
+    tmp_path: Path, world: int, changes: dict[str, Any], one_process: list[dict]
+) -> None:
+    run_ranks(world, fit, tiny(tmp_path / "run", **changes))
+    for row, reference in zip(rows(tmp_path / "run"), one_process, strict=True):
+        for key in {"loss", "grad_norm", "validation_loss"} & reference.keys():
+            assert row[key] == pytest.approx(reference[key], rel=1e-5), row["step"]
 
 
 def fit_with_more_on_the_last_rank(config: RunConfig) -> None:

@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
 from tests.test_trainer import fit, losses, tiny
 
 
-@pytest.mark.slow
 def test_killed_ranks_are_restarted_from_the_newest_good_checkpoint(tmp_path: Path) -> None:
     """Four ranks; one is killed after a step, then one inside a save, then the run ends."""
     changes = {"train__steps": 8, "train__micro_batch": 1, "checkpoint__interval": 2}

@@ -187,7 +187,7 @@ def test_pickles_in_a_dataset_are_not_loaded(tmp_path: Path, plant: Callable[[Pa
         Trainer(tiny(tmp_path / "run", data__paths=[str(tmp_path / "text.jsonl")]))
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "In the beginning. " * 40}) + "\n")
     settings = {"data__paths": [str(tmp_path / "text.jsonl")], "data__validation_fraction": 0.0}
-    settings |= {"train__eval_sequences": 0}
+    settings |= {"train__eval_sequences": 0, "data__cache_dir": str(tmp_path / "cache")}
     Trainer(tiny(tmp_path / "run", **settings))
     (offsets,) = (tmp_path / "cache").glob("*/offsets.npy")
     objects = np.empty(2, dtype=object)

@@ -29,10 +29,11 @@ def fit_until(config: RunConfig, step: int) -> None:
         Until(config).stop_after(step).fit()
 
 
-def test_ranks_leave_and_come_back(tmp_path: Path) -> None:
-    """tp = 2, and dp_shard = -1 takes what there is: 4 ranks, then 2, then 4 again."""
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_leave_and_come_back(tmp_path: Path, tp: int) -> None:
+    """dp_shard = -1 takes what there is: 4 ranks, then 2, then 4 again."""
     keys = {"metrics__batch_hash": True, "train__steps": 9, "train__eval_sequences": 0}
-    keys |= {"checkpoint__resume": "latest", "parallel__tp": 2}
+    keys |= {"checkpoint__resume": "latest", "parallel__tp": tp}
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     run_ranks(4, fit, tiny(whole, **keys))
     run_ranks(4, fit_until, tiny(run_dir, **keys), 3)

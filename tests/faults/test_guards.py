@@ -186,6 +186,7 @@ def told_of_corruption(flipped: RunConfig, wavering: RunConfig, steady: RunConfi
 def test_corrupted_memory_and_computation_are_named(tmp_path: Path) -> None:
     """dp_replicate 2 x tp 2: a norm has four copies."""
     wide = {"parallel__dp_replicate": 2, "parallel__tp": 2, "train__eval_sequences": 0}
+    wide |= {"train__steps": 3}
     runs = {
         "flipped": {"faults__replicas_interval": 2},
         "wavering": {"faults__verify_step": 3},

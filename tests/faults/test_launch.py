@@ -33,7 +33,6 @@ def wait_for_rows(path: Path, n: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.slow
 def test_torchrun_exits_0_after_slurms_warning(tmp_path: Path) -> None:
     words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=10**6)
     command = [str(ROOT / "launch/torchrun.sh"), "--standalone", "--nproc-per-node", "2", *words]
@@ -65,7 +64,6 @@ def _torchrun_of(lines: dict[str, str]) -> int:
     return int(re.search(r"PPid:\t(\d+)", parent)[1])  # type: ignore[index]
 
 
-@pytest.mark.slow
 def test_torchrun_exits_0_when_it_is_warned_before_training(tmp_path: Path) -> None:
     """While ranks import torch; torchrun itself gets the signal too, as from scancel."""
     words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=10**6)
@@ -142,7 +140,6 @@ def namespaces() -> str:
     return made.stderr.strip()
 
 
-@pytest.mark.slow
 def test_two_hosts_that_lose_each_other_go_on(tmp_path: Path) -> None:
     if why := namespaces():
         pytest.skip(f"no network namespaces: {why}")

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -715,6 +716,13 @@ def _run_each(cases: Sequence[Case], directory: Path) -> None:
         (directory / f"{rank}.tmp").write_bytes(result)
         (directory / f"{rank}.tmp").rename(directory / f"{number}.{rank}")
         dist.barrier()  # a rank that fails ends the others: not before they have told this case
+
+
+def selected(request: pytest.FixtureRequest) -> list[Case]:
+    """The cases of all tests of a fixture's file that this run selects."""
+    here = [item for item in request.session.items if item.path == request.path]
+    parameters = [item.callspec.params for item in here if hasattr(item, "callspec")]  # type: ignore[attr-defined]
+    return [found["case"] for found in parameters if "case" in found]
 
 
 class Batches:

@@ -1,9 +1,8 @@
 """Blocks of a model share one compiled graph, however many there are."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from dtron.models.moe import Experts
 from dtron.parallelisms.compile import compile_activations
 from tests.harness import run_ranks
 from tests.models.build import small_config
-from tests.parallelisms.parity import Batches, Case, float8, parallel_run
+from tests.parallelisms.parity import Batches, Case, float8, parallel_run, selected
 
 COMPILED = Compile(enable=True, backend="aot_eager")
 PULLED = Parallel(ep=2, dispatcher="symmetric_memory")
@@ -58,10 +57,6 @@ CASES = [
 ]
 
 
-LAUNCHES = Batches(CASES).batches
-"""Cases that ranks take one after the other: the compiler's own start is longer than most."""
-
-
 def graphs(cases: Sequence[Case]) -> list[int]:
     """How many graphs a rank compiles in two steps, by case."""
     found = []
@@ -73,14 +68,26 @@ def graphs(cases: Sequence[Case]) -> list[int]:
     return found
 
 
-@cache
-def graphs_of_launch(number: int) -> list[list[int]]:
-    """By rank and case."""
-    cases = [
-        replace(case, compile=COMPILED, sequences=4, override={**case.override, "n_layers": 4})
-        for case in LAUNCHES[number]
-    ]
-    return run_ranks(cases[0].world, graphs, cases, seconds=300)
+@pytest.fixture(scope="module")
+def graphs_of(request: pytest.FixtureRequest) -> Callable[[Case], list[int]]:
+    """How many graphs each rank compiles for a case. Cases of one world size share processes: the
+    compiler's own start is longer than most of them."""
+    batches, found = Batches(selected(request)).batches, dict[str, list[int]]()
+
+    def run(case: Case) -> list[int]:
+        if str(case) not in found:
+            (batch,) = [batch for batch in batches if case in batch]
+            ranks = run_ranks(case.world, graphs, [compiled(c) for c in batch], seconds=300)
+            found.update(zip(map(str, batch), map(list, zip(*ranks, strict=True)), strict=True))
+        return found[str(case)]
+
+    return run
+
+
+def compiled(case: Case) -> Case:
+    """The same with more layers than it has graphs."""
+    override = {**case.override, "n_layers": 4}
+    return replace(case, compile=COMPILED, sequences=4, override=override)
 
 
 def expected(case: Case, rank: int) -> int:
@@ -95,13 +102,9 @@ def expected(case: Case, rank: int) -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_depth_adds_no_graph(case: Case) -> None:
+def test_depth_adds_no_graph(case: Case, graphs_of: Callable[[Case], list[int]]) -> None:
     """A graph a block would be more than are expected."""
-    number, place = next(
-        (i, batch.index(case)) for i, batch in enumerate(LAUNCHES) if case in batch
-    )
-    found = [of_rank[place] for of_rank in graphs_of_launch(number)]
-    assert found == [expected(case, rank) for rank in range(case.world)]
+    assert graphs_of(case) == [expected(case, rank) for rank in range(case.world)]
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("mixtral", 4), ("deepseek_v3", 6)])

@@ -295,7 +295,6 @@ def test_micro_batches_are_summed_in_the_dtype_of_reduction():
         assert (got[name] - want[name]).norm() / want[name].norm() < 1e-4, name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_inductor_keeps_what_is_queued(mode):
     case = Case(mode=mode, backend="inductor", bias=False)
@@ -310,7 +309,6 @@ def test_inductor_keeps_what_is_queued_on_a_gpu():
     assert_equal(deferred_gradients(case), reference(case), case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiling_what_was_not_deferred_for_it_is_refused(backend):
     torch._dynamo.reset()

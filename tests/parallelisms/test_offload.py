@@ -58,7 +58,7 @@ def test_gradients_are_bitwise_equal(mode: Mode, order: str) -> None:
     assert offload.copied >= 2 * (LAYERS - 1) * HIDDEN
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_blocks(mode: Mode, backend: str) -> None:
     """The hooks see what the compiled forward saves, except parameters."""

@@ -1,11 +1,14 @@
 """Layouts equal one process: a subset in which any two settings meet, and special cases.
 
-The whole matrix is in test_matrix.py.
+The default run takes some of them, in which every setting occurs, any two mesh axes meet, and so do
+each axis and compile, and each axis and float8; `-m full` takes the others. The whole matrix is in
+test_matrix.py.
 """
 
 import itertools
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +30,7 @@ from tests.parallelisms.parity import (
     Case,
     check,
     float8,
+    selected,
 )
 
 MOST_RANKS, MOST_EXPERT_RANKS = 8, 4
@@ -431,6 +435,61 @@ FLOAT8 = [
 ]
 
 
+# What the default run takes of all of these.
+INCIDENTAL = {"n_layers", "dim", "head_dim", "ffn_dim", "expert_dim", "dp_shard"}
+"""Settings that only make a case small, or large enough for its others."""
+
+
+def settings(case: Case) -> set[Any]:
+    """What a case tests: its settings, pairs of mesh axes, axes with compile and with float8."""
+    sections = (case.parallel, case.recompute, case.compile, case.float8)
+    changed = [x for section in sections for x in section.model_dump(exclude_defaults=True).items()]
+    found = {(key, str(value)) for key, value in [*changed, *case.override.items()]}
+    for key in ("model", "dtype", "micro_batch", "loss_chunks", "documents", "steps"):
+        found.add((key, str(getattr(case, key))))
+    axes = [axis for axis, ranks in degrees(case).items() if ranks > 1]
+    found |= set(itertools.combinations(axes, 2))
+    found |= {("compile", axis) for axis in axes if case.compile.enable}
+    found |= {("float8", axis) for axis in axes if case.float8.recipe}
+    return {setting for setting in found if setting[0] not in INCIDENTAL}
+
+
+def degrees(case: Case) -> dict[str, int]:
+    """Ranks along every axis of the mesh and of the experts' mesh."""
+    found = {axis: getattr(case.parallel, axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
+    found["dp_shard"] = case.world // math.prod(found.values())
+    return found | {"ep": case.parallel.ep, "etp": case.parallel.etp}
+
+
+def representatives(cases: Sequence[Case]) -> set[str]:
+    """Cases in which all settings occur: each time the one with most new ones for its cost; in the
+    end those go whose settings the others have, the dearest first."""
+    of_case = {str(case): settings(case) for case in cases}
+    left = set().union(*of_case.values())
+    chosen: list[Case] = []
+    while left:
+        best = max(cases, key=lambda case: len(of_case[str(case)] & left) / cost(case))
+        left -= of_case[str(best)]
+        chosen.append(best)
+    for case in sorted(chosen, key=cost, reverse=True):
+        others = [other for other in chosen if other is not case]
+        if of_case[str(case)] <= set().union(*(of_case[str(other)] for other in others)):
+            chosen = others
+    return {str(case) for case in chosen}
+
+
+PAIRED = [*map(case_of, CHOICES), *map(expert_case_of, EXPERT_CHOICES)]
+SHALLOW = [shallow(case) for case in SPECIAL]
+DEFAULT = representatives([*PAIRED, *SHALLOW, *FLOAT8])
+
+
+def rows(cases: Sequence[Case]) -> list[Any]:
+    """Parameters of a test, by ranks, so that cases that share processes follow each other."""
+    ordered = sorted(cases, key=lambda case: case.world)
+    full = pytest.mark.full
+    return [c if str(c) in DEFAULT else pytest.param(c, marks=full) for c in ordered]
+
+
 @pytest.mark.parametrize(
     ("axes", "choices", "make"),
     [(AXES, CHOICES, case_of), (EXPERT_AXES, EXPERT_CHOICES, expert_case_of)],
@@ -446,24 +505,20 @@ def test_any_two_settings_meet(
 @pytest.fixture(scope="module")
 def batches(request: pytest.FixtureRequest) -> Batches:
     """The cases of all tests that were selected."""
-    here = (item for item in request.session.items if item.path == request.path)
-    parameters = (item.callspec.params for item in here if hasattr(item, "callspec"))  # type: ignore[attr-defined]
-    return Batches(found["case"] for found in parameters if "case" in found)
+    return Batches(selected(request))
 
 
-@pytest.mark.parametrize(
-    "case", [*map(case_of, CHOICES), *map(expert_case_of, EXPERT_CHOICES)], ids=str
-)
+@pytest.mark.parametrize("case", rows(PAIRED), ids=str)
 def test_settings_together_equal_one_process(case: Case, batches: Batches) -> None:
     assert not batches.outcome(case).wrong(case)
 
 
-@pytest.mark.parametrize("case", map(shallow, SPECIAL), ids=str)
+@pytest.mark.parametrize("case", rows(SHALLOW), ids=str)
 def test_special_case_equals_one_process(case: Case, batches: Batches) -> None:
     assert not batches.outcome(case).wrong(case)
 
 
-@pytest.mark.parametrize("case", FLOAT8, ids=str)
+@pytest.mark.parametrize("case", rows(FLOAT8), ids=str)
 def test_float8_equals_one_process(case: Case, batches: Batches) -> None:
     assert not batches.outcome(case).wrong(case)
 

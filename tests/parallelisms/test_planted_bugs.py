@@ -403,11 +403,12 @@ def run_with(plant: Callable[[], None], case: Case) -> dict[str, Any]:
 
 def spoiled(bug: Bug) -> list[str]:
     """What deviates in the first backward, or the assertion that fails in a rank."""
+    case = replace(bug.case, steps=1)
     try:
-        ranks = run_ranks(bug.case.world, run_with, bug.plant, bug.case)
+        ranks = run_ranks(case.world, run_with, bug.plant, case)
     except AssertionError as error:
         return [str(error).splitlines()[-1]]
-    wrong = Outcome(deviations(bug.case, ranks)).wrong(bug.case)
+    wrong = Outcome(deviations(case, ranks)).wrong(case)
     names = [line.rsplit(": ", 1)[0] for line in wrong]
     return [name for name in names if name.startswith(("loss 0", "gradient "))]
 

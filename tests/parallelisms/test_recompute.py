@@ -87,7 +87,6 @@ def test_selective_keeps_grouped_products() -> None:
     assert found["full"] == found["attention"] > found["none"]
 
 
-@pytest.mark.slow
 def test_experts_are_chosen_once_under_inductor() -> None:
     """What recomputation kept is of these choices; a kernel that rounds otherwise could make
     others."""

@@ -1,0 +1,117 @@
+"""The default run has each row of the tables that users choose from."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from dtron.config import DEGREES, CpMethod, choices
+from dtron.float8 import RECIPES
+from dtron.models import MODELS
+from dtron.parallelisms.expert import DISPATCHERS
+from dtron.parallelisms.schedules import SCHEDULES
+from tests.parallelisms.parity import Case
+from tests.selection import COLLECTED, FULL_FILES, KEPT, NONE, only_by_name
+
+TESTS = Path(__file__).parent
+WHOLE = ("parallelisms/test_planted_bugs.py", "test_readme.py")
+"""Files of which every test is in the default run."""
+FUNCTIONS = (
+    "faults/test_elastic.py",
+    "faults/test_guards.py",
+    "faults/test_hangs.py",
+    "parallelisms/test_deepep.py::test_equals_all_to_all",
+)
+"""Files and functions: of each test function at least one case is in the default run."""
+BACKENDS = ("sdpa", "math", "flex")
+"""Those that run on CPUs."""
+WANTED = {
+    "axis": {*DEGREES, "ep", "etp"},
+    "model": set(MODELS),
+    "schedule": set(SCHEDULES),
+    "cp_method": set(get_args(CpMethod)),
+    "dispatcher": set(DISPATCHERS) - {"deepep"},  # a library; see FUNCTIONS
+    "recipe": {"", *RECIPES},
+    "recompute": set(choices("recompute", "mode")),
+}
+"""Rows that parity with one process has."""
+
+
+@pytest.fixture
+def collected(pytestconfig: pytest.Config) -> list[pytest.Item]:
+    """All tests of the suite that need no GPU."""
+    items = pytestconfig.stash[COLLECTED]
+    if {item.path for item in items} != set(TESTS.rglob("test_*.py")):
+        pytest.skip("a part of the suite was collected")
+    return [item for item in items if not only_by_name(item)]
+
+
+def under(items: Iterable[pytest.Item], start: str) -> list[pytest.Item]:
+    return [item for item in items if item.nodeid.startswith(f"tests/{start}")]
+
+
+def by_default(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    return [item for item in items if not item.get_closest_marker("full")]
+
+
+def rows_of(case: Case) -> dict[str, set[str]]:
+    """What a case takes of every table."""
+    parallel, degrees = case.parallel, case.config().degrees(case.world)
+    axes = degrees | {"ep": parallel.ep, "etp": parallel.etp}
+    return {
+        "axis": {axis for axis, ranks in axes.items() if ranks > 1},
+        "model": {case.model},
+        "schedule": {str(parallel.schedule)} if parallel.pp > 1 else set(),
+        "cp_method": set(parallel.cp_methods()) if parallel.cp > 1 else set(),
+        "dispatcher": {parallel.dispatcher} if parallel.ep > 1 else set(),
+        "recipe": {case.float8.recipe},
+        "recompute": {case.recompute.mode},
+    }
+
+
+@pytest.mark.parametrize("table", WANTED)
+def test_parity_has_every_row(table: str, collected: list[pytest.Item]) -> None:
+    items = by_default(under(collected, "parallelisms/test_parity.py"))
+    found = [item.callspec.params for item in items if hasattr(item, "callspec")]  # type: ignore[attr-defined]
+    cases = [params["case"] for params in found if "case" in params]
+    assert set().union(*(rows_of(case)[table] for case in cases)) >= WANTED[table]
+
+
+def test_every_backend_is_compared(collected: list[pytest.Item]) -> None:
+    items = by_default(under(collected, "models/test_attention.py::test_backend_equals"))
+    assert {item.name.partition("[")[2].partition("-")[0] for item in items} == set(BACKENDS)
+
+
+def test_bugs_and_documents_are_complete(collected: list[pytest.Item]) -> None:
+    for start in WHOLE:
+        items = under(collected, start)
+        assert items
+        assert by_default(items) == items
+
+
+def test_every_function_has_a_case(collected: list[pytest.Item]) -> None:
+    for start in FUNCTIONS:
+        items = under(collected, start)
+        assert functions(by_default(items)) == functions(items) != set()
+
+
+def functions(items: Iterable[pytest.Item]) -> set[str]:
+    """Node ids without parameters."""
+    return {item.nodeid.partition("[")[0] for item in items}
+
+
+def test_rows_of_the_selection_are_needed(collected: list[pytest.Item]) -> None:
+    """Each names tests that exist, and leaves some of them out."""
+    for file in FULL_FILES:
+        items = under(collected, f"{file}::")
+        assert items, file
+        assert not by_default(items), file
+    for file, functions_of in KEPT.items():
+        for function, pattern in functions_of.items():
+            start = f"{file}::{function}"
+            items = [i for i in collected if i.nodeid.partition("[")[0] == f"tests/{start}"]
+            left = by_default(items)
+            assert items, start
+            assert len(left) < len(items), start
+            assert bool(left) == (pattern != NONE), start
