@@ -17,6 +17,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.fuzz_seed = random.randrange(10**6)
 
 
+GPU_ORDER = ("tests/parallelisms/test_parity_gpu", "tests/kernels/", "tests/float8/")
+GPU_ORDER += ("tests/models/", "tests/parallelisms/", "tests/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on GPUs come last, and among them first what a run that is cut short should have seen:
+    parity, kernels, then the rest."""
+
+    def place(item: pytest.Item) -> int:
+        if item.get_closest_marker("gpu") is None:
+            return 0
+        known = [n for n, start in enumerate(GPU_ORDER) if item.nodeid.startswith(start)]
+        return 1 + min(known, default=len(GPU_ORDER))
+
+    items.sort(key=place)  # stable
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     if not config.option.fuzz:
         return []

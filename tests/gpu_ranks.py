@@ -105,6 +105,8 @@ class Ranks:
         context: Any = multiprocessing.get_context(kind)
         if kind == "forkserver":
             context.set_forkserver_preload(_PRELOAD)
+        else:  # of each rank; by default as many as cores, for graphs of a few kernels
+            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")
         self.starts += 1
         self._directory = tempfile.TemporaryDirectory()
         self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -185,10 +187,10 @@ class Ranks:
             message = _message(_settle, (), _GRACE_SECONDS)
             for pipe in self._pipes:
                 pipe.send_bytes(message)
-            ready = [pipe.poll(_GRACE_SECONDS) and pipe.recv_bytes() for pipe in self._pipes]
+            answers = [p.recv_bytes() for p in self._pipes if p.poll(_GRACE_SECONDS)]
         except (EOFError, OSError):
             return False
-        return all(answer and not pickle.loads(answer)[0] for answer in ready)
+        return len(answers) == self.n and not any(pickle.loads(each)[0] for each in answers)
 
 
 @functools.cache
@@ -242,6 +244,7 @@ def _serve(
 
 
 def _call(body: bytes, args: bytes) -> Any:
+    torch._dynamo.reset()  # graphs of earlier calls count against the limit of recompilations
     return pickle.loads(body)(*pickle.loads(args))
 
 

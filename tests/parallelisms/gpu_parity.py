@@ -327,8 +327,6 @@ def name_of(case: Case) -> str:
 def run_case(case: Case) -> dict[str, Any]:
     """On one rank: `parallel_run`, and the seconds that it took."""
     begin = time.perf_counter()
-    if case.compile.enable:
-        torch._dynamo.reset()  # a block's graphs are kept, and limited in number
     mesh = _mesh_of(case)
     found = parallel_run(case, mesh)
     if mesh.device_type == "cuda":
@@ -526,10 +524,10 @@ that [parity](parity.md) compares on CPUs, two steps of SGD with clipping each.
   over losses and norms the relative error. It passes up to 1e-5 (float64: 1e-10); loads of experts
   are equal.
 - **bfloat16**: the reference is one process in float32. A number is the error of the layout's
-  gradients, as a multiple of that of one bfloat16 process, which is in the first line: eager against
-  eager, compiled against compiled. The error is the root mean square of the tensors' deviations. It
-  passes up to 2, and so do parameters; losses and norms pass up to twice the larger of one
-  process's error and 2^-8.
+  gradients, as a multiple of that of one bfloat16 process, which is in the first line: eager
+  against eager, compiled against compiled. The error is the root mean square of the tensors'
+  deviations. It passes up to 2, and so do parameters; losses and norms pass up to twice the larger
+  of one process's error and 2^-8.
 - **float8**: signal-to-noise ratio of the gradients in dB, against float32 without float8. It
   passes within 1 dB of one process that emulates the recipe in float32.
 
