@@ -17,19 +17,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.fuzz_seed = random.randrange(10**6)
 
 
-GPU_ORDER = ("tests/parallelisms/test_parity_gpu", "tests/kernels/", "tests/float8/")
-GPU_ORDER += ("tests/models/", "tests/parallelisms/", "tests/")
+# Tests on GPUs come last, and among them first what a run that is cut short should have seen. Ranks
+# compile what parity's last cases need while this process runs the kernels' tests.
+PARITY = "tests/parallelisms/test_parity_gpu.py"
+GPU_ORDER = {
+    PARITY: 1,
+    **dict.fromkeys(("tests/kernels/", "tests/float8/", "tests/models/"), 2),
+    **dict.fromkeys((f"{PARITY}::test_compiled", f"{PARITY}::test_document"), 3),
+    **dict.fromkeys(("tests/", "tests/float8/test_fused.py"), 4),
+}
+"""Places by how a test's name starts; the longest one counts."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on GPUs come last, and among them first what a run that is cut short should have seen:
-    parity, kernels, then the rest."""
-
     def place(item: pytest.Item) -> int:
         if item.get_closest_marker("gpu") is None:
             return 0
-        known = [n for n, start in enumerate(GPU_ORDER) if item.nodeid.startswith(start)]
-        return 1 + min(known, default=len(GPU_ORDER))
+        known = [start for start in GPU_ORDER if item.nodeid.startswith(start)]
+        return GPU_ORDER[max(known, key=len)] if known else 4
 
     items.sort(key=place)  # stable
 

@@ -244,7 +244,10 @@ def _serve(
 
 
 def _call(body: bytes, args: bytes) -> Any:
-    torch._dynamo.reset()  # graphs of earlier calls count against the limit of recompilations
+    """Nothing of earlier calls is left: graphs, which count against a limit of recompilations, and
+    what ranks share by the name of a group, which has to go on all of them at the same time."""
+    torch._dynamo.reset()
+    gc.collect()
     return pickle.loads(body)(*pickle.loads(args))
 
 

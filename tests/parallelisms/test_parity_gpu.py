@@ -42,18 +42,19 @@ ON_CPUS = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def verdicts() -> dict[str, Verdict]:
     """Of the cases that have run on GPUs, by case."""
     return {}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
     """The cases of all tests that were selected, queued in their order."""
-    here = (item for item in request.session.items if item.path == request.path)
+    here = (item for item in request.session.items if item.path == Path(__file__))
     parameters = (item.callspec.params for item in here if hasattr(item, "callspec"))  # type: ignore[attr-defined]
     cases = [found["case"] for found in parameters if "case" in found]
+    assert torch.get_float32_matmul_precision() == "highest", "no TF32 in references"
     runs = Runs("cuda")
     runs.submit(case for case in cases if case.world <= torch.cuda.device_count())
     yield runs
