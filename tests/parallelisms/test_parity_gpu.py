@@ -11,21 +11,17 @@ import pytest
 import torch
 
 from tests.gpu_ranks import RankError
+from tests.parallelisms.gpu_cases import MIXTURES, TABLES, WORLDS, cases_of, name_of
 from tests.parallelisms.gpu_parity import (
     HEAD,
-    MIXTURES,
-    TABLES,
-    WORLDS,
     Runs,
     Verdict,
     alone,
-    cases_of,
     errors,
     hardware,
     judge,
     judged_by_one_process,
     limits,
-    name_of,
     section,
     title,
     with_sections,
