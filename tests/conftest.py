@@ -42,6 +42,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.fuzz_seed = random.randrange(10**6)
 
 
+# Tests on GPUs come last, and among them first what a run that is cut short should have seen. Ranks
+# compile what parity's last cases need while this process runs the kernels' tests.
+PARITY = "tests/parallelisms/test_parity_gpu.py"
+GPU_ORDER = {
+    PARITY: 1,
+    **dict.fromkeys(("tests/kernels/", "tests/float8/", "tests/models/"), 2),
+    **dict.fromkeys((f"{PARITY}::test_compiled", f"{PARITY}::test_document"), 3),
+    **dict.fromkeys(("tests/", "tests/float8/test_fused.py"), 4),
+}
+"""Places by how a test's name starts; the longest one counts."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is not in the default run, and drop what runs only by name."""
@@ -53,6 +65,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped = [item for item in items if only_by_name(item) & absent]
     items[:] = [item for item in items if not only_by_name(item) & absent]
     config.hook.pytest_deselected(items=dropped)
+    items.sort(key=_place)  # stable
+
+
+def _place(item: pytest.Item) -> int:
+    if item.get_closest_marker("gpu") is None:
+        return 0
+    known = [start for start in GPU_ORDER if item.nodeid.startswith(start)]
+    return GPU_ORDER[max(known, key=len)] if known else 4
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -7,18 +7,14 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -71,17 +67,6 @@ def run_ranks(
         return _run(n, body, args, seconds)
     except _CrashError as crash:
         raise AssertionError(f"twice: {crash}") from None
-
-
-def run_on_gpus(n: int, module: str) -> None:
-    """Run a module of tests as a program on n GPUs under torchrun; skips where there are fewer."""
-    if torch.cuda.device_count() < n:
-        pytest.skip(f"needs {n} GPUs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(n), "-m", module]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _run(n: int, body: Callable[..., Any], args: tuple, seconds: int) -> list[Any]:

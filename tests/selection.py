@@ -80,7 +80,7 @@ KEPT: dict[str, dict[str, str]] = {
     "parallelisms/test_deferred.py": {
         "test_experts_gradients_equal_a_plain_backward": "^-|^aot_eager-torch.float32",
         "test_inductor_keeps_what_is_queued": NONE,
-        "test_inductor_without_the_options_is_refused": NONE,
+        "test_compiling_what_was_not_deferred_for_it_is_refused": "aot_eager",
         "test_gradients_equal_a_plain_backward_on_ranks": (
             "^shards=2-(mode|collect|keep|each)|^tp=2$|^tp=2.*=True-mode|^replicas=2"
         ),

@@ -3,8 +3,8 @@
 Without GPUs torch's own operators run here too (tests/operators.py).
 """
 
-import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ from dtron.parallelisms.async_tp import Ranks
 from dtron.parallelisms.placement import Shard, rowwise
 from dtron.parallelisms.tensor import apply_tensor_parallel, plan
 from tests import operators
-from tests.harness import run_on_gpus, run_ranks
+from tests.gpu_ranks import run_on_gpus
+from tests.harness import run_ranks
 
 B, T, D, N = 3, 32, 48, 64
 TENSORWISE = RECIPES["tensorwise"]
@@ -206,22 +207,14 @@ def test_calls_obey_the_rules_of_torch() -> None:
 
 @pytest.mark.gpu
 def test_operators_give_what_unfused_products_give() -> None:
-    run_on_gpus(2, "tests.float8.test_fused")
+    run_on_gpus(2, on_gpus)
 
 
-def _on_gpus() -> None:
-    """On one of the ranks that torchrun starts."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+def on_gpus() -> None:
+    """On one of two ranks."""
     for siblings in (True, False):
         found = results(build(siblings, torch.bfloat16, emulate=False))
-        chosen, fused._fuses = fused._fuses, lambda _data, _how: False  # type: ignore[assignment]
-        wanted = results(build(siblings, torch.bfloat16, emulate=False))
-        fused._fuses = chosen  # type: ignore[assignment]
+        with mock.patch.object(fused, "_fuses", return_value=False):
+            wanted = results(build(siblings, torch.bfloat16, emulate=False))
         errors = distances(found, wanted)
         assert max(errors.values()) <= CLOSE, errors
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _on_gpus()

@@ -123,8 +123,11 @@ def test_ranks_agree() -> None:
 
 
 @pytest.mark.gpu
-def test_large_products_gain_and_small_ones_do_not() -> None:
-    large, small = (16384, 4096, 14336), (64, 64, 64)
-    worth = measure([large, small], RECIPES["tensorwise"], torch.bfloat16, torch.device("cuda"))
-    assert worth[large].gains
-    assert not worth[small].gains
+def test_a_measurement_times_each_shape_and_leaves_random_numbers_alone() -> None:
+    shapes, device = [(2048, 1024, 1024), (64, 64, 64)], torch.device("cuda")
+    torch.cuda.manual_seed(0)
+    before = torch.cuda.get_rng_state()
+    worth = measure([*shapes, shapes[0]], RECIPES["tensorwise"], torch.bfloat16, device)
+    assert worth.keys() == set(shapes)
+    assert all(each.plain > 0 and each.float8 > 0 for each in worth.values())
+    assert torch.equal(torch.cuda.get_rng_state(), before)

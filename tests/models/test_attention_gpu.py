@@ -3,6 +3,9 @@
 Run with `pytest -m gpu tests/models/test_attention_gpu.py -rs`; skipped rows say why.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,21 @@ pytestmark = [
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 ODD = 515  # tokens: no multiple of any tile
 BOUND = 1e-2
+SHAPES = [(heads, head_dim) for heads in HEADS for head_dim in (64, 128)]
+
+
+def calls(names: Iterable[str]) -> list[Any]:
+    """(backend, heads, head_dim, compiled): eagerly all shapes, compiled one of them; flex, which
+    compiles in any case, that one."""
+    found, one = [], ("gqa", 128)
+    for name in names:
+        found += [(name, *shape, False) for shape in ([one] if name == "flex" else SHAPES)]
+        found.append((name, *one, True))
+    return [pytest.param(*each, id=_id(*each)) for each in found]
+
+
+def _id(name: str, heads: str, head_dim: int, compiled: bool) -> str:
+    return f"{name}-{heads}-{head_dim}-{'compiled' if compiled else 'eager'}"
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +86,7 @@ def available(name: str, head_dim: int, deterministic: bool = False):
     return backend
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("heads", list(HEADS))
-@pytest.mark.parametrize("name", list(BACKENDS))
+@pytest.mark.parametrize(("name", "heads", "head_dim", "compiled"), calls(BACKENDS))
 def test_causal(name, heads, head_dim, compiled):
     backend, inputs = available(name, head_dim), make(heads, head_dim)
     exact = exact_results(inputs, None)
@@ -97,10 +112,10 @@ def test_values_narrower_than_keys(name, compiled):
     assert max(errors(found, exact)) < BOUND
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("heads", list(HEADS))
-@pytest.mark.parametrize("name", [row.name for row in BACKENDS.values() if row.documents])
+@pytest.mark.parametrize(
+    ("name", "heads", "head_dim", "compiled"),
+    calls(row.name for row in BACKENDS.values() if row.documents),
+)
 def test_documents(name, heads, head_dim, compiled):
     backend, inputs = available(name, head_dim), make(heads, head_dim)
     exact = exact_results(inputs, documents())
@@ -112,8 +127,10 @@ def test_documents(name, heads, head_dim, compiled):
     assert max(measured) < BOUND, measured
 
 
-@pytest.mark.parametrize("heads", list(HEADS))
-@pytest.mark.parametrize("name", list(BACKENDS))
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [(name, heads) for name in BACKENDS for heads in (["gqa"] if name == "flex" else HEADS)],
+)
 def test_deterministic_mode_repeats_every_bit(name, heads, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     backend, inputs = available(name, 128, deterministic=True), make(heads, 128, length=4096)
@@ -141,12 +158,19 @@ def test_float32_is_left_to_torch():
     assert max(errors(run(backend.run, inputs, None), exact_results(inputs, None))) < 1e-5
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("name", list(BACKENDS))
+BY_INDUCTOR = {("cudnn", False), ("flex", True), ("sdpa", True)}
+"""Backend and whether there are documents; of the others it is seen that they are one graph."""
+
+
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    [
+        *[(name, False) for name in BACKENDS if name != "flex"],
+        *[(row.name, True) for row in BACKENDS.values() if row.documents],
+    ],
+)
 def test_blocks_compile_once_whatever_the_documents(name, masked):
     backend = available(name, 64)
-    if masked and not backend.documents:
-        pytest.skip(f"{name} cannot keep documents apart")
     config = small_config("llama", n_layers=3, head_dim=64, n_heads=4)
     model = varied(initialized("llama", config, backend)).cuda().bfloat16()
     x = tokens(length=ODD).cuda()
@@ -161,7 +185,8 @@ def test_blocks_compile_once_whatever_the_documents(name, masked):
         )
 
     expected = [step(0), step(50)]
-    counter = CompileCounterWithBackend("inductor")
+    by_inductor = (name, masked) in BY_INDUCTOR
+    counter = CompileCounterWithBackend("inductor" if by_inductor else "aot_eager")
     for block in model.blocks.values():
         block.compile(backend=counter, fullgraph=True)
     found = [step(0), step(50)]

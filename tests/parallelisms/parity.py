@@ -37,7 +37,7 @@ from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import convert_experts
 from dtron.kernels.wire import packed, unpacked
 from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
-from dtron.models import MODELS, DecoderConfig, build_model, choose_backend
+from dtron.models import MODELS, Backend, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
 from dtron.models.moe import Experts
 from dtron.models.router import Router, routers, update_expert_bias
@@ -46,7 +46,7 @@ from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context import Context
 from dtron.parallelisms.expert import ExpertLayers
-from dtron.parallelisms.fsdp import Policy
+from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline import Layout
@@ -201,12 +201,18 @@ def float8(recipe: str, world: int, parallel: Parallel, model: str = "llama", **
     return Case(model, world, parallel, override=override, float8=settings, **kept)
 
 
-def build(case: Case, config: DecoderConfig) -> nn.Module:
+def build(case: Case, config: DecoderConfig, device_type: str = "cpu") -> nn.Module:
     """The unsharded model, its weights on the current default device and not yet drawn."""
-    attention = choose_backend(
+    model = build_model(case.model, config, attention_of(case, config, device_type))
+    return model.double() if case.dtype == "float64" else model
+
+
+def attention_of(case: Case, config: DecoderConfig, device_type: str) -> Backend:
+    """The attention that a run of this case would choose; float64 takes float32's."""
+    return choose_backend(
         "auto",
-        device_type="cpu",
-        dtype=torch.float32,
+        device_type=device_type,
+        dtype=torch.bfloat16 if case.dtype == "bfloat16" else torch.float32,
         head_dim=config.head_size,
         documents=case.documents,
         dropout=config.attention_dropout > 0,
@@ -216,8 +222,6 @@ def build(case: Case, config: DecoderConfig) -> nn.Module:
         softcap=config.softcap,
         sinks=config.sinks,
     )
-    model = build_model(case.model, config, attention)
-    return model.double() if case.dtype == "float64" else model
 
 
 def initializer(case: Case, config: DecoderConfig) -> Initializer:
@@ -263,10 +267,11 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
     return Batch(tokens[part], labels[part], number[part], positions, documents)
 
 
-def reference(case: Case) -> dict[str, Any]:
+def reference(case: Case, device_type: str = "cpu") -> dict[str, Any]:
     """Plain PyTorch in one process: the whole batch at once, SGD, torch's own clipping.
 
     float8 and experts take the micro-batches one by one, since scales and loads belong to one.
+    Results are on the host, whatever the device.
     """
     elsewhere = {"all_gather": False, "gather_inputs": False, "dispatch": False}
     float8 = case.float8.model_copy(update=elsewhere)
@@ -278,9 +283,9 @@ def reference(case: Case) -> dict[str, Any]:
         degrees = case.config().degrees(case.world)
         ranks = degrees["dp_replicate"] * degrees["dp_shard"]
         alone = replace(alone, micro_batch=case.micro_batch * ranks)
-    key = f"{alone} {case.float8.dispatch}"
+    key = f"{alone} {case.float8.dispatch} {device_type}"
     if key not in _REFERENCES:
-        _REFERENCES[key] = _reference(alone, case.float8.dispatch)
+        _REFERENCES[key] = _reference(alone, case.float8.dispatch, torch.device(device_type))
     return _REFERENCES[key]
 
 
@@ -330,15 +335,16 @@ def by_micro_batch(case: Case) -> bool:
     return bool(case.float8.recipe or case.resolved()[0].n_experts)
 
 
-def _reference(case: Case, casts: bool) -> dict[str, Any]:
+def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
     """
     Args:
         casts: experts cast what they get to float8 and back, as where it travels so.
     """
     torch.set_num_threads(1)
     config, _ = case.resolved()
-    model = build(case, config)
+    model = build(case, config, device.type)
     initialize(model, SEED, initializer(case, config))
+    model.to(device)
     for module in model.modules() if casts else ():
         if isinstance(module, Experts):
             module.forward = casting(module.forward)  # type: ignore[method-assign]
@@ -356,17 +362,18 @@ def _reference(case: Case, casts: bool) -> dict[str, Any]:
         router.loss_scale.fill_(at_once / case.sequences)
     for step in range(case.steps):
         whole_batch = make_batch(case, range(case.sequences), step)
-        n_valid = (whole_batch.labels != -100).sum()
-        n_further = (_further(whole_batch, config.mtp)[1] != -100).sum((0, 1))
+        n_valid = (whole_batch.labels != -100).sum().item()
+        n_further = (_further(whole_batch, config.mtp)[1] != -100).sum((0, 1)).tolist()
         optimizer.zero_grad()
         losses.append(0.0)
         for first in range(0, case.sequences, at_once):
             batch = make_batch(case, range(first, first + at_once), step)
-            keys = None
+            ahead, labels = (x.to(device) for x in _further(batch, config.mtp))
+            batch, keys = batch.to(device.type), None
             if config.draws:
-                keys = token_keys(SEED, step, batch.sequence, torch.arange(case.seq_len))
+                index = torch.arange(case.seq_len, device=device)
+                keys = token_keys(SEED, step, batch.sequence, index)
             inputs = (batch.tokens, batch.positions, batch.documents, keys)
-            ahead, labels = _further(batch, config.mtp)
             outputs = model(*inputs, further=ahead) if config.mtp else (model(*inputs),)
             loss = cross_entropy_sum(outputs[0], batch.labels) / n_valid
             losses[-1] += loss.item()
@@ -376,14 +383,14 @@ def _reference(case: Case, casts: bool) -> dict[str, Any]:
                 loss = loss + config.mtp_coefficient / config.mtp * mean
             loss.backward()
         if step == 0:
-            gradients = {k: p.grad.clone() for k, p in model.named_parameters()}  # type: ignore[union-attr]
+            gradients = {k: on_host(p.grad) for k, p in model.named_parameters()}  # type: ignore[arg-type]
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         if scales is not None:
             scales.update()
         loads += update_expert_bias(found).tolist() if found else []
     assert min(norms) > MAX_NORM, f"clipping does not act: {norms}"
-    parameters = {k: p.detach().clone() for k, p in model.named_parameters()}
+    parameters = {k: on_host(p.detach()) for k, p in model.named_parameters()}
     return {
         "losses": losses,
         "norms": norms,
@@ -391,6 +398,11 @@ def _reference(case: Case, casts: bool) -> dict[str, Any]:
         "parameters": parameters,
         "loads": _by_router([model], loads),
     }
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy."""
+    return tensor.to("cpu", copy=True)
 
 
 def _further(batch: Batch, n: int) -> tuple[Tensor, Tensor]:
@@ -432,10 +444,14 @@ class RecordingStep(TrainStep):
         return loss
 
 
-def parallel_run(case: Case) -> dict[str, Any]:
-    """The same on one rank of `case.world`, as the Trainer does it."""
+def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
+    """The same on one rank of `case.world`, as the Trainer does it.
+
+    Args:
+        mesh: of the case, where several share one.
+    """
     config, layout = case.resolved()
-    mesh = mesh_of(case)
+    mesh = mesh_of(case) if mesh is None else mesh
     applied = build_parallel(case, config, layout, mesh)
     optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
     policy = Policy.of(case.parallel, mesh)
@@ -500,7 +516,8 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
     spec, float8 = MODELS[case.model], case.plan()
     rows = spec.placements(config, case.parallel.sequence_parallel)
     with torch.device("meta"):
-        model = build(case, config)
+        model = build(case, config, mesh.device_type)
+    kernel = attention_of(case, config, mesh.device_type).kernel
     passes = Passes(
         units=spec.units(config),
         blocks="blocks.*",
@@ -510,12 +527,12 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         recompute=case.recompute,
         compile=case.compile,
         init=(SEED, initializer(case, config)),
-        convert=float8.converter(mesh, torch.float32) if float8 else None,
+        convert=float8.converter(mesh, DTYPES[case.dtype]) if float8 else None,
         vocabulary=spec.vocabulary(config),
         layout=layout,
         replicas="step",
         smallest_offload=1,
-        context=context_of(case),
+        context=context_of(case, kernel),
         experts=expert_layers(case) if config.n_experts else None,
         loss=build_head_loss(case, config, mesh),
     )
@@ -549,11 +566,11 @@ def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:
     return VocabularyShard(config.vocab_size, mesh.rank("tp"), mesh.group("tp"))
 
 
-def context_of(case: Case) -> Context | None:
+def context_of(case: Case, kernel: str = "math") -> Context | None:
     """How attention gets at the tokens of other ranks."""
     fields = {**SIZES[case.model], **case.override}
     window, softcap = (fields.get(key, 0) for key in ("window", "softcap"))
-    return Context.of(case.parallel, MODELS[case.model].cores, "math", window, softcap)
+    return Context.of(case.parallel, MODELS[case.model].cores, kernel, window, softcap)
 
 
 def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:
@@ -571,7 +588,7 @@ def whole(applied: Applied, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     those of a weight that two stages hold are equal."""
     full: dict[str, Tensor] = {}
     for (name, _), shard in zip(applied.named_parameters(), tensors, strict=True):
-        tensor = shard.full_tensor().to("cpu", copy=True)  # type: ignore[attr-defined]
+        tensor = on_host(shard.full_tensor())  # type: ignore[attr-defined]
         rows = applied.padded_rows.get(name, len(tensor))
         assert not tensor[rows:].any(), f"{name}: padded rows are not zero"
         first = full.setdefault(name, tensor[:rows])
@@ -597,7 +614,11 @@ def deviations(case: Case, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     """
     if not case.rounds_alike:
         return _decibels(case, ranks)
-    wanted = reference(case)
+    return compare(ranks, reference(case))
+
+
+def compare(ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, float]:
+    """Deviations of what each rank has from what `reference` gave."""
     found: dict[str, float] = {}
     for kind in ("gradients", "parameters"):
         found |= {f"{kind[:-1]} {name}": math.inf for name in wanted[kind]}
@@ -615,12 +636,12 @@ def _decibels(case: Case, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     """How much farther from the gradients without float8 a layout's are than one process's, or
     nearer, in dB."""
     exact = reference(replace(case, float8=Float8()))["gradients"]
-    one = _signal_to_noise(exact, reference(case)["gradients"])
-    found = [_signal_to_noise(exact, result["gradients"]) for result in ranks]
+    one = signal_to_noise(exact, reference(case)["gradients"])
+    found = [signal_to_noise(exact, result["gradients"]) for result in ranks]
     return {"dB": max(math.inf if math.isnan(x) else abs(x - one) for x in found)}
 
 
-def _signal_to_noise(exact: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+def signal_to_noise(exact: dict[str, Tensor], found: dict[str, Tensor]) -> float:
     """20 log10(||g|| / ||g - found||) over all gradients."""
     signal = torch.stack([g.norm() for g in exact.values()]).norm()
     noise = torch.stack([(g - found[name]).norm() for name, g in exact.items()]).norm()

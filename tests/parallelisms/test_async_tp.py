@@ -1,7 +1,6 @@
 """Products fused with tensor parallelism's communication: operators called, graphs, GPUs."""
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -26,7 +25,8 @@ from dtron.parallelisms.placement import (
 )
 from dtron.parallelisms.tensor import apply_tensor_parallel, plan
 from tests import operators
-from tests.harness import run_on_gpus, run_ranks
+from tests.gpu_ranks import run_on_gpus
+from tests.harness import run_ranks
 
 B, T, D, N = 3, 32, 48, 64
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
@@ -230,13 +230,11 @@ def test_frozen_weights_cost_no_product() -> None:
 
 @pytest.mark.gpu
 def test_operators_on_gpus() -> None:
-    run_on_gpus(2, "tests.parallelisms.test_async_tp")
+    run_on_gpus(2, on_gpus)
 
 
-def _on_gpus() -> None:
-    """On one of the ranks that torchrun starts."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+def on_gpus() -> None:
+    """On one of two ranks."""
     reference = whole(2, torch.float32, "cuda")
     for compiled in (False, True):
         model = split(copy.deepcopy(reference))
@@ -244,8 +242,3 @@ def _on_gpus() -> None:
             block.compile(fullgraph=True, dynamic=False)
         errors = errors_of(model, copy.deepcopy(reference))
         assert max(errors.values()) <= 1e-5, errors
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _on_gpus()

@@ -1,19 +1,18 @@
 """Experts' weight gradients that a pipeline's schedule puts off equal those of one process."""
 
-import os
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dtron.config import Parallel
 from dtron.kernels.grouped import grouped_gradient
 from dtron.parallelisms import deferred
-from tests.harness import run_on_gpus, run_ranks
+from tests.gpu_ranks import run_on_gpus
+from tests.harness import run_ranks
 from tests.parallelisms.parity import Case, outcome_of, parallel_run
 
 SPLIT = Case("mixtral", 2, Parallel(pp=2, schedule="ZBVZeroBubble"))
@@ -67,11 +66,4 @@ def test_split_backwards_equal_whole_ones() -> None:
 
 @pytest.mark.gpu
 def test_split_backwards_equal_whole_ones_on_gpus() -> None:
-    run_on_gpus(2, "tests.parallelisms.test_deferred_experts")
-
-
-if __name__ == "__main__":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    split_equals_whole()
-    dist.destroy_process_group()
+    run_on_gpus(2, split_equals_whole)

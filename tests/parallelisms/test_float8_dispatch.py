@@ -1,6 +1,5 @@
 """float8 dispatch: rows and gradients of results are cast on their way to experts, no others."""
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +18,8 @@ from dtron.parallelisms.deepep import DeepEP
 from dtron.parallelisms.expert import AllToAll, Dispatcher
 from dtron.parallelisms.symmetric_dispatch import SymmetricMemory
 from dtron.preflight import _check_device
-from tests.harness import run_on_gpus, run_ranks
+from tests.gpu_ranks import run_on_gpus
+from tests.harness import run_ranks
 from tests.parallelisms.parity import SIZES, Case, casting, check, parallel_run
 from tests.parallelisms.test_expert import DIM, EVEN, FLOAT, LONG, TOKENS, TOP_K, layer
 from tests.parallelisms.test_symmetric_dispatch import (
@@ -292,22 +292,15 @@ def moved_on_a_gpu(kind: Kind, float8: bool, dtype: torch.dtype) -> list[Tensor]
 
 
 def on_gpus() -> None:
-    """On one of the ranks that torchrun starts."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    """On one of the ranks."""
     for dtype in (torch.bfloat16, torch.float32):
         wanted = moved_on_a_gpu(AllToAll, False, dtype)
         for kind in (AllToAll, SymmetricMemory):
             found = moved_on_a_gpu(kind, True, dtype)
             assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), kind
-    dist.destroy_process_group()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_gpus", [2, 4])
 def test_equals_experts_that_cast_what_they_get_on_gpus(n_gpus: int) -> None:
-    run_on_gpus(n_gpus, "tests.parallelisms.test_float8_dispatch")
-
-
-if __name__ == "__main__":
-    on_gpus()
+    run_on_gpus(n_gpus, on_gpus)

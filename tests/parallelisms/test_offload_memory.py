@@ -184,8 +184,10 @@ GPU_LAYERS, GPU_STEPS = 8, 3
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("backend", ["", "inductor"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [*[(mode, "") for mode in MODES], ("none", "inductor"), ("selective", "inductor")],
+)
 def test_on_a_gpu(mode: Mode, backend: str) -> None:
     """Gradients are bitwise equal; the peak falls by what is offloaded, but for the blocks that are
     on the device at once; memory is pinned in the first step alone."""

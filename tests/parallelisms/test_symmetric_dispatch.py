@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,8 @@ from dtron.parallelisms.mailbox import Mailbox
 from dtron.parallelisms.peer_memory import PeerMemory
 from dtron.parallelisms.recompute import recompute
 from dtron.parallelisms.symmetric_dispatch import SymmetricMemory, rows_at_most, ways_of
-from tests.harness import run_on_gpus, run_ranks
+from tests.gpu_ranks import run_on_gpus
+from tests.harness import run_ranks
 from tests.models.build import small_config
 from tests.parallelisms.parity import Case, outcome_of, parallel_run, whole
 from tests.parallelisms.test_parity import EAGER, FULL, SELECTIVE
@@ -607,9 +607,11 @@ def layers_on_a_gpu(
             torch.cuda.set_sync_debug_mode("error")
         if rank == i % n_ranks:
             torch.cuda._sleep(10**7)  # this rank is late
-        out = dispatcher.finish(dispatcher.begin(rows, offsets, layer), compute)
-        gradients = torch.autograd.grad(out.square().sum(), (rows, *experts.parameters()))
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            out = dispatcher.finish(dispatcher.begin(rows, offsets, layer), compute)
+            gradients = torch.autograd.grad(out.square().sum(), (rows, *experts.parameters()))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         found += [out.detach(), *gradients]
     dispatcher.check(torch.device("cuda"))
     return found
@@ -666,14 +668,12 @@ def test_compiled_blocks_in_bfloat16_equal_eager_ones() -> None:
 @pytest.mark.parametrize("n_gpus", [2, 4])
 def test_equals_all_to_all_on_gpus(n_gpus: int) -> None:
     """Layers, and the blocks of a model: compiled whole, with selective recomputation."""
-    run_on_gpus(n_gpus, "tests.parallelisms.test_symmetric_dispatch")
+    run_on_gpus(n_gpus, on_gpus)
 
 
-def _on_gpus() -> None:
-    """On one of the ranks that torchrun starts. Rows of an expert are in the same order either way,
-    so that products are of the same numbers."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+def on_gpus() -> None:
+    """On one of the ranks. Rows of an expert are in the same order either way, so that products are
+    of the same numbers."""
     for loads in LOADS:
         for dtype, tolerance in ((torch.bfloat16, 1e-2), (torch.float32, 1e-3)):
             found, wanted = (
@@ -683,8 +683,3 @@ def _on_gpus() -> None:
                 apart = (one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-9)
                 assert apart <= tolerance, (loads, dtype, i, float(apart))
     compiled_equals_eager()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _on_gpus()
