@@ -189,7 +189,7 @@ def sharded_tensor(parameter: DTensor) -> Tensor:
 
     `DTensor.to_local` gives another object for a parameter since torch 2.15.
     """
-    (name,), _ = parameter.__tensor_flatten__()
+    (name, *_mesh), _ = parameter.__tensor_flatten__()  # since torch 2.13 also the mesh
     return getattr(parameter, name)
 
 

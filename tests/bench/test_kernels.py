@@ -115,7 +115,6 @@ def test_what_is_drawn_stays_as_it_is() -> None:
     for row in problem.rows:
         own = row.inputs(drawn)
         assert not torch.equal(row.forward(own)[0], before[0])
-        assert own[-1].item() == before[-1].item() + 1
     assert all(torch.equal(x, y) for x, y in zip(drawn, before, strict=True))
 
 

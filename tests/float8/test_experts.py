@@ -68,8 +68,15 @@ def test_gradient_of_weights_is_that_of_the_product(dtype: torch.dtype) -> None:
     assert found.allclose(weight.grad, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_kernels_get_what_torch_demands() -> None:
-    """Shapes, strides and scales of a GPU's calls, which torch checks without one."""
+def test_kernels_get_what_torch_demands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes, strides and scales of a GPU's calls, which torch's first form of this operator checks
+    without one; both forms call one kernel."""
+
+    def first_form(a, b, *, scale_a, scale_b, offs, output_dtype, use_fast_accum, **_recipes):
+        settings = {"out_dtype": output_dtype, "use_fast_accum": use_fast_accum}
+        return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", first_form)
     casts = EXPERTS.output
 
     def operand(rows: int, columns: int) -> Scaled:
