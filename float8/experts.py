@@ -131,8 +131,7 @@ torch.library.define(
 )
 
 
-@torch.library.impl("dtron::float8_grouped_product", "default")
-def _grouped(
+def multiply(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -153,6 +152,9 @@ def _grouped(
         output_dtype=dtype,
         use_fast_accum=fast,
     )
+
+
+torch.library.impl("dtron::float8_grouped_product", "default", multiply)
 
 
 @torch.library.register_fake("dtron::float8_grouped_product")

@@ -88,7 +88,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("dtron::float8_product", "default")
 def multiply(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
@@ -115,6 +114,9 @@ def multiply(
         output_dtype=dtype,
         use_fast_accum=fast,
     )
+
+
+torch.library.impl("dtron::float8_product", "default", multiply)
 
 
 @torch.library.register_fake("dtron::float8_product")

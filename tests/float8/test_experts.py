@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
+from dtron.float8 import experts
 from dtron.float8.casting import Scaled
 from dtron.float8.experts import Float8Grouped, multiply_grouped
 from dtron.float8.products import why_emulated
@@ -77,6 +78,7 @@ def test_kernels_get_what_torch_demands(monkeypatch: pytest.MonkeyPatch) -> None
         return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs, **settings)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", first_form)
+    monkeypatch.setattr(torch.ops.dtron, "float8_grouped_product", experts.multiply)
     casts = EXPERTS.output
 
     def operand(rows: int, columns: int) -> Scaled:
