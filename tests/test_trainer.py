@@ -343,7 +343,8 @@ def test_collectives_of_a_step(
 
 
 def test_gradients_that_travel_in_bfloat16_have_the_sums_of_float32(tmp_path: Path) -> None:
-    """To the bit with two ranks, whose sums have one order; in half of the bytes."""
+    """To the bit with two ranks, whose sums have one order; in half of the bytes. Since torch 2.15
+    gradients of norms come in float32 and are rounded before they travel."""
     found, counts = [], []
     for name in ("reduce_scatter", "all_to_all"):
         changes = {"parallel__reduce_by": name, "train__dtype": "bfloat16"}
@@ -351,7 +352,9 @@ def test_gradients_that_travel_in_bfloat16_have_the_sums_of_float32(tmp_path: Pa
         found.append([(row["loss"], row["grad_norm"]) for row in rows(tmp_path / name)])
         facts = json.loads((tmp_path / name / "run.json").read_text())
         counts.append(facts["collectives"]["dp_shard"][name])
-    assert found[0] == found[1]
+    rounded = 0.0 if torch.__version__ < "2.15" else 1e-5
+    for row, wanted in zip(*found, strict=True):
+        assert row == pytest.approx(wanted, rel=rounded, abs=0)
     summed, sent = counts
     assert (sent["count"], 2 * sent["bytes"]) == (summed["count"], summed["bytes"])
 
