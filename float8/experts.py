@@ -141,7 +141,7 @@ def multiply(
     fast: bool,
 ) -> Tensor:
     """(N, S), (E, P, S), contiguous, and float32 scales (N,), (E, P) -> (N, P)."""
-    return torch.nn.functional.scaled_grouped_mm(
+    return torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]
         a,
         b.transpose(1, 2),
         scale_a=scale_a,

@@ -10,8 +10,8 @@ A reduce-scatter sums in the dtype that it sends, so that float32 sums of bfloat
 twice the bytes. Here each rank sends every shard's gradients as they are and adds up what it gets:
 the same sums from half of the bytes.
 
-It needs gradients that are not sums of micro-batches yet, which in bfloat16 would lose digits. Those
-of norms, which torch hands over in float32 since 2.15, are rounded before they travel.
+It needs gradients that are not sums of micro-batches yet, which in bfloat16 would lose digits.
+Those of norms, which torch hands over in float32 since 2.15, are rounded before they travel.
 
 Either may go by copy engines (`peer_memory.py`).
 """

@@ -11,7 +11,7 @@ from dtron.float8 import RECIPES
 from dtron.models import MODELS
 from dtron.parallelisms.expert import DISPATCHERS
 from dtron.parallelisms.schedules import SCHEDULES
-from tests.parallelisms.parity import Case
+from tests.parallelisms.parity import rows_of
 from tests.selection import COLLECTED, FULL_FILES, KEPT, NONE, only_by_name
 
 TESTS = Path(__file__).parent
@@ -53,21 +53,6 @@ def under(items: Iterable[pytest.Item], start: str) -> list[pytest.Item]:
 
 def by_default(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if not item.get_closest_marker("full")]
-
-
-def rows_of(case: Case) -> dict[str, set[str]]:
-    """What a case takes of every table."""
-    parallel, degrees = case.parallel, case.config().degrees(case.world)
-    axes = degrees | {"ep": parallel.ep, "etp": parallel.etp}
-    return {
-        "axis": {axis for axis, ranks in axes.items() if ranks > 1},
-        "model": {case.model},
-        "schedule": {str(parallel.schedule)} if parallel.pp > 1 else set(),
-        "cp_method": set(parallel.cp_methods()) if parallel.cp > 1 else set(),
-        "dispatcher": {parallel.dispatcher} if parallel.ep > 1 else set(),
-        "recipe": {case.float8.recipe},
-        "recompute": {case.recompute.mode},
-    }
 
 
 @pytest.mark.parametrize("table", WANTED)

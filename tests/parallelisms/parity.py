@@ -201,6 +201,21 @@ def float8(recipe: str, world: int, parallel: Parallel, model: str = "llama", **
     return Case(model, world, parallel, override=override, float8=settings, **kept)
 
 
+def rows_of(case: Case) -> dict[str, set[str]]:
+    """What a case takes of every table that users choose from."""
+    parallel, degrees = case.parallel, case.config().degrees(case.world)
+    axes = degrees | {"ep": parallel.ep, "etp": parallel.etp}
+    return {
+        "axis": {axis for axis, ranks in axes.items() if ranks > 1},
+        "model": {case.model},
+        "schedule": {str(parallel.schedule)} if parallel.pp > 1 else set(),
+        "cp_method": set(parallel.cp_methods()) if parallel.cp > 1 else set(),
+        "dispatcher": {parallel.dispatcher} if parallel.ep > 1 else set(),
+        "recipe": {case.float8.recipe},
+        "recompute": {case.recompute.mode},
+    }
+
+
 def build(case: Case, config: DecoderConfig, device_type: str = "cpu") -> nn.Module:
     """The unsharded model, its weights on the current default device and not yet drawn."""
     model = build_model(case.model, config, attention_of(case, config, device_type))

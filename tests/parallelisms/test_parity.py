@@ -1,12 +1,11 @@
 """Layouts equal one process: a subset in which any two settings meet, and special cases.
 
-The default run takes some of them, in which every setting occurs, any two mesh axes meet, and so do
-each axis and compile, and each axis and float8; `-m full` takes the others. The whole matrix is in
-test_matrix.py.
+The default run takes a few of them, in which every model, axis, schedule, context-parallel method,
+dispatcher, float8 recipe and recompute mode occurs; `-m full` takes the others. The whole matrix is
+in test_matrix.py.
 """
 
 import itertools
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from tests.parallelisms.parity import (
     Case,
     check,
     float8,
+    rows_of,
     selected,
 )
 
@@ -436,29 +436,12 @@ FLOAT8 = [
 
 
 # What the default run takes of all of these.
-INCIDENTAL = {"n_layers", "dim", "head_dim", "ffn_dim", "expert_dim", "dp_shard"}
-"""Settings that only make a case small, or large enough for its others."""
 
 
 def settings(case: Case) -> set[Any]:
-    """What a case tests: its settings, pairs of mesh axes, axes with compile and with float8."""
-    sections = (case.parallel, case.recompute, case.compile, case.float8)
-    changed = [x for section in sections for x in section.model_dump(exclude_defaults=True).items()]
-    found = {(key, str(value)) for key, value in [*changed, *case.override.items()]}
-    for key in ("model", "dtype", "micro_batch", "loss_chunks", "documents", "steps"):
-        found.add((key, str(getattr(case, key))))
-    axes = [axis for axis, ranks in degrees(case).items() if ranks > 1]
-    found |= set(itertools.combinations(axes, 2))
-    found |= {("compile", axis) for axis in axes if case.compile.enable}
-    found |= {("float8", axis) for axis in axes if case.float8.recipe}
-    return {setting for setting in found if setting[0] not in INCIDENTAL}
-
-
-def degrees(case: Case) -> dict[str, int]:
-    """Ranks along every axis of the mesh and of the experts' mesh."""
-    found = {axis: getattr(case.parallel, axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
-    found["dp_shard"] = case.world // math.prod(found.values())
-    return found | {"ep": case.parallel.ep, "etp": case.parallel.etp}
+    """What a case tests: rows of the tables that users choose from, and compiled blocks."""
+    found = {(table, row) for table, own in rows_of(case).items() for row in own}
+    return found | ({("compiled", case.world > 1)} if case.compile.enable else set())
 
 
 def representatives(cases: Sequence[Case]) -> set[str]:
