@@ -127,10 +127,18 @@ class SGD(torch.optim.SGD):
             members = [p for p in group["params"] if p.grad is not None]
             if members:
                 shards = [local_part(p) for p in members]
-                settings = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
-                flags = {"nesterov": False, "maximize": False, "foreach": True}
-                gradients = local_gradients(members)
-                sgd(shards, gradients, [None] * len(shards), lr=group["lr"], **settings, **flags)
+                sgd(
+                    shards,
+                    local_gradients(members),
+                    [None] * len(shards),
+                    lr=group["lr"],
+                    weight_decay=0.0,
+                    momentum=0.0,
+                    dampening=0.0,
+                    nesterov=False,
+                    maximize=False,
+                    foreach=True,
+                )
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -88,8 +88,8 @@ class Mesh:
         self.device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         place = np.unravel_index(dist.get_rank(), tuple(self.degrees.values()))
         self._place = {axis: int(i) for axis, i in zip(DEGREES, place, strict=True)}
-        override: dict[str, Any] = {axis: _high_priority() for axis in high_priority}
-        override |= options or {}
+        high = {axis: _high_priority() for axis in high_priority}
+        override: dict[str, Any] = high | dict(options or {})
         sizes = {
             "pp": self.degrees["pp"],
             "dp_replicate": self.degrees["dp_replicate"],
@@ -127,7 +127,8 @@ class Mesh:
     def expert_group(self) -> dist.ProcessGroup:
         """The process group over ep x etp, etp being the innermost."""
         if self._expert_group is None:
-            self._expert_group = _group(self.expert_degrees, ["ep", "etp"])
+            group: dist.ProcessGroup = _group(self.expert_degrees, ["ep", "etp"])
+            self._expert_group = group
         return self._expert_group
 
     def sharing_experts(self) -> DeviceMesh:
@@ -209,7 +210,7 @@ class Mesh:
             yield _JOIN.join(("ep", "etp")), self._expert_group
 
 
-def _group(degrees: Mapping[str, int], axes: Sequence[str], override: Any = None) -> Any:
+def _group(degrees: Mapping[Any, int], axes: Sequence[str], override: Any = None) -> Any:
     """This rank's process group over some axes together, made by all ranks together.
 
     Args:

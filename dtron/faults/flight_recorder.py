@@ -52,7 +52,7 @@ def _server() -> str:
     path = str(Path(opened.enter_context(tempfile.TemporaryDirectory())) / "worker")
     others = os.environ.get(_SOCKET)
     os.environ[_SOCKET] = path  # its argument
-    opened.enter_context(worker_main())
+    opened.enter_context(worker_main())  # type: ignore[arg-type]
     if others is None:
         del os.environ[_SOCKET]
     else:

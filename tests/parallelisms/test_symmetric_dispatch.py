@@ -166,7 +166,7 @@ def with_late_rank(late: int) -> None:
     wanted = moved(SymmetricMemory, "random", 1, 3)
     put, meet = Mailbox.moved, PeerMemory.barrier
 
-    def put_late(self: Mailbox, *args: Any) -> Tensor:
+    def put_late(self: Mailbox, *args: Any) -> Any:
         be_late(late)
         return put(self, *args)
 
@@ -231,7 +231,7 @@ def in_flight(
     put: list[tuple[int, ...]] = []
     moved = Mailbox.moved
 
-    def seen(self: Mailbox, rows: Tensor, *args: Any) -> Tensor:
+    def seen(self: Mailbox, rows: Tensor, *args: Any) -> Any:
         put.append((*rows.shape, *args[0].shape))
         return moved(self, rows, *args)
 
@@ -394,7 +394,7 @@ def have_uneven_rows(dispatcher: SymmetricMemory) -> None:
     slots: list[Tensor] = []
     moved = Mailbox.moved
 
-    def seen(self: Mailbox, rows: Tensor, *args: Any) -> Tensor:
+    def seen(self: Mailbox, rows: Tensor, *args: Any) -> Any:
         slots.append(args[0])
         return moved(self, rows, *args)
 
