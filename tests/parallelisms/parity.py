@@ -583,9 +583,7 @@ def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:
 
 def context_of(case: Case, kernel: str = "math") -> Context | None:
     """How attention gets at the tokens of other ranks."""
-    fields = {**SIZES[case.model], **case.override}
-    window, softcap = (fields.get(key, 0) for key in ("window", "softcap"))
-    return Context.of(case.parallel, MODELS[case.model].cores, kernel, window, softcap)
+    return Context.of(case.parallel, MODELS[case.model].cores, kernel)
 
 
 def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:
