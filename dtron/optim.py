@@ -165,12 +165,14 @@ OPTIMIZERS: dict[str, Callable[[list[dict], Optim], torch.optim.Optimizer]] = {
 }
 
 
-def build_optimizer(parameters: Iterable[Tensor], options: Optim) -> torch.optim.Optimizer:
-    """The optimizer over these parameters; vectors (norms, biases) are not decayed."""
+def build_optimizer(named: Iterable[tuple[str, Tensor]], options: Optim) -> torch.optim.Optimizer:
+    """The optimizer over these parameters; vectors (norms, biases, an expert's too) are not
+    decayed."""
     groups: dict[bool, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            groups.setdefault(parameter.dim() >= 2, []).append(parameter)
+    for name, parameter in named:
+        if parameter.requires_grad:  # experts' biases (E, F) have two dims
+            matrix = parameter.dim() >= 2 and not name.endswith("bias")
+            groups.setdefault(matrix, []).append(parameter)
     decays = [
         {"params": members, "weight_decay": options.weight_decay if matrix else 0.0}
         for matrix, members in groups.items()

@@ -141,8 +141,7 @@ class Trainer:
         )
         self.context = assembly.context
         self.applied = apply_passes(assembly.build(), self.mesh, assembly.passes())
-        parameters = [p for _, p in self.applied.named_parameters()]
-        self.optimizer = build_optimizer(parameters, config.optim)
+        self.optimizer = build_optimizer(self.applied.named_parameters(), config.optim)
         self._build_data()
         self.loss = assembly.loss(self.applied)
         self.execution = build_execution(self.applied, self.checked.layout, self.mesh, self.policy)

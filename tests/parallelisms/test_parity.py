@@ -238,6 +238,20 @@ EXPERT_CASES = [
         for method in ("ring", "all_gather", "ulysses")
     ],
     Case("deepseek_v3", 2, Parallel(pp=2, tp=1), override=SCORED),
+    # padding takes no experts, and is in no mean and no capacity
+    *[
+        Case("mixtral", world, parallel, override={**LIMITED, "z_loss": 0.1}, padded=True, **more)
+        for world, parallel, more in (
+            (2, Parallel(dp_shard=2), {"micro_batch": 2}),
+            (2, Parallel(cp=2), {"documents": True}),
+            (2, Parallel(tp=2), {"micro_batch": 2}),
+            (4, Parallel(cp=2, ep=2), {"compile": EAGER}),
+        )
+    ],
+    Case("mixtral", 2, Parallel(cp=2), override=SINKHORN, padded=True, micro_batch=2),
+    Case("deepseek_v3", 2, Parallel(ep=2, dispatcher="symmetric_memory"), padded=True),
+    Case("deepseek_v3", 2, Parallel(tp=2, ep=2), **PREDICTED, documents=True, padded=True),
+    Case("qwen3_moe", 2, Parallel(pp=2, schedule=V), FULL, padded=True),
     # capacity over the tokens of all ranks of a micro-batch, in the order of the sequences
     Case("mixtral", 2, Parallel(ep=2), override=LIMITED, sequences=4),
     Case("mixtral", 2, Parallel(cp=2), override=PADDED, documents=True, micro_batch=2),
