@@ -268,6 +268,17 @@ EXPERT_CASES = [
         Parallel(pp=2, schedule="1F1B", pp_layout="Ett|tmmL"),
         **{**PREDICTED, "override": {**MTP, **TIED}, "steps": 3},
     ),
+    # a weight whose gradient has parts that are put off and parts that are not
+    *[
+        Case("deepseek_v3", 4, parallel, override={**MTP, **TIED})
+        for parallel in (
+            Parallel(pp=2, tp=2, schedule=V),
+            Parallel(pp=2, tp=2, schedule="DualPipeV"),
+            Parallel(pp=2, tp=2, schedule="InterleavedZeroBubble"),
+            Parallel(pp=2, tp=2, schedule="1F1B", zero=1, defer_head=1),
+        )
+    ],
+    Case("gpt", 4, Parallel(pp=2, tp=2, schedule="1F1B", zero=1, defer_head=1), override=TIED),
     # every axis at once
     Case(
         "deepseek_v3",
