@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,55 @@ def test_a_step_never_waits_for_a_value(tmp_path: Path, changes: dict[str, Any])
     shapes = {"model__override__dim": 64, "model__override__ffn_dim": 64, **changes}
     config = tiny(tmp_path / "run", train__steps=3, train__micro_batch=4, **shapes)
     assert run_ranks(2, values_read_by_the_host, config) == [0, 0]
+
+
+class _RoundsScalars(TorchDispatchMode):
+    """Where a scalar on the device meets a tensor of a narrower dtype: a GPU rounds it to that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        both = [x for x in args[:2] if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        name = func.name().partition(".")[0].rstrip("_")
+        if len(both) == 2 and name in ("aten::mul", "aten::div"):
+            (short, _), (tall, _) = sorted(((x, x.dim()) for x in both), key=lambda pair: pair[1])
+            if short.dim() == 0 < tall.dim() and short.dtype.itemsize > tall.dtype.itemsize:
+                self.found.add("".join(traceback.format_stack()[-12:-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def rounded_scalars(config: RunConfig) -> set[str]:
+    with _RoundsScalars() as seen:
+        Trainer(config).fit()
+    return seen.found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__loss_chunks": 3},
+        {"model__name": "gpt", "model__override__dropout": 0.1},
+        {**MIXTURE, "model__override__z_loss": 0.1, "model__override__jitter": 0.1},
+        {
+            "float8__recipe": "tensorwise",
+            "model__override__dim": 64,
+            "model__override__ffn_dim": 64,
+        },
+        {
+            **{"optim__moments": "bfloat16", "parallel__reduce_dtype": "bfloat16"},
+            "train__micro_batch": 8,
+        },
+    ],
+    ids=str,
+)
+def test_no_factor_is_rounded_to_bfloat16(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = tiny(tmp_path / "run", **{"train__steps": 1, "train__dtype": "bfloat16", **changes})
+    (found,) = run_ranks(1, rounded_scalars, config)
+    assert not found, "\n".join(found)
 
 
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
