@@ -232,10 +232,21 @@ SCHEDULES: dict[str, Callable[[int, int, int, Schedule], float]] = {
 }
 
 
-def learning_rate(step: int, steps: int, peak: float, options: Schedule) -> float:
+def warmup_steps(steps: int, options: Schedule) -> int:
+    """Updates of the warm-up, of `steps` in all."""
+    return round(options.warmup * steps)
+
+
+def learning_rate(
+    step: int, steps: int, peak: float, options: Schedule, warmup: int | None = None
+) -> float:
     """Learning rate of update `step` (0-based) of `steps`: linear warm-up to `peak`, then the row
-    of SCHEDULES; linear and cosine reach min_ratio * peak at the last step."""
-    warmup = round(options.warmup * steps)
+    of SCHEDULES; linear and cosine reach min_ratio * peak at the last step.
+
+    Args:
+        warmup: updates of the warm-up; None: of `warmup_steps`.
+    """
+    warmup = warmup_steps(steps, options) if warmup is None else warmup
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * SCHEDULES[options.name](step, steps, warmup, options)
