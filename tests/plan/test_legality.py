@@ -258,3 +258,17 @@ def test_tp_above_the_key_heads_with_cp_is_told() -> None:
     keys = ["parallel.tp=16", "parallel.pp=2", "parallel.cp=2", "parallel.cp_method=ulysses"]
     config = RunConfig.load(CONFIGS / "llama3_70b.toml", keys)
     assert any("parallel.tp = 16" in reason for reason in reasons(config, 64))
+
+
+def test_predictions_in_a_stage_of_their_own_are_refused_with_what_fits() -> None:
+    """A layout of DeepSeek-V3 for 16 pipeline ranks; one with as many stages is legal."""
+    keys = ["model.size=671b", "parallel.pp=16", "parallel.schedule=Interleaved1F1B"]
+    keys += ["parallel.tp=1", "parallel.ep=8", "parallel.stages_per_rank=2"]
+
+    def told(layout: str) -> list[str]:
+        chosen = [*keys, f"parallel.pp_layout={layout}"]
+        return reasons(RunConfig.load(CONFIGS / "deepseek_v3.toml", chosen), 128)
+
+    (reason,) = told("Et*3|(tt|)*29,m|L")
+    assert "has m in another stage than L" in reason
+    assert not told("Et*3|(tt|)*29|mL")
