@@ -111,7 +111,7 @@ def _model(given: argparse.Namespace) -> tuple[Applied, torch.optim.Optimizer]:
     mesh = Mesh(dp_shard=1, device_type=Place(0, 0, 1).device.type)
     passes = Passes(units=spec.units(config), blocks="blocks.*", dtype="float32", init=(0, fill))
     applied = apply_passes(model, mesh, passes)
-    return applied, build_optimizer([p for _, p in applied.named_parameters()], Optim())
+    return applied, build_optimizer(applied.named_parameters(), Optim())
 
 
 def _step(applied: Applied, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:

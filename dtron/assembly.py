@@ -42,9 +42,8 @@ class Assembly:
     @functools.cached_property
     def context(self) -> Context | None:
         """How attention gets at other ranks' tokens; None where cp is 1."""
-        cores, kernel = MODELS[self.config.model.name].cores, self.attention.kernel
-        model = self.model
-        return Context.of(self.config.parallel, cores, kernel, model.window, model.softcap)
+        cores = MODELS[self.config.model.name].cores
+        return Context.of(self.config.parallel, cores, self.attention.kernel)
 
     def build(self) -> nn.Module:
         """The plain model on the meta device."""

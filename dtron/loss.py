@@ -175,8 +175,8 @@ class _HeadLoss(torch.autograd.Function):
         # Scaled where they are, and let go: a copy would be as large as the weight.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         for gradient in (grad_hidden, grad_weight):
-            if gradient is not None:
-                gradient.mul_(grad)
+            if gradient is not None:  # as a vector: a GPU would round a scalar to their dtype first
+                torch.mul(gradient, grad.view(1), out=gradient)
         return grad_hidden, grad_weight, None, None, None
 
 

@@ -165,12 +165,14 @@ OPTIMIZERS: dict[str, Callable[[list[dict], Optim], torch.optim.Optimizer]] = {
 }
 
 
-def build_optimizer(parameters: Iterable[Tensor], options: Optim) -> torch.optim.Optimizer:
-    """The optimizer over these parameters; vectors (norms, biases) are not decayed."""
+def build_optimizer(named: Iterable[tuple[str, Tensor]], options: Optim) -> torch.optim.Optimizer:
+    """The optimizer over these parameters; vectors (norms, biases, an expert's too) are not
+    decayed."""
     groups: dict[bool, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            groups.setdefault(parameter.dim() >= 2, []).append(parameter)
+    for name, parameter in named:
+        if parameter.requires_grad:  # experts' biases (E, F) have two dims
+            matrix = parameter.dim() >= 2 and not name.endswith("bias")
+            groups.setdefault(matrix, []).append(parameter)
     decays = [
         {"params": members, "weight_decay": options.weight_decay if matrix else 0.0}
         for matrix, members in groups.items()
@@ -230,10 +232,21 @@ SCHEDULES: dict[str, Callable[[int, int, int, Schedule], float]] = {
 }
 
 
-def learning_rate(step: int, steps: int, peak: float, options: Schedule) -> float:
+def warmup_steps(steps: int, options: Schedule) -> int:
+    """Updates of the warm-up, of `steps` in all."""
+    return round(options.warmup * steps)
+
+
+def learning_rate(
+    step: int, steps: int, peak: float, options: Schedule, warmup: int | None = None
+) -> float:
     """Learning rate of update `step` (0-based) of `steps`: linear warm-up to `peak`, then the row
-    of SCHEDULES; linear and cosine reach min_ratio * peak at the last step."""
-    warmup = round(options.warmup * steps)
+    of SCHEDULES; linear and cosine reach min_ratio * peak at the last step.
+
+    Args:
+        warmup: updates of the warm-up; None: of `warmup_steps`.
+    """
+    warmup = warmup_steps(steps, options) if warmup is None else warmup
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * SCHEDULES[options.name](step, steps, warmup, options)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dtron.config import RunConfig, fields
+from dtron.config import RunConfig, Schedule, fields
 from dtron.data import (
     Tokenizer,
     TrainingSource,
@@ -29,6 +29,7 @@ from dtron.flops import n_parameters
 from dtron.initial import Initial, check_same_model, open_initial
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
+from dtron.optim import learning_rate, warmup_steps
 from dtron.parallelisms import deepep, symmetric_dispatch
 from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.offload import host_memory
@@ -195,6 +196,7 @@ def checked_facts(config: RunConfig, model: DecoderConfig, checkpoint: Location)
         )
     check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
     _check_settings(checkpoint, config, facts)
+    _tell_schedule(checkpoint, config, facts)
     return facts
 
 
@@ -314,6 +316,55 @@ def resume_settings(config: RunConfig) -> dict[str, Any]:
         "train.seq_len": config.train.seq_len,
         **{f"data.{key}": value for key, value in data.items()},
     }
+
+
+def schedule_settings(config: RunConfig, warmup: int) -> dict[str, Any]:
+    """What a run's learning rates depend on, for `Facts.schedule`.
+
+    Args:
+        warmup: updates of its warm-up, of `kept_warmup`.
+    """
+    options = config.schedule.model_dump(mode="json")
+    keys = {f"schedule.{key}": value for key, value in options.items()}
+    rate = {"train.steps": config.train.steps, "optim.lr": config.optim.lr}
+    return {**rate, **keys, "warmup_steps": warmup}
+
+
+def kept_warmup(config: RunConfig, facts: Facts | None) -> int:
+    """Updates of a run's warm-up. One that is over when the run resumes keeps its length: a longer
+    train.steps would else enter it again."""
+    own = warmup_steps(config.train.steps, config.schedule)
+    before = facts.schedule.get("warmup_steps", own) if facts else own
+    return before if facts and facts.step >= before else own
+
+
+def _tell_schedule(checkpoint: Location, config: RunConfig, facts: Facts) -> None:
+    """Warn of changes that move the learning rate where the run goes on."""
+    before = facts.schedule
+    after = schedule_settings(config, kept_warmup(config, facts))
+    changed = [key for key, value in after.items() if key in before and before[key] != value]
+    if not changed:
+        return
+    rates = [_rate(facts.step, settings) for settings in (before, after)]
+    told = ", ".join(f"{key} = {after[key]!r} (was {before[key]!r})" for key in changed)
+    log.warning(
+        "%s since %s: the learning rate of step %d is %.3g, where it would have been %.3g; the "
+        "warm-up is %d steps",
+        told,
+        checkpoint,
+        facts.step + 1,
+        rates[1],
+        rates[0],
+        after["warmup_steps"],
+    )
+
+
+def _rate(step: int, settings: dict[str, Any]) -> float:
+    """Of an update (0-based), by `schedule_settings`."""
+    keys = [key for key in settings if key.startswith("schedule.")]
+    options = Schedule(**{key.removeprefix("schedule."): settings[key] for key in keys})
+    steps, peak, warmup = (settings[key] for key in ("train.steps", "optim.lr", "warmup_steps"))
+    return learning_rate(step, steps, peak, options, warmup)
 
 
 def _check_settings(checkpoint: Location, config: RunConfig, facts: Facts) -> None:

@@ -63,6 +63,8 @@ class Facts:
     """State of the data loader."""
     faults: dict[str, Any] = field(default_factory=dict)
     """Of the run's guards: means of the loss, rollbacks."""
+    schedule: dict[str, Any] = field(default_factory=dict)
+    """Keys of the run's config that learning rates depend on, and `warmup_steps`."""
 
     @classmethod
     def of_weights(cls, model: dict[str, Any], world_size: int) -> "Facts":

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtron.config import Degree
-from dtron.models.router import Router, routers, update_expert_bias
+from dtron.models.router import Evened, Router, routers, update_expert_bias
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.functional_collectives import all_gather, all_reduce, wait_tensor
 from dtron.parallelisms.mesh import MICRO_AXES, TOKEN_AXES, Mesh
@@ -92,6 +92,11 @@ class Pooled:
         """See Pool."""
         return 1 if self.tokens is None else self.tokens.size()
 
+    @property
+    def counting(self) -> int:
+        """See Pool."""
+        return 1 if self.loads is None else self.loads.size()
+
     def in_order(
         self, drop: Callable[[Tensor], Tensor], chosen: Tensor, order: Tensor | None
     ) -> Tensor:
@@ -107,12 +112,13 @@ class Pooled:
             kept = drop(torch.empty_like(whole).scatter(1, places, whole)).gather(1, places)
         return kept.chunk(self.ranks, 1)[self.tokens.rank()]
 
-    def together(self, evened: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    def together(self, evened: Evened, logits: Tensor, real: Tensor | None) -> Tensor:
         """See Pool."""
         if self.tokens is None:
-            return evened(logits)
+            return evened(logits, real)
         whole = _gathered(logits.detach(), self.tokens)
-        return evened(whole).chunk(self.tokens.size())[self.tokens.rank()]
+        of_all = None if real is None else _gathered(real.byte(), self.tokens).bool()
+        return evened(whole, of_all).chunk(self.tokens.size())[self.tokens.rank()]
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

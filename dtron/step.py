@@ -204,6 +204,7 @@ def share_of(batch: Batch, mesh: Mesh, context: Context | None, further: int = 0
         documents=split.tables(context.layouts(cp), rank),
         index=index,
         order=torch.cat([split.index(r) for r in range(cp)], dim=1),
+        pieces=None if batch.pieces is None else batch.pieces.gather(1, index),
         further_tokens=part(batch.further_tokens),
         further_labels=part(batch.further_labels),
     )
@@ -222,6 +223,8 @@ def as_micro_batch(
         others["further"] = batch.further_tokens
     if batch.order is not None:
         others["order"] = batch.order
+    if batch.pieces is not None:
+        others["real"] = batch.pieces >= 0
     return batch.tokens, {**others, "labels": batch.labels} if labelled else others
 
 

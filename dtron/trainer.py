@@ -31,7 +31,14 @@ from dtron.optim import build_optimizer, learning_rate
 from dtron.parallelisms.apply import apply_passes, build_execution
 from dtron.parallelisms.fsdp import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
-from dtron.preflight import checked_facts, model_facts, preflight, resume_settings
+from dtron.preflight import (
+    checked_facts,
+    kept_warmup,
+    model_facts,
+    preflight,
+    resume_settings,
+    schedule_settings,
+)
 from dtron.profile import ProfileWindow, phase
 from dtron.published import (
     Facts,
@@ -141,8 +148,7 @@ class Trainer:
         )
         self.context = assembly.context
         self.applied = apply_passes(assembly.build(), self.mesh, assembly.passes())
-        parameters = [p for _, p in self.applied.named_parameters()]
-        self.optimizer = build_optimizer(parameters, config.optim)
+        self.optimizer = build_optimizer(self.applied.named_parameters(), config.optim)
         self._build_data()
         self.loss = assembly.loss(self.applied)
         self.execution = build_execution(self.applied, self.checked.layout, self.mesh, self.policy)
@@ -225,6 +231,7 @@ class Trainer:
 
     def _resume(self) -> None:
         self.step = self.tokens = self.rollbacks = 0
+        self.warmup = kept_warmup(self.config, None)
         checked, begun = self.checked, time.monotonic()
         if checked.checkpoint is None or checked.facts is None:
             if self.config.checkpoint.resume:
@@ -241,6 +248,7 @@ class Trainer:
         self.checkpointer.load(checkpoint)
         self.loader.load_state_dict(facts.data)
         self.step, self.tokens = facts.step, facts.tokens
+        self.warmup = kept_warmup(self.config, facts)
         self.train_step.skipped += facts.skipped
         self.train_step.skipped_in_a_row += facts.skipped_in_a_row
         self._resume_guards(facts)
@@ -372,7 +380,8 @@ class Trainer:
             self.batch_hash += fingerprint(batches)
         batches = [self._on_device(batch, self.checked.model.mtp) for batch in batches]
         self.guards.data_is_there(self.step + 1)
-        lr = learning_rate(self.step, config.train.steps, config.optim.lr, config.schedule)
+        steps, peak = config.train.steps, config.optim.lr
+        lr = learning_rate(self.step, steps, peak, config.schedule, self.warmup)
         float8, compute = self.float8, self.guards.compute(self.step + 1)
         if compute is not None:  # twice, which counts and statistics would count twice
             result = self.train_step(batches, self.step, lr, compute)
@@ -507,6 +516,7 @@ class Trainer:
             model=model_facts(self.config, self.checked.model),
             data=self.loader.state_dict(),
             faults=self._guard_facts(),
+            schedule=schedule_settings(self.config, self.warmup),
         )
 
     def _guard_facts(self) -> dict[str, Any]:

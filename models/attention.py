@@ -217,7 +217,24 @@ def _sdpa(
     if kernel is None:
         return attend(q, k, v).transpose(1, 2)
     with sdpa_kernel(kernel):
-        return attend(q, k, v).transpose(1, 2)
+        out = attend(q, k, v).transpose(1, 2)
+    return dense_gradient(out) if kernel is SDPBackend.CUDNN_ATTENTION else out
+
+
+def dense_gradient(x: Tensor) -> Tensor:
+    """x, whose gradient comes without gaps. cuDNN attention of torch 2.11 reads the gradient of its
+    output as if it had none: of a part of a wider tensor it made wrong gradients in silence."""
+    return _DenseGradient.apply(x)  # type: ignore[return-value]
+
+
+class _DenseGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].contiguous()
 
 
 def _flash4(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:

@@ -48,7 +48,8 @@ class DecoderConfig(BaseModel):
     norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the variance before its root is taken; norms of latents add 1e-6."""
     norm_zero_centered: bool = False
-    """Store norm weights as gamma - 1, so that weight decay pulls gamma towards 1."""
+    """Store norm weights as gamma - 1, as checkpoints of Megatron-LM may have them. Norms are not
+    decayed either way."""
     qk_norm: bool = False
     """Normalise every query and key head (arXiv:2302.05442)."""
     bias: bool = False

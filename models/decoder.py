@@ -104,18 +104,19 @@ class ExpertBlock(Block):
         dropout_keys: Tensor | None,
         loads: Tensor | None = None,
         order: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, D) -> (B, T, D), and counts and losses of `MoE.forward`; arguments as a Block's.
 
         Args:
             loads: of `Router.loads`.
-            order: of `MoE.forward`.
+            order, real: of `MoE.forward`.
         """
         x = self._attended(x, rope, mask, dropout_keys)
         ffn = self.ffn
         assert isinstance(ffn, MoE)
-        rows, offsets, kept = ffn.send(self.ffn_norm(x), dropout_keys, loads, order)
-        pending = ffn.experts.begin(rows, offsets, ffn.tail)
+        rows, offsets, kept = ffn.send(self.ffn_norm(x), dropout_keys, loads, order, real)
+        pending = ffn.experts.begin(rows, offsets, kept.tail)
         beside = ffn.beside(kept.x)
         h, counts, losses = ffn.receive(ffn.experts.finish(pending), beside, kept)
         return x + self.ffn_drop(h, dropout_keys), counts, losses
@@ -145,6 +146,7 @@ class PredictionBlock(ExpertBlock):
         dropout_keys: Tensor | None,
         loads: Tensor | None = None,
         order: Tensor | None = None,
+        real: Tensor | None = None,
         ahead: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As an ExpertBlock's.
@@ -155,7 +157,7 @@ class PredictionBlock(ExpertBlock):
         """
         assert ahead is not None, "a prediction needs the tokens ahead"
         x = self.merge(torch.cat([self.token_norm(ahead), self.hidden_norm(x)], dim=-1))
-        x, counts, losses = super().forward(x, rope, mask, dropout_keys, loads, order)
+        x, counts, losses = super().forward(x, rope, mask, dropout_keys, loads, order, real)
         return self.norm(x), counts, losses
 
 
@@ -202,6 +204,7 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         further: Tensor | None = None,
         order: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position.
 
@@ -213,6 +216,7 @@ class Decoder(nn.Module):
             labels: int64 (B, T), handed to a head into which a loss was put from outside.
             further: int64 (B, T, P), the tokens 1, 2, ... P ahead; None: no multi-token prediction.
             order: of `MoE.forward`; read where experts have a capacity.
+            real: of `MoE.forward`; read where there are experts.
         Returns:
             Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without head;
             with labels what that head gives. With `further`, where the head is, 1 + P such logits.
@@ -224,12 +228,12 @@ class Decoder(nn.Module):
         if not x.is_floating_point():
             x = self._embed(x, positions, dropout_keys)
         rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
-        order = order if self.config.capacity_factor else None
+        routed = (order if self.config.capacity_factor else None, real)
         predictions = []
         for layer, block in self.blocks.items():
             keys = self._layer_keys(dropout_keys, int(layer))
             if int(layer) < self.config.n_layers:
-                x = self._through(block, x, rope, mask, keys, order)
+                x = self._through(block, x, rope, mask, keys, routed)
             elif isinstance(block, PredictionBlock):  # on the last stage
                 predictions.append((block, keys))
         x = self.norm(x)
@@ -239,7 +243,7 @@ class Decoder(nn.Module):
         ahead = self.further_embed(further.movedim(-1, 0).flatten(0, 1)).chunk(len(predictions))
         hidden = [x]
         for (block, keys), e in zip(predictions, ahead, strict=True):
-            hidden.append(self._through(block, hidden[-1], rope, mask, keys, order, e))
+            hidden.append(self._through(block, hidden[-1], rope, mask, keys, routed, e))
         return self.head(torch.cat(hidden)).chunk(len(hidden))
 
     def _through(
@@ -249,14 +253,14 @@ class Decoder(nn.Module):
         rope: Tensor | None,
         mask: Mask,
         keys: Tensor | None,
-        order: Tensor | None,
+        routed: tuple[Tensor | None, Tensor | None],
         *ahead: Tensor,
     ) -> Tensor:
         if not isinstance(block, ExpertBlock):
             return block(x, rope, mask, keys)
         assert isinstance(block.ffn, MoE)
         router = block.ffn.router
-        x, counts, losses = block(x, rope, mask, keys, router.loads(), order, *ahead)
+        x, counts, losses = block(x, rope, mask, keys, router.loads(), *routed, *ahead)
         if self.training and torch.is_grad_enabled():
             router.record(counts, losses)
         return x

@@ -21,7 +21,6 @@ Sources: arXiv:1701.06538; capacity GShard, arXiv:2006.16668; dropless grouped p
 arXiv:2211.15841; shared experts DeepSeekMoE, arXiv:2401.06066.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -143,12 +142,18 @@ def capacity(n_slots: int, n_experts: int, factor: float) -> int:
     return math.ceil(factor * n_slots / n_experts)
 
 
-def within_capacity(chosen: Tensor, n_experts: int, most: int) -> Tensor:
+def capacity_of(chosen: Tensor, n_experts: int, factor: float) -> Tensor:
+    """The same of the choices that are there, int64 () on their device: n_experts is none."""
+    n_slots = (chosen < n_experts).sum()
+    return (n_slots.double() * factor / n_experts).ceil().long()
+
+
+def within_capacity(chosen: Tensor, n_experts: int, most: int | Tensor) -> Tensor:
     """Drop what an expert may not take: the choices of its last tokens, so that no token loses its
     expert to a later one of its sequence.
 
     Args:
-        chosen: int64 (..., k), sequence after sequence.
+        chosen: int64 (..., k), sequence after sequence; n_experts: none.
         most: of `capacity`.
     Returns:
         The same, n_experts where a choice is dropped.
@@ -191,6 +196,9 @@ class Kept(NamedTuple):
     counts: Tensor
     losses: Tensor
     """Both for `Router.record`."""
+    tail: bool
+    """Whether rows may follow those of the last expert: of choices that were dropped, and of
+    padding."""
 
 
 class MoE(nn.Module):
@@ -216,24 +224,25 @@ class MoE(nn.Module):
         keys: Tensor | None = None,
         loads: Tensor | None = None,
         order: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Feed forward, each token by its experts; arguments as for `send`.
 
         Returns:
             (B, T, D) in x's dtype, and counts and losses for `Router.record`.
         """
-        rows, offsets, kept = self.send(x, keys, loads, order)
-        pending = self.experts.begin(rows, offsets, self.tail)
+        rows, offsets, kept = self.send(x, keys, loads, order, real)
+        pending = self.experts.begin(rows, offsets, kept.tail)
         beside = self.beside(x)
         return self.receive(self.experts.finish(pending), beside, kept)
 
-    @property
-    def tail(self) -> bool:
-        """Whether rows may follow those of the last expert: of choices that were dropped."""
-        return bool(self.factor) and not self.pad
-
     def send(
-        self, x: Tensor, keys: Tensor | None, loads: Tensor | None, order: Tensor | None
+        self,
+        x: Tensor,
+        keys: Tensor | None,
+        loads: Tensor | None,
+        order: Tensor | None,
+        real: Tensor | None,
     ) -> tuple[Tensor, Tensor, Kept]:
         """What comes before the experts.
 
@@ -243,11 +252,13 @@ class MoE(nn.Module):
             loads: of `Router.loads`.
             order: int64 (B, T of all ranks), where in its sequence each token of the ranks that
                 share the micro-batch is, rank after rank; None: they are in order. For capacity.
+            real: bool (B, T), False for padding, which takes no experts and counts nowhere; None:
+                there is none.
         Returns:
             Rows (R, D) sorted by expert and offsets int32 (E,), for the experts; what is kept.
         """
-        weights, chosen, counts, losses = self.router(x, keys, loads)
-        chosen, most = self._admitted(chosen, order)
+        weights, chosen, counts, losses = self.router(x, keys, loads, real)
+        chosen, most = self._admitted(chosen, order, padded=real is not None)
         flat, weights, chosen = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
         places = slots_by_expert(chosen, self.router.n_experts)
         if self.pad:
@@ -255,7 +266,8 @@ class MoE(nn.Module):
             places = padded_places(chosen, places, self.router.n_experts, most)
         slots, by_slot, offsets = places
         rows = repeated(flat, slots, by_slot, chosen.shape[1])
-        return rows, offsets, Kept(x, weights, slots, by_slot, counts, losses)
+        tail = not self.pad and (bool(self.factor) or real is not None)
+        return rows, offsets, Kept(x, weights, slots, by_slot, counts, losses, tail)
 
     def beside(self, x: Tensor) -> Tensor | None:
         """What all tokens take, (B, T, D) -> (B, T, D); None where there are no shared experts."""
@@ -272,12 +284,17 @@ class MoE(nn.Module):
         out = summed(rows, kept.weights, kept.slots, kept.rows).view_as(x).to(x.dtype)
         return out if beside is None else out + beside, kept.counts, kept.losses
 
-    def _admitted(self, chosen: Tensor, order: Tensor | None) -> tuple[Tensor, int]:
-        """Choices (B, T, k) without those over capacity, and what each expert may take of all."""
+    def _admitted(self, chosen: Tensor, order: Tensor | None, padded: bool) -> tuple[Tensor, int]:
+        """Choices (B, T, k) without those over capacity, and what each expert may take of all if
+        none is of padding."""
         if not self.factor:
             return chosen, 0
         pool, n_experts = self.router.pool, self.router.n_experts
         ranks = 1 if pool is None else pool.ranks
         most = capacity(chosen.numel() * ranks, n_experts, self.factor)
-        drop = functools.partial(within_capacity, n_experts=n_experts, most=most)
+
+        def drop(whole: Tensor) -> Tensor:
+            limit = capacity_of(whole, n_experts, self.factor) if padded else most
+            return within_capacity(whole, n_experts, limit)
+
         return (drop(chosen) if pool is None else pool.in_order(drop, chosen, order)), most

@@ -42,6 +42,9 @@ TINY = 1e-20  # of sums that scores are divided by, as in DeepSeek-V3
 SINKHORN_ROUNDS = 8
 
 
+Evened = Callable[[Tensor, Tensor | None], Tensor]
+
+
 @dataclass(frozen=True)
 class Scoring:
     """How logits (..., E) become a choice and weights."""
@@ -54,9 +57,9 @@ class Scoring:
     """Scores of the chosen (..., k) -> weights (..., k)."""
     group_top: int = 0
     """How many of a group's experts rank it; 0: this router has no groups."""
-    evened: Callable[[Tensor], Tensor] | None = None
-    """Logits of a whole micro-batch -> by what experts are ranked in training (..., E); None: by
-    the scores."""
+    evened: "Evened | None" = None
+    """(logits of a whole micro-batch, which tokens are real) -> by what experts are ranked in
+    training (..., E); None: by the scores."""
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -80,16 +83,22 @@ def _softmax_shares(logits: Tensor, scores: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sinkhorn(logits: Tensor) -> Tensor:
+def sinkhorn(logits: Tensor, real: Tensor | None = None) -> Tensor:
     """The logarithm of exp(logits) with rows and columns scaled to even sums, which evens loads.
 
     A fixed number of rounds, since waiting for convergence waits for the device. All tokens of
     the micro-batch act on each other: the choice is neither causal nor the same in other
     micro-batches. The order of the tokens does not matter.
+
+    Args:
+        logits: (..., E).
+        real: bool (...), False for tokens whose experts are not to be evened; None: all are.
     """
     flat = logits.flatten(0, -2)
+    out = None if real is None else ~real.flatten().unsqueeze(1)
     for _ in range(SINKHORN_ROUNDS):
-        flat = flat - flat.logsumexp(0, keepdim=True)
+        evened = flat if out is None else flat.masked_fill(out, -torch.inf)
+        flat = flat - evened.logsumexp(0, keepdim=True)
         flat = flat - flat.logsumexp(1, keepdim=True)
     return flat.view_as(logits)
 
@@ -128,7 +137,7 @@ class Routed(NamedTuple):
     weights: Tensor
     """(B, T, k), float32 at least."""
     chosen: Tensor
-    """int64 (B, T, k), different experts of each token."""
+    """int64 (B, T, k), different experts of each token; E of padding, which stands for none."""
     counts: Tensor
     """int64 (E,): how often each expert was chosen."""
     losses: Tensor
@@ -154,8 +163,14 @@ class Pool(Protocol):
         int64 (B, T, k) -> (B, T, k); order as for `MoE.forward`."""
         ...
 
-    def together(self, evened: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-        """This rank's part of evened(the logits of all ranks): (B, T, E) -> (B, T, E)."""
+    @property
+    def counting(self) -> int:
+        """Over how many ranks `total` sums."""
+        ...
+
+    def together(self, evened: Evened, logits: Tensor, real: Tensor | None) -> Tensor:
+        """This rank's part of evened(the logits of all ranks, their real tokens): (B, T, E) ->
+        (B, T, E)."""
         ...
 
 
@@ -197,7 +212,13 @@ class Router(nn.Module):
         self.register_buffer("losses", torch.zeros(2, device=device), persistent=False)
         self.register_buffer("loss_scale", torch.ones((), device=device), persistent=False)
 
-    def forward(self, x: Tensor, keys: Tensor | None = None, loads: Tensor | None = None) -> Routed:
+    def forward(
+        self,
+        x: Tensor,
+        keys: Tensor | None = None,
+        loads: Tensor | None = None,
+        real: Tensor | None = None,
+    ) -> Routed:
         """Choose experts for a micro-batch.
 
         Args:
@@ -205,19 +226,24 @@ class Router(nn.Module):
             keys: int64 (B, T) of `token_keys`, with the layer folded in; needed in training with
                 jitter.
             loads: of `loads`.
+            real: bool (B, T), False for padding: it chooses nothing and is in no mean; None: all
+                tokens are real.
         """
         logits = self._logits(x, keys)
         scores = self.scoring.scores(logits)
-        chosen = self._in_turn(scores) if self.force_balance else self._choose(logits, scores)
+        chosen = self._in_turn(scores) if self.force_balance else self._choose(logits, scores, real)
         weights = self.scoring.weigh(scores.gather(-1, chosen))
         if self.renormalize:
             weights = _normalized(weights)
         if self.scaling != 1:
             weights = weights * self.scaling
+        if real is not None:
+            chosen = torch.where(real.unsqueeze(-1), chosen, self.n_experts)
         counts = self._count(chosen)
         losses = logits.new_zeros(2)
         if self.training and (self.balance_coefficient or self.z_loss):
-            losses = self._losses(logits, self.scoring.shares(logits, scores), counts, loads)
+            shares = self.scoring.shares(logits, scores)
+            losses = self._losses(logits, shares, counts, loads, real)
             total = losses[0] * self.balance_coefficient + losses[1] * self.z_loss
             weights = AddedLoss.apply(weights, total, self.loss_scale)
         return Routed(weights, chosen, counts.sum(0), losses.detach().float())
@@ -270,9 +296,9 @@ class Router(nn.Module):
         return F.linear(x, self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
 
     @torch.no_grad()
-    def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
+    def _choose(self, logits: Tensor, scores: Tensor, real: Tensor | None) -> Tensor:
         """Experts by rank, in the best groups where there are groups: int64 (B, T, k)."""
-        ranked = self._ranked(logits, scores) if self.training else scores
+        ranked = self._ranked(logits, scores, real) if self.training else scores
         if self.expert_bias is not None:
             ranked = ranked + self.expert_bias  # float32, which does not narrow the scores
         if self.n_groups > 1:
@@ -283,11 +309,13 @@ class Router(nn.Module):
             ranked = grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
         return ranked.topk(self.top_k, dim=-1).indices
 
-    def _ranked(self, logits: Tensor, scores: Tensor) -> Tensor:
+    def _ranked(self, logits: Tensor, scores: Tensor, real: Tensor | None) -> Tensor:
         evened = self.scoring.evened
         if evened is None:
             return scores
-        return evened(logits) if self.pool is None else self.pool.together(evened, logits)
+        if self.pool is None:
+            return evened(logits, real)
+        return self.pool.together(evened, logits, real)
 
     def _in_turn(self, scores: Tensor) -> Tensor:
         """Token i takes the experts i k, i k + 1, ... of a circle: int64 (B, T, k)."""
@@ -298,25 +326,49 @@ class Router(nn.Module):
     def _count(self, chosen: Tensor) -> Tensor:
         """int64 (B, E): how often each sequence chose each expert."""
         flat = chosen.flatten(1)
-        counts = flat.new_zeros(flat.shape[0], self.n_experts)
-        return counts.scatter_add(1, flat, torch.ones_like(flat))
+        counts = flat.new_zeros(flat.shape[0], self.n_experts + 1)  # the last: none
+        return counts.scatter_add(1, flat, torch.ones_like(flat))[:, :-1]
 
     def _losses(
-        self, logits: Tensor, shares: Tensor, counts: Tensor, loads: Tensor | None
+        self,
+        logits: Tensor,
+        shares: Tensor,
+        counts: Tensor,
+        loads: Tensor | None,
+        real: Tensor | None,
     ) -> Tensor:
-        """(2,): balance loss and z-loss, means over the micro-batch."""
+        """(2,): balance loss and z-loss, means over the real tokens of the micro-batch; 0 for a
+        balance loss without weight."""
+        over = (1,) if self.balance == "sequence" else (0, 1)
+        squares = logits.logsumexp(-1).square()
         if self.balance == "sequence":
-            loads, shares = counts, shares.mean(1)
+            loads = counts
         else:
             own = counts.sum(0, keepdim=True)
             loads = own if loads is None else own + loads
-            shares = shares.mean((0, 1)).unsqueeze(0)
-        if self.pool is not None and self.balance_coefficient:
-            loads = self.pool.total(loads)
-        loads = loads.to(shares.dtype)
-        fractions = self.n_experts * loads / loads.sum(-1, keepdim=True)
-        balance = (fractions * shares).sum(-1).mean()
-        return torch.stack([balance, logits.logsumexp(-1).square().mean()])
+        if real is None:
+            if self.pool is not None and self.balance_coefficient:
+                loads = self.pool.total(loads)
+            means, square = shares.mean(over), squares.mean()
+        else:
+            loads, tokens = self._of_all(loads, real.sum(over))
+            means = (shares * real.unsqueeze(-1)).sum(over) / tokens
+            square = (squares * real).sum() / tokens.sum()
+        balance = logits.new_zeros(())
+        if self.balance_coefficient:
+            loads = loads.to(shares.dtype)
+            fractions = self.n_experts * loads / loads.sum(-1, keepdim=True).clamp(min=1)
+            balance = (fractions * means).sum(-1).mean()
+        return torch.stack([balance, square])
+
+    def _of_all(self, loads: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Loads int64 (S, E) and numbers of real tokens int64 (S,) or () of this rank -> loads of
+        all that count together, and their mean number of tokens a rank, float32 (S, 1): sums
+        divided by it have the mean over all tokens as their mean over ranks."""
+        both, ranks = torch.cat([loads, tokens.view(-1, 1)], dim=1), 1
+        if self.pool is not None:
+            both, ranks = self.pool.total(both), self.pool.counting
+        return both[:, :-1], both[:, -1:].clamp(min=1) / ranks
 
 
 def routers(modules: Iterable[nn.Module]) -> list[Router]:

@@ -68,6 +68,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
     between = Shard(1) if sequence_parallel else Replicate()
     tokenwise = sequence(split=()) if sequence_parallel else replicate()
     keyed = sequence(split=(1,)) if sequence_parallel else replicate()
+    routed = sequence(split=(1, 3)) if sequence_parallel else replicate()  # keys, real tokens
     looked_up = sequence(split=(0,)) if sequence_parallel else replicate()
     rows = {
         "embed": rowwise(output=between),
@@ -81,7 +82,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "blocks.*.attn_drop": keyed,
         "blocks.*.ffn_norm": tokenwise,
         **_feed_forward_rows(config, between),
-        **(_expert_rows(config, between, tokenwise, keyed) if config.n_experts else {}),
+        **(_expert_rows(config, between, tokenwise, routed) if config.n_experts else {}),
         "blocks.*.ffn_drop": keyed,
         **(_prediction_rows(between, tokenwise) if config.mtp else {}),
         "norm": tokenwise,
@@ -136,10 +137,10 @@ def _feed_forward_rows(config: DecoderConfig, between: Placement) -> dict[str, R
 
 
 def _expert_rows(
-    config: DecoderConfig, between: Placement, tokenwise: Row, keyed: Row
+    config: DecoderConfig, between: Placement, tokenwise: Row, routed: Row
 ) -> dict[str, Row]:
     """A rank routes its own tokens; shared experts split as any feed-forward layer."""
-    rows = {"blocks.*.ffn.router": keyed, "blocks.*.ffn.experts": experts()}
+    rows = {"blocks.*.ffn.router": routed, "blocks.*.ffn.experts": experts()}
     if config.n_shared_experts:
         shared = "blocks.*.ffn.shared"
         rows |= {shared: prepare_input(between), **_neurons(shared, config, between)}

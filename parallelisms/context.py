@@ -43,7 +43,7 @@ hierarchical, USP, arXiv:2405.07719; all-gather, Llama 3, arXiv:2407.21783, sect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -676,7 +676,8 @@ class Context:
     """How attention of a model gets at the tokens of other ranks.
 
     Args:
-        cores: pattern of the modules that are called as (q, k, v, mask, sink) and attend.
+        cores: pattern of the modules that are called as (q, k, v, mask, sink) and attend. A module
+            that has attributes `window`, `softcap` or `scale` attends by these.
         methods: of each of them, in the model's order; one stands for all.
         inner: of the hierarchical method; 0: the largest proper divisor of cp.
         kernel: a row of KERNELS.
@@ -694,13 +695,11 @@ class Context:
     scale: float = 0.0
 
     @classmethod
-    def of(
-        cls, parallel: Parallel, cores: str, kernel: str, window: int = 0, softcap: float = 0.0
-    ) -> "Context | None":
-        """From the [parallel] section; None where cp is 1."""
+    def of(cls, parallel: Parallel, cores: str, kernel: str) -> "Context | None":
+        """From the [parallel] section, for modules that say how they score; None where cp is 1."""
         if parallel.cp == 1:
             return None
-        return cls(cores, parallel.cp_methods(), parallel.cp_inner, kernel, window, softcap)
+        return cls(cores, parallel.cp_methods(), parallel.cp_inner, kernel)
 
     def layouts(self, cp: int) -> dict[CpMethod, Shape]:
         """Layout of the cp axis by method, of those that are used."""
@@ -719,39 +718,47 @@ def apply_context(
     Args:
         groups: inner -> process groups between and inside the blocks.
     """
-    layouts = context.layouts(cp)
-    _check_kernel(context, layouts, device_type)
-    # One for all layers of a method: compile takes another object for another graph.
-    shared = {
-        method: ContextAttention(
-            method,
-            shape,
-            *groups(shape.inner),
-            context.kernel,
-            context.window,
-            context.softcap,
-            context.scale,
-        )
-        for method, shape in layouts.items()
+    _check_device(context.kernel, device_type)
+    placed = {
+        method: (method, shape, *groups(shape.inner), context.kernel)
+        for method, shape in context.layouts(cp).items()
     }
+    # One for all layers that attend alike: compile takes another object for another graph.
+    shared: dict[tuple[CpMethod, _Scoring], ContextAttention] = {}
     for i, core in cores:
         method = context.methods[i if len(context.methods) > 1 else 0]
-        core.forward = shared[method]  # type: ignore[method-assign]
+        scoring = _scoring(core, context)
+        if (method, scoring) not in shared:
+            _check_kernel(KERNELS[context.kernel], placed[method][1], method, scoring)
+            shared[method, scoring] = ContextAttention(*placed[method], *scoring)
+        core.forward = shared[method, scoring]  # type: ignore[method-assign]
 
 
-def _check_kernel(context: Context, layouts: Mapping[CpMethod, Shape], device_type: str) -> None:
-    if context.kernel not in KERNELS:
-        raise ConfigError(f"kernel {context.kernel!r} is not known; use {', '.join(KERNELS)}")
-    kernel = KERNELS[context.kernel]
-    if device_type != "cuda" and kernel.name != "math":
-        raise ConfigError(f'kernel {kernel.name!r} needs GPUs; on a {device_type} use "math"')
-    rings = [name for name, shape in layouts.items() if shape.rings]
-    gathers = any(shape.gathers for shape in layouts.values())
+class _Scoring(NamedTuple):
+    window: int
+    softcap: float
+    scale: float
+
+
+def _scoring(core: nn.Module, context: Context) -> _Scoring:
+    """How a module attends: as it says itself, else as the Context does."""
+    return _Scoring(*(getattr(core, key, getattr(context, key)) for key in _Scoring._fields))
+
+
+def _check_device(name: str, device_type: str) -> None:
+    if name not in KERNELS:
+        raise ConfigError(f"kernel {name!r} is not known; use {', '.join(KERNELS)}")
+    if device_type != "cuda" and name != "math":
+        raise ConfigError(f'kernel {name!r} needs GPUs; on a {device_type} use "math"')
+
+
+def _check_kernel(kernel: Kernel, shape: Shape, method: str, scoring: _Scoring) -> None:
+    window, softcap, _ = scoring
     rules = [
-        (context.window and rings, f"a window with {' and '.join(rings)}; use all_gather, ulysses"),
-        (context.window and not kernel.window, f"a window with the {kernel.name} kernel"),
-        (context.softcap and not kernel.softcap, f"a soft cap with the {kernel.name} kernel"),
-        (gathers and not kernel.aligned_at_end, f"all_gather with the {kernel.name} kernel"),
+        (window and shape.rings, f"a window with {method}; use all_gather, ulysses"),
+        (window and not kernel.window, f"a window with the {kernel.name} kernel"),
+        (softcap and not kernel.softcap, f"a soft cap with the {kernel.name} kernel"),
+        (shape.gathers and not kernel.aligned_at_end, f"all_gather with the {kernel.name} kernel"),
     ]
     for broken, what in rules:
         if broken:

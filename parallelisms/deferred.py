@@ -357,21 +357,29 @@ def _(
 def _add_weight_gradient(item: _Item) -> None:
     """weight.grad += grad^T x, of each expert by its own rows."""
     weight, grad, x, offsets = item.weight, item.grad, item.x, item.offsets
-    if offsets is None and weight.grad is not None and weight.grad.dtype == grad.dtype:
-        _local(weight.grad).addmm_(grad.t(), x)
+    due = _placed_as(weight)
+    if offsets is None and due is not None and due.dtype == grad.dtype:
+        due.addmm_(grad.t(), x)
         return
     found = grad.t() @ x if offsets is None else grouped_gradient(grad, x, offsets)
-    if weight.grad is None:
+    if due is None:
         weight.grad = _like(weight, found.to(weight.grad_dtype or found.dtype))
     else:
-        _local(weight.grad).add_(found)
+        due.add_(found)
+
+
+def _placed_as(weight: Tensor) -> Tensor | None:
+    """The local part of a weight's gradient so far, in the weight's own layout. That of an
+    embedding that shares the weight is a part of a sum over tp, as autograd leaves it."""
+    grad = weight.grad
+    if isinstance(grad, DTensor) and isinstance(weight, DTensor):
+        if grad.placements != weight.placements:
+            weight.grad = grad = grad.redistribute(placements=weight.placements)
+        return grad.to_local()
+    return grad
 
 
 def _like(weight: Tensor, local: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

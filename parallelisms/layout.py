@@ -120,7 +120,7 @@ def build_layout(
         if any(stage.prediction_layers for stage in split[:-1]):
             raise ConfigError(
                 f"{KEY} = {given!r} has m in another stage than L, whose norm and head it needs; "
-                "write mL"
+                "write mL, and | for a stage that has nothing else, as in t||mL"
             )
         stages = tuple(stage_modules(stage, names) for stage in split)
     ranks = stage_ranks(placement, p, v)

@@ -170,7 +170,7 @@ def largest_of_step(case: Case) -> int:
     config, layout = case.resolved()
     mesh = Mesh(**case.config().degrees(case.world))
     applied = build_parallel(case, config, layout, mesh)
-    optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
+    optimizer = build_optimizer(applied.named_parameters(), case.config().optim)
     execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
     loss = build_loss(case, config, mesh)
     step = TrainStep(execution, applied, mesh, optimizer, loss, 1.0, None)

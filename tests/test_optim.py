@@ -58,7 +58,7 @@ ALL = [Optim(name="adamw"), Optim(name="adamw", moments="bfloat16"), Optim(name=
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_non_finite_norm_changes_nothing_and_training_goes_on(options: Optim, norm: float) -> None:
     model = model_with_gradients(1.0)
-    optimizer = build_optimizer(model.parameters(), options)
+    optimizer = build_optimizer(model.named_parameters(), options)
     update(optimizer, clip_scale(torch.tensor(5.0), 1.0), 0.1)
     before = [p.detach().clone() for p in model.parameters()]
     state = [s["exp_avg"].clone() for s in optimizer.state.values() if "exp_avg" in s]
@@ -79,11 +79,11 @@ def test_non_finite_norm_changes_nothing_and_training_goes_on(options: Optim, no
 def test_clipping_inside_fused_adamw_equals_clipping_before_it() -> None:
     ours, theirs = model_with_gradients(2.0), model_with_gradients(2.0)
     theirs.load_state_dict(ours.state_dict())
-    optimizer = build_optimizer(ours.parameters(), Optim(weight_decay=0.1))
+    optimizer = build_optimizer(ours.named_parameters(), Optim(weight_decay=0.1))
     norm = torch.tensor(2.0 * math.sqrt(8))
     update(optimizer, clip_scale(norm, 1.0), 0.01)
     nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-    other = build_optimizer(theirs.parameters(), Optim(weight_decay=0.1))
+    other = build_optimizer(theirs.named_parameters(), Optim(weight_decay=0.1))
     for group in other.param_groups:
         group["lr"] = 0.01
     other.step()
@@ -106,7 +106,7 @@ def _trained(name: str, meshes: bool) -> list[torch.Tensor]:
     options = Optim.model_validate({"name": name, "lr": 0.1, "weight_decay": 0.2})
     parameters = [nn.Parameter(placed(i, w.clone())) for i, w in enumerate(wholes)]
     if meshes:
-        made = build_optimizer(parameters, options)
+        made = build_optimizer(((str(i), p) for i, p in enumerate(parameters)), options)
     elif name == "adamw":
         settings = {"lr": 0.1, "betas": (options.beta1, options.beta2), "eps": options.eps}
         groups = [
@@ -124,7 +124,7 @@ def _trained(name: str, meshes: bool) -> list[torch.Tensor]:
             update(made, torch.tensor(0.5), 0.1)
             if step == 1:
                 state = copy.deepcopy(made.state_dict())
-                made = build_optimizer(parameters, options)
+                made = build_optimizer(((str(i), p) for i, p in enumerate(parameters)), options)
                 made.load_state_dict(state)
         else:
             made.step()
@@ -138,10 +138,24 @@ def test_steps_over_shards_are_those_of_torch_over_whole_tensors(name: str) -> N
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
 
-def test_vectors_are_not_decayed() -> None:
-    groups = build_optimizer(nn.Linear(3, 2).parameters(), Optim(weight_decay=0.3)).param_groups
-    decay = {p.dim(): group["weight_decay"] for group in groups for p in group["params"]}
-    assert decay == {2: 0.3, 1: 0.0}
+class Stacked(nn.Module):
+    """A vector of each of four experts, as experts have them, beside a matrix and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.norm = nn.LayerNorm(3)
+        self.up = nn.Parameter(torch.zeros(4, 5, 3))
+        self.up_bias = nn.Parameter(torch.zeros(4, 5))
+
+
+def test_matrices_alone_are_decayed() -> None:
+    model = Stacked()
+    groups = build_optimizer(model.named_parameters(), Optim(weight_decay=0.3)).param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert sorted({group["weight_decay"] for group in groups}) == [0.0, 0.3]
+    decayed = {name for name, p in model.named_parameters() if decay[id(p)]}
+    assert decayed == {"linear.weight", "up"}
 
 
 def test_clip_scale() -> None:
@@ -156,7 +170,7 @@ def test_adamw_reads_its_settings() -> None:
     ours, theirs = model_with_gradients(0.3), model_with_gradients(0.3)
     theirs.load_state_dict(ours.state_dict())
     options = Optim(beta1=0.5, beta2=0.7, eps=1e-3, weight_decay=0.0)
-    optimizer = build_optimizer(ours.parameters(), options)
+    optimizer = build_optimizer(ours.named_parameters(), options)
     other = torch.optim.AdamW(
         theirs.parameters(), lr=0.1, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.0
     )
@@ -171,7 +185,7 @@ def test_adamw_reads_its_settings() -> None:
 def test_narrow_moments_are_half_as_large_and_stay_so_when_loaded() -> None:
     first, second = model_with_gradients(0.3), model_with_gradients(0.3)
     options = Optim(moments="bfloat16")
-    trained, loaded = (build_optimizer(m.parameters(), options) for m in (first, second))
+    trained, loaded = (build_optimizer(m.named_parameters(), options) for m in (first, second))
     update(trained, torch.ones(()), 0.1)
     loaded.load_state_dict(copy.deepcopy(trained.state_dict()))
     for optimizer in (trained, loaded):

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,12 @@ from dtron import trainer
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, TrainingError
 from dtron.faults.signals import StopSignal
+from dtron.optim import learning_rate
 from dtron.parallelisms import symmetric_dispatch
 from dtron.parallelisms.gradients import local_part
+from dtron.preflight import preflight
+from dtron.published import read_facts
+from dtron.runtime import Place
 from dtron.step import StepResult, TrainStep
 from dtron.storage import ShardReader
 from dtron.trainer import Trainer
@@ -438,6 +444,78 @@ def test_a_step_never_waits_for_a_value(tmp_path: Path, changes: dict[str, Any])
     shapes = {"model__override__dim": 64, "model__override__ffn_dim": 64, **changes}
     config = tiny(tmp_path / "run", train__steps=3, train__micro_batch=4, **shapes)
     assert run_ranks(2, values_read_by_the_host, config) == [0, 0]
+
+
+def test_a_longer_run_keeps_its_warm_up_and_says_what_its_rate_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "dtron")
+    run_dir, schedule = tmp_path / "run", {"schedule__warmup": 0.5, "optim__lr": 1.0}
+    run_ranks(1, fit, tiny(run_dir, train__steps=4, **schedule))
+    resumed = {"checkpoint__resume": "latest", **schedule}
+    preflight(tiny(run_dir, train__steps=4, **resumed), Place(rank=0, local_rank=0, world_size=1))
+    assert not caplog.records
+    longer = tiny(run_dir, train__steps=20, **resumed)
+    preflight(longer, Place(rank=0, local_rank=0, world_size=1))
+    (record,) = caplog.records
+    rate = learning_rate(4, 20, 1.0, longer.schedule, warmup=2)
+    assert "train.steps = 20 (was 4)" in record.getMessage()
+    assert f"the learning rate of step 5 is {rate:.3g}" in record.getMessage()
+    run_ranks(1, fit, longer)
+    rates = [row["lr"] for row in rows(run_dir)]
+    assert rates[4] == pytest.approx(rate)
+    assert rates[4:] == sorted(rates[4:], reverse=True), "the warm-up was over"
+    again = read_facts(next(run_dir.glob("checkpoints/step-20")))
+    assert again.schedule["warmup_steps"] == 2
+
+
+class _RoundsScalars(TorchDispatchMode):
+    """Where a scalar on the device meets a tensor of a narrower dtype: a GPU rounds it to that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        both = [x for x in args[:2] if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        name = func.name().partition(".")[0].rstrip("_")
+        if len(both) == 2 and name in ("aten::mul", "aten::div"):
+            (short, _), (tall, _) = sorted(((x, x.dim()) for x in both), key=lambda pair: pair[1])
+            if short.dim() == 0 < tall.dim() and short.dtype.itemsize > tall.dtype.itemsize:
+                self.found.add("".join(traceback.format_stack()[-12:-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def rounded_scalars(config: RunConfig) -> set[str]:
+    with _RoundsScalars() as seen:
+        Trainer(config).fit()
+    return seen.found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__loss_chunks": 3},
+        {"model__name": "gpt", "model__override__dropout": 0.1},
+        {**MIXTURE, "model__override__z_loss": 0.1, "model__override__jitter": 0.1},
+        {
+            "float8__recipe": "tensorwise",
+            "model__override__dim": 64,
+            "model__override__ffn_dim": 64,
+        },
+        {
+            **{"optim__moments": "bfloat16", "parallel__reduce_dtype": "bfloat16"},
+            "train__micro_batch": 8,
+        },
+    ],
+    ids=str,
+)
+def test_no_factor_is_rounded_to_bfloat16(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = tiny(tmp_path / "run", **{"train__steps": 1, "train__dtype": "bfloat16", **changes})
+    (found,) = run_ranks(1, rounded_scalars, config)
+    assert not found, "\n".join(found)
 
 
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:

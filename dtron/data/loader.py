@@ -42,6 +42,9 @@ class Batch:
     of the sequences: what context parallelism has made of it"""
     padding: int = 0
     """Tokens of all rows that belong to no document."""
+    pieces: Tensor | None = None
+    """int32 (B, T), number of the piece of a document within its row, across whose end no label
+    goes; -1: padding, which routers and capacities leave out. None: there is neither"""
     index: Tensor | None = None
     """int64 (B, T), where in its sequence each token is; None: all are there, in order"""
     order: Tensor | None = None
@@ -62,6 +65,7 @@ class Batch:
             positions=_move_optional(self.positions, device),
             documents=_move_documents(self.documents, device),
             padding=self.padding,
+            pieces=_move_optional(self.pieces, device),
             index=_move_optional(self.index, device),
             order=_move_optional(self.order, device),
             further_tokens=_move_optional(self.further_tokens, device),
@@ -69,16 +73,18 @@ class Batch:
         )
 
     def look_ahead(self, n: int) -> "Batch":
-        """The same batch with what is to be predicted further, n tokens ahead; whole sequences."""
+        """The same batch with what is to be predicted further, n tokens ahead, of the same piece of
+        the same document; whole sequences."""
         assert not isinstance(self.documents, Mapping), "sequences are looked at whole"
+        borders = [x for x in (self.documents, self.pieces) if x is not None]
         length = self.tokens.shape[1]
         here = torch.arange(length, device=self.tokens.device)
         tokens, labels = [], []
         for ahead in range(1, n + 1):
             there = (here + ahead).clamp(max=length - 1)
             inside = (here + ahead < length).expand_as(self.tokens)
-            if self.documents is not None:
-                inside = inside & (self.documents[:, there] == self.documents)
+            for numbers in borders:
+                inside = inside & (numbers[:, there] == numbers)
             tokens.append(torch.where(inside, self.tokens[:, there], self.tokens))
             labels.append(torch.where(inside, self.labels[:, there], IGNORE))
         return replace(
@@ -204,6 +210,7 @@ def _stack(read: Callable[[int], Packed], rows: range) -> Batch:
         positions=_stacked(packed, "positions") if masked else None,
         documents=_stacked(packed, "documents") if masked else None,
         padding=sum(row.padding for row in packed),
+        pieces=_stacked(packed, "pieces") if packed[0].pieces is not None else None,
     )
 
 

@@ -43,8 +43,14 @@ class Packed:
     """int64 (T,), from 0 in each document; only with masks"""
     documents: np.ndarray | None
     """int32 (T,), number of the document within the sequence; only with masks"""
-    padding: int = 0
-    """tokens at the end that belong to no document"""
+    pieces: np.ndarray | None = None
+    """int32 (T,), number of the piece of a document, within the sequence, across whose end no label
+    goes; -1: padding. None: all is one piece"""
+
+    @property
+    def padding(self) -> int:
+        """Tokens at the end that belong to no document."""
+        return 0 if self.pieces is None else int((self.pieces < 0).sum())
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,7 @@ class OrderedDocuments:
         window = np.pad(window, (0, padding), constant_values=self._eos_id)
         packed = pack(window, [*lengths, padding], mask_documents=self._mask)
         packed.labels[self._seq_len - padding :] = IGNORE
-        return replace(packed, padding=padding - 1)
+        return replace(packed, pieces=number_pieces([len(window) - padding], self._seq_len))
 
 
 def pack(window: np.ndarray, lengths: list[int], *, mask_documents: bool) -> Packed:
@@ -255,6 +261,14 @@ def number_documents(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
     documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     starts = np.cumsum(lengths) - lengths
     return np.arange(len(documents)) - np.repeat(starts, lengths), documents
+
+
+def number_pieces(lengths: list[int], seq_len: int) -> np.ndarray:
+    """int32 (T,): the number of each token's piece, pieces of these lengths from the start on; -1
+    behind them."""
+    numbers = np.full(seq_len, -1, np.int32)
+    numbers[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+    return numbers
 
 
 def refuse_too_short(n_tokens: int, n_documents: int, seq_len: int) -> None:

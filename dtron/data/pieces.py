@@ -30,7 +30,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from dtron.data.order import shuffle
-from dtron.data.packing import IGNORE, Packed, State, Waste, number_documents
+from dtron.data.packing import (
+    IGNORE,
+    Packed,
+    State,
+    Waste,
+    number_documents,
+    number_pieces,
+)
 
 
 @dataclass(frozen=True)
@@ -201,10 +208,11 @@ class Plan:
             tokens[filled : filled + length] = window[:length]
             labels[filled : filled + len(window) - 1] = window[1:]
             filled += length
-        padding = self._seq_len - filled
+        numbers = number_pieces(lengths, self._seq_len)
         if not self._mask:
-            return Packed(tokens, labels, None, None, padding)
-        return Packed(tokens, labels, *number_documents([*lengths, padding]), padding)
+            return Packed(tokens, labels, None, None, numbers)
+        masks = number_documents([*lengths, self._seq_len - filled])
+        return Packed(tokens, labels, *masks, numbers)
 
 
 class ShuffledPieces:

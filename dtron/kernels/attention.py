@@ -237,6 +237,7 @@ def _cudnn_backward(
     segments: Tensor | None,
     score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    grad = grad.contiguous()  # see dense_gradient of models/attention.py
     grad, *heads, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
     no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
     grads = aten._scaled_dot_product_cudnn_attention_backward(

@@ -180,7 +180,7 @@ class _Built:
                 routing = Routing(routers(applied.parts.values()), mesh, micro_batches)
         batches = [_batch(config, assembly) for _ in range(micro_batches)]
         with fake:
-            optimizer = build_optimizer([p for _, p in applied.named_parameters()], config.optim)
+            optimizer = build_optimizer(applied.named_parameters(), config.optim)
             execution = build_execution(applied, layout, mesh, Policy.of(parallel, mesh))
             step = TrainStep(
                 execution,

@@ -66,7 +66,7 @@ def test_another_packing_warns_on_resuming(
     caplog.set_level(logging.WARNING, "dtron")
     run_dir = tmp_path / "run"
     run_ranks(1, fit, tiny(run_dir, train__steps=2, **corpus))
-    resume = {**corpus, "checkpoint__resume": "latest"}
+    resume = {**corpus, "checkpoint__resume": "latest", "train__steps": 2}
     preflight(tiny(run_dir, **resume), PLACE)
     assert not caplog.records
     preflight(tiny(run_dir, data__packing="best_fit", **resume), PLACE)

@@ -7,7 +7,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dtron.config import Model
 from dtron.errors import ConfigError
-from dtron.models.attention import BACKENDS, Need, choose_backend, math_attention
+from dtron.models.attention import (
+    BACKENDS,
+    Need,
+    choose_backend,
+    dense_gradient,
+    math_attention,
+)
 
 CPU = {
     "device_type": "cpu",
@@ -183,3 +189,17 @@ def test_missing_packages_are_named(monkeypatch):
         "needs the package flash-attn-4 (pip install dtron[flash])"
     )
     assert BACKENDS["flash_attn"].unavailable(need) == "needs the package flash-attn"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_with_gaps_is_made_dense(compiled: bool) -> None:
+    """As of a part of a wider tensor, which cuDNN attention of torch 2.11 misread."""
+    x = torch.randn(2, 5, 4, 8, requires_grad=True)
+    scaled, seen = 2 * x, []
+    scaled.register_hook(seen.append)
+    make_dense = torch.compile(dense_gradient, backend="aot_eager") if compiled else dense_gradient
+    wide = torch.randn(2, 5, 4, 12)
+    make_dense(scaled).backward(wide[..., :8])
+    assert seen[0].is_contiguous()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * wide[..., :8])

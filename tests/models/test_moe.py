@@ -205,3 +205,20 @@ def test_what_is_over_capacity_is_dropped(factor, pad):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     if factor == 8.0:
         torch.testing.assert_close(out, by_hand(moe, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("factor", "pad"), [(0.0, False), (1.0, False), (1.0, True)])
+def test_padding_takes_no_experts_and_no_room(factor, pad):
+    """What real tokens get is what they get without padding, gradients of all weights too."""
+    settings = {"capacity_factor": factor, "capacity_pad": pad}
+    config = small_config("mixtral", **settings, balance="none", balance_coefficient=0.0)
+    moe, n = filled(MoE(config), 0.3), 5
+    x = torch.randn(1, 12, 64, requires_grad=True)
+    real = torch.arange(12).expand(1, -1) < n
+    out, counts, _ = moe(x, real=real)
+    wanted, alone, _ = moe(x[:, :n])
+    assert torch.equal(counts, alone)
+    assert not out[:, n:].any()
+    torch.testing.assert_close(out[:, :n], wanted)
+    for one, other in zip(gradients_of(moe, x, out), gradients_of(moe, x, wanted), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtron.models.decoder import Decoder
 from dtron.models.dropout import token_keys
-from dtron.models.router import Router, routers, sinkhorn, update_expert_bias
+from dtron.models.router import ROUTERS, Router, routers, sinkhorn, update_expert_bias
 from tests.models.build import initialized, small_config, tokens, varied
 
 PLAIN: dict[str, Any] = {
@@ -312,3 +312,27 @@ def test_counts_are_of_training_alone():
     model.train()
     model(tokens())
     assert all(router.counts.sum() == 2 * 24 * 2 for router in routers([model]))
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("balance", ["none", "sequence", "micro_batch"])
+def test_padding_chooses_nothing_and_is_in_no_mean(name: str, balance: str) -> None:
+    """What is said of a sequence with padding is what is said of it without."""
+    settings = {"balance": balance, "balance_coefficient": 0.3 * (balance != "none")}
+    router = router_of(router=name, z_loss=0.1, **settings)
+    x, filled = hidden(1, 12), 7
+    real = torch.arange(12).expand(1, -1) < filled
+    alone, padded = router(x[:, :filled]), router(x, real=real)
+    assert torch.equal(padded.chosen[:, :filled], alone.chosen)
+    assert (padded.chosen[:, filled:] == router.n_experts).all()
+    assert torch.equal(padded.counts, alone.counts)
+    torch.testing.assert_close(padded.losses, alone.losses)
+    assert alone.losses[0].count_nonzero() == (balance != "none")
+    torch.testing.assert_close(padded.weights[:, :filled], alone.weights)
+    gradients = []
+    for out, n in ((alone, filled), (padded, filled)):
+        out.weights[:, :n].square().sum().backward()
+        assert router.weight.grad is not None
+        gradients.append(router.weight.grad.clone())
+        router.weight.grad = None
+    torch.testing.assert_close(*gradients)

@@ -119,6 +119,8 @@ class Case:
     loss_chunks: int = 1
     seq_len: int = 16
     documents: bool = False
+    padded: bool = False
+    """Rows end in padding, each in another number of tokens, some in none."""
     steps: int = 2
     float8: Float8 = Float8()
 
@@ -145,7 +147,16 @@ class Case:
                 text = Path(value).name if isinstance(value, str) else value
                 shown.append(f"{key}={text}".replace(" ", ""))
         shown += [f"{key}={value}" for key, value in self.override.items()]
-        keys = ("dtype", "sequences", "micro_batch", "loss_chunks", "seq_len", "documents", "steps")
+        keys = (
+            "dtype",
+            "sequences",
+            "micro_batch",
+            "loss_chunks",
+            "seq_len",
+            "documents",
+            "padded",
+            "steps",
+        )
         for key in keys:
             if (value := getattr(self, key)) != Case.__dataclass_fields__[key].default:
                 shown.append(f"{key}={value}")
@@ -278,8 +289,16 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
         start = 3 + sequence % (case.seq_len - 3)  # of the second document
         documents = (index >= start).int()[part]
         positions = (index - (index >= start) * start)[part]
+    pieces = None
+    if case.padded:
+        filled = case.seq_len - 3 * sequence % (case.seq_len // 2)
+        labels[index >= filled - 1] = -100
+        pieces = torch.where(index < filled, 0, -1).int()[part]
+        if documents is not None:
+            documents, pieces = documents - pieces * 2, torch.where(pieces < 0, -1, documents)
     number = sequence[:, 0] + step * case.sequences
-    return Batch(tokens[part], labels[part], number[part], positions, documents)
+    batch = Batch(tokens[part], labels[part], number[part], positions, documents)
+    return replace(batch, pieces=pieces)
 
 
 def reference(case: Case, device_type: str = "cpu") -> dict[str, Any]:
@@ -389,7 +408,10 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
                 index = torch.arange(case.seq_len, device=device)
                 keys = token_keys(SEED, step, batch.sequence, index)
             inputs = (batch.tokens, batch.positions, batch.documents, keys)
-            outputs = model(*inputs, further=ahead) if config.mtp else (model(*inputs),)
+            others = {} if batch.pieces is None else {"real": batch.pieces >= 0}
+            others |= {"further": ahead} if config.mtp else {}
+            outputs = model(*inputs, **others)
+            outputs = outputs if config.mtp else (outputs,)
             loss = cross_entropy_sum(outputs[0], batch.labels) / n_valid
             losses[-1] += loss.item()
             for i, n in enumerate(n_further):
@@ -428,9 +450,9 @@ def _further(batch: Batch, n: int) -> tuple[Tensor, Tensor]:
     for row, i, k in itertools.product(range(rows), range(length), range(n)):
         if (there := i + k + 1) >= length:
             continue
-        documents = batch.documents
-        assert not isinstance(documents, Mapping), "sequences are whole"
-        if documents is None or documents[row, there] == documents[row, i]:
+        assert not isinstance(batch.documents, Mapping), "sequences are whole"
+        borders = [x for x in (batch.documents, batch.pieces) if x is not None]
+        if all(numbers[row, there] == numbers[row, i] for numbers in borders):
             tokens[row, i, k] = batch.tokens[row, there]
             labels[row, i, k] = batch.labels[row, there]
     return tokens, labels
@@ -468,7 +490,7 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     config, layout = case.resolved()
     mesh = mesh_of(case) if mesh is None else mesh
     applied = build_parallel(case, config, layout, mesh)
-    optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
+    optimizer = build_optimizer(applied.named_parameters(), case.config().optim)
     policy = Policy.of(case.parallel, mesh)
     execution = build_execution(applied, layout, mesh, policy)
     dropout = SEED if config.draws else None
@@ -583,9 +605,7 @@ def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:
 
 def context_of(case: Case, kernel: str = "math") -> Context | None:
     """How attention gets at the tokens of other ranks."""
-    fields = {**SIZES[case.model], **case.override}
-    window, softcap = (fields.get(key, 0) for key in ("window", "softcap"))
-    return Context.of(case.parallel, MODELS[case.model].cores, kernel, window, softcap)
+    return Context.of(case.parallel, MODELS[case.model].cores, kernel)
 
 
 def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:

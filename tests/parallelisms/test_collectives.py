@@ -52,7 +52,7 @@ def count_accumulation(case: Case, axis: str = "tp") -> Counts:
     config, layout = case.resolved()
     mesh = mesh_of(case)
     applied = build_parallel(case, config, layout, mesh)
-    optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
+    optimizer = build_optimizer(applied.named_parameters(), case.config().optim)
     execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
     step = TrainStep(execution, applied, mesh, optimizer, build_loss(case, config, mesh), 1.0, None)
     with counter(mesh) as made:

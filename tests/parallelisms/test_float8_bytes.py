@@ -25,7 +25,7 @@ def count_step(case: Case) -> dict[str, dict[str, dict[str, int]]]:
     config, layout = case.resolved()
     mesh = Mesh(**case.config().degrees(case.world))
     applied, plan = build_parallel(case, config, layout, mesh), case.plan()
-    optimizer = build_optimizer([p for _, p in applied.named_parameters()], case.config().optim)
+    optimizer = build_optimizer(applied.named_parameters(), case.config().optim)
     execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
     refresh = plan.gather_weights(applied, mesh) if plan else None
     if refresh is not None:

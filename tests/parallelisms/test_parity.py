@@ -221,6 +221,9 @@ ALL_DENSE: dict[str, Any] = {
 SELECTIVE = Recompute(mode="selective")
 OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
 PADDED = {**LIMITED, "capacity_pad": True}
+YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 40.0, "rope_original_context": 16}
+SCORED = {**YARN, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0}
+"""Scores that are not those of 1 / sqrt(K), as all sizes of DeepSeek-V3 have them."""
 PREDICTED: dict[str, Any] = {"override": MTP, "sequences": 4}
 EXPERT_CASES = [
     Case("mixtral", 2, recompute=offloaded("selective"), documents=True, loss_chunks=3),
@@ -230,6 +233,25 @@ EXPERT_CASES = [
     Case("deepseek_v3", 2, Parallel(ep=2), override={"shared_gate": True}, sequences=4),
     Case("deepseek_v3", 2, Parallel(ep=2), SELECTIVE, sequences=4, steps=3),
     Case("deepseek_v3", 2, Parallel(ep=2), FULL, EAGER, sequences=4),
+    *[
+        Case("deepseek_v3", 2, Parallel(cp=2, cp_method=method), override=SCORED, documents=True)
+        for method in ("ring", "all_gather", "ulysses")
+    ],
+    Case("deepseek_v3", 2, Parallel(pp=2, tp=1), override=SCORED),
+    # padding takes no experts, and is in no mean and no capacity
+    *[
+        Case("mixtral", world, parallel, override={**LIMITED, "z_loss": 0.1}, padded=True, **more)
+        for world, parallel, more in (
+            (2, Parallel(dp_shard=2), {"micro_batch": 2}),
+            (2, Parallel(cp=2), {"documents": True}),
+            (2, Parallel(tp=2), {"micro_batch": 2}),
+            (4, Parallel(cp=2, ep=2), {"compile": EAGER}),
+        )
+    ],
+    Case("mixtral", 2, Parallel(cp=2), override=SINKHORN, padded=True, micro_batch=2),
+    Case("deepseek_v3", 2, Parallel(ep=2, dispatcher="symmetric_memory"), padded=True),
+    Case("deepseek_v3", 2, Parallel(tp=2, ep=2), **PREDICTED, documents=True, padded=True),
+    Case("qwen3_moe", 2, Parallel(pp=2, schedule=V), FULL, padded=True),
     # capacity over the tokens of all ranks of a micro-batch, in the order of the sequences
     Case("mixtral", 2, Parallel(ep=2), override=LIMITED, sequences=4),
     Case("mixtral", 2, Parallel(cp=2), override=PADDED, documents=True, micro_batch=2),
@@ -246,6 +268,17 @@ EXPERT_CASES = [
         Parallel(pp=2, schedule="1F1B", pp_layout="Ett|tmmL"),
         **{**PREDICTED, "override": {**MTP, **TIED}, "steps": 3},
     ),
+    # a weight whose gradient has parts that are put off and parts that are not
+    *[
+        Case("deepseek_v3", 4, parallel, override={**MTP, **TIED})
+        for parallel in (
+            Parallel(pp=2, tp=2, schedule=V),
+            Parallel(pp=2, tp=2, schedule="DualPipeV"),
+            Parallel(pp=2, tp=2, schedule="InterleavedZeroBubble"),
+            Parallel(pp=2, tp=2, schedule="1F1B", zero=1, defer_head=1),
+        )
+    ],
+    Case("gpt", 4, Parallel(pp=2, tp=2, schedule="1F1B", zero=1, defer_head=1), override=TIED),
     # every axis at once
     Case(
         "deepseek_v3",
@@ -275,6 +308,8 @@ SPECIAL = [
         documents=True,
     ),
     Case("llama", 2, override={"rope_scaling": "yarn", "rope_scaling_factor": 4.0}),
+    Case("llama", 2, Parallel(cp=2), override=YARN, documents=True),
+    Case("qwen3", 4, Parallel(cp=2, tp=2), override={"rope_scaling_factor": 4.0}),
     Case("llama", 2, recompute=Recompute(mode="selective", every=2)),
     Case("llama", 2, Parallel(tp=2), recompute=Recompute(mode="attention"), compile=EAGER),
     Case("qwen3", 2, recompute=Recompute(mode="attention", every=2), documents=True),

@@ -1,6 +1,8 @@
 """The examples that everyone quotes are planned as they are: their degrees, sizes and bubbles."""
 
+import contextlib
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ from dtron.cli import commands, main
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.flops import n_parameters
+from dtron.models import MODELS
 from dtron.plan.hardware import hardware
 from dtron.plan.legality import check
 from dtron.plan.resolved import Resolved
 from dtron.plan.whole import plan
-from dtron.resolve import resolve
+from dtron.resolve import reasons, resolve
 from dtron.runtime import Place
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -225,3 +228,47 @@ def test_json_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> 
     assert found["memory"]["reserved"] > found["memory"]["limit"]
     assert not found["memory"]["fits"]
     assert found["parallel"]["tp"] == 8
+
+
+DRAWN: dict[str, list[Any]] = {
+    **{"tp": [1, 2, 3, 8, 16], "pp": [1, 2, 3, 8], "cp": [1, 2, 3, 8], "dp_replicate": [1, 2, 3]},
+    **{"ep": [1, 2, 3, 8], "etp": [1, 2, 3], "sequence_parallel": [True, False]},
+    "cp_method": ["ring", "all_gather", "ulysses", "hierarchical"],
+    "schedule": ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"],
+    "dispatcher": ["all_to_all", "symmetric_memory"],
+}
+"""Values of [parallel], of which most do not fit each other."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_reasons_of_any_layout_are_told(name: str) -> None:
+    """Each rule holds whatever the others refuse; none of them divides by what does not divide."""
+    draw, refused = random.Random(name), 0
+    for _ in range(120):
+        parallel = {key: draw.choice(values) for key, values in DRAWN.items()}
+        model = {"name": name, "size": draw.choice(list(MODELS[name].sizes))}
+        train = {"seq_len": draw.choice([7, 64, 4096]), "global_batch": draw.choice([7, 64])}
+        with contextlib.suppress(ConfigError):  # of the file, before a model is known
+            settings = RunConfig.of({"model": model, "parallel": parallel, "train": train})
+            refused += bool(reasons(settings, draw.choice([1, 6, 16, 96, 1024])))
+    assert refused
+
+
+def test_tp_above_the_key_heads_with_cp_is_told() -> None:
+    keys = ["parallel.tp=16", "parallel.pp=2", "parallel.cp=2", "parallel.cp_method=ulysses"]
+    config = RunConfig.load(CONFIGS / "llama3_70b.toml", keys)
+    assert any("parallel.tp = 16" in reason for reason in reasons(config, 64))
+
+
+def test_predictions_in_a_stage_of_their_own_are_refused_with_what_fits() -> None:
+    """A layout of DeepSeek-V3 for 16 pipeline ranks; one with as many stages is legal."""
+    keys = ["model.size=671b", "parallel.pp=16", "parallel.schedule=Interleaved1F1B"]
+    keys += ["parallel.tp=1", "parallel.ep=8", "parallel.stages_per_rank=2"]
+
+    def told(layout: str) -> list[str]:
+        chosen = [*keys, f"parallel.pp_layout={layout}"]
+        return reasons(RunConfig.load(CONFIGS / "deepseek_v3.toml", chosen), 128)
+
+    (reason,) = told("Et*3|(tt|)*29,m|L")
+    assert "has m in another stage than L" in reason
+    assert not told("Et*3|(tt|)*29|mL")

@@ -34,7 +34,7 @@ def state_bytes(case: Case) -> tuple[int, int, int, int]:
     mesh = mesh_of(case)
     applied = build_parallel(case, config, layout, mesh)
     named = dict(applied.named_parameters())  # a tied weight of two stages of a rank comes once
-    optimizer = build_optimizer(list(named.values()), Optim())
+    optimizer = build_optimizer(named.items(), Optim())
     execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
     loss = build_loss(case, config, mesh)
     step = TrainStep(execution, applied, mesh, optimizer, loss, 1.0, None)
