@@ -719,18 +719,19 @@ def apply_context(
         groups: inner -> process groups between and inside the blocks.
     """
     _check_device(context.kernel, device_type)
-    placed = {
-        method: (method, shape, *groups(shape.inner), context.kernel)
-        for method, shape in context.layouts(cp).items()
-    }
+    layouts = context.layouts(cp)
+    between = {method: groups(shape.inner) for method, shape in layouts.items()}
     # One for all layers that attend alike: compile takes another object for another graph.
     shared: dict[tuple[CpMethod, _Scoring], ContextAttention] = {}
     for i, core in cores:
         method = context.methods[i if len(context.methods) > 1 else 0]
         scoring = _scoring(core, context)
         if (method, scoring) not in shared:
-            _check_kernel(KERNELS[context.kernel], placed[method][1], method, scoring)
-            shared[method, scoring] = ContextAttention(*placed[method], *scoring)
+            shape = layouts[method]
+            _check_kernel(KERNELS[context.kernel], shape, method, scoring)
+            shared[method, scoring] = ContextAttention(
+                method, shape, *between[method], context.kernel, *scoring
+            )
         core.forward = shared[method, scoring]  # type: ignore[method-assign]
 
 
@@ -742,7 +743,8 @@ class _Scoring(NamedTuple):
 
 def _scoring(core: nn.Module, context: Context) -> _Scoring:
     """How a module attends: as it says itself, else as the Context does."""
-    return _Scoring(*(getattr(core, key, getattr(context, key)) for key in _Scoring._fields))
+    keys = ("window", "softcap", "scale")
+    return _Scoring(*(getattr(core, key, getattr(context, key)) for key in keys))
 
 
 def _check_device(name: str, device_type: str) -> None:

@@ -224,6 +224,12 @@ PADDED = {**LIMITED, "capacity_pad": True}
 YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 40.0, "rope_original_context": 16}
 SCORED = {**YARN, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0}
 """Scores that are not those of 1 / sqrt(K), as all sizes of DeepSeek-V3 have them."""
+PADDED_LAYOUTS: list[tuple[int, Parallel, dict[str, Any]]] = [
+    (2, Parallel(dp_shard=2), {"micro_batch": 2}),
+    (2, Parallel(cp=2), {"documents": True}),
+    (2, Parallel(tp=2), {"micro_batch": 2}),
+    (4, Parallel(cp=2, ep=2), {"compile": EAGER}),
+]
 PREDICTED: dict[str, Any] = {"override": MTP, "sequences": 4}
 EXPERT_CASES = [
     Case("mixtral", 2, recompute=offloaded("selective"), documents=True, loss_chunks=3),
@@ -241,12 +247,7 @@ EXPERT_CASES = [
     # padding takes no experts, and is in no mean and no capacity
     *[
         Case("mixtral", world, parallel, override={**LIMITED, "z_loss": 0.1}, padded=True, **more)
-        for world, parallel, more in (
-            (2, Parallel(dp_shard=2), {"micro_batch": 2}),
-            (2, Parallel(cp=2), {"documents": True}),
-            (2, Parallel(tp=2), {"micro_batch": 2}),
-            (4, Parallel(cp=2, ep=2), {"compile": EAGER}),
-        )
+        for world, parallel, more in PADDED_LAYOUTS
     ],
     Case("mixtral", 2, Parallel(cp=2), override=SINKHORN, padded=True, micro_batch=2),
     Case("deepseek_v3", 2, Parallel(ep=2, dispatcher="symmetric_memory"), padded=True),
