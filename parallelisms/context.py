@@ -729,7 +729,8 @@ def apply_context(
     shared: dict[tuple[CpMethod, _Scoring], ContextAttention] = {}
     for i, core in cores:
         method = context.methods[i if len(context.methods) > 1 else 0]
-        scoring = _Scoring(*getattr(core, "scoring", own))
+        given: tuple[int, float, float] = getattr(core, "scoring", own)
+        scoring = _Scoring(*given)
         if (method, scoring) not in shared:
             shape = layouts[method]
             _check_kernel(KERNELS[context.kernel], shape, method, scoring)

@@ -87,8 +87,8 @@ def test_bfloat16_loses_nothing_over_many_chunks(chunks: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [701, 997, 1024, 1333, 1666, 2047, 2500, 3001, 3777, 4095])
 def test_scaled_on_a_gpu_as_the_whole_loss_is(n: int) -> None:
-    """A factor of 1 / n, which bfloat16 does not hold, acts in float32: gradients are as near as the
-    unchunked loss gives them, but for a second rounding."""
+    """A factor of 1 / n, which bfloat16 does not hold, acts in float32: gradients are as near as
+    those of the unchunked loss, but for a second rounding."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     generator = torch.Generator("cuda").manual_seed(n)
