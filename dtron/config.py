@@ -273,6 +273,7 @@ class RunConfig(Section):
                 bool(self.checkpoint.resume or self.checkpoint.initial),
                 "checkpoint.resume or checkpoint.initial",
             ),
+            (("checkpoint.allow_data_change",), self.checkpoint.resume != "", "checkpoint.resume"),
             (("data.hf_path", "data.hf_name", "data.hf_split"), hf, 'data.source = "hf"'),
             (("data.hf_streaming",), hf, 'data.source = "hf"'),
             (("data.paths",), not hf, 'data.source = "files"'),

@@ -18,6 +18,7 @@ from dtron.data import (
     Tokenizer,
     TrainingSource,
     ValidationSource,
+    identity_of,
     load_tokenizer,
     open_data,
     prepare,
@@ -58,6 +59,8 @@ class Checked:
     tokenizer: Tokenizer
     train: TrainingSource
     validation: ValidationSource | None
+    data: dict[str, str]
+    """Hashes of the training data and the tokenizer."""
     resume: str
     """`checkpoint.resume`, or `latest` where torchrun has restarted the job."""
     tiers: list[Tier]
@@ -110,6 +113,10 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
     else:
         wait_for(config.data, _DATA_TIMEOUT_SECONDS)
     train, validation = open_data(config.data, seq_len=config.train.seq_len, seed=config.train.seed)
+    data = identity_of(config.data, tokenizer)
+    if checkpoint and facts:
+        _check_data(checkpoint, config, facts, data)
+        _warn_of_changes(checkpoint, config, facts, data)
     return Checked(
         config.train.steps,
         model,
@@ -119,6 +126,7 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
         tokenizer,
         train,
         validation,
+        data,
         resume,
         tiers,
         checkpoint,
@@ -195,8 +203,12 @@ def checked_facts(config: RunConfig, model: DecoderConfig, checkpoint: Location)
             f"{checkpoint} holds weights only; set checkpoint.initial instead of checkpoint.resume"
         )
     check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
-    _check_settings(checkpoint, config, facts)
-    _tell_schedule(checkpoint, config, facts)
+    for key, value in resume_settings(config).items():
+        saved = facts.settings.get(key, value)  # not there: a key that came later
+        if key.startswith("optim.") and saved != value:
+            raise CheckpointError(
+                f"{checkpoint} holds the state of {key} = {saved!r}, not of {value!r}; keep {key}"
+            )
     return facts
 
 
@@ -371,16 +383,45 @@ def _rate(step: int, settings: dict[str, Any]) -> float:
     return learning_rate(step, steps, peak, options, warmup)
 
 
-def _check_settings(checkpoint: Location, config: RunConfig, facts: Facts) -> None:
+def _check_data(
+    checkpoint: Location, config: RunConfig, facts: Facts, data: dict[str, str]
+) -> None:
+    """Refuse other data and another tokenizer than those of the checkpoint: each sequence number
+    would stand for another text.
+
+    Args:
+        data: of `identity_of`.
+    """
+    saved = {key: facts.data.get(key, data[key]) for key in data}  # not there: an older checkpoint
+    changed = [key for key in data if saved[key] != data[key]]
+    if not changed or config.checkpoint.allow_data_change:
+        return
+    if "tokenizer" in changed:
+        key, what = "tokenizer", "another tokenizer"
+    else:
+        key, what = ("hf_path" if config.data.source == "hf" else "paths"), "other data"
+    raise ConfigError(
+        f"data.{key} = {getattr(config.data, key)!r}: {checkpoint} was trained with {what}; "
+        "restore what was there, or set checkpoint.allow_data_change=true to continue at the same "
+        "sequence number of the new data"
+    )
+
+
+_CONTENT = ("source", "paths", "text_key", "tokenizer", "eos_token")
+_CONTENT_KEYS = (*(f"data.{key}" for key in _CONTENT), "data.hf_path", "data.hf_name")
+"""Keys that act through the content alone, of which `_check_data` compares hashes."""
+
+
+def _warn_of_changes(
+    checkpoint: Location, config: RunConfig, facts: Facts, data: dict[str, str]
+) -> None:
+    """Warn of settings that give each sequence number another text, and of learning rates."""
     defaults = {key: default for key, default, _ in fields(RunConfig)}
+    known = _CONTENT_KEYS if data.keys() <= facts.data.keys() else ()
     for key, value in resume_settings(config).items():
         saved = facts.settings.get(key, defaults[key])  # not there: a key that came later
-        if saved == value:
+        if saved == value or key in known:
             continue
-        if key.startswith("optim."):
-            raise CheckpointError(
-                f"{checkpoint} holds the state of {key} = {saved!r}, not of {value!r}; keep {key}"
-            )
         log.warning(
             "%s = %r, but %s was made with %r: the data go on at the same sequence number, whose "
             "text is another one",
@@ -389,6 +430,7 @@ def _check_settings(checkpoint: Location, config: RunConfig, facts: Facts) -> No
             checkpoint,
             saved,
         )
+    _tell_schedule(checkpoint, config, facts)
 
 
 def _check_writable(path: Path) -> None:

@@ -4,6 +4,7 @@
     run.json         what really ran
     metrics.jsonl    one object a logged step
     steps.json       the time of every step, if metrics.step_times
+    lock             which process runs here (`dtron/runlock.py`)
     begun            the job whose ranks have begun to train and have not ended, by torchrun's id
     hangs/step-N/    where each rank was when a step did not end
     tensorboard/  checkpoints/  trace/

@@ -31,6 +31,8 @@ class Run(Section):
     dir: str = "runs/default"
     """Run directory: config, metrics, TensorBoard logs and checkpoints. Reusing one keeps what
     is in it: files of an earlier run are renamed with a number."""
+    wait_seconds: float = Field(default=30.0, ge=0, le=86400)
+    """How long a start waits for another run in the same directory to end before it is refused."""
 
 
 class Model(Section):
@@ -339,6 +341,9 @@ class Checkpoint(Section):
     """`latest` (of this run; starts afresh if there is none), or the path or URL of a run or of one
     checkpoint; empty: start afresh. Where torchrun restarts a job, it goes on from the newest
     checkpoint that the job has written."""
+    allow_data_change: bool = False
+    """Resume although the training data or the tokenizer differ from those of the checkpoint: the
+    run continues at the same sequence number of the new data."""
     initial: str = ""
     """Where a run that does not resume takes its weights from: a Hugging Face folder, a run, or a
     checkpoint, of whose state nothing else is taken; empty: they are drawn."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dtron.agreement import check_agreement_of_ranks, common_to_ranks
 from dtron.assembly import Assembly
 from dtron.checkpoint import Checkpointer
 from dtron.collectives import CollectiveCounter
@@ -51,6 +52,7 @@ from dtron.published import (
 from dtron.routing import Routing
 from dtron.rundir import RunDir
 from dtron.runfacts import RunFacts
+from dtron.runlock import RunLock
 from dtron.runsaves import Saving, before_step, verified
 from dtron.runtime import (
     Place,
@@ -90,8 +92,13 @@ class Trainer:
         self.place = Place.of_environment()
         self.console = Console()
         set_up_logging(self.place, self.console)
-        self.checked = preflight(config, self.place)
         self.rundir = RunDir(config.run.dir)
+        self.lock = RunLock(self.rundir.path, self.place, config.run.wait_seconds)
+        try:
+            self.checked = preflight(config, self.place)
+        except BaseException:
+            self.lock.release(started=False)
+            raise
 
     def fit(self) -> None:
         """Train to the last step, or until a signal; saves, validates and samples on the way.
@@ -102,6 +109,7 @@ class Trainer:
         if self.checked.finished:
             steps, where = self.config.train.steps, self.checked.checkpoint
             log.info("the run is finished: %s has all %d steps; nothing is done", where, steps)
+            self.lock.release()
             return
         with (
             StopSignal(self.config.faults.stop_seconds) as stop,
@@ -121,6 +129,7 @@ class Trainer:
                 gc.enable()
                 self.guards.end()
                 self.writer.close()
+                self.lock.release()
 
     # -- building ---------------------------------------------------------------------------
 
@@ -128,6 +137,8 @@ class Trainer:
         config = self.config
         seed_everything(config.train.seed, config.debug.deterministic)
         self.host_group = host_group(config.parallel.timeout_seconds)
+        common = common_to_ranks(config, self.checked.model, self.checked.data)
+        check_agreement_of_ranks(common, self.host_group)
         self._agree_on_checkpoint()
         degrees = config.degrees(self.place.world_size)
         self.mesh = Mesh(
@@ -516,7 +527,7 @@ class Trainer:
             settings=resume_settings(self.config),
             world_size=self.place.world_size,
             model=model_facts(self.config, self.checked.model),
-            data=self.loader.state_dict(),
+            data={**self.loader.state_dict(), **self.checked.data},
             faults=self._guard_facts(),
             schedule=schedule_settings(self.config, self.warmup),
         )

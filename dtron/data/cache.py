@@ -2,7 +2,7 @@
 
     CACHE_DIR/KEY/tokens.bin     uint16 or uint32 (N,), little-endian; every document ends with EOS
     CACHE_DIR/KEY/offsets.npy    int64 (n_documents + 1,), where each document starts
-    CACHE_DIR/KEY/meta.json      counts and dtype
+    CACHE_DIR/KEY/meta.json      counts, dtype and a hash of the tokens
 
 KEY is a hash of what the tokens depend on, so that a changed file or tokenizer gets a cache of its
 own. A cache is written beside its place and moved there by one rename, so that it is there whole
@@ -27,7 +27,7 @@ from dtron.data.documents import Corpus
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError
 
-FORMAT = 1  # part of KEY: raise it when the files or the handling of documents change
+FORMAT = 2  # part of KEY: raise it when the files or the handling of documents change
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 4_000_000  # bounds memory when documents are long
 PROGRESS_SECONDS = 30
@@ -44,6 +44,8 @@ class TokenCache:
     """uint16 or uint32 (N,)"""
     offsets: np.ndarray
     """int64 (n_documents + 1,)"""
+    content: str
+    """SHA-256 of tokens and offsets, taken when they were written"""
 
     @property
     def n_documents(self) -> int:
@@ -66,9 +68,10 @@ def open_cache(path: Path) -> TokenCache | None:
         offsets = np.load(path / "offsets.npy", mmap_mode="r")
         found = (len(tokens), len(offsets) - 1, int(offsets[-1]))
         whole = found == (meta["tokens"], meta["documents"], meta["tokens"])
+        content = str(meta["content"])
     except (OSError, EOFError, ValueError, LookupError, TypeError):
         return None
-    return TokenCache(path, tokens, offsets) if whole else None
+    return TokenCache(path, tokens, offsets, content) if whole else None
 
 
 def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCache:
@@ -83,6 +86,10 @@ def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCach
     try:
         temporary.mkdir(parents=True)
         _write(corpus, tokenizer, temporary)
+        if corpus.current is not None and corpus.current() != corpus.identity:
+            raise DataError(
+                f"{corpus.name} changed while it was tokenized; start again once it is complete"
+            )
         _publish(temporary, path)
     except OSError as error:
         raise DataError(
@@ -99,13 +106,15 @@ def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCach
 def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
     start = last = time.monotonic()
-    offsets, n_empty = array("q", [0]), 0
+    offsets, n_empty, content = array("q", [0]), 0, hashlib.sha256()
     logger.info("tokenizing %s", corpus.name)
     with open(directory / "tokens.bin", "wb") as file:
         for texts in _batches(corpus.texts()):
             for ids in encode_documents(tokenizer, texts):
                 if ids:
-                    file.write(np.array(ids, dtype).tobytes())
+                    encoded = np.array(ids, dtype).tobytes()
+                    file.write(encoded)
+                    content.update(encoded)
                     offsets.append(offsets[-1] + len(ids))
                 else:
                     n_empty += 1
@@ -115,6 +124,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
     n_documents, n_tokens = len(offsets) - 1, offsets[-1]
     if not n_documents:
         raise DataError(f"{corpus.name}: no documents with text ({n_empty} empty ones)")
+    content.update(offsets)
     np.save(directory / "offsets.npy", np.frombuffer(offsets, np.int64))
     meta = {
         "documents": n_documents,
@@ -123,6 +133,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
         "dtype": dtype.str,
         "corpus": corpus.name,
         "tokenizer": tokenizer.fingerprint,
+        "content": content.hexdigest(),
     }
     (directory / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     logger.info(

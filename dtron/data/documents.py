@@ -29,6 +29,8 @@ class Corpus:
     """Changes whenever the documents may have changed."""
     texts: Callable[[], Iterator[str]]
     """Reads the documents in order, empty ones included."""
+    current: Callable[[], str] | None = None
+    """`identity` computed again; None: it cannot change."""
 
 
 def files_corpus(data: Data) -> Corpus:
@@ -38,15 +40,18 @@ def files_corpus(data: Data) -> Corpus:
         DataError: a file is missing, or its suffix is not a row of READERS.
     """
     paths = [os.path.abspath(os.path.expanduser(path)) for path in data.paths]
-    files = [(path, *_size_and_time(path), _suffix(path)) for path in paths]
+
+    def identity() -> str:
+        files = [(path, *_size_and_time(path), _suffix(path)) for path in paths]
+        return json.dumps([files, data.text_key])
 
     def texts() -> Iterator[str]:
-        for path, _, _, suffix in files:
-            opener, read = READERS[suffix]
+        for path in paths:
+            opener, read = READERS[_suffix(path)]
             yield from read(path, opener, data.text_key)
 
     name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-    return Corpus(name, json.dumps([files, data.text_key]), texts)
+    return Corpus(name, identity(), texts, identity)
 
 
 def read_json_lines(path: str, opener: Opener, text_key: str) -> Iterator[str]:

@@ -41,9 +41,9 @@ def hf_corpus(data: Data) -> Corpus:
                 row += 1
                 yield text_of({data.text_key: text}, data.text_key, f"{name}, row {row}")
 
-    name = _name(data)
-    identity = ["hf", dataset._fingerprint, len(dataset), data.text_key]
-    return Corpus(name, json.dumps(identity), texts)
+    name = stream_name(data)
+    identity = json.dumps(["hf", dataset._fingerprint, len(dataset), data.text_key])
+    return Corpus(name, identity, texts)
 
 
 class HfStream:
@@ -59,7 +59,7 @@ class HfStream:
         self._dataset = _load(data, streaming=True)
         if self._dataset.column_names is not None:
             _check_column(data, self._dataset.column_names)
-        self.name = _name(data)
+        self.name = stream_name(data)
         splits = self._dataset.info.splits or {}
         info = splits.get(data.hf_split)
         self.n_documents: int | None = info.num_examples if info else None
@@ -106,7 +106,7 @@ def _load(data: Data, *, streaming: bool) -> Any:
     except DtronError:
         raise
     except _failures() as error:
-        raise DataError(f"{_name(data)}: {_cause(error)}") from error
+        raise DataError(f"{stream_name(data)}: {_cause(error)}") from error
 
 
 def _load_saved(data: Data, path: Path, *, streaming: bool) -> Any:
@@ -130,12 +130,12 @@ def _load_saved(data: Data, path: Path, *, streaming: bool) -> Any:
 def _check_column(data: Data, columns: list[str]) -> None:
     if data.text_key not in columns:
         raise DataError(
-            f"data.text_key = {data.text_key!r} is not a column of {_name(data)}, which has "
-            f"{', '.join(columns)}{nearest(data.text_key, columns)}"
+            f"data.text_key = {data.text_key!r} is not a column of {stream_name(data)}, which "
+            f"has {', '.join(columns)}{nearest(data.text_key, columns)}"
         )
 
 
-def _name(data: Data) -> str:
+def stream_name(data: Data) -> str:
     name = f", data.hf_name = {data.hf_name!r}" if data.hf_name else ""
     return f"data.hf_path = {data.hf_path!r}{name}, data.hf_split = {data.hf_split!r}"
 

@@ -15,7 +15,7 @@ import numpy as np
 from dtron.config import Data
 from dtron.data.cache import TokenCache, cache_path, open_cache, open_or_build
 from dtron.data.documents import Corpus, files_corpus
-from dtron.data.hf import HfStream, hf_corpus
+from dtron.data.hf import HfStream, hf_corpus, stream_name
 from dtron.data.order import split
 from dtron.data.packing import (
     OrderedDocuments,
@@ -138,6 +138,23 @@ class _Opened:
             mask_documents=self.data.mask_documents,
             eos_id=self.eos_id,
         )
+
+
+def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
+    """What the tokens are, whatever the files are called: hashes of content and tokenizer. Of a
+    stream, whose content is not known in advance, the name.
+
+    Args:
+        tokenizer: that of the section, whose data are prepared.
+    """
+    if _is_stream(data):
+        content = stream_name(data)
+    else:
+        cache = open_cache(cache_path(CORPORA[data.source](data), tokenizer, data.cache_dir))
+        if cache is None:
+            raise DataError(f"data.cache_dir = {data.cache_dir!r} was changed; start again")
+        content = cache.content
+    return {"content": content, "tokenizer": tokenizer.fingerprint}
 
 
 def _open_stream(data: Data, seq_len: int) -> Sources:

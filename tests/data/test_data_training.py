@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
-from dtron.data import open_data
+from dtron.data import cache, open_data
+from dtron.errors import ConfigError, DataError
 from dtron.preflight import preflight
 from dtron.published import read_facts, write_facts
 from dtron.runtime import Place
@@ -80,3 +82,44 @@ def test_another_packing_warns_on_resuming(
     write_facts(saved, facts)
     preflight(tiny(run_dir, **resume), PLACE)
     assert not caplog.records
+
+
+def test_other_data_is_refused_on_resuming(tmp_path: Path, corpus: dict) -> None:
+    """By content: files may move, but neither grow nor be replaced."""
+    run_dir, path = tmp_path / "run", Path(corpus["data__paths"][0])
+    run_ranks(1, fit, tiny(run_dir, train__steps=1, **corpus))
+    moved = path.rename(tmp_path / "moved.jsonl")
+    resume = {**corpus, "checkpoint__resume": "latest", "data__paths": [str(moved)]}
+    preflight(tiny(run_dir, **resume), PLACE)
+    with moved.open("a") as file:
+        file.write(json.dumps({"text": "one more"}) + "\n")
+    with pytest.raises(ConfigError, match=r"was trained with other data.*allow_data_change=true"):
+        preflight(tiny(run_dir, **resume), PLACE)
+    preflight(tiny(run_dir, **resume, checkpoint__allow_data_change=True), PLACE)
+
+
+def test_another_tokenizer_is_refused_on_resuming(tmp_path: Path, corpus: dict) -> None:
+    run_dir, path = tmp_path / "run", tmp_path / "tokenizer.json"
+    run_ranks(1, fit, tiny(run_dir, train__steps=1, **corpus))
+    words = {"[UNK]": 0, "</s>": 1}
+    model = tokenizers.models.WordLevel(words, unk_token="[UNK]")
+    tokenizers.Tokenizer(model).save(str(path))
+    resume = {**corpus, "checkpoint__resume": "latest", "data__tokenizer": str(path)}
+    with pytest.raises(ConfigError, match=r"data\.tokenizer = .* trained with another tokenizer"):
+        preflight(tiny(run_dir, **resume), PLACE)
+
+
+def test_files_that_change_while_they_are_tokenized_are_refused(
+    tmp_path: Path, corpus: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, encode = Path(corpus["data__paths"][0]), cache.encode_documents
+
+    def grows(*given: Any) -> list[list[int]]:
+        path.write_text(path.read_text() * 2)
+        return encode(*given)
+
+    monkeypatch.setattr(cache, "encode_documents", grows)
+    config = tiny(tmp_path / "run", data__cache_dir=str(tmp_path / "cache"), **corpus)
+    with pytest.raises(DataError, match="changed while it was tokenized"):
+        preflight(config, PLACE)
+    assert not list((tmp_path / "cache").iterdir())

@@ -1,0 +1,105 @@
+"""What all ranks must have in common, compared before the model is built.
+
+Ranks whose settings, code or data differ would train something that no one asked for, without an
+error, or end in the traceback of a collective.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dtron
+from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.models.config import DecoderConfig
+
+_PACKAGES = ("torch", "torchao", "triton")
+_RESOLVED = ("data.paths", "data.tokenizer", "data.cache_dir", "model.override")
+"""Keys that are compared by what they stand for: the content of files, the resolved model."""
+_AT_MOST = 5
+"""Differences that an error names."""
+
+
+def common_to_ranks(
+    config: RunConfig, model: DecoderConfig, data: dict[str, str]
+) -> dict[str, Any]:
+    """Name -> value of all that must be equal on every rank.
+
+    Args:
+        model: resolved.
+        data: of `dtron.data.identity_of`.
+    """
+    sections = config.model_dump(mode="json")
+    keys = {f"{name}.{key}": v for name, keys in sections.items() for key, v in keys.items()}
+    found = {key: value for key, value in keys.items() if key not in _RESOLVED}
+    found |= {f"model.override.{key}": v for key, v in model.model_dump(mode="json").items()}
+    found |= {f"the version of {name}": _installed(name) for name in _PACKAGES}
+    found |= {"the version of CUDA": torch.version.cuda, "dtron's source code": _source()}
+    return found | {"the training data": data["content"], "the tokenizer": data["tokenizer"]}
+
+
+def check_agreement_of_ranks(mine: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Compare this rank's values with those of all others; all ranks call it together.
+
+    Args:
+        group: over all ranks, on the host.
+    Raises:
+        ConfigError: on all ranks; names what differs, and where.
+    """
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    digests = [""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest, group=group)
+    if len(set(digests)) == 1:
+        return
+    found: list[tuple[str, dict[str, Any]]] = [("", {})] * len(digests)
+    dist.all_gather_object(found, (platform.node(), mine), group=group)
+    names = dict.fromkeys(name for _, values in found for name in values)
+    differing = [n for n in names if len({json.dumps(v.get(n)) for _, v in found}) > 1]
+    lines = [_difference(name, found) for name in differing[:_AT_MOST]]
+    more = f"; and {len(differing) - _AT_MOST} more" if len(differing) > _AT_MOST else ""
+    raise ConfigError(
+        f"ranks disagree on {'; on '.join(lines)}{more}; start all of them with the same command, "
+        "files and versions"
+    )
+
+
+def _difference(name: str, found: list[tuple[str, dict[str, Any]]]) -> str:
+    """`parallel.tp: 2 on ranks 0, 1 (host a), 4 on rank 2 (host b)`."""
+    by_value: dict[str, list[int]] = {}
+    for rank, (_, values) in enumerate(found):
+        by_value.setdefault(json.dumps(values.get(name)), []).append(rank)
+    told = []
+    for value, ranks in by_value.items():
+        hosts = ", ".join(dict.fromkeys(found[rank][0] for rank in ranks))
+        word = "rank" if len(ranks) == 1 else "ranks"
+        told.append(f"{value} on {word} {', '.join(map(str, ranks))} ({hosts})")
+    return f"{name}: {', '.join(told)}"
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _source() -> str:
+    """SHA-256 of all of the package's files of Python."""
+    content = hashlib.sha256()
+    root = Path(dtron.__file__).parent
+    for folder, folders, files in os.walk(root, followlinks=True):
+        folders.sort()
+        for name in sorted(files):
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                content.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return content.hexdigest()

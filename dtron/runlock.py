@@ -1,0 +1,134 @@
+"""The lock of a run directory: one run at a time writes there.
+
+Rank 0 holds an exclusive lock (flock) on RUN/lock for as long as its process lives, whatever ends
+it, on this host or on another one that shares the file system. The file says who holds it. Other
+ranks look at the directory only once rank 0 of their own start has it.
+"""
+
+import datetime
+import fcntl
+import json
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+from typing import IO
+
+from dtron.errors import ConfigError
+from dtron.runtime import Place
+
+log = logging.getLogger("dtron")
+_POLL_SECONDS = 0.1
+
+
+class RunLock:
+    """Wait until no other run uses a directory, and keep it.
+
+    Args:
+        wait_seconds: how long to wait for another run to end.
+    Raises:
+        ConfigError: the other run has not ended; names its host and process.
+    """
+
+    def __init__(self, directory: Path, place: Place, wait_seconds: float) -> None:
+        self._path = directory / "lock"
+        self._file: IO[str] | None = None
+        self._made = not directory.exists()
+        try:
+            if place.rank == 0:
+                self._acquire(place, wait_seconds)
+            elif place.world_size > 1:
+                _wait_for_first_rank(self._path, place, wait_seconds)
+        except OSError as error:  # not writable, which `preflight` reports; or without locks
+            if self._file is not None:
+                log.warning("%s cannot be locked (%s); run only one run here", directory, error)
+
+    def release(self, started: bool = True) -> None:
+        """Let another run in.
+
+        Args:
+            started: false: the run was refused, and a directory that was made for it is removed.
+        """
+        if self._file is None:
+            return
+        if self._made and not started:
+            self._path.unlink(missing_ok=True)
+            if not any(self._path.parent.iterdir()):
+                self._path.parent.rmdir()
+        else:
+            self._file.truncate(0)
+        self._file.close()
+        self._file = None
+
+    def _acquire(self, place: Place, wait_seconds: float) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        deadline, waited = time.monotonic() + wait_seconds, False
+        while True:
+            self._file = self._path.open("a+", encoding="utf-8")
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is(self._file, self._path):
+                    break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise ConfigError(
+                        f"run.dir = {str(self._path.parent)!r} is in use by {_owner(self._path)}; "
+                        "stop that run or set another run.dir"
+                    ) from None
+            if not waited:
+                log.info("%s is in use by %s; waiting", self._path.parent, _owner(self._path))
+                waited = True
+            self._file.close()
+            time.sleep(_POLL_SECONDS)
+        if not waited and _read(self._path):
+            log.info("the last run here, of %s, ended without a word", _owner(self._path))
+        owner = {
+            "start": _start_of(place),
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID", place.job),
+            "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        self._file.truncate(0)
+        self._file.write(json.dumps(owner) + "\n")
+        self._file.flush()
+
+
+def _wait_for_first_rank(path: Path, place: Place, wait_seconds: float) -> None:
+    """Return when rank 0 of this start has the lock, or could not get it: it reports why."""
+    deadline = time.monotonic() + wait_seconds + 60
+    while time.monotonic() < deadline and _read(path).get("start") != _start_of(place):
+        time.sleep(_POLL_SECONDS)
+
+
+def _start_of(place: Place) -> str:
+    """The same on all ranks of one start."""
+    address = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    return json.dumps([*address, place.job, place.attempt])
+
+
+def _owner(path: Path) -> str:
+    found = _read(path)
+    job = f", job {found['job']}" if found.get("job") else ""
+    if not found:
+        return "another run"
+    return (
+        f"process {found.get('pid')} on host {found.get('host')}{job}, since {found.get('since')}"
+    )
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is(file: IO[str], path: Path) -> bool:
+    """Whether the file that is locked is still the one at the path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,86 @@
+"""One run at a time writes in a run directory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dtron.errors import ConfigError
+from dtron.runlock import RunLock
+from dtron.runtime import Place
+from dtron.trainer import Trainer
+from tests.harness import run_ranks
+from tests.test_trainer import fit, tiny
+
+ALONE = Place(rank=0, local_rank=0, world_size=1)
+HOLD = """
+import sys, time
+from pathlib import Path
+from dtron.runlock import RunLock
+from dtron.runtime import Place
+lock = RunLock(Path(sys.argv[1]), Place(0, 0, 1), 0)
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def holder(path: Path, seconds: float) -> subprocess.Popen[str]:
+    """Another process that holds the lock for some seconds."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path), str(seconds)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_is_refused_and_told_who_runs(tmp_path: Path) -> None:
+    process = holder(tmp_path, 60)
+    try:
+        with pytest.raises(ConfigError) as error:
+            RunLock(tmp_path, ALONE, 0.2)
+        assert f"in use by process {process.pid} on host " in str(error.value)
+        with pytest.raises(ConfigError, match=f"process {process.pid}"):
+            Trainer(tiny(tmp_path, run__wait_seconds=0.1))
+        assert not (tmp_path / "metrics.jsonl").exists()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    RunLock(tmp_path, ALONE, 0).release()  # which SIGKILL has let go
+
+
+def test_a_start_waits_for_the_run_before_it(tmp_path: Path) -> None:
+    process, begun = holder(tmp_path, 1), time.monotonic()
+    lock = RunLock(tmp_path, ALONE, 30)
+    assert time.monotonic() - begun >= 0.5
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    lock.release()
+    process.wait()
+
+
+def test_ranks_share_the_lock_of_their_first(tmp_path: Path) -> None:
+    run_ranks(2, fit, tiny(tmp_path / "run", train__steps=1))
+    run_ranks(2, fit, tiny(tmp_path / "run", train__steps=2, checkpoint__resume="latest"))
+
+
+def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        Trainer(tiny(tmp_path / "run", data__tokenizer="byte", data__eos_token="none"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_without_locks_is_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with caplog.at_level("WARNING", "dtron"):
+        RunLock(tmp_path, ALONE, 0).release()
+    assert "cannot be locked" in caplog.text
