@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -53,10 +53,15 @@ from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan
 from dtron.resolve import check_layout, resolve
 from dtron.routing import Routing
-from dtron.step import Loss, TrainStep, share_of
+from dtron.step import Loss, TrainStep, evaluate, share_of
 from tests.harness import run_ranks
 
-LR, MAX_NORM, SEED = 0.5, 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
+MAX_NORM, SEED = 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
+OPTIMIZERS = {
+    "sgd": Optim(name="sgd", lr=0.5),
+    # eps of the size of gradients: where one is nearly 0, m / sqrt(v) would be rounding
+    "adamw": Optim(name="adamw", lr=0.02, eps=1e-4, weight_decay=0.3),
+}
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 DECIBELS = 1.0
 DENSE = [name for name, spec in MODELS.items() if not spec.sizes["debug"].n_experts]
@@ -122,6 +127,7 @@ class Case:
     padded: bool = False
     """Rows end in padding, each in another number of tokens, some in none."""
     steps: int = 2
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     float8: Float8 = Float8()
 
     def __post_init__(self) -> None:
@@ -156,6 +162,7 @@ class Case:
             "documents",
             "padded",
             "steps",
+            "optimizer",
         )
         for key in keys:
             if (value := getattr(self, key)) != Case.__dataclass_fields__[key].default:
@@ -177,7 +184,7 @@ class Case:
                 seed=SEED,
             ),
             data=Data(mask_documents=self.documents),
-            optim=Optim(name="sgd", lr=LR),
+            optim=OPTIMIZERS[self.optimizer],
             recompute=self.recompute,
             compile=self.compile,
             float8=self.float8,
@@ -389,8 +396,8 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
         if float8.settings.scaling == "delayed":
             layers = {name: model.get_submodule(name) for name in float8.layers}
             scales = DelayedScales(layers, float8.settings.amax_history, None)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    losses, norms, gradients, loads = [], [], {}, []
+    optimizer = _torch_optimizer(case, model)
+    losses, norms, gradients, loads, figures = [], [], {}, [], []
     at_once = case.micro_batch if by_micro_batch(case) else case.sequences
     for router in (found := routers([model])):
         router.loss_scale.fill_(at_once / case.sequences)
@@ -425,6 +432,8 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
         optimizer.step()
         if scales is not None:
             scales.update()
+        n_batches = len(range(0, case.sequences, at_once))
+        figures.append([_mean_loss(found, i) / n_batches for i in range(2)])
         loads += update_expert_bias(found).tolist() if found else []
     assert min(norms) > MAX_NORM, f"clipping does not act: {norms}"
     parameters = {k: on_host(p.detach()) for k, p in model.named_parameters()}
@@ -434,7 +443,45 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
         "gradients": gradients,
         "parameters": parameters,
         "loads": _by_router([model], loads),
+        "figures": figures,
+        "validation": _validation_loss(case, model, at_once, device),
     }
+
+
+def _torch_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's own, over whole parameters."""
+    options = OPTIMIZERS[case.optimizer]
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=options.lr)
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
+    return torch.optim.AdamW(
+        [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+    )
+
+
+def _mean_loss(found: Sequence[Router], i: int) -> float:
+    """Mean over layers of the routers' i-th loss, summed over micro-batches."""
+    return float(torch.stack([router.losses[i] for router in found]).mean()) if found else 0.0
+
+
+@torch.no_grad()
+def _validation_loss(case: Case, model: nn.Module, at_once: int, device: torch.device) -> float:
+    """Mean loss of the step after the last."""
+    model.eval()
+    total = n_valid = 0.0
+    for first in range(0, case.sequences, at_once):
+        batch = make_batch(case, range(first, first + at_once), case.steps).to(device.type)
+        others = {} if batch.pieces is None else {"real": batch.pieces >= 0}
+        logits = model(batch.tokens, batch.positions, batch.documents, **others)
+        total += cross_entropy_sum(logits, batch.labels).item()
+        n_valid += (batch.labels != -100).sum().item()
+    return total / n_valid
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -523,14 +570,19 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
         after,
         further_weight=config.mtp_coefficient,
     )
-    losses, norms, loads = [], [], []
+    losses, norms, loads, figures = [], [], [], []
     for step in range(case.steps):
-        result = train_step(micro_batches(case, mesh, step, config.mtp), step, LR)
+        lr = case.config().optim.lr
+        result = train_step(micro_batches(case, mesh, step, config.mtp), step, lr)
         both = result.loss + result.further_loss
         dist.all_reduce(both, group=mesh.group(*SHARE_AXES))
         losses.append(both.item())
         norms.append(result.grad_norm.item())
         loads += routing.counts.tolist() if routing else []
+        read = routing.read() if routing else {}
+        figures.append([read.get(name, 0.0) for name in ("balance_loss", "z_loss")])
+    held_out = micro_batches(case, mesh, case.steps)
+    validation = evaluate(execution, applied, mesh, held_out, loss).item()
     parameters = whole(applied, [p.detach() for _, p in applied.named_parameters()])
     return {
         "losses": losses,
@@ -538,6 +590,8 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
         "gradients": train_step.gradients,
         "parameters": parameters,
         "loads": _by_router(applied.parts.values(), loads),
+        "figures": figures,
+        "validation": validation,
         "offloaded": applied.offload.copied if applied.offload else 0,
     }
 
@@ -689,6 +743,10 @@ def _deviations_of_rank(
     for kind in ("losses", "norms"):
         for step, (x, y) in enumerate(zip(found[kind], wanted[kind], strict=True)):
             yield f"{'loss' if kind == 'losses' else 'norm'} {step}", abs(x - y) / abs(y)
+    yield "validation", abs(found["validation"] - wanted["validation"]) / wanted["validation"]
+    for step, both in enumerate(zip(found["figures"], wanted["figures"], strict=True)):
+        for name, x, y in zip(("balance", "z"), *both, strict=True):
+            yield f"{name} {step}", abs(x - y) / abs(y or 1.0)
     for name, loads in found["loads"].items():
         yield f"loads {name}", 0.0 if loads == wanted["loads"][name] else math.inf
     for kind in ("gradients", "parameters"):
