@@ -38,7 +38,7 @@ def test_random_layout_equals_one_process(draw: str, record_property: Any) -> No
     case = draw_legal(draw)
     for feature in sorted(features(case)):
         record_property("feature", feature)
-    check(case)
+    check(case, seconds=300)
 
 
 def draw_legal(seed: str) -> Case:
@@ -83,7 +83,7 @@ def draw_case(random: random.Random, model: str) -> Case:
     seq_len = random.choice([7, 12, 16, 18, 24])
     if degrees["cp"] > 1:
         seq_len = 2 * degrees["cp"] * degrees["tp"] * random.choice([2, 3])
-    compiled = random.random() < 0.1
+    compiled = random.random() < 0.06
     return Case(
         model,
         world=world,
@@ -193,7 +193,8 @@ def _draw_mixture(random: random.Random, model: str) -> dict[str, Any]:
         "balance_coefficient": 0.0 if balance == "none" else 0.3,
         "z_loss": random.choice([0.0, 0.1]),
         "jitter": random.choice([0.0, 0.0, 0.1]),
-        "capacity_factor": random.choice([0.0, 0.0, 1.0, 1.5]),
+        # the reference computes at once what ranks do, so that their capacity would be one
+        "capacity_factor": random.choice([0.0, 0.0, 1.0, 1.5]) * (balance != "global_batch"),
     }
     found["capacity_pad"] = bool(found["capacity_factor"]) and random.random() < 0.3
     if MODELS[model].sizes["debug"].kv_lora_rank:
