@@ -42,8 +42,9 @@ class Assembly:
     @functools.cached_property
     def context(self) -> Context | None:
         """How attention gets at other ranks' tokens; None where cp is 1."""
-        cores = MODELS[self.config.model.name].cores
-        return Context.of(self.config.parallel, cores, self.attention.kernel)
+        cores, model = MODELS[self.config.model.name].cores, self.model
+        kernel = self.attention.kernel
+        return Context.of(self.config.parallel, cores, kernel, model.window, model.softcap)
 
     def build(self) -> nn.Module:
         """The plain model on the meta device."""

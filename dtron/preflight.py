@@ -331,11 +331,14 @@ def schedule_settings(config: RunConfig, warmup: int) -> dict[str, Any]:
 
 
 def kept_warmup(config: RunConfig, facts: Facts | None) -> int:
-    """Updates of a run's warm-up. One that is over when the run resumes keeps its length: a longer
-    train.steps would else enter it again."""
+    """Updates of a run's warm-up. One that is over when the run resumes with another train.steps
+    keeps its length, where it would be entered again; another schedule.warmup acts."""
     own = warmup_steps(config.train.steps, config.schedule)
-    before = facts.schedule.get("warmup_steps", own) if facts else own
-    return before if facts and facts.step >= before else own
+    if facts is None or facts.schedule.get("schedule.warmup") != config.schedule.warmup:
+        return own
+    before = facts.schedule["warmup_steps"]
+    same = facts.schedule["train.steps"] == config.train.steps
+    return before if same or facts.step >= before else own
 
 
 def _tell_schedule(checkpoint: Location, config: RunConfig, facts: Facts) -> None:
@@ -343,18 +346,19 @@ def _tell_schedule(checkpoint: Location, config: RunConfig, facts: Facts) -> Non
     before = facts.schedule
     after = schedule_settings(config, kept_warmup(config, facts))
     changed = [key for key, value in after.items() if key in before and before[key] != value]
-    if not changed:
+    if not changed or facts.step >= config.train.steps:
         return
-    rates = [_rate(facts.step, settings) for settings in (before, after)]
+    would = ""
+    if facts.step < before["train.steps"]:
+        would = f", where it would have been {_rate(facts.step, before):.3g}"
     told = ", ".join(f"{key} = {after[key]!r} (was {before[key]!r})" for key in changed)
     log.warning(
-        "%s since %s: the learning rate of step %d is %.3g, where it would have been %.3g; the "
-        "warm-up is %d steps",
+        "%s since %s: the learning rate of step %d is %.3g%s; the warm-up is %d steps",
         told,
         checkpoint,
         facts.step + 1,
-        rates[1],
-        rates[0],
+        _rate(facts.step, after),
+        would,
         after["warmup_steps"],
     )
 

@@ -184,11 +184,6 @@ def _check_experts(config: RunConfig, model: DecoderConfig, world_size: int) -> 
             f"parallel.async_tp with model.{key} = {getattr(model, key)}: products of experts and "
             "of latent attention are not fused with communication; use parallel.async_tp = false"
         )
-    if model.full_attention_every and parallel.cp > 1:
-        raise ConfigError(
-            f"model.full_attention_every = {model.full_attention_every} with parallel.cp = "
-            f"{parallel.cp}: context parallelism has one window for all layers; use parallel.cp = 1"
-        )
     if not model.n_experts:
         for axis in ("ep", "etp"):
             if (value := getattr(parallel, axis)) > 1:

@@ -405,7 +405,9 @@ class Trainer:
     def _on_device(self, batch: Batch, further: int = 0) -> Batch:
         part = share_of(batch, self.mesh, self.context, further)
         described = self.checked.attention.described(part.documents)
-        return replace(part, documents=described).to(self.place.device)
+        # Only experts ask which tokens are padding; a model of one's own need not know `real`.
+        pieces = part.pieces if self.checked.model.n_experts else None
+        return replace(part, documents=described, pieces=pieces).to(self.place.device)
 
     def _counted(self, batches: list[Batch], lr: float) -> StepResult:
         with CollectiveCounter(self.mesh.group_names()) as counter:

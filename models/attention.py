@@ -49,6 +49,11 @@ class Core(nn.Module):
         self.softcap = config.softcap
         self.by_kernel = varies(config)
 
+    @property
+    def scoring(self) -> tuple[int, float, float]:
+        """Window, soft cap and scale, by which context parallelism attends in its place."""
+        return self.window, self.softcap, self.scale
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: Tensor | None = None
     ) -> Tensor:
@@ -214,8 +219,9 @@ def _sdpa(
         scale=scale,
         enable_gqa=shared,
     )
-    if kernel is None:
-        return attend(q, k, v).transpose(1, 2)
+    if kernel is None:  # torch's own choice may be cuDNN's
+        out = attend(q, k, v).transpose(1, 2)
+        return dense_gradient(out) if q.is_cuda else out
     with sdpa_kernel(kernel):
         out = attend(q, k, v).transpose(1, 2)
     return dense_gradient(out) if kernel is SDPBackend.CUDNN_ATTENTION else out

@@ -677,7 +677,7 @@ class Context:
 
     Args:
         cores: pattern of the modules that are called as (q, k, v, mask, sink) and attend. A module
-            that has attributes `window`, `softcap` or `scale` attends by these.
+            with an attribute `scoring` = (window, softcap, scale) attends by that.
         methods: of each of them, in the model's order; one stands for all.
         inner: of the hierarchical method; 0: the largest proper divisor of cp.
         kernel: a row of KERNELS.
@@ -695,11 +695,13 @@ class Context:
     scale: float = 0.0
 
     @classmethod
-    def of(cls, parallel: Parallel, cores: str, kernel: str) -> "Context | None":
-        """From the [parallel] section, for modules that say how they score; None where cp is 1."""
+    def of(
+        cls, parallel: Parallel, cores: str, kernel: str, window: int = 0, softcap: float = 0.0
+    ) -> "Context | None":
+        """From the [parallel] section; None where cp is 1."""
         if parallel.cp == 1:
             return None
-        return cls(cores, parallel.cp_methods(), parallel.cp_inner, kernel)
+        return cls(cores, parallel.cp_methods(), parallel.cp_inner, kernel, window, softcap)
 
     def layouts(self, cp: int) -> dict[CpMethod, Shape]:
         """Layout of the cp axis by method, of those that are used."""
@@ -719,13 +721,16 @@ def apply_context(
         groups: inner -> process groups between and inside the blocks.
     """
     _check_device(context.kernel, device_type)
-    layouts = context.layouts(cp)
+    layouts, own = context.layouts(cp), _Scoring(context.window, context.softcap, context.scale)
+    for method, shape in layouts.items():  # on all ranks, whatever modules their stages have
+        _check_kernel(KERNELS[context.kernel], shape, method, own)
     between = {method: groups(shape.inner) for method, shape in layouts.items()}
     # One for all layers that attend alike: compile takes another object for another graph.
     shared: dict[tuple[CpMethod, _Scoring], ContextAttention] = {}
     for i, core in cores:
         method = context.methods[i if len(context.methods) > 1 else 0]
-        scoring = _scoring(core, context)
+        given: tuple[int, float, float] = getattr(core, "scoring", own)
+        scoring = _Scoring(*given)
         if (method, scoring) not in shared:
             shape = layouts[method]
             _check_kernel(KERNELS[context.kernel], shape, method, scoring)
@@ -739,12 +744,6 @@ class _Scoring(NamedTuple):
     window: int
     softcap: float
     scale: float
-
-
-def _scoring(core: nn.Module, context: Context) -> _Scoring:
-    """How a module attends: as it says itself, else as the Context does."""
-    keys = ("window", "softcap", "scale")
-    return _Scoring(*(getattr(core, key, getattr(context, key)) for key in keys))
 
 
 def _check_device(name: str, device_type: str) -> None:

@@ -84,6 +84,34 @@ def test_bfloat16_loses_nothing_over_many_chunks(chunks: int) -> None:
     close(found, exact, 0.0045)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [701, 997, 1024, 1333, 1666, 2047, 2500, 3001, 3777, 4095])
+def test_scaled_on_a_gpu_as_the_whole_loss_is(n: int) -> None:
+    """A factor of 1 / n, which bfloat16 does not hold, acts in float32: gradients are as near as
+    those of the unchunked loss, but for a second rounding."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    generator = torch.Generator("cuda").manual_seed(n)
+    hidden = torch.randn(1, n, 256, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(1000, 256, generator=generator, device="cuda").bfloat16() * 0.25
+    labels = torch.randint(1000, (1, n), generator=generator, device="cuda")
+
+    def of_mean(loss: Any, dtype: torch.dtype) -> list[Tensor]:
+        x, w = (given.detach().to(dtype, copy=True).requires_grad_() for given in (hidden, weight))
+        (loss(x, w, labels) / n).backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        return [x.grad.double(), w.grad.double()]
+
+    exact = of_mean(at_once, torch.float64)
+    whole = of_mean(lambda x, w, y: cross_entropy_sum(F.linear(x, w), y), torch.bfloat16)
+    chunked = of_mean(ChunkedLoss(8), torch.bfloat16)
+    for wanted, one, found in zip(exact, whole, chunked, strict=True):
+        factor = ((found * wanted).sum() / wanted.square().sum()).item()
+        assert abs(factor - 1) <= 1e-3  # 1 / n as a bfloat16 is up to 2e-3 off
+        assert (found - wanted).norm() <= 1.2 * (one - wanted).norm()
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     hidden, weight, labels = inputs(torch.float64)

@@ -25,11 +25,11 @@ from dtron import trainer
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, TrainingError
 from dtron.faults.signals import StopSignal
-from dtron.optim import learning_rate
+from dtron.optim import learning_rate, warmup_steps
 from dtron.parallelisms import symmetric_dispatch
 from dtron.parallelisms.gradients import local_part
-from dtron.preflight import preflight
-from dtron.published import read_facts
+from dtron.preflight import kept_warmup, preflight, schedule_settings
+from dtron.published import Facts, read_facts
 from dtron.runtime import Place
 from dtron.step import StepResult, TrainStep
 from dtron.storage import ShardReader
@@ -467,6 +467,43 @@ def test_a_longer_run_keeps_its_warm_up_and_says_what_its_rate_does(
     assert rates[4:] == sorted(rates[4:], reverse=True), "the warm-up was over"
     again = read_facts(next(run_dir.glob("checkpoints/step-20")))
     assert again.schedule["warmup_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("step", "before", "now", "kept"),
+    [
+        (2, {"train__steps": 4, "schedule__warmup": 0.5}, {"train__steps": 20}, 2),
+        (1, {"train__steps": 4, "schedule__warmup": 0.5}, {"train__steps": 20}, 10),
+        (1, {"train__steps": 4, "schedule__warmup": 0.5}, {}, 2),
+        (3, {"train__steps": 4, "schedule__warmup": 0.5}, {"schedule__warmup": 0.25}, 1),
+    ],
+    ids=["over", "not over", "rolled back, unchanged", "another warm-up"],
+)
+def test_which_warm_up_a_resumed_run_has(
+    tmp_path: Path, step: int, before: dict[str, Any], now: dict[str, Any], kept: int
+) -> None:
+    config = tiny(tmp_path, **before)
+    own = warmup_steps(config.train.steps, config.schedule)
+    facts = Facts(step, 0, 0, 1, 0, {}, {}, {}, schedule=schedule_settings(config, own))
+    assert kept_warmup(tiny(tmp_path, **{**before, **now}), facts) == kept
+
+
+def test_a_finished_trunk_goes_on_into_its_decay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """wsd without a decay ends at its peak; the run that goes on from there decays."""
+    trunk = {"schedule__name": "wsd", "schedule__decay": 0.0, "optim__lr": 1.0}
+    run_ranks(1, fit, tiny(tmp_path / "run", train__steps=2, **trunk))
+    longer = tiny(
+        tmp_path / "run",
+        train__steps=4,
+        checkpoint__resume="latest",
+        **{**trunk, "schedule__decay": 0.5, "schedule__min_ratio": 0.0},
+    )
+    preflight(longer, Place(rank=0, local_rank=0, world_size=1))
+    assert "the learning rate of step 3 is 0.5;" in caplog.text
+    run_ranks(1, fit, longer)
+    assert [row["lr"] for row in rows(tmp_path / "run")][2:] == pytest.approx([0.5, 0.0])
 
 
 class _RoundsScalars(TorchDispatchMode):

@@ -261,14 +261,16 @@ def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
 
 
 def _balance(run: Resolved, times: int, domain: int) -> Iterator[Collective]:
-    """Loads of the ranks that share a micro-batch, for the loss that evens them."""
-    if not run.model.balance_coefficient:
+    """Loads of the ranks that share a micro-batch, for the loss that evens them; with padding the
+    numbers of tokens too, of which z-loss takes the mean."""
+    padded = run.config.data.packing != "cut"
+    if not (run.model.balance_coefficient or (padded and run.model.z_loss)):
         return
     whole = run.model.balance == "global_batch"
     rows = 1 if whole else run.config.train.micro_batch
     axes = TOKEN_AXES if whole else MICRO_AXES
     ranks, inside = group(run, axes, domain)
-    size = 8.0 * rows * run.model.n_experts
+    size = 8.0 * rows * (run.model.n_experts + padded)
     yield Collective(_name(run, axes), "all_reduce", size, times, "step", ranks, inside)
 
 

@@ -251,10 +251,13 @@ class _Built:
 
 
 def _batch(config: RunConfig, assembly: Assembly) -> Batch:
-    """A micro-batch of this rank, each sequence of one document."""
+    """A micro-batch of this rank, each sequence of one document; where experts are told which
+    tokens are padding, of none."""
     shape = (config.train.micro_batch, config.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    batch = Batch(tokens, tokens, tokens[:, 0], None, None)
+    padded = assembly.model.n_experts and config.data.packing != "cut"
+    pieces = tokens.int() if padded else None
+    batch = Batch(tokens, tokens, tokens[:, 0], None, None, pieces=pieces)
     return share_of(batch, assembly.mesh, assembly.context, assembly.model.mtp)
 
 

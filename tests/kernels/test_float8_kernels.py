@@ -19,10 +19,12 @@ NAMES += ("gated_backward_amax", "gated_backward_cast")
 REPO = Path(__file__).parents[2]
 
 
-def arguments(name: str, shape: tuple[int, int], device: str) -> tuple:
+def arguments(
+    name: str, shape: tuple[int, int], device: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple:
     """Of one operator; some values saturate, and one is not a number."""
     generator = torch.Generator().manual_seed(0)
-    gate, up, grad = (torch.randn(shape, generator=generator).bfloat16() for _ in range(3))
+    gate, up, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
     gate, up, grad = gate.to(device), up.to(device), grad.to(device)
     scale, pair = torch.tensor([[300.0]], device=device), torch.tensor([2e4, 3e4], device=device)
     if name == "turned":
@@ -48,12 +50,14 @@ def arguments(name: str, shape: tuple[int, int], device: str) -> tuple:
     return gate, up, *rest[name]
 
 
-def differences(name: str, shape: tuple[int, int], device: str) -> list[float]:
+def differences(
+    name: str, shape: tuple[int, int], device: str, dtype: torch.dtype = torch.bfloat16
+) -> list[float]:
     """(share of elements that differ, largest difference relative to the value) of each result.
 
     A result in float8 differs where a last bit of sigmoid crosses the middle of two numbers.
     """
-    given = arguments(name, shape, device)
+    given = arguments(name, shape, device, dtype)
     wanted = getattr(kernels, name)(*[x.cpu() if isinstance(x, Tensor) else x for x in given])
     found = getattr(kernels, f"_{name}_on_gpu")(*given)
     figures = []
@@ -105,9 +109,12 @@ def test_kernels_equal_formulas_in_the_interpreter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [*SHAPES, (4096, 1792)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_kernels_equal_formulas_on_a_gpu(name: str, shape: tuple[int, int]) -> None:
-    check(name, differences(name, shape, "cuda"))
+def test_kernels_equal_formulas_on_a_gpu(
+    name: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    check(name, differences(name, shape, "cuda", dtype))
 
 
 def plain(gate: Tensor, up: Tensor) -> Tensor:

@@ -48,8 +48,6 @@ def row(
     cases = {}
     for model in models:
         override = {**(shallow(model, layout) if sizes is None else sizes[model])}
-        if layout.cp > 1 and model == "gpt_oss":  # has windows, and all layers the same one
-            override["full_attention_every"] = 0
         override |= keys.get("override", {})
         case = Case(model, world, layout, **{**keys, "override": override})
         if not case.refusal():

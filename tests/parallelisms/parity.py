@@ -308,7 +308,7 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
         positions = (index - (index >= start) * start)[part]
     pieces = None
     if case.padded:
-        filled = case.seq_len - 3 * sequence % (case.seq_len // 2)
+        filled = case.seq_len - 5 * sequence % (case.seq_len - 2)
         labels[index >= filled - 1] = -100
         pieces = torch.where(index < filled, 0, -1).int()[part]
         if documents is not None:
@@ -669,7 +669,9 @@ def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:
 
 def context_of(case: Case, kernel: str = "math") -> Context | None:
     """How attention gets at the tokens of other ranks."""
-    return Context.of(case.parallel, MODELS[case.model].cores, kernel)
+    config, _ = case.resolved()
+    cores = MODELS[case.model].cores
+    return Context.of(case.parallel, cores, kernel, config.window, config.softcap)
 
 
 def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:

@@ -90,10 +90,7 @@ EXPERT_AXES: Axes = {
     "tensor": [{}, {"parallel": {"tp": 2}}],
     "context": [
         {},
-        {
-            "parallel": {"cp": 2, "cp_method": "all_gather"},
-            "override": {"full_attention_every": 0},
-        },
+        {"parallel": {"cp": 2, "cp_method": "all_gather"}},
     ],
     "pipeline": [
         {},
@@ -224,6 +221,7 @@ PADDED = {**LIMITED, "capacity_pad": True}
 YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 40.0, "rope_original_context": 16}
 SCORED = {**YARN, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0}
 """Scores that are not those of 1 / sqrt(K), as all sizes of DeepSeek-V3 have them."""
+POOLED = {"balance": "global_batch", "balance_coefficient": 0.5, "z_loss": 0.1}
 PADDED_LAYOUTS: list[tuple[int, Parallel, dict[str, Any]]] = [
     (2, Parallel(dp_shard=2), {"micro_batch": 2}),
     (2, Parallel(cp=2), {"documents": True}),
@@ -250,6 +248,8 @@ EXPERT_CASES = [
         for world, parallel, more in PADDED_LAYOUTS
     ],
     Case("mixtral", 2, Parallel(cp=2), override=SINKHORN, padded=True, micro_batch=2),
+    Case("mixtral", 2, Parallel(dp_shard=2), override=POOLED, padded=True, sequences=4),
+    Case("mixtral", 4, Parallel(cp=2, tp=2), override=POOLED, padded=True),
     Case("deepseek_v3", 2, Parallel(ep=2, dispatcher="symmetric_memory"), padded=True),
     Case("deepseek_v3", 2, Parallel(tp=2, ep=2), **PREDICTED, documents=True, padded=True),
     Case("qwen3_moe", 2, Parallel(pp=2, schedule=V), FULL, padded=True),

@@ -58,6 +58,7 @@ def build() -> nn.Module:
     model = example.Model()
     for block in model.blocks:
         block.qkv.weight.data.mul_(4)  # type: ignore[union-attr, operator]
+        block.core.scale = 7.0  # type: ignore[union-attr]  # its own, by which nothing is scored
     return model
 
 
