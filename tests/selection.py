@@ -20,6 +20,8 @@ FULL_FILES = (
     "models/test_references.py",
     # random layouts
     "parallelisms/test_fuzz.py",
+    # as test_parity.py and test_planted_bugs.py, of bugs of other frameworks
+    "parallelisms/test_reported_bugs.py",
     # start processes again and again
     "checkpoints/test_restarts.py",
     "faults/test_soak.py",
