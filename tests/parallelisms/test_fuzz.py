@@ -164,6 +164,8 @@ def _draw_model(random: random.Random, model: str, seq_len: int) -> dict[str, An
             "sinks": random.random() < 0.25,
             "full_attention_every": 0,
         }
+    if any(found.get(key) for key in ("window", "softcap", "sinks")):
+        found.pop("attention_dropout", None)  # no backend drops weights of these
     found |= YARN if rotated and random.random() < 0.3 else {}
     return found | ({"max_seq_len": seq_len} if not rotated else {})
 

@@ -250,6 +250,7 @@ EXPERT_CASES = [
     Case("mixtral", 2, Parallel(cp=2), override=SINKHORN, padded=True, micro_batch=2),
     Case("mixtral", 2, Parallel(dp_shard=2), override=POOLED, padded=True, sequences=4),
     Case("mixtral", 4, Parallel(cp=2, tp=2), override=POOLED, padded=True),
+    Case("mixtral", 3, Parallel(cp=3), override=POOLED, padded=True, dtype="float64", seq_len=18),
     Case("deepseek_v3", 2, Parallel(ep=2, dispatcher="symmetric_memory"), padded=True),
     Case("deepseek_v3", 2, Parallel(tp=2, ep=2), **PREDICTED, documents=True, padded=True),
     Case("qwen3_moe", 2, Parallel(pp=2, schedule=V), FULL, padded=True),
