@@ -18,6 +18,7 @@ FULL_FILES = (
     "models/test_hf.py",
     "models/test_moe_references.py",
     "models/test_references.py",
+    "parallelisms/test_reference.py",
     # start processes again and again
     "checkpoints/test_restarts.py",
     "faults/test_soak.py",
