@@ -6,7 +6,7 @@ every parameter after a clipped step of SGD, by the rule of parity.py. Auxiliary
 are off, since transformers counts loads in another way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ def sequences(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
     if batch.documents is None:
         yield batch.tokens, batch.labels
         return
-    assert isinstance(batch.documents, Tensor), "one number a token"
+    assert not isinstance(batch.documents, Mapping), "sequences are whole"
     for tokens, labels, documents in zip(batch.tokens, batch.labels, batch.documents, strict=True):
         for number in documents.unique():
             yield tokens[documents == number][None], labels[documents == number][None]
