@@ -1,7 +1,7 @@
 """One layout against one process: loss, every gradient, gradient norm and parameters after steps.
 
-`parallel_run` goes through the code of the Trainer; `reference` is plain PyTorch. The rule, per
-tensor g of the parallel run:
+`parallel_run` goes through the code of the Trainer; `reference` is plain PyTorch, which
+test_reference.py compares with transformers. The rule, per tensor g of the parallel run:
 
     ||g - g_ref|| <= 1e-5 * max(||g_ref||, 1e-3 * ||all g_ref|| / sqrt(number of tensors))
 
@@ -276,7 +276,7 @@ def initializer(case: Case, config: DecoderConfig) -> Initializer:
         generator = torch.Generator().manual_seed(generator.initial_seed())
         drawn = torch.zeros(full.shape, dtype=full.dtype)
         MODELS[case.model].init_parameter(config, fqn, drawn, generator)
-        if full.dim() > 1:
+        if full.dim() > 1 and not fqn.endswith("bias"):  # experts' biases have two dims
             drawn.mul_(4)
         else:
             noise = torch.randn(full.shape, dtype=full.dtype, generator=generator)

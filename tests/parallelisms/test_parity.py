@@ -242,6 +242,14 @@ EXPERT_CASES = [
         for method in ("ring", "all_gather", "ulysses")
     ],
     Case("deepseek_v3", 2, Parallel(pp=2, tp=1), override=SCORED),
+    # a stage without experts, whose ranks make the experts' process groups all the same
+    Case(
+        "deepseek_v3",
+        4,
+        Parallel(pp=2, ep=2, pp_layout="Et|ttL"),
+        override={"n_layers": 3},
+        sequences=4,
+    ),
     # padding takes no experts, and is in no mean and no capacity
     *[
         Case("mixtral", world, parallel, override={**LIMITED, "z_loss": 0.1}, padded=True, **more)
