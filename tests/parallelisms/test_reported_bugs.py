@@ -142,8 +142,8 @@ def tokens_of_all_ranks() -> None:
     """The balance loss is scaled as if all ranks' tokens were the rank's own."""
     of_all = Router._of_all
 
-    def scaled(self: Router, loads: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        loads, mean = of_all(self, loads, tokens)
+    def scaled(self: Router, *args: Any) -> tuple[Tensor, Tensor]:
+        loads, mean = of_all(self, *args)
         return loads, mean / (1 if self.pool is None else self.pool.counting)
 
     Router._of_all = scaled  # type: ignore[method-assign]
