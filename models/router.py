@@ -120,7 +120,7 @@ class AddedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-        """x of any shape; loss and scale (), scale float32."""
+        """x of any shape; loss and scale ()."""
         ctx.save_for_backward(scale.to(loss.dtype))
         return x.view_as(x)
 
@@ -181,7 +181,7 @@ class Router(nn.Module):
         expert_bias: float32 (E,), saved in checkpoints; None without bias_speed.
         counts: int64 (E,), how often each expert was chosen since `clear`.
         losses: float32 (2,), sums over micro-batches since `clear` of what `Routed` has.
-        loss_scale: float32 (), by which the gradients of the losses are multiplied: 1 over the
+        loss_scale: float64 (), by which the gradients of the losses are multiplied: 1 over the
             number of micro-batches of all ranks, for the mean over them. Whoever trains sets it.
         pool: the ranks that share a micro-batch, set from outside; None: this one has all of it.
     """
@@ -210,7 +210,8 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", zeros if config.bias_speed else None)
         self.register_buffer("counts", torch.zeros_like(zeros, dtype=torch.int64), persistent=False)
         self.register_buffer("losses", torch.zeros(2, device=device), persistent=False)
-        self.register_buffer("loss_scale", torch.ones((), device=device), persistent=False)
+        scale = torch.ones((), device=device, dtype=torch.float64)  # rounded to the loss's alone
+        self.register_buffer("loss_scale", scale, persistent=False)
 
     def forward(
         self,
@@ -351,7 +352,7 @@ class Router(nn.Module):
                 loads = self.pool.total(loads)
             means, square = shares.mean(over), squares.mean()
         else:
-            loads, tokens = self._of_all(loads, real.sum(over))
+            loads, tokens = self._of_all(loads, real.sum(over), shares.dtype)
             means = (shares * real.unsqueeze(-1)).sum(over) / tokens
             square = (squares * real).sum() / tokens.sum()
         balance = logits.new_zeros(())
@@ -361,14 +362,14 @@ class Router(nn.Module):
             balance = (fractions * means).sum(-1).mean()
         return torch.stack([balance, square])
 
-    def _of_all(self, loads: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_all(self, loads: Tensor, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Loads int64 (S, E) and numbers of real tokens int64 (S,) or () of this rank -> loads of
-        all that count together, and their mean number of tokens a rank, float32 (S, 1): sums
+        all that count together, and their mean number of tokens a rank, (S, 1) in `dtype`: sums
         divided by it have the mean over all tokens as their mean over ranks."""
         both, ranks = torch.cat([loads, tokens.view(-1, 1)], dim=1), 1
         if self.pool is not None:
             both, ranks = self.pool.total(both), self.pool.counting
-        return both[:, :-1], both[:, -1:].clamp(min=1) / ranks
+        return both[:, :-1], both[:, -1:].clamp(min=1).to(dtype) / ranks
 
 
 def routers(modules: Iterable[nn.Module]) -> list[Router]:

@@ -406,7 +406,7 @@ def _experts(
     """FQNs of the experts; none where they are sharded as all else is."""
     if passes.experts is None or not stands_apart(mesh):
         return []
-    mesh.expert_group()  # made by all ranks together, whatever their stages have
+    _ = mesh.experts, mesh.expert_group()  # made by all ranks together, whatever their stages have
     found = list(select(model, passes.experts.experts))
     if own := [name for unit in units for name in unit if name in found]:
         raise ConfigError(

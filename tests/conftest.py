@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import Counter
 
 import pytest
 
@@ -59,7 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what is not in the default run, and drop what runs only by name."""
     config.stash[COLLECTED] = list(items)
     for item in items:
-        if not only_by_name(item) and not in_default_run(item.nodeid):
+        asked = config.option.fuzz and item.path.name == "test_fuzz.py"
+        if not (asked or only_by_name(item) or in_default_run(item.nodeid)):
             item.add_marker("full")
     absent = set(ONLY_BY_NAME) - set(_named(config))
     dropped = [item for item in items if only_by_name(item) & absent]
@@ -73,6 +75,15 @@ def _place(item: pytest.Item) -> int:
         return 0
     known = [start for start in GPU_ORDER if item.nodeid.startswith(start)]
     return GPU_ORDER[max(known, key=len)] if known else 4
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many random layouts had each feature."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
+    drawn = Counter(value for r in reports for key, value in r.user_properties if key == "feature")
+    if drawn:
+        told = ", ".join(f"{feature} {n}" for feature, n in drawn.most_common())
+        terminalreporter.write_line(f"random layouts with: {told}")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

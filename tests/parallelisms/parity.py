@@ -1,7 +1,7 @@
 """One layout against one process: loss, every gradient, gradient norm and parameters after steps.
 
-`parallel_run` goes through the code of the Trainer; `reference` is plain PyTorch. The rule, per
-tensor g of the parallel run:
+`parallel_run` goes through the code of the Trainer; `reference` is plain PyTorch, which
+test_reference.py compares with transformers. The rule, per tensor g of the parallel run:
 
     ||g - g_ref|| <= 1e-5 * max(||g_ref||, 1e-3 * ||all g_ref|| / sqrt(number of tensors))
 
@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -53,11 +53,18 @@ from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan
 from dtron.resolve import check_layout, resolve
 from dtron.routing import Routing
-from dtron.step import Loss, TrainStep, share_of
+from dtron.step import Loss, TrainStep, evaluate, share_of
 from tests.harness import run_ranks
 
-LR, MAX_NORM, SEED = 0.5, 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
+MAX_NORM, SEED = 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
+OPTIMIZERS = {
+    "sgd": Optim(name="sgd", lr=0.5),
+    # eps of the size of gradients: where one is nearly 0, m / sqrt(v) would be rounding
+    "adamw": Optim(name="adamw", lr=0.02, eps=1e-4, weight_decay=0.3),
+}
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+FIGURE = 1e-6
+"""Routers log float32, whatever the model computes in."""
 DECIBELS = 1.0
 DENSE = [name for name, spec in MODELS.items() if not spec.sizes["debug"].n_experts]
 """Families without experts."""
@@ -122,6 +129,7 @@ class Case:
     padded: bool = False
     """Rows end in padding, each in another number of tokens, some in none."""
     steps: int = 2
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     float8: Float8 = Float8()
 
     def __post_init__(self) -> None:
@@ -138,6 +146,14 @@ class Case:
         if self.float8.experts and parallel.etp > 1:
             return False
         return not recipe or RECIPES[recipe].shares_scales or parallel.tp == parallel.cp == 1
+
+    def tolerance(self, name: str) -> float:
+        """Of a deviation: AdamW's kernel takes float32 factors, so that what comes after an update
+        is as near as that."""
+        if not self.rounds_alike:
+            return DECIBELS
+        before = name.startswith("gradient") or name in ("loss 0", "norm 0")
+        return TOLERANCE[self.dtype if self.optimizer == "sgd" or before else "float32"]
 
     def __str__(self) -> str:
         """Model, ranks, and what differs from the defaults."""
@@ -156,6 +172,7 @@ class Case:
             "documents",
             "padded",
             "steps",
+            "optimizer",
         )
         for key in keys:
             if (value := getattr(self, key)) != Case.__dataclass_fields__[key].default:
@@ -177,7 +194,7 @@ class Case:
                 seed=SEED,
             ),
             data=Data(mask_documents=self.documents),
-            optim=Optim(name="sgd", lr=LR),
+            optim=OPTIMIZERS[self.optimizer],
             recompute=self.recompute,
             compile=self.compile,
             float8=self.float8,
@@ -259,7 +276,7 @@ def initializer(case: Case, config: DecoderConfig) -> Initializer:
         generator = torch.Generator().manual_seed(generator.initial_seed())
         drawn = torch.zeros(full.shape, dtype=full.dtype)
         MODELS[case.model].init_parameter(config, fqn, drawn, generator)
-        if full.dim() > 1:
+        if full.dim() > 1 and not fqn.endswith("bias"):  # experts' biases have two dims
             drawn.mul_(4)
         else:
             noise = torch.randn(full.shape, dtype=full.dtype, generator=generator)
@@ -389,8 +406,8 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
         if float8.settings.scaling == "delayed":
             layers = {name: model.get_submodule(name) for name in float8.layers}
             scales = DelayedScales(layers, float8.settings.amax_history, None)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    losses, norms, gradients, loads = [], [], {}, []
+    optimizer = _torch_optimizer(case, model)
+    losses, norms, gradients, loads, figures = [], [], {}, [], []
     at_once = case.micro_batch if by_micro_batch(case) else case.sequences
     for router in (found := routers([model])):
         router.loss_scale.fill_(at_once / case.sequences)
@@ -425,6 +442,8 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
         optimizer.step()
         if scales is not None:
             scales.update()
+        n_batches = len(range(0, case.sequences, at_once))
+        figures.append([_mean_loss(found, i) / n_batches for i in range(2)])
         loads += update_expert_bias(found).tolist() if found else []
     assert min(norms) > MAX_NORM, f"clipping does not act: {norms}"
     parameters = {k: on_host(p.detach()) for k, p in model.named_parameters()}
@@ -434,7 +453,45 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
         "gradients": gradients,
         "parameters": parameters,
         "loads": _by_router([model], loads),
+        "figures": figures,
+        "validation": _validation_loss(case, model, at_once, device),
     }
+
+
+def _torch_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's own, over whole parameters."""
+    options = OPTIMIZERS[case.optimizer]
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=options.lr)
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
+    return torch.optim.AdamW(
+        [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+    )
+
+
+def _mean_loss(found: Sequence[Router], i: int) -> float:
+    """Mean over layers of the routers' i-th loss, summed over micro-batches."""
+    return float(torch.stack([router.losses[i] for router in found]).mean()) if found else 0.0
+
+
+@torch.no_grad()
+def _validation_loss(case: Case, model: nn.Module, at_once: int, device: torch.device) -> float:
+    """Mean loss of the step after the last."""
+    model.eval()
+    total = n_valid = 0.0
+    for first in range(0, case.sequences, at_once):
+        batch = make_batch(case, range(first, first + at_once), case.steps).to(device.type)
+        others = {} if batch.pieces is None else {"real": batch.pieces >= 0}
+        logits = model(batch.tokens, batch.positions, batch.documents, **others)
+        total += cross_entropy_sum(logits, batch.labels).item()
+        n_valid += (batch.labels != -100).sum().item()
+    return total / n_valid
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -523,14 +580,19 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
         after,
         further_weight=config.mtp_coefficient,
     )
-    losses, norms, loads = [], [], []
+    losses, norms, loads, figures = [], [], [], []
     for step in range(case.steps):
-        result = train_step(micro_batches(case, mesh, step, config.mtp), step, LR)
+        lr = case.config().optim.lr
+        result = train_step(micro_batches(case, mesh, step, config.mtp), step, lr)
         both = result.loss + result.further_loss
         dist.all_reduce(both, group=mesh.group(*SHARE_AXES))
         losses.append(both.item())
         norms.append(result.grad_norm.item())
         loads += routing.counts.tolist() if routing else []
+        read = routing.read() if routing else {}
+        figures.append([read.get(name, 0.0) for name in ("balance_loss", "z_loss")])
+    held_out = micro_batches(case, mesh, case.steps)
+    validation = evaluate(execution, applied, mesh, held_out, loss).item()
     parameters = whole(applied, [p.detach() for _, p in applied.named_parameters()])
     return {
         "losses": losses,
@@ -538,6 +600,8 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
         "gradients": train_step.gradients,
         "parameters": parameters,
         "loads": _by_router(applied.parts.values(), loads),
+        "figures": figures,
+        "validation": validation,
         "offloaded": applied.offload.copied if applied.offload else 0,
     }
 
@@ -691,6 +755,10 @@ def _deviations_of_rank(
     for kind in ("losses", "norms"):
         for step, (x, y) in enumerate(zip(found[kind], wanted[kind], strict=True)):
             yield f"{'loss' if kind == 'losses' else 'norm'} {step}", abs(x - y) / abs(y)
+    yield "validation", abs(found["validation"] - wanted["validation"]) / wanted["validation"]
+    for step, both in enumerate(zip(found["figures"], wanted["figures"], strict=True)):
+        for name, x, y in zip(("balance", "z"), *both, strict=True):
+            yield f"{name} {step}", abs(x - y) / abs(y or 1.0) // FIGURE * FIGURE
     for name, loads in found["loads"].items():
         yield f"loads {name}", 0.0 if loads == wanted["loads"][name] else math.inf
     for kind in ("gradients", "parameters"):
@@ -719,8 +787,7 @@ class Outcome:
         """What deviates too much, the worst first, or the failure; empty if all is equal."""
         if self.failure:
             return [self.failure]
-        tolerance = TOLERANCE[case.dtype] if case.rounds_alike else DECIBELS
-        over = {k: v for k, v in self.deviations.items() if not v <= tolerance}
+        over = {k: v for k, v in self.deviations.items() if not v <= case.tolerance(k)}
         return [f"{k}: {over[k]:.3e}" for k in sorted(over, key=over.__getitem__, reverse=True)]
 
 
@@ -731,9 +798,10 @@ def outcome_of(case: Case, ranks: Sequence[dict[str, Any]]) -> Outcome:
     return Outcome(deviations(case, ranks))
 
 
-def check(case: Case) -> None:
+def check(case: Case, seconds: int = 120) -> None:
     """Fail unless a layout equals one process."""
-    wrong = outcome_of(case, run_ranks(case.world, parallel_run, case)).wrong(case)
+    ranks = run_ranks(case.world, parallel_run, case, seconds=seconds)
+    wrong = outcome_of(case, ranks).wrong(case)
     assert not wrong, f"{case}: {'; '.join(wrong)}"
 
 

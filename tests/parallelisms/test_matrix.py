@@ -346,7 +346,8 @@ HEAD = """# Parity
 Every model in every layout of 1, 2, 4 and 8 ranks over pp, dp_replicate, dp_shard and tp, with and
 without sequence parallelism and with every pipeline schedule, against plain PyTorch in one process:
 loss, every parameter's gradient, gradient norm before clipping, and parameters after two steps of
-SGD in which clipping acts. Written by
+SGD in which clipping acts. `tests/parallelisms/test_reference.py` compares that process with
+transformers. Written by
 
     pytest -m matrix tests/parallelisms/test_matrix.py
 

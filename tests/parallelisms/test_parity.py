@@ -242,6 +242,14 @@ EXPERT_CASES = [
         for method in ("ring", "all_gather", "ulysses")
     ],
     Case("deepseek_v3", 2, Parallel(pp=2, tp=1), override=SCORED),
+    # a stage without experts, whose ranks make the experts' process groups all the same
+    Case(
+        "deepseek_v3",
+        4,
+        Parallel(pp=2, ep=2, pp_layout="Et|ttL"),
+        override={"n_layers": 3},
+        sequences=4,
+    ),
     # padding takes no experts, and is in no mean and no capacity
     *[
         Case("mixtral", world, parallel, override={**LIMITED, "z_loss": 0.1}, padded=True, **more)
@@ -250,6 +258,7 @@ EXPERT_CASES = [
     Case("mixtral", 2, Parallel(cp=2), override=SINKHORN, padded=True, micro_batch=2),
     Case("mixtral", 2, Parallel(dp_shard=2), override=POOLED, padded=True, sequences=4),
     Case("mixtral", 4, Parallel(cp=2, tp=2), override=POOLED, padded=True),
+    Case("mixtral", 3, Parallel(cp=3), override=POOLED, padded=True, dtype="float64", seq_len=18),
     Case("deepseek_v3", 2, Parallel(ep=2, dispatcher="symmetric_memory"), padded=True),
     Case("deepseek_v3", 2, Parallel(tp=2, ep=2), **PREDICTED, documents=True, padded=True),
     Case("qwen3_moe", 2, Parallel(pp=2, schedule=V), FULL, padded=True),
