@@ -98,7 +98,12 @@ class RunConfig(Section):
             raise ConfigError(f"--config {path}: {cause_of(error, path)}") from None
         for override in overrides:
             _apply_override(values, override)
-        return cls.of(values)
+        config = cls.of(values)
+        if config.checkpoint.initial or config.model.size == "initial":
+            from dtron.initial import completed  # which imports torch
+
+            config = cls.of(completed(values))
+        return config
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "RunConfig":
@@ -273,7 +278,11 @@ class RunConfig(Section):
                 bool(self.checkpoint.resume or self.checkpoint.initial),
                 "checkpoint.resume or checkpoint.initial",
             ),
-            (("checkpoint.allow_data_change",), self.checkpoint.resume != "", "checkpoint.resume"),
+            (
+                ("checkpoint.allow_data_change",),
+                bool(self.checkpoint.resume or self.checkpoint.initial),
+                "checkpoint.resume or checkpoint.initial",
+            ),
             (("data.hf_path", "data.hf_name", "data.hf_split"), hf, 'data.source = "hf"'),
             (("data.hf_streaming",), hf, 'data.source = "hf"'),
             (("data.paths",), not hf, 'data.source = "files"'),

@@ -12,7 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from dtron.errors import CheckpointError
+from dtron.config import Data
+from dtron.data.tokenizer import Tokenizer, load_tokenizer
+from dtron.errors import CheckpointError, ConfigError
 from dtron.files import Location, location
 from dtron.models import MODELS, hf_folder, model_config
 from dtron.models.config import DecoderConfig
@@ -20,6 +22,9 @@ from dtron.models.hf import differences
 from dtron.models.hf_weights import CONFIG, Folder
 from dtron.published import find_weights, read_facts
 from dtron.storage import ShardReader, StoredReader, tensor_metadata
+
+INITIAL = "initial"
+"""`model.size` of a model whose shape is that of `checkpoint.initial`."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +116,68 @@ def model_settings(name: str, config: DecoderConfig) -> str:
 
 def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+TOKENIZER = "tokenizer.json"
+_PROBE = "Hello, world 1234! Grüße\n\n  def f(x): return x\t你好 🙂"
+"""Text that tokenizers of different vocabularies encode differently."""
+
+
+def completed(values: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what `checkpoint.initial` knows: the model where `model.size` is "initial", and the
+    tokenizer where none is set.
+
+    Args:
+        values: nested, as read from TOML and the command line; not changed.
+    Returns:
+        The same, or a copy with `model` and `data.tokenizer` set.
+    Raises:
+        ConfigError: `model.size` is "initial" without `checkpoint.initial`.
+        CheckpointError: there is no model.
+    """
+    model, data = values.get("model", {}), values.get("data", {})
+    path, by_initial = values.get("checkpoint", {}).get("initial", ""), model.get("size") == INITIAL
+    if not path:
+        if by_initial:
+            raise ConfigError('model.size = "initial" needs checkpoint.initial')
+        return values
+    if by_initial:
+        initial = open_initial(path)
+        override = {**initial.config.model_dump(mode="json"), **model.get("override", {})}
+        size = next(iter(MODELS[initial.name].sizes))
+        model = {**model, "name": initial.name, "size": size, "override": override}
+    if "tokenizer" not in data and (tokenizer := tokenizer_of(path)):
+        data = {**data, "tokenizer": tokenizer}
+    return {**values, "model": model, "data": data}
+
+
+def tokenizer_of(path: str | Location) -> str:
+    """`data.tokenizer` of a Hugging Face folder, a checkpoint or a run; empty: it has none."""
+    where = location(path)
+    if isinstance(where, Path) and (where / CONFIG).is_file():
+        return str(where / TOKENIZER) if (where / TOKENIZER).is_file() else ""
+    facts = read_facts(find_weights(where, "a Hugging Face folder (with config.json) nor "))
+    return str(facts.settings.get("data.tokenizer", ""))
+
+
+def check_tokenizer(initial: Initial, tokenizer: Tokenizer, data: Data) -> None:
+    """Refuse another tokenizer than the one that the weights know.
+
+    Raises:
+        ConfigError: texts get other ids, or a Hugging Face folder has no tokenizer and none is set.
+    """
+    known = tokenizer_of(initial.path)
+    if not known and initial.folder is not None and data.tokenizer == "byte":
+        raise ConfigError(
+            f"checkpoint.initial = {str(initial.path)!r} has no {TOKENIZER}; set data.tokenizer to "
+            'that of the model, or checkpoint.allow_data_change=true to train on bytes ("byte")'
+        )
+    if not known or known == data.tokenizer:
+        return
+    theirs = load_tokenizer(data.model_copy(update={"tokenizer": known}))
+    if theirs.encode(_PROBE) != tokenizer.encode(_PROBE) or theirs.eos_id != tokenizer.eos_id:
+        raise ConfigError(
+            f"data.tokenizer = {data.tokenizer!r} is not the tokenizer of checkpoint.initial = "
+            f"{str(initial.path)!r}; set data.tokenizer={known}, leave it out, or set "
+            "checkpoint.allow_data_change=true to train with another one"
+        )

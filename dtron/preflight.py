@@ -27,7 +27,7 @@ from dtron.data import (
 from dtron.errors import CheckpointError, ConfigError, cause_of
 from dtron.files import Location
 from dtron.flops import n_parameters
-from dtron.initial import Initial, check_same_model, open_initial
+from dtron.initial import Initial, check_same_model, check_tokenizer, open_initial
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.optim import learning_rate, warmup_steps
@@ -107,6 +107,8 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
         initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
         check_same_model(initial, config.model.name, model)
         _check_verify(config, initial)
+        if not config.checkpoint.allow_data_change:
+            check_tokenizer(initial, tokenizer, config.data)
     if place.local_rank == 0:
         _check_writable(rundir.path)
         prepare(config.data)

@@ -42,7 +42,8 @@ class Model(Section):
     """A row of dtron.models.MODELS: llama, qwen3, gpt, mixtral, qwen3_moe, deepseek_v3 or
     gpt_oss."""
     size: str = "debug"
-    """A size of that model: for llama debug, 1b, 3b, 8b, 70b or 405b."""
+    """A size of that model: for llama debug, 1b, 3b, 8b, 70b or 405b; or `initial`: name and shape
+    of the model in `checkpoint.initial`."""
     override: dict[str, Any] = Field(default_factory=dict)
     """Fields of the model's own config that replace those of the size, as `[model.override]`."""
     attention: Literal["auto", "fa4", "cudnn", "flash_attn", "flash", "flex", "sdpa", "math"] = (
@@ -192,7 +193,8 @@ class Data(Section):
     text_key: str = "text"
     """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
     tokenizer: str = "byte"
-    """`byte`, or the path of a Hugging Face tokenizer.json."""
+    """`byte`, or the path of a Hugging Face tokenizer.json; where it is not set, that of
+    `checkpoint.initial`, if it has one."""
     eos_token: str = ""
     """Token that ends a document; empty: the tokenizer's usual one."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
@@ -342,8 +344,8 @@ class Checkpoint(Section):
     checkpoint; empty: start afresh. Where torchrun restarts a job, it goes on from the newest
     checkpoint that the job has written."""
     allow_data_change: bool = False
-    """Resume although the training data or the tokenizer differ from those of the checkpoint: the
-    run continues at the same sequence number of the new data."""
+    """Resume although the training data or the tokenizer differ from those of the checkpoint, at
+    the same sequence number; or start with another tokenizer than that of `initial`."""
     initial: str = ""
     """Where a run that does not resume takes its weights from: a Hugging Face folder, a run, or a
     checkpoint, of whose state nothing else is taken; empty: they are drawn."""

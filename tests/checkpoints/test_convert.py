@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
+from dtron.config import RunConfig
 from dtron.convert import convert_parser, from_hf_folder, to_hf_folder, to_hf_from
 from dtron.errors import CheckpointError, ConfigError
 from dtron.initial import HuggingFaceReader, model_settings
@@ -17,14 +19,23 @@ from dtron.models import from_hf, hf_folder, model_config
 from dtron.models.hf_weights import Folder
 from dtron.tensorfile import TensorFile
 from dtron.trainer import Trainer
+from tests import test_trainer
 from tests.harness import run_ranks
-from tests.test_trainer import fit, losses, rows, tiny
+from tests.test_trainer import fit, losses, rows
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 SHAPE = {"vocab_size": 265, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-5}
 SHAPE |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+
+
+def tiny(run_dir: Path, **changes: Any) -> RunConfig:
+    """That of test_trainer.py; folders here have no tokenizer, and runs train on bytes."""
+    own = {"checkpoint__allow_data_change": True} if "checkpoint__initial" in changes else {}
+    return test_trainer.tiny(run_dir, **own, **changes)
+
+
 SAME = {"model__override.vocab_size": 265, "train__micro_batch": 1}
 
 
@@ -307,6 +318,17 @@ def test_a_run_becomes_a_folder_that_transformers_loads(tmp_path: Path) -> None:
     again = tiny(tmp_path / "again", checkpoint__initial=str(tmp_path / "hf"), optim__lr=1e-12)
     run_ranks(1, fit, again)
     assert rows(tmp_path / "again")[-1]["validation_loss"] == pytest.approx(validated, rel=1e-5)
+    config = RunConfig.load(
+        run / "config.toml",
+        [
+            f"checkpoint.initial={tmp_path / 'hf'}",
+            *("model.size=initial", "model.name=qwen3", "optim.lr=1e-12"),
+            *("model.override={}", f"run.dir={tmp_path / 'whole'}", "parallel.tp=1"),
+        ],
+    )
+    assert config.model.name == "llama"
+    run_ranks(1, fit, config)
+    assert rows(tmp_path / "whole")[-1]["validation_loss"] == pytest.approx(validated, rel=1e-5)
     run_ranks(1, to_hf, run, tmp_path / "narrow", "--dtype", "bfloat16")
     narrow = from_hf(tmp_path / "narrow")
     for name, parameter in narrow.named_parameters():
@@ -355,3 +377,35 @@ def test_reader_and_index_agree(tmp_path: Path, llama: Path) -> None:
     run_ranks(1, from_hf_folder, llama, tmp_path / "out")
     index = json.loads((tmp_path / "out/index.json").read_text())
     assert metadata.keys() == index["tensors"].keys()
+
+
+def test_a_folder_brings_its_tokenizer(tmp_path: Path, llama: Path) -> None:
+    """Weights that know another tokenizer would be ruined without an error."""
+    hf, start = Path(shutil.copytree(llama, tmp_path / "hf")), tmp_path / "start.toml"
+    (hf / "tokenizer.json").unlink()
+    start.write_text("")
+    keys = [f"checkpoint.initial={hf}", f"run.dir={tmp_path / 'run'}", "model.size=initial"]
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json; set data\.tokenizer"):
+        Trainer(RunConfig.load(start, keys))
+    tokenizers.Tokenizer(word_level({"[UNK]": 0, "</s>": 1})).save(str(hf / "tokenizer.json"))
+    config = RunConfig.load(start, keys)
+    assert config.data.tokenizer == str(hf / "tokenizer.json")
+    assert (config.model.name, config.model.override["vocab_size"]) == ("llama", 265)
+    Trainer(config)
+    other = str(tmp_path / "other.json")
+    tokenizers.Tokenizer(word_level({"</s>": 0, "[UNK]": 1})).save(other)
+    for tokenizer in ("byte", other):
+        with pytest.raises(ConfigError, match=r"is not the tokenizer of checkpoint\.initial"):
+            Trainer(RunConfig.load(start, [*keys, f"data.tokenizer={tokenizer}"]))
+    keys += ["data.tokenizer=byte", "checkpoint.allow_data_change=true"]
+    Trainer(RunConfig.load(start, keys))
+
+
+def test_the_shape_of_initial_weights_needs_them(tmp_path: Path) -> None:
+    (tmp_path / "start.toml").write_text("")
+    with pytest.raises(ConfigError, match=r'"initial" needs checkpoint\.initial'):
+        RunConfig.load(tmp_path / "start.toml", ["model.size=initial"])
+
+
+def word_level(vocabulary: dict[str, int]) -> tokenizers.models.WordLevel:
+    return tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")
