@@ -29,7 +29,7 @@ from dtron.files import Location
 from dtron.parallelisms.apply import Applied
 from dtron.published import Facts, step_of, unreadable
 from dtron.saveplan import KeptPlan
-from dtron.saving import Saver, why
+from dtron.saving import Committed, Saver, why
 from dtron.staging import Background, Staging
 from dtron.storage import ShardReader, WriteFile, write_here
 from dtron.tensorfile import Written
@@ -51,6 +51,7 @@ class Checkpointer:
         applied: the parallelised model.
         options: the config's section.
         scales: what delayed float8 scales come from, by FQN, the same on all ranks that have it.
+        committed: called on rank 0 with each complete checkpoint in the durable tier.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         options: Checkpoint,
         scales: Mapping[str, torch.Tensor] | None = None,
+        committed: Committed | None = None,
     ) -> None:
         self.tiers, self.optimizer, self.options = tiers, optimizer, options
         self.scales = dict(scales or {})
-        self.saver = Saver(options.timeout_seconds)
-        self.copier = Saver(options.timeout_seconds) if len(tiers) > 1 else None
+        copies = len(tiers) > 1
+        self.saver = Saver(options.timeout_seconds, None if copies else committed)
+        self.copier = Saver(options.timeout_seconds, committed) if copies else None
         self.model = nn.ModuleDict({str(stage): part for stage, part in applied.parts.items()})
         self.names = {
             f"{stage}.{fqn}": applied.names[fqn]

@@ -1,11 +1,12 @@
 """Where figures go: metrics.jsonl, TensorBoard and the console."""
 
+import contextlib
 import json
 import logging
 import math
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -69,7 +70,11 @@ def peak_memory_gib() -> float:
 
 
 class MetricsWriter:
-    """Writes rows on rank 0; a writer on another rank does nothing."""
+    """Writes rows on rank 0; a writer on another rank does nothing.
+
+    Training does not depend on it: what cannot be written is a warning, the first time. Rows of
+    metrics.jsonl are kept and written with the next one that can be; TensorBoard is given up.
+    """
 
     def __init__(
         self,
@@ -80,10 +85,13 @@ class MetricsWriter:
         start_step: int,
         active: bool,
     ) -> None:
-        self._file = path.open("a", buffering=1) if active else None
-        self._board = None
-        if active and tensorboard:  # a resumed run takes back what came after its start
-            self._board = SummaryWriter(tensorboard, purge_step=start_step + 1)
+        self._path = path if active else None
+        self._pending: list[str] = []
+        self._warned = False
+        self._board: SummaryWriter | None = None
+        if active and tensorboard:
+            with self._board_or_none():  # a resumed run takes back what came after its start
+                self._board = SummaryWriter(tensorboard, purge_step=start_step + 1)
         self._progress = _progress(console) if active and console.is_terminal else None
         if self._progress is not None:
             self._task = self._progress.add_task(
@@ -98,13 +106,14 @@ class MetricsWriter:
 
     def row(self, row: Mapping[str, float | int | None]) -> None:
         """Write one row: `step` and figures by name."""
-        if self._file is None:
+        if self._path is None:
             return
         finite = {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no NaN
-        if self._board is not None:
+        self._pending.append(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no NaN
+        self._write_pending(self._path)
+        with self._board_or_none():
             for name, value in row.items():
-                if name not in ("step", "batch") and value is not None:
+                if self._board is not None and name not in ("step", "batch") and value is not None:
                     self._board.add_scalar(name, value, row["step"])
         text = _line(row)
         if self._progress is not None:
@@ -116,10 +125,42 @@ class MetricsWriter:
         """Flush and close everything."""
         if self._progress is not None:
             self._progress.stop()
-        if self._board is not None:
-            self._board.close()
-        if self._file is not None:
-            self._file.close()
+        with self._board_or_none():
+            if self._board is not None:
+                self._board.close()
+
+    def _write_pending(self, path: Path) -> None:
+        """Append rows whole or not at all; those that cannot be written wait for the next one."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                size = file.tell()
+                try:
+                    file.write("".join(self._pending).encode())
+                    file.flush()
+                except OSError:
+                    file.truncate(size)
+                    raise
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s cannot be written: %s; training goes on and rows are kept for later",
+                    path,
+                    error.strerror or error,
+                )
+        else:
+            self._warned = False
+            self._pending.clear()
+
+    @contextlib.contextmanager
+    def _board_or_none(self) -> Iterator[None]:
+        """Give TensorBoard up where it fails, in its own thread too."""
+        try:
+            yield
+        except Exception as error:
+            self._board = None
+            log.warning("TensorBoard logs are given up: %s; training goes on", error)
 
 
 def _progress(console: Console) -> Progress:

@@ -101,6 +101,12 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
     tiers = tiers_of(config)
     goes_on = _goes_on(rundir, place)
     resume, checkpoint, facts = _resumed(config, model, goes_on, tiers)
+    if resume == "latest" and checkpoint is None and (noted := rundir.noted_checkpoint()):
+        raise CheckpointError(
+            f"checkpoint.resume = 'latest' finds no checkpoint in {tiers[-1].folder}, but this run "
+            f"wrote {noted}; mount or restore its file system, or start afresh with "
+            "checkpoint.resume= (empty)"
+        )
     _check_tiers(config, place, tiers, checkpoint, goes_on)
     initial = None
     if config.checkpoint.initial and not checkpoint:

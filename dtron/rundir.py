@@ -5,6 +5,7 @@
     metrics.jsonl    one object a logged step
     steps.json       the time of every step, if metrics.step_times
     lock             which process runs here (`dtron/runlock.py`)
+    committed.json   the newest complete checkpoint, wherever checkpoints go
     begun            the job whose ranks have begun to train and have not ended, by torchrun's id
     hangs/step-N/    where each rank was when a step did not end
     tensorboard/  checkpoints/  trace/
@@ -18,6 +19,8 @@ import logging
 import os
 from pathlib import Path
 from typing import Any
+
+from dtron.files import Location
 
 log = logging.getLogger("dtron")
 _KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace", "hangs")
@@ -36,6 +39,7 @@ class RunDir:
         self.run_json = self.path / "run.json"
         self.steps_json = self.path / "steps.json"
         self.begun = self.path / "begun"
+        self.committed = self.path / "committed.json"
         self.hangs = self.path / "hangs"
 
     def open(self, config_toml: str, resumed_step: int | None) -> None:
@@ -44,6 +48,7 @@ class RunDir:
         if resumed_step is None:
             for name in _KEPT:
                 _set_aside(self.path / name)
+            self.committed.unlink(missing_ok=True)
         else:
             self._drop_rows_after(resumed_step)
         if self.config.exists() and self.config.read_text() != config_toml:
@@ -51,12 +56,23 @@ class RunDir:
         _write(self.config, config_toml)
 
     def write_run_json(self, facts: dict[str, Any]) -> None:
-        """Replace run.json."""
-        _write(self.run_json, json.dumps(facts, indent=1) + "\n")
+        """Replace run.json; a warning where that fails."""
+        _try_to_write(self.run_json, json.dumps(facts, indent=1) + "\n")
 
     def write_steps_json(self, times: dict[str, Any]) -> None:
-        """Replace steps.json."""
-        _write(self.steps_json, json.dumps(times) + "\n")
+        """Replace steps.json; a warning where that fails."""
+        _try_to_write(self.steps_json, json.dumps(times) + "\n")
+
+    def note_checkpoint(self, folder: Location) -> None:
+        """Remember the newest complete checkpoint, which may be on another file system."""
+        _try_to_write(self.committed, json.dumps({"checkpoint": str(folder)}) + "\n")
+
+    def noted_checkpoint(self) -> str:
+        """The one that was noted last; empty: none."""
+        try:
+            return str(json.loads(self.committed.read_text())["checkpoint"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
 
     def _drop_rows_after(self, step: int) -> None:
         if not self.metrics.exists():
@@ -88,3 +104,10 @@ def _write(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     os.replace(partial, path)
+
+
+def _try_to_write(path: Path, text: str) -> None:
+    try:
+        _write(path, text)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", path, error.strerror or error)

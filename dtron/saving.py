@@ -37,6 +37,9 @@ from dtron.writer import WriterProcess
 log = logging.getLogger("dtron")
 
 
+Committed = Callable[[Location], object]
+
+
 class Saver:
     """Writes checkpoints of one run; all ranks make it and call each method together.
 
@@ -45,11 +48,12 @@ class Saver:
 
     Args:
         seconds: how long a rank's disk may take for one thing.
+        committed: called on the first rank with each complete checkpoint.
     """
 
-    def __init__(self, seconds: int) -> None:
+    def __init__(self, seconds: int, committed: Committed | None = None) -> None:
         self.group = new_host_group(2 * seconds + 60)
-        self.seconds = seconds
+        self.seconds, self.committed = seconds, committed
 
     def write(
         self,
@@ -127,6 +131,8 @@ class Saver:
         if wrong := missing_or_short(folder, read_files(folder)):
             raise CheckpointError(f"{wrong}; all ranks have to reach the same {folder.parent}")
         publish(folder, facts)
+        if self.committed is not None:
+            self.committed(folder)
 
     def _is_there(self, source: Location, folder: Location) -> bool:
         """Whether the first rank finds that a checkpoint has been copied before."""

@@ -194,6 +194,7 @@ class Trainer:
             self.optimizer,
             config.checkpoint,
             self.scales.state if self.scales else None,
+            self.rundir.note_checkpoint,
         )
         self.saving = Saving(self.checkpointer, self._save_facts)
         for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):

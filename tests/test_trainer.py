@@ -19,12 +19,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron import trainer
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, TrainingError
 from dtron.faults.signals import StopSignal
+from dtron.metrics import MetricsWriter
 from dtron.optim import learning_rate, warmup_steps
 from dtron.parallelisms import symmetric_dispatch
 from dtron.parallelisms.gradients import local_part
@@ -797,3 +799,65 @@ def test_golden_losses(tmp_path: Path, model: str) -> None:
     run_ranks(1, fit, tiny(tmp_path / "run", model__name=model, **heads))
     found = losses(tmp_path / "run")
     assert [found[0], found[2], found[5]] == pytest.approx(GOLDEN[model], rel=1e-4)
+
+
+def fit_on_a_full_disk(config: RunConfig) -> int:
+    """From the third row on nothing can be written into the run directory; later it can again."""
+    trainer = Trainer(config)
+    write = trainer._log
+
+    def log(*given: Any) -> None:
+        if trainer.step == 3 and trainer.place.rank == 0:
+            shutil.rmtree(trainer.rundir.path)
+            trainer.rundir.path.write_text("a file where the folder was")
+        if trainer.step == 5 and trainer.place.rank == 0:
+            trainer.rundir.path.unlink()
+        write(*given)
+
+    trainer._log = log  # type: ignore[method-assign]
+    trainer.fit()
+    return trainer.step
+
+
+def test_training_goes_on_without_a_run_directory(tmp_path: Path) -> None:
+    """One warning, and rows that could not be written come with the next one that can."""
+    config = tiny(
+        tmp_path / "run",
+        checkpoint__dir=str(tmp_path / "checkpoints"),
+        metrics__tensorboard=True,
+        metrics__step_times=True,
+    )
+    assert run_ranks(2, fit_on_a_full_disk, config) == [6, 6]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [3, 4, 5, 6]
+    assert (tmp_path / "checkpoints/step-6").is_dir()
+
+
+def test_a_failing_tensorboard_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dtron.metrics.SummaryWriter.add_scalar", fails)
+    writer = MetricsWriter(tmp_path / "rows", tmp_path / "board", Console(), 2, 0, True)
+    writer.row({"step": 1, "loss": 1.0})
+    writer.row({"step": 2, "loss": 1.0})
+    writer.close()
+    assert len((tmp_path / "rows").read_text().splitlines()) == 2
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "No space left on device" in record.getMessage()
+
+
+def test_a_checkpoint_folder_that_is_not_mounted_is_no_fresh_start(tmp_path: Path) -> None:
+    folder, run_dir = tmp_path / "mounted", tmp_path / "run"
+    settings = {"checkpoint__dir": str(folder), "train__steps": 1}
+    run_ranks(1, fit, tiny(run_dir, **settings))
+    folder.rename(tmp_path / "elsewhere")
+    place = Place(rank=0, local_rank=0, world_size=1)
+    resumed = tiny(run_dir, **settings, checkpoint__resume="latest")
+    with pytest.raises(CheckpointError, match=r"this run wrote .*mounted/step-1; mount or restore"):
+        preflight(resumed, place)
+    run_ranks(1, fit, tiny(run_dir, **settings))  # afresh, as it says
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match="this run wrote"):
+        preflight(resumed, place)
