@@ -4,17 +4,18 @@ The sections and their keys are in `dtron/sections.py`. What depends on several 
 `RunConfig.validate_for(world_size)`; what needs the model or the data is checked in preflight.py.
 """
 
+import copy
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from dtron.errors import ConfigError, cause_of, config_error, nearest
+from dtron.errors import ConfigError, cause_of, config_error, nearest, note
 from dtron.sections import (
     DEGREES,
     Checkpoint,
@@ -96,13 +97,40 @@ class RunConfig(Section):
             raise ConfigError(f"--config {path}: no such file") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"--config {path}: {cause_of(error, path)}") from None
+        own = copy.deepcopy(values)
         for override in overrides:
             _apply_override(values, override)
         config = cls.of(values)
+        if given := {override.partition("=")[0].strip() for override in overrides}:
+            config = config._without_dependants(values, cls._idle_in(own) | given)
         if config.checkpoint.initial or config.model.size == "initial":
             from dtron.initial import completed  # which imports torch
 
             config = cls.of(completed(values))
+        return config
+
+    @classmethod
+    def _idle_in(cls, values: Mapping[str, Any]) -> set[str]:
+        """Keys without effect in a config file alone, which may need what overrides add."""
+        try:
+            return {key for key, _, _ in cls.model_validate(values)._idle_keys()}
+        except ValidationError:
+            return set()
+
+    def _without_dependants(self, values: dict[str, Any], kept: Collection[str]) -> "RunConfig":
+        """Leave out what an override has made idle, as `train.sample_tokens=0` a prompt.
+
+        Args:
+            values: of this config, nested; changed.
+            kept: keys that are not left out: given on the command line, or idle in the file.
+        """
+        config = self
+        while dropped := [each for each in config._idle_keys() if each[0] not in kept]:
+            for key, value, need in dropped:
+                section, name = key.split(".")
+                values[section].pop(name)
+                note(f"{key} = {value!r} has no effect without {need}; it is left out")
+            config = self.of(values)
         return config
 
     @classmethod
@@ -210,18 +238,25 @@ class RunConfig(Section):
         self._refuse_idle(self._effects())
 
     def _refuse_idle(self, effects: list[tuple[tuple[str, ...], bool, str]]) -> None:
-        """A key that differs from its default must act.
+        """A key that differs from its default must act; `effects` as for `_idle_keys`."""
+        for key, value, need in self._idle_keys(effects):
+            raise ConfigError(f"{key} = {value!r} has no effect without {need}")
+
+    def _idle_keys(
+        self, effects: list[tuple[tuple[str, ...], bool, str]] | None = None
+    ) -> Iterator[tuple[str, Any, str]]:
+        """(key, value, what it needs) of keys that differ from their default and do not act.
 
         Args:
-            effects: (keys, whether they act in this run, what they need).
+            effects: (keys, whether they act in this run, what they need); None: of `_effects`.
         """
         defaults = {key: default for key, default, _ in fields(type(self))}
-        for keys, acts, need in effects:
+        for keys, acts, need in self._effects() if effects is None else effects:
             for key in keys:
                 section, name = key.split(".")
                 value = getattr(getattr(self, section), name)
                 if not acts and value != defaults[key]:
-                    raise ConfigError(f"{key} = {value!r} has no effect without {need}")
+                    yield key, value, need
 
     def _effects(self) -> list[tuple[tuple[str, ...], bool, str]]:
         """(keys, whether they act in this run, what they need)."""
@@ -474,6 +509,8 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
     known = [name for name, _, _ in fields(RunConfig)]
     if parts[0] not in RunConfig.model_fields:
         raise ConfigError(f"unknown key {key}{nearest(key, known)}")
+    if not raw.strip():
+        return _unset(values, parts, known)
     try:
         value = tomllib.loads(f"x = {raw}")["x"]
     except tomllib.TOMLDecodeError:
@@ -484,6 +521,16 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"override {text!r}: {part} is not a table")
     table[parts[-1]] = value
+
+
+def _unset(values: dict[str, Any], parts: list[str], known: Sequence[str]) -> None:
+    """`key=`: back to the default."""
+    if (key := ".".join(parts)) not in known and parts[:2] != ["model", "override"]:
+        raise ConfigError(f"unknown key {key}{nearest(key, known)}")
+    table: Any = values
+    for part in parts[:-1]:
+        table = table.get(part, {})
+    table.pop(parts[-1], None)
 
 
 def toml_value(value: Any) -> str:

@@ -5,7 +5,9 @@ A DtronError is printed without a traceback; anything else that is raised is our
 
 import argparse
 import difflib
+import os
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -34,6 +36,12 @@ class CheckpointError(DtronError, ValueError):
 
 class TrainingError(DtronError, RuntimeError):
     """Training that cannot go on, as with too many non-finite gradients in a row."""
+
+
+def note(message: str, kind: str = "note") -> None:
+    """Print a line on the first rank, before there is a log."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{kind}: {message}", file=sys.stderr, flush=True)
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -1,8 +1,8 @@
 """The versions of torch that dtron is tested with."""
 
-import os
-import sys
 from importlib.metadata import version as installed
+
+from dtron.errors import note
 
 TORCH = ("2.11", "2.15")
 """The oldest and the newest; pyproject.toml pins the same."""
@@ -11,9 +11,8 @@ TORCH = ("2.11", "2.15")
 def warn_untested() -> None:
     """Print one line about another torch, on the first rank. Only metadata is read: importing torch
     takes seconds."""
-    message = untested(installed("torch"))
-    if message and os.environ.get("RANK", "0") == "0":
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+    if message := untested(installed("torch")):
+        note(message, "warning")
 
 
 def untested(version: str) -> str:

@@ -218,3 +218,36 @@ def test_bfloat16_moments_take_a_short_memory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"use optim\.beta2 = 0\.99 or less"):
         load(tmp_path, "", *narrow).validate_for(1)
     load(tmp_path, "", *narrow, "optim.beta2=0.99").validate_for(1)
+
+
+def test_a_switch_on_the_command_line_turns_its_dependants_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[train]\nsample_tokens = 8\nsample_prompt = "In"\neval_sequences = 4\neval_interval = 2\n'
+        '[data]\npaths = ["a.jsonl"]\n'
+    )
+    off = ["train.sample_tokens=0", "train.eval_sequences=0", "data.source=hf", "data.hf_path=x"]
+    config = RunConfig.load(file, off)
+    config.validate_for(1)
+    assert config.train.sample_prompt == RunConfig().train.sample_prompt
+    assert (config.train.eval_interval, config.data.paths) == (0, RunConfig().data.paths)
+    said = capsys.readouterr().err
+    for key in ("train.sample_prompt = 'In'", "train.eval_interval = 2", "data.paths = "):
+        assert f"note: {key}" in said
+    given = RunConfig.load(file, ["train.sample_tokens=0", "train.sample_prompt=me"])
+    with pytest.raises(ConfigError, match=r"train\.sample_prompt = 'me' has no effect"):
+        given.validate_for(1)
+    file.write_text('[train]\nsample_prompt = "In"\n')  # which the file alone makes idle
+    with pytest.raises(ConfigError, match=r"train\.sample_prompt = 'In' has no effect"):
+        RunConfig.load(file, ["train.steps=3"]).validate_for(1)
+
+
+def test_a_key_can_be_unset(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 7\n[model.override]\nn_layers = 3\n")
+    config = RunConfig.load(file, ["train.steps=", "model.override.n_layers=", "optim.lr="])
+    assert config == RunConfig()
+    with pytest.raises(ConfigError, match=r"unknown key train\.stepz; did you mean"):
+        RunConfig.load(file, ["train.stepz="])
