@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from dtron.config import RunConfig, choices, fields
 from dtron.errors import ArgumentParser, ConfigError, DtronError, nearest
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_intermixed_args(arguments)
         warn_untested()
-        config = RunConfig.load(options.config, options.overrides)
+        config = RunConfig.load(options.config, options.overrides, _completed)
         if options.dry_run:
             from dtron.plan.command import dry_run  # after --help, which needs no torch
 
@@ -36,6 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DtronError as error:
         return _refuse(error)
     return 0
+
+
+def _completed(values: dict[str, Any]) -> dict[str, Any]:
+    from dtron.initial import completed  # not before --help and most errors, which need no torch
+
+    return completed(values)
 
 
 def commands(arguments: Sequence[str] | None = None) -> int:

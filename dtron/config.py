@@ -85,9 +85,16 @@ class RunConfig(Section):
     debug: Debug = Debug()
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "RunConfig":
+    def load(
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> "RunConfig":
         """Read a TOML file and apply `section.key=value` overrides in order.
 
+        Args:
+            complete: fills in what `checkpoint.initial` knows (`dtron.initial.completed`).
         Raises:
             ConfigError: the file is missing or not TOML, or a key or value is not legal.
         """
@@ -103,10 +110,8 @@ class RunConfig(Section):
         config = cls.of(values)
         if given := {override.partition("=")[0].strip() for override in overrides}:
             config = config._without_dependants(values, cls._idle_in(own) | given)
-        if config.checkpoint.initial or config.model.size == "initial":
-            from dtron.initial import completed  # which imports torch
-
-            config = cls.of(completed(values))
+        if complete is not None and (config.checkpoint.initial or config.model.size == "initial"):
+            config = cls.of(complete(values))
         return config
 
     @classmethod

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from dtron.config import RunConfig, fields
 from dtron.errors import ConfigError, DtronError
+from dtron.initial import completed
 
 Status = Literal["ok", "refused", "failed"]
 NEVER = 10**9
@@ -145,7 +146,7 @@ def bench_config(
         forced["metrics.profile_steps"] = options.profile_steps
         forced["metrics.profile_shapes"] = options.shapes
     every = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in forced.items())]
-    return RunConfig.load(config, every), every
+    return RunConfig.load(config, every, completed), every
 
 
 def run_point(

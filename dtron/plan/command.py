@@ -11,6 +11,7 @@ from rich.console import Console
 
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
+from dtron.initial import completed
 from dtron.plan.exact import exact, print_exact
 from dtron.plan.hardware import DEFAULT, HARDWARE, hardware, of_device
 from dtron.plan.page import page
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     for option, path in (("--out", given.out), ("--page", given.page)):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    config = RunConfig.load(given.config, given.overrides)
+    config = RunConfig.load(given.config, given.overrides, completed)
     row = hardware(given.hardware)
     searched = None
     if given.search:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
+from dtron.initial import completed
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
 from dtron.plan.resolved import Resolved
 from dtron.plan.simulate import Disorder, slowest_of
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     given = parser.parse_intermixed_args(arguments)
-    config, row = RunConfig.load(given.config, given.overrides), hardware(given.hardware)
+    config, row = RunConfig.load(given.config, given.overrides, completed), hardware(given.hardware)
     Resolved.of(config, given.base)  # one copy is legal
     copies = [2**i for i in range((given.most // given.base).bit_length())]
     calm, rough = Disorder(0.005), Disorder(0.02, stragglers=1e-4, straggle=0.1)
