@@ -29,7 +29,7 @@ class Routing:
         # Groups are made by all ranks together, whatever their stages have.
         every, tokens = (_group(mesh, axes) for axes in (TOKEN_AXES, MICRO_AXES))
         for router in found:  # gradients are summed over micro-batches and ranks: the mean
-            router.loss_scale.fill_(1 / (micro_batches * mesh.size(*TOKEN_AXES)))
+            router.loss_divisor.fill_(micro_batches * mesh.size(*TOKEN_AXES))
             router.pool = Pooled(every if router.balance == "global_batch" else tokens, tokens)
         self.counts = torch.zeros(0, 1, dtype=torch.int64, device=mesh.device_type)
         self.losses = torch.zeros(0, 2, device=mesh.device_type)

@@ -115,13 +115,13 @@ evened logits in training, by the logits themselves in evaluation, and weighs by
 
 
 class AddedLoss(torch.autograd.Function):
-    """Passes x through; in backward `loss` gets the gradient `scale`, as if it were added to what
-    is differentiated."""
+    """Passes x through; in backward `loss` gets the gradient 1 / divisor, as if loss / divisor were
+    added to what is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-        """x of any shape; loss and scale ()."""
-        ctx.save_for_backward(scale.to(loss.dtype))
+    def forward(ctx: Any, x: Tensor, loss: Tensor, divisor: Tensor) -> Tensor:
+        """x of any shape; loss and divisor ()."""
+        ctx.save_for_backward(divisor.to(loss.dtype).reciprocal())
         return x.view_as(x)
 
     @staticmethod
@@ -181,15 +181,15 @@ class Router(nn.Module):
         expert_bias: float32 (E,), saved in checkpoints; None without bias_speed.
         counts: int64 (E,), how often each expert was chosen since `clear`.
         losses: float32 (2,), sums over micro-batches since `clear` of what `Routed` has.
-        loss_scale: float64 (), by which the gradients of the losses are multiplied: 1 over the
-            number of micro-batches of all ranks, for the mean over them. Whoever trains sets it.
+        loss_divisor: float32 (), by which the gradients of the losses are divided: the number of
+            micro-batches of all ranks, for the mean over them. Whoever trains sets it.
         pool: the ranks that share a micro-batch, set from outside; None: this one has all of it.
     """
 
     expert_bias: Tensor | None
     counts: Tensor
     losses: Tensor
-    loss_scale: Tensor
+    loss_divisor: Tensor
     pool: Pool | None = None
 
     def __init__(self, config: DecoderConfig):
@@ -210,8 +210,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", zeros if config.bias_speed else None)
         self.register_buffer("counts", torch.zeros_like(zeros, dtype=torch.int64), persistent=False)
         self.register_buffer("losses", torch.zeros(2, device=device), persistent=False)
-        scale = torch.ones((), device=device, dtype=torch.float64)  # rounded to the loss's alone
-        self.register_buffer("loss_scale", scale, persistent=False)
+        self.register_buffer("loss_divisor", torch.ones((), device=device), persistent=False)
 
     def forward(
         self,
@@ -246,7 +245,7 @@ class Router(nn.Module):
             shares = self.scoring.shares(logits, scores)
             losses = self._losses(logits, shares, counts, loads, real)
             total = losses[0] * self.balance_coefficient + losses[1] * self.z_loss
-            weights = AddedLoss.apply(weights, total, self.loss_scale)
+            weights = AddedLoss.apply(weights, total, self.loss_divisor)
         return Routed(weights, chosen, counts.sum(0), losses.detach().float())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":

@@ -1,8 +1,10 @@
 """Options of the test suite, which tests a run selects, and how many processes run it."""
 
+import logging
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -41,6 +43,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.fuzz_seed is None:
         config.option.fuzz_seed = random.randrange(10**6)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A Trainer in this process makes the logger its own, out of sight of caplog."""
+    log = logging.getLogger("dtron")
+    handlers, level, propagates = log.handlers, log.level, log.propagate
+    yield
+    log.handlers, log.propagate = handlers, propagates
+    log.setLevel(level)
 
 
 # Tests on GPUs come last, and among them first what a run that is cut short should have seen. Ranks

@@ -171,7 +171,7 @@ def balance_by_hand(shares: Tensor, chosen: Tensor, loads: Tensor) -> Tensor:
 def test_balance_and_z_loss_are_their_formulas(name, balance):
     settings = {"router": name, "balance": balance, "balance_coefficient": 0.7, "z_loss": 0.3}
     router, x = router_of(**settings).double(), hidden().double().requires_grad_()
-    router.loss_scale.fill_(0.25)
+    router.loss_divisor.fill_(4.0)
     before = torch.arange(8) if balance == "global_batch" else torch.zeros(8, dtype=torch.int64)
     router.counts += before
     weights, chosen, counts, losses = router(x, None, router.loads())

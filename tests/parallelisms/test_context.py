@@ -21,6 +21,7 @@ from dtron.parallelisms.context import (
 )
 from dtron.parallelisms.functional_collectives import NamedGroup
 from tests.harness import run_ranks
+from tests.parallelisms import parity
 from tests.parallelisms.parity import Case, parallel_run
 
 METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses", "hierarchical")
@@ -183,6 +184,7 @@ def kernel_calls(case: Case) -> int:
         return attend(self, *args)
 
     _Blocks.attend = counted  # type: ignore[method-assign]
+    parity.evaluate = lambda *_: torch.zeros(())  # type: ignore[assignment]
     parallel_run(case)
     return len(calls)
 

@@ -23,6 +23,7 @@ from dtron.data import Batch
 from dtron.float8 import casting, delayed, fused
 from dtron.parallelisms import apply, async_tp, context, expert, fsdp, gradients, head_loss, tensor
 from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.context import Context
 from dtron.parallelisms.deferred import WeightGradients
 from dtron.parallelisms.gradients import local_gradients
 from dtron.parallelisms.mesh import Mesh
@@ -191,7 +192,12 @@ def positions_of_the_part() -> None:
 def further_tokens_of_the_part() -> None:
     """What is predicted further is looked for among the rank's own tokens."""
     share = parity.share_of
-    parity.share_of = lambda batch, mesh, how, further: share(batch, mesh, how).look_ahead(further)
+
+    def of_part(batch: Batch, mesh: Mesh, how: Context | None, further: int) -> Batch:
+        part = share(batch, mesh, how)
+        return part.look_ahead(further) if further else part
+
+    parity.share_of = of_part
 
 
 def predictions_by_all_labels() -> None:
