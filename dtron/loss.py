@@ -172,7 +172,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("a chunked loss is differentiated a second time; compute it again")
-        # Scaled where they are (on GPUs), and let go: a copy would be as large as the weight.
+        # Scaled in place and released: a copy, which CPUs make, is as large as the weight.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         for gradient in (grad_hidden, grad_weight):
             if gradient is not None:  # as a vector: a GPU would round a scalar to their dtype first

@@ -233,7 +233,7 @@ SCHEDULES: dict[str, Callable[[int, int, int, Schedule], float]] = {
 
 
 def warmup_steps(steps: int, options: Schedule) -> int:
-    """Updates of the warm-up, of `steps` in all."""
+    """Number of warm-up steps of a run of `steps`."""
     return round(options.warmup * steps)
 
 
@@ -244,7 +244,7 @@ def learning_rate(
     of SCHEDULES; linear and cosine reach min_ratio * peak at the last step.
 
     Args:
-        warmup: updates of the warm-up; None: of `warmup_steps`.
+        warmup: number of warm-up steps; None: from `warmup_steps`.
     """
     warmup = warmup_steps(steps, options) if warmup is None else warmup
     if step < warmup:

@@ -211,8 +211,9 @@ def checked_facts(config: RunConfig, model: DecoderConfig, checkpoint: Location)
             f"{checkpoint} holds weights only; set checkpoint.initial instead of checkpoint.resume"
         )
     check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
+    defaults = {key: default for key, default, _ in fields(RunConfig)}
     for key, value in resume_settings(config).items():
-        saved = facts.settings.get(key, value)  # not there: a key that came later
+        saved = facts.settings.get(key, defaults[key])  # not there: a key that came later
         if key.startswith("optim.") and saved != value:
             raise CheckpointError(
                 f"{checkpoint} holds the state of {key} = {saved!r}, not of {value!r}; keep {key}"
@@ -351,8 +352,8 @@ def schedule_settings(config: RunConfig, warmup: int) -> dict[str, Any]:
 
 
 def kept_warmup(config: RunConfig, facts: Facts | None) -> int:
-    """Updates of a run's warm-up. One that is over when the run resumes with another train.steps
-    keeps its length, where it would be entered again; another schedule.warmup acts."""
+    """Number of warm-up steps. A complete warm-up keeps its length when the run resumes with
+    another train.steps, and is not entered again; another schedule.warmup takes effect."""
     own = warmup_steps(config.train.steps, config.schedule)
     if facts is None or facts.schedule.get("schedule.warmup") != config.schedule.warmup:
         return own
@@ -361,7 +362,7 @@ def kept_warmup(config: RunConfig, facts: Facts | None) -> int:
     return before if same or facts.step >= before else own
 
 
-def _tell_schedule(checkpoint: Location, config: RunConfig, facts: Facts) -> None:
+def _log_schedule_changes(checkpoint: Location, config: RunConfig, facts: Facts) -> None:
     """Warn of changes that move the learning rate where the run goes on."""
     before = facts.schedule
     after = schedule_settings(config, kept_warmup(config, facts))
@@ -371,10 +372,10 @@ def _tell_schedule(checkpoint: Location, config: RunConfig, facts: Facts) -> Non
     would = ""
     if facts.step < before["train.steps"]:
         would = f", where it would have been {_rate(facts.step, before):.3g}"
-    told = ", ".join(f"{key} = {after[key]!r} (was {before[key]!r})" for key in changed)
+    changes = ", ".join(f"{key} = {after[key]!r} (was {before[key]!r})" for key in changed)
     log.warning(
         "%s since %s: the learning rate of step %d is %.3g%s; the warm-up is %d steps",
-        told,
+        changes,
         checkpoint,
         facts.step + 1,
         _rate(facts.step, after),
@@ -384,7 +385,7 @@ def _tell_schedule(checkpoint: Location, config: RunConfig, facts: Facts) -> Non
 
 
 def _rate(step: int, settings: dict[str, Any]) -> float:
-    """Of an update (0-based), by `schedule_settings`."""
+    """Learning rate of an update (0-based), from `schedule_settings`."""
     keys = [key for key in settings if key.startswith("schedule.")]
     options = Schedule(**{key.removeprefix("schedule."): settings[key] for key in keys})
     steps, peak, warmup = (settings[key] for key in ("train.steps", "optim.lr", "warmup_steps"))
@@ -438,7 +439,7 @@ def _warn_of_changes(
             checkpoint,
             saved,
         )
-    _tell_schedule(checkpoint, config, facts)
+    _log_schedule_changes(checkpoint, config, facts)
 
 
 def _check_writable(path: Path) -> None:

@@ -417,7 +417,7 @@ class Trainer:
     def _on_device(self, batch: Batch, further: int = 0) -> Batch:
         part = share_of(batch, self.mesh, self.context, further)
         described = self.checked.attention.described(part.documents)
-        # Only experts ask which tokens are padding; a model of one's own need not know `real`.
+        # Only routers need to know which tokens are padding; custom models need not take `real`.
         pieces = part.pieces if self.checked.model.n_experts else None
         return replace(part, documents=described, pieces=pieces).to(self.place.device)
 

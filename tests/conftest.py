@@ -94,8 +94,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
     drawn = Counter(value for r in reports for key, value in r.user_properties if key == "feature")
     if drawn:
-        told = ", ".join(f"{feature} {n}" for feature, n in drawn.most_common())
-        terminalreporter.write_line(f"random layouts with: {told}")
+        counts = ", ".join(f"{feature} {n}" for feature, n in drawn.most_common())
+        terminalreporter.write_line(f"random layouts with: {counts}")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -36,7 +36,7 @@ ALLOWED = {
     "dtron.writer": {"dtron.remote"},
     "dtron.tensorfile": {"dtron.writer"},
     "dtron.torch_internals": set(),
-    "dtron.versions": set(),
+    "dtron.versions": {"dtron.errors"},
     "dtron.parallelisms": {
         "dtron.parallelisms",
         "dtron.config",

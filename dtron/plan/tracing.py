@@ -251,8 +251,8 @@ class _Built:
 
 
 def _batch(config: RunConfig, assembly: Assembly) -> Batch:
-    """A micro-batch of this rank, each sequence of one document; where experts are told which
-    tokens are padding, of none."""
+    """A micro-batch of this rank: one document a sequence and no padding, but with the mask of
+    padding where routers take one."""
     shape = (config.train.micro_batch, config.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
     padded = assembly.model.n_experts and config.data.packing != "cut"

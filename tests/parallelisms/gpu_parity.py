@@ -215,7 +215,7 @@ def errors(ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> dict[str,
 
 def limits(base: Mapping[str, float]) -> dict[str, float]:
     """How large `errors` may be, given those of one process. Loads of experts are equal."""
-    scalars = dict.fromkeys(("loss", "norm", "validation"), ROUNDING)
+    scalars: dict[str, float] = dict.fromkeys(("loss", "norm", "validation"), ROUNDING)
     return {
         kind: 0.0 if kind == "loads" else BFLOAT16_FACTOR * max(error, scalars.get(kind, 0.0))
         for kind, error in base.items()

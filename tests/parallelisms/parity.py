@@ -64,7 +64,8 @@ OPTIMIZERS = {
 }
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 FIGURE = 1e-6
-"""Routers log float32, whatever the model computes in."""
+"""Deviations of logged figures up to this count as 0: routers log float32, whatever the model
+computes in."""
 DECIBELS = 1.0
 DENSE = [name for name, spec in MODELS.items() if not spec.sizes["debug"].n_experts]
 """Families without experts."""
@@ -761,7 +762,8 @@ def _deviations_of_rank(
         yield "validation", abs(found["validation"] - wanted["validation"]) / wanted["validation"]
     for step, both in enumerate(zip(found["figures"], wanted["figures"], strict=True)):
         for name, x, y in zip(("balance", "z"), *both, strict=True):
-            yield f"{name} {step}", abs(x - y) / abs(y or 1.0) // FIGURE * FIGURE
+            gap = abs(x - y) / abs(y or 1.0)
+            yield f"{name} {step}", gap if gap > FIGURE else 0.0
     for name, loads in found["loads"].items():
         yield f"loads {name}", 0.0 if loads == wanted["loads"][name] else math.inf
     for kind in ("gradients", "parameters"):

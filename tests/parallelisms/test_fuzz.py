@@ -162,8 +162,8 @@ def _draw_model(random: random.Random, model: str, seq_len: int) -> dict[str, An
             "window": random.choice([0, 0, 3, 5]),
             "softcap": random.choice([0.0, 0.0, 1.0]),
             "sinks": random.random() < 0.25,
-            "full_attention_every": 0,
         }
+        found["full_attention_every"] = random.choice([0, 2]) if found["window"] else 0
     if any(found.get(key) for key in ("window", "softcap", "sinks")):
         found.pop("attention_dropout", None)  # no backend drops weights of these
     found |= YARN if rotated and random.random() < 0.3 else {}

@@ -278,7 +278,7 @@ EXPERT_CASES = [
         Parallel(pp=2, schedule="1F1B", pp_layout="Ett|tmmL"),
         **{**PREDICTED, "override": {**MTP, **TIED}, "steps": 3},
     ),
-    # a weight whose gradient has parts that are put off and parts that are not
+    # a weight of whose gradient a part is deferred and a part is not
     *[
         Case("deepseek_v3", 4, parallel, override={**MTP, **TIED})
         for parallel in (
