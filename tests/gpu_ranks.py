@@ -2,6 +2,9 @@
 
     run_on_gpus(2, body, *args)     what `body(*args)` returned on each rank; skips on fewer GPUs
 
+With NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or newer) ranks share GPUs, so that one GPU runs the
+layouts of four.
+
 A failed call is the caller's alone: ranks that still answer serve the next call, ranks that do not
 are killed, and the next call starts new ones. On CPUs the same processes use gloo, for the tests of
 what runs here.
@@ -42,6 +45,20 @@ _MOST_HANGS = 3
 
 Answer = tuple[str, Any]
 """A rank's traceback, empty where there is none, and what it returned."""
+
+
+SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
+_MOST_SHARED = 4
+_SHARING = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # torch refuses them by default
+    "NCCL_MAX_NCHANNELS": "2",  # buffers of all communicators of all ranks are on one GPU
+}
+
+
+def most_ranks() -> int:
+    """How many ranks the GPUs here can have: one each, or more where NCCL lets them share."""
+    gpus = torch.cuda.device_count()
+    return max(gpus, _MOST_SHARED) if gpus and os.environ.get(SHARED) == "1" else gpus
 
 
 class RankError(AssertionError):
@@ -205,7 +222,7 @@ def run_on_gpus(
     n: int, body: Callable[..., Any], *args: Any, seconds: int = _CALL_SECONDS
 ) -> list[Any]:
     """Call `body(*args)` on n GPUs and return what each rank returned; skips on fewer GPUs."""
-    if torch.cuda.device_count() < n:
+    if most_ranks() < n:
         pytest.skip(f"needs {n} GPUs")
     return ranks_of(n).call(body, *args, seconds=seconds)
 
@@ -229,6 +246,8 @@ def _serve(
     """A rank: start, answer one call after the other, end with the pipe."""
     gc.freeze()  # imported modules are no garbage, and compilers make the collector walk them
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
+    if os.environ.get(SHARED) == "1":
+        os.environ.update(_SHARING)
     if device_type == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before this process asks for CUDA
     with Path(stack_file).open("a") as stack:
@@ -267,8 +286,9 @@ def _join(rank: int, n: int, device_type: str, port: int) -> None:
     """Start the process group as the Trainer does."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")  # no TF32
-    device = torch.device("cuda", rank) if device_type == "cuda" else None
-    if device is not None:
+    device = None
+    if device_type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",

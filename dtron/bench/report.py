@@ -19,6 +19,7 @@ little.
     drift           largest over smallest median of a repeat, less 1; none without --repeat
 """
 
+import ctypes
 import json
 import os
 import platform
@@ -192,13 +193,25 @@ def versions() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         found["cudnn"] = str(torch.backends.cudnn.version())
-        found["nccl"] = ".".join(map(str, nccl.version()))
+        found["nccl"] = loaded_nccl() or ".".join(map(str, nccl.version()))
     for package in ("triton", "torchao", "flash-attn-4", "torchtitan"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
     return {name: value for name, value in found.items() if value}
+
+
+def loaded_nccl() -> str:
+    """Version of the NCCL library that is loaded, which LD_PRELOAD may have chosen; `nccl.version`
+    is that of torch's build. Empty if there is none."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return ""
+    major, rest = divmod(version.value, 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _commit() -> str:

@@ -1,10 +1,12 @@
 """Figures of recorded runs."""
 
+import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dtron.bench.report import figures, percentile
+from dtron.bench.report import figures, loaded_nccl, percentile
 from dtron.bench.run import Options, Outcome
 from dtron.config import RunConfig
 from dtron.flops import FlopsModel, flops_per_token
@@ -72,3 +74,19 @@ def test_percentiles_interpolate() -> None:
     assert percentile([1.0], 0.9) == 1.0
     assert percentile([0.0, 10.0], 0.1) == pytest.approx(1.0)
     assert percentile([0.0, 1.0, 2.0], 0.5) == 1.0
+
+
+def test_the_nccl_that_is_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(version: Any) -> None:
+        version._obj.value = 23_007
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(ncclGetVersion=write))
+    assert loaded_nccl() == "2.30.7"
+
+
+def test_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    assert loaded_nccl() == ""

@@ -237,12 +237,14 @@ def _has_kernels(recipe: str) -> bool:
 
 HEAD = """# Parity on GPUs
 
-Layouts of 1, 2 and 4 GPUs over NCCL against one process on one of them. A run of
+Layouts of 1, 2 and 4 ranks over NCCL against one process on one of their GPUs. A run of
 
     pytest -m gpu tests/parallelisms/test_parity_gpu.py
 
-writes the section of each number of GPUs whose cases all ran. Models are small, layouts are those
-that [parity](parity.md) compares on CPUs, two steps of SGD with clipping each.
+writes the section of each number of ranks whose cases all ran. With NCCL 2.30 or newer and
+`NCCL_MULTI_RANK_GPU_ENABLE=1` in the environment ranks share GPUs, so that one GPU is enough:
+kernels and collectives are the same, but nothing crosses links between GPUs. Models are small,
+layouts are those that [parity](parity.md) compares on CPUs, two steps of SGD with clipping each.
 
 - **float32** and float64: TF32 is off. A number is the largest deviation of a case: over gradients,
   and parameters after two steps, ||g - g_ref|| / max(||g_ref||, 1e-3 ||all g_ref|| / sqrt(n)), and
@@ -278,7 +280,7 @@ def section(world: int, verdicts: Mapping[str, Verdict], hardware: str) -> str:
 
 def title(world: int) -> str:
     """Of a section."""
-    return f"{world} GPU{'s' if world > 1 else ''}"
+    return f"{world} rank{'s' if world > 1 else ''}"
 
 
 def with_sections(text: str, sections: Mapping[int, str]) -> str:
@@ -294,14 +296,16 @@ def with_sections(text: str, sections: Mapping[int, str]) -> str:
     return "\n".join([HEAD, *(part.rstrip("\n") + "\n" for part in parts.values() if part)])
 
 
-def hardware(n_gpus: int) -> str:
-    """Names and versions of what cases ran on."""
+def hardware(world: int) -> str:
+    """Names and versions of what cases of that many ranks ran on."""
     known = versions()
     names = [
         f"{name} {known[name]}" for name in ("torch", "cuda", "nccl", "triton") if name in known
     ]
     device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return f"{n_gpus} x {device}, {', '.join(names)}"
+    gpus = min(world, torch.cuda.device_count() or world)
+    shared = f" that {world} ranks share" if gpus < world else ""
+    return f"{gpus} x {device}{shared}, {', '.join(names)}"
 
 
 def _by_model(table: str, rows: list[Row], verdicts: Mapping[str, Verdict]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Layouts equal one process over NCCL, on 1, 2 and 4 GPUs; writes docs/parity-gpu.md.
+"""Layouts equal one process over NCCL, 1, 2 and 4 ranks; writes docs/parity-gpu.md.
 
 pytest -m gpu tests/parallelisms/test_parity_gpu.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu_ranks import RankError
+from tests.gpu_ranks import RankError, most_ranks
 from tests.parallelisms.gpu_cases import MIXTURES, TABLES, WORLDS, cases_of, name_of
 from tests.parallelisms.gpu_parity import (
     HEAD,
@@ -23,7 +23,6 @@ from tests.parallelisms.gpu_parity import (
     judged_by_one_process,
     limits,
     section,
-    title,
     with_sections,
 )
 from tests.parallelisms.parity import Case, reference
@@ -52,7 +51,7 @@ def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
     cases = [found["case"] for found in parameters if "case" in found]
     assert torch.get_float32_matmul_precision() == "highest", "no TF32 in references"
     runs = Runs("cuda")
-    runs.submit(case for case in cases if case.world <= torch.cuda.device_count())
+    runs.submit(case for case in cases if case.world <= most_ranks())
     yield runs
     runs.close()
 
@@ -64,8 +63,8 @@ def run_on_gpus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Judge a case, and log what it took."""
-    if torch.cuda.device_count() < case.world:
-        pytest.skip(f"needs {title(case.world)}")
+    if most_ranks() < case.world:
+        pytest.skip(f"needs {case.world} GPUs")
     verdict = verdicts[str(case)] = judge(case, runs)
     with capsys.disabled():
         print(f"\n{name_of(case)}: {verdict}", end=" ", flush=True)
@@ -218,8 +217,8 @@ def test_sections_of_the_document_are_kept() -> None:
     assert "| tensorwise: tp 2 | llama | 17.2 | 17.4 | emulated |" in two
     text = with_sections("", {2: two})
     assert text.startswith(HEAD)
-    assert "## 1 GPU\n" not in text
+    assert "## 1 rank\n" not in text
     text = with_sections(text, {1: one})
-    assert text.index("## 1 GPU\n") < text.index("## 2 GPUs\n")
+    assert text.index("## 1 rank\n") < text.index("## 2 ranks\n")
     assert with_sections(text, {2: two}) == text
     assert all(judged_by_one_process(case) for case in BFLOAT16)
