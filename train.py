@@ -2,7 +2,7 @@
 
 import sys
 
-from dtron.cli import main
+from dtron.entry import train
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train())

@@ -2,7 +2,7 @@
 
 import sys
 
-from dtron.cli import commands
+from dtron.entry import commands
 
 if __name__ == "__main__":
     sys.exit(commands())

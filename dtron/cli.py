@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dtron.config import RunConfig, choices, fields
-from dtron.errors import ArgumentParser, ConfigError, DtronError, nearest
+from dtron.errors import (
+    ArgumentParser,
+    ConfigError,
+    DtronError,
+    OutOfMemoryError,
+    PeerError,
+    RankError,
+    nearest,
+)
 from dtron.versions import warn_untested
 
 _GRACE_SECONDS = 10
@@ -31,12 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.hardware:
             raise ConfigError(f"--hardware {options.hardware} has no effect without --dry-run")
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # until `StopSignal` takes it
-        from dtron.trainer import Trainer
-
-        Trainer(config).fit()
+        _train(config)
     except DtronError as error:
         return _refuse(error)
     return 0
+
+
+def _train(config: RunConfig) -> None:
+    from dtron.plan.remedies import check_host_memory, remedies  # as the trainer, they need torch
+    from dtron.trainer import Trainer
+
+    trainer = Trainer(config)
+    try:
+        check_host_memory(config, trainer.place)
+        trainer.fit()
+    except OutOfMemoryError as error:
+        advice = remedies(config, trainer.place.world_size, error.room, error.needed)
+        raise RankError(f"{error}; {advice}") from error
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
@@ -107,16 +126,24 @@ def _commands_help() -> str:
 
 
 def _refuse(error: DtronError) -> int:
-    """Tell the error once a host: its first rank speaks and exits, and torchrun ends the others,
-    which speak only if that does not happen, because the error is theirs alone."""
+    """Print an error once. One that all ranks have is printed by the first rank of a host, which
+    ends; torchrun ends the others, which print only if that does not happen, because the error is
+    theirs alone. A failure of one rank is printed by that rank, and by no other."""
     from dtron.runtime import Place
 
     place = Place.of_environment()
-    if place.local_rank == 0:
+    alone = isinstance(error, RankError)
+    if isinstance(error, PeerError):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once that rank has ended
+        time.sleep(_GRACE_SECONDS)
+    elif place.local_rank == 0 or alone:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(_GRACE_SECONDS)
         print(f"error on rank {place.rank}: {error}", file=sys.stderr, flush=True)
+    if place.world_size > 1 and (alone or isinstance(error, PeerError)):
+        sys.stdout.flush()
+        os._exit(1)  # threads that wait for other ranks in a collective would abort this one
     return 1
 
 

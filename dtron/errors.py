@@ -38,6 +38,27 @@ class TrainingError(DtronError, RuntimeError):
     """Training that cannot go on, as with too many non-finite gradients in a row."""
 
 
+class RankError(TrainingError):
+    """A failure of one rank alone, which prints it at once; the other ranks end without a word."""
+
+
+class OutOfMemoryError(RankError):
+    """An allocation failed.
+
+    Args:
+        needed: bytes that this rank had in use, with those that it could not get.
+        room: bytes that it can have.
+    """
+
+    def __init__(self, message: str, needed: float, room: float) -> None:
+        super().__init__(message)
+        self.needed, self.room = needed, room
+
+
+class PeerError(TrainingError):
+    """Another rank has failed and prints why."""
+
+
 def note(message: str, kind: str = "note") -> None:
     """Print a line on the first rank, before there is a log."""
     if os.environ.get("RANK", "0") == "0":

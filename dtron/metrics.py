@@ -1,6 +1,7 @@
 """Where figures go: metrics.jsonl, TensorBoard and the console."""
 
 import contextlib
+import datetime
 import json
 import logging
 import math
@@ -86,6 +87,7 @@ class MetricsWriter:
         active: bool,
     ) -> None:
         self._path = path if active else None
+        self._steps = steps
         self._pending: list[str] = []
         self._warned = False
         self._board: SummaryWriter | None = None
@@ -116,10 +118,11 @@ class MetricsWriter:
                 if self._board is not None and name not in ("step", "batch") and value is not None:
                     self._board.add_scalar(name, value, row["step"])
         text = _line(row)
-        if self._progress is not None:
+        if self._progress is not None:  # under which the log is the history
             self._progress.update(self._task, figures=text)
         else:
-            log.info("step %5d  %s", row["step"], text)
+            text += _remaining(row, self._steps)
+        log.info("step %*d/%d  %s", len(str(self._steps)), row["step"], self._steps, text)
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -189,3 +192,12 @@ _SHOWN = (
 
 def _line(row: Mapping[str, float | int | None]) -> str:
     return "  ".join(form.format(v) for key, form in _SHOWN if (v := row.get(key)) is not None)
+
+
+def _remaining(row: Mapping[str, float | int | None], steps: int) -> str:
+    """`ETA 1:02:03`, by the seconds of the last steps; empty at the end and of other rows."""
+    left = steps - (row["step"] or 0)
+    seconds = row.get("seconds")
+    if not left or seconds is None:
+        return ""
+    return f"  ETA {datetime.timedelta(seconds=round(left * seconds))}"

@@ -5,7 +5,6 @@ for it, so that an error is found and told once.
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,8 @@ from dtron.tiers import Tier, owner, tiers_of
 
 log = logging.getLogger("dtron")
 
-_DATA_TIMEOUT_SECONDS = 24 * 3600.0
+_SIGN_SECONDS = 60.0
+"""The least that a process may take to show that it prepares the data."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
         _check_writable(rundir.path)
         prepare(config.data)
     else:
-        wait_for(config.data, _DATA_TIMEOUT_SECONDS)
+        wait_for(config.data, max(_SIGN_SECONDS, config.parallel.timeout_seconds))
     train, validation = open_data(config.data, seq_len=config.train.seq_len, seed=config.train.seed)
     data = identity_of(config.data, tokenizer)
     if checkpoint and facts:
@@ -280,11 +280,10 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
 def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None:
     """Without GPUs a run's state is in the host's memory: told where it takes half of what is
     available, refused where the host has less. Activations come on top."""
-    own = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
     moments = 2 * DTYPES[config.optim.moments].itemsize if config.optim.name == "adamw" else 0
     copies = config.degrees(place.world_size)["dp_replicate"]
     each = 4 + 4 + moments  # weights and gradients are float32
-    needed = n_parameters(model) * each * copies * own / place.world_size
+    needed = n_parameters(model) * each * copies * place.local_world_size / place.world_size
     total, available = host_memory()
     told = (
         f"this machine has no GPU: weights, gradients and moments of {n_parameters(model):,} "

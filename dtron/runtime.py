@@ -22,6 +22,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.logging import RichHandler
 
+from dtron.errors import RankError
+
 log = logging.getLogger("dtron")
 
 
@@ -34,12 +36,14 @@ class Place:
     world_size: int
     attempt: int = 0
     """How often torchrun has restarted the job after a failure."""
+    local_world_size: int = 1
+    """Ranks of this host."""
     job: str = ""
     """torchrun's id of the job, the same after members came or went; empty: none."""
 
     @classmethod
     def of_environment(cls) -> "Place":
-        """Read RANK, LOCAL_RANK, WORLD_SIZE, TORCHELASTIC_RESTART_COUNT and _RUN_ID."""
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and TORCHELASTIC_*."""
         get = os.environ.get
         job = get("TORCHELASTIC_RUN_ID", "none")
         return cls(
@@ -47,6 +51,7 @@ class Place:
             local_rank=int(get("LOCAL_RANK", "0")),
             world_size=int(get("WORLD_SIZE", "1")),
             attempt=int(get("TORCHELASTIC_RESTART_COUNT", "0")),
+            local_world_size=int(get("LOCAL_WORLD_SIZE", get("WORLD_SIZE", "1"))),
             job="" if job == "none" else job,
         )
 
@@ -83,12 +88,20 @@ def process_group(place: Place, timeout_seconds: int) -> Iterator[None]:
     device = place.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-        **_rendezvous(place),
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+            **_rendezvous(place),
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RankError(
+            f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use on this host by another "
+            "process; set another port, the same for all ranks"
+        ) from None
     yield
     dist.destroy_process_group()  # not after an error: peers may be inside a collective
 
@@ -101,8 +114,13 @@ def _rendezvous(place: Place) -> dict[str, Any]:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {"init_method": "env://", **ranks}
     # A restarted attempt must not read the addresses that the dead one left in the agent's store.
+    # Ranks wait for each other in init_process_group, where the watchdog knows it.
     store = dist.TCPStore(
-        env["MASTER_ADDR"], int(env["MASTER_PORT"]), place.world_size, is_master=False
+        env["MASTER_ADDR"],
+        int(env["MASTER_PORT"]),
+        place.world_size,
+        is_master=False,
+        wait_for_workers=False,
     )
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {"store": dist.PrefixStore(f"attempt_{attempt}", store), **ranks}

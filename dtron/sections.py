@@ -399,7 +399,8 @@ class Faults(Section):
     hang_seconds: float = Field(default=-1, ge=-1)
     """Seconds without a finished step, after which a rank says where it is, writes its stacks to
     RUN/hangs/ and ends with exit code 75. A validation between steps has as long, a save what
-    checkpoint.timeout_seconds says; the first step has four times that. -1: nine tenths of
+    checkpoint.timeout_seconds says; the start, in which ranks meet and build the model, and the
+    first step have four times that. -1: nine tenths of
     parallel.timeout_seconds; 0: never."""
     on_spike: Literal["", "warn", "skip_data", "rollback"] = ""
     """What is done about a loss that is far above those before. `skip_data`: its step is not taken.

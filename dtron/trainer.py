@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
 
 from dtron.agreement import check_agreement_of_ranks, common_to_ranks
 from dtron.assembly import Assembly
@@ -20,10 +21,13 @@ from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
 from dtron.data.fingerprint import BITS, fingerprint
-from dtron.errors import CheckpointError, TrainingError
-from dtron.faults.guards import Guards
+from dtron.errors import CheckpointError, DtronError, PeerError, TrainingError
+from dtron.faults.failure import FirstFailure
+from dtron.faults.guards import Guards, modules_of
+from dtron.faults.memory import MemoryInUse, is_out_of_memory
 from dtron.faults.signals import StopSignal
 from dtron.faults.spikes import Spike
+from dtron.faults.watchdog import Watchdog
 from dtron.files import Location
 from dtron.float8.statistics import Statistics
 from dtron.flops import FlopsModel
@@ -111,25 +115,66 @@ class Trainer:
             log.info("the run is finished: %s has all %d steps; nothing is done", where, steps)
             self.lock.release()
             return
-        with (
-            StopSignal(self.config.faults.stop_seconds) as stop,
-            process_group(self.place, self.config.parallel.timeout_seconds),
-        ):
-            self._build()
-            self.guards.begin(self.step)
-            gc.disable()  # collections come at the same step on all ranks
-            try:
-                self._train(stop)
-            except TrainingError:  # all ranks raise it: what they began to save is completed
-                with self.guards.saving(self.step):
-                    self.saving.try_wait()
-                stop.end()  # together: ranks that leave while others ask of signals end in abort()
-                raise
-            finally:
-                gc.enable()
-                self.guards.end()
-                self.writer.close()
-                self.lock.release()
+        self.modules: dict[nn.Module, str] = {}
+        self.memory = MemoryInUse(self.place.local_world_size)
+        self.watchdog = self._watchdog()
+        failure = FirstFailure(self.place.rank, self.place.world_size, self.place.attempt)
+        try:
+            with (
+                StopSignal(self.config.faults.stop_seconds, failure) as stop,
+                process_group(self.place, self.config.parallel.timeout_seconds),
+            ):
+                self._build_and_train(stop)
+        except DtronError:
+            raise
+        except Exception as error:
+            if (explained := self._explained(error, failure)) is not None:
+                raise explained from error
+            raise
+        finally:
+            if self.watchdog is not None:
+                self.watchdog.end()
+            self.lock.release()
+
+    def _watchdog(self) -> Watchdog | None:
+        """Watches from now on."""
+        faults, place = self.config.faults, self.place
+        seconds = faults.watched_seconds(self.config.parallel.timeout_seconds)
+        if not seconds:
+            return None
+        watchdog = Watchdog(seconds, self.rundir.hangs, place.rank, place.world_size)
+        watchdog.begin()
+        return watchdog
+
+    def _build_and_train(self, stop: StopSignal) -> None:
+        self._build()
+        self.guards.begin(self.step)
+        gc.disable()  # collections come at the same step on all ranks
+        try:
+            self._train(stop)
+        except TrainingError:  # all ranks raise it: what they began to save is completed
+            with self.guards.saving(self.step):
+                self.saving.try_wait()
+            stop.end()  # together: ranks that leave while others ask of signals end in abort()
+            raise
+        finally:
+            gc.enable()
+            self.guards.end()
+            self.writer.close()
+
+    def _explained(self, error: Exception, failure: FirstFailure) -> TrainingError | None:
+        """What to raise for an error of this rank, which may follow from another rank's; None: the
+        error itself."""
+        if failure.of_another():
+            return PeerError("another rank has failed")
+        if not is_out_of_memory(error):
+            if self.watchdog is not None:
+                self.watchdog.timed_out(error)
+            return None
+        if not failure.claim():
+            return PeerError("another rank has failed")
+        where = f"step {self.step + 1}" if self.modules else "building the model"
+        return self.memory.explain(error, f"rank {self.place.rank}, {where}", self.modules)
 
     # -- building ---------------------------------------------------------------------------
 
@@ -169,8 +214,7 @@ class Trainer:
         self.scales = self.float8.delay_scales(self.applied, self.mesh) if self.float8 else None
         self.guards = Guards(
             config.faults,
-            config.faults.watched_seconds(config.parallel.timeout_seconds),
-            self.rundir.hangs,
+            self.watchdog,
             self.applied,
             self.mesh,
             self.place.device,
@@ -205,6 +249,7 @@ class Trainer:
             taken = torch.ones((), dtype=torch.bool, device=self.place.device)
             self.train_step.after_update(taken)  # of the weights that were drawn or loaded
         self._open_run()
+        self.modules = modules_of(self.applied)
 
     def _agree_on_checkpoint(self) -> None:
         """All ranks resume the same state, each from a tier where it sees it."""

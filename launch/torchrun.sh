@@ -3,13 +3,14 @@
 #
 # torchrun itself ends its ranks 30 seconds after SIGTERM, dies of SIGUSR1, and reports both as a
 # failure. Here the signal goes to the ranks: they save, exit 0, and so does torchrun, which ignores a
-# SIGUSR1 that it gets itself, as from scancel; ranks do until they have begun to start.
+# SIGUSR1 that it gets itself, as from scancel. Where there are no ranks yet, torchrun ends. A failure
+# is one line under the ranks' own errors, and the exit code is theirs (torchrun.py).
 #
 #     launch/torchrun.sh --standalone --nproc-per-node 8 train.py --config my.toml
 set -u
-(trap '' USR1; exec setsid torchrun "$@") &
+(trap '' USR1; exec setsid python "$(dirname "$0")/torchrun.py" "$@") &
 agent=$!
-trap 'pkill -USR1 -P "$agent"' USR1 TERM INT
+trap 'pkill -USR1 -P "$agent" || kill -TERM "$agent"' USR1 TERM INT
 while true; do
     wait "$agent"
     code=$?

@@ -60,13 +60,25 @@ KEPT: dict[str, dict[str, str]] = {
     "faults/test_elastic.py": {
         "test_ranks_leave_and_come_back": "1",
     },
+    "faults/test_entry.py": {
+        "test_a_port_in_use_is_one_line_under_torchrun": NONE,
+        "test_a_port_in_use_is_one_line_without_torchrun": NONE,
+        "test_a_signal_before_training_is_one_line": NONE,
+        "test_an_error_of_a_config_is_two_lines_under_torchrun": NONE,
+    },
     "faults/test_guards.py": {
         "test_the_step_of_a_spike_or_of_a_nan_is_not_taken": "^one process-fit_poisoned",
+    },
+    "faults/test_hangs.py": {
+        "test_a_rank_that_stops_at_the_start_is_named": NONE,
     },
     "faults/test_launch.py": {
         "test_torchrun_exits_0_after_slurms_warning": NONE,
         "test_torchrun_exits_0_when_it_is_warned_before_training": NONE,
         "test_two_hosts_that_lose_each_other_go_on": NONE,
+    },
+    "faults/test_memory.py": {
+        "test_out_of_memory_is_one_message_of_all_ranks": NONE,
     },
     "float8/test_checkpoints.py": {
         "test_resumed_runs_go_on_with_their_delayed_scales": NONE,

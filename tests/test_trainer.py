@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import io
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ from dtron.parallelisms import symmetric_dispatch
 from dtron.parallelisms.gradients import local_part
 from dtron.preflight import kept_warmup, preflight, schedule_settings
 from dtron.published import Facts, read_facts
-from dtron.runtime import Place
+from dtron.runtime import Place, set_up_logging
 from dtron.step import StepResult, TrainStep
 from dtron.storage import ShardReader
 from dtron.trainer import Trainer
@@ -830,6 +831,24 @@ def test_training_goes_on_without_a_run_directory(tmp_path: Path) -> None:
     assert run_ranks(2, fit_on_a_full_disk, config) == [6, 6]
     assert [row["step"] for row in rows(tmp_path / "run")] == [3, 4, 5, 6]
     assert (tmp_path / "checkpoints/step-6").is_dir()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_log_has_all_rows_with_total_and_remaining_time(tmp_path: Path, terminal: bool) -> None:
+    """A terminal too, above its live line, which has the remaining time."""
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
+    with contextlib.redirect_stdout(console.file):
+        set_up_logging(Place(0, 0, 1), console)
+        writer = MetricsWriter(tmp_path / "rows", None, console, 200, 0, True)
+        writer.row({"step": 10, "loss": 2.5, "seconds": 0.5})
+        writer.row({"step": 200, "loss": 1.25, "validation_loss": 1.5, "seconds": 0.5})
+        writer.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", console.file.getvalue())
+    lines = [line for line in shown.splitlines() if "training" not in line and "step" in line]
+    assert "step  10/200  loss 2.5000" in lines[0]
+    assert "step 200/200  loss 1.2500  validation loss 1.5000" in lines[1]
+    assert lines[0].endswith("ETA 0:01:35") != terminal
+    assert "ETA" not in lines[1]
 
 
 def test_a_failing_tensorboard_is_given_up(

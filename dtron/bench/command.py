@@ -136,7 +136,8 @@ def run_all(
         if outcome.status == "ok" and against:
             beside = out / f"{order:03}-{against.peer.name}"
             outcome.against = run_peer(against.peer, outcome, against.extra, options, beside)
-        told = outcome.reason or _brief(outcome, options)
+        # The reason is printed once, under the table.
+        told = outcome.status if outcome.reason else _brief(outcome, options)
         console.print(
             f"[{order + 1}/{len(jobs)}] {point.label}: {told}", markup=False, soft_wrap=True
         )

@@ -9,11 +9,13 @@ own. A cache is written beside its place and moved there by one rename, so that 
 or not at all; of several processes that build the same one, the first keeps it.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
+import threading
 import time
 import uuid
 from array import array
@@ -31,6 +33,7 @@ FORMAT = 2  # part of KEY: raise it when the files or the handling of documents 
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 4_000_000  # bounds memory when documents are long
 PROGRESS_SECONDS = 30
+SIGN_SECONDS = 5.0
 
 logger = logging.getLogger("dtron")
 
@@ -101,6 +104,42 @@ def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCach
     if cache := open_cache(path):
         return cache
     raise DataError(f"data.cache_dir: {path} was removed or damaged while it was opened")
+
+
+@contextlib.contextmanager
+def preparing(path: Path) -> Iterator[None]:
+    """Touch PATH.preparing all the while, by which waiting processes see that this one runs."""
+    sign, done = _sign_of(path), threading.Event()
+
+    def touch() -> None:
+        while True:
+            with contextlib.suppress(OSError):  # `open_or_build` reports what cannot be written
+                sign.parent.mkdir(parents=True, exist_ok=True)
+                sign.touch()
+            if done.wait(SIGN_SECONDS):
+                return
+
+    thread = threading.Thread(target=touch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        with contextlib.suppress(OSError):
+            sign.unlink()
+
+
+def last_sign(path: Path) -> float:
+    """When another process has last shown that it prepares the cache at a path; 0: not at all."""
+    try:
+        return _sign_of(path).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _sign_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.preparing")
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:

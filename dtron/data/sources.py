@@ -13,7 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from dtron.config import Data
-from dtron.data.cache import TokenCache, cache_path, open_cache, open_or_build
+from dtron.data.cache import (
+    TokenCache,
+    cache_path,
+    last_sign,
+    open_cache,
+    open_or_build,
+    preparing,
+)
 from dtron.data.documents import Corpus, files_corpus
 from dtron.data.hf import HfStream, hf_corpus, stream_name
 from dtron.data.order import split
@@ -45,7 +52,9 @@ def prepare(data: Data) -> TokenCache | None:
     """
     if _is_stream(data):
         return None
-    return open_or_build(*_locate(data))
+    corpus, tokenizer, path = _locate(data)
+    with preparing(path):
+        return open_or_build(corpus, tokenizer, path)
 
 
 def is_ready(data: Data) -> bool:
@@ -53,21 +62,24 @@ def is_ready(data: Data) -> bool:
     return _is_stream(data) or open_cache(_locate(data)[2]) is not None
 
 
-def wait_for(data: Data, timeout_seconds: float) -> None:
+def wait_for(data: Data, silent_seconds: float) -> None:
     """Return once another process has prepared the data.
 
     Raises:
-        DataError: it has not within the time-out.
+        DataError: for so long there has been no sign of a process that does.
     """
     if _is_stream(data):
         return
     corpus, _, path = _locate(data)
-    deadline = time.monotonic() + timeout_seconds
+    sign, since = last_sign(path), time.monotonic()
     while open_cache(path) is None:
-        if time.monotonic() > deadline:
+        if (last := last_sign(path)) != sign:
+            sign, since = last, time.monotonic()
+        if time.monotonic() - since > silent_seconds:
             raise DataError(
-                f"no process of this host has tokenized {corpus.name} within "
-                f"{timeout_seconds:g} s; {path} is not there"
+                f"the first rank of this host does not tokenize {corpus.name}: no sign of it for "
+                f"{silent_seconds:g} s, and {path} is not there; look at that process, which is "
+                "stopped or has not started"
             )
         time.sleep(POLL_SECONDS)
 

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,23 +26,22 @@ class Guards:
 
     Args:
         options: the config's section.
-        hang_seconds: resolved; 0: no watchdog.
-        hangs: RUN/hangs.
+        watchdog: of this rank since the start of the run; None: no watchdog.
         host: a group over all ranks, on the host.
     """
 
     def __init__(
         self,
         options: Faults,
-        hang_seconds: float,
-        hangs: Path,
+        watchdog: Watchdog | None,
         applied: Applied,
         mesh: Mesh,
         device: torch.device,
         host: dist.ProcessGroup,
     ) -> None:
         self.options, self.applied, self.host = options, applied, host
-        self.spikes = self.stragglers = self.replicas = self.watchdog = None
+        self.watchdog = watchdog
+        self.spikes = self.stragglers = self.replicas = None
         if options.on_spike:
             skips = options.on_spike != "warn"
             self.spikes = Spikes(
@@ -55,13 +53,13 @@ class Guards:
             self.replicas = Replicas(applied, host)
             if not self.replicas.found:
                 log.warning("faults.replicas_interval: no rank holds a copy of another's part")
-        if hang_seconds:
-            self.watchdog = Watchdog(hang_seconds, hangs, _modules(applied), mesh.group_names())
+        if watchdog is not None:
+            watchdog.names(modules_of(applied), mesh.group_names())
 
     def begin(self, step: int) -> None:
         """Training begins after `step`."""
         if self.watchdog is not None:
-            self.watchdog.begin(step)
+            self.watchdog.begin_steps(step)
 
     def end(self) -> None:
         """Training has ended, in whatever way."""
@@ -142,5 +140,6 @@ class Guards:
         return found[0] if found and self.options.on_spike == "rollback" else None
 
 
-def _modules(applied: Applied) -> dict[nn.Module, str]:
+def modules_of(applied: Applied) -> dict[nn.Module, str]:
+    """FQN of every module of this rank."""
     return {m: fqn for part in applied.parts.values() for fqn, m in part.named_modules() if fqn}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtron.faults.failure import FirstFailure
 from dtron.faults.watchdog import EXIT_HUNG
 
 log = logging.getLogger("dtron")
@@ -28,6 +29,9 @@ EARLY = signal.SIGUSR1
 """The one that stops a run before training begins."""
 EXIT_UNSAVED = 74
 """A signalled run ended before what it had to do; sysexits.h's EX_IOERR."""
+EXIT_FAILED = 1
+EXIT_SIGNALLED = 128
+"""Plus the number of the signal, as shells report it."""
 _UNSAVED = (
     "rank {rank}: not done {seconds:g} seconds after {why} (faults.stop_seconds): what is being "
     "saved is abandoned; older checkpoints are as they were"
@@ -114,15 +118,17 @@ class StopSignal:
     """SIGTERM, SIGINT and SIGUSR1 (which Slurm can send before a time limit) as a flag that all
     ranks agree on, one step late and without waiting.
 
-    Before training begins only SIGUSR1 is caught: ranks that SIGTERM or SIGINT ends at once lose
-    nothing then, and torchrun waits for them when another rank has failed.
+    Before training begins SIGTERM and SIGINT end a rank at once, also inside a collective: it loses
+    nothing then, and torchrun waits for it when another rank has failed.
 
     Args:
         seconds: after a signal, or after the agreement on ranks without one, until the process is
             ended if `end` has not come; 0: for ever.
+        failure: where another rank's failure would be, after which nothing is to be said here.
     """
 
-    def __init__(self, seconds: float = 0) -> None:
+    def __init__(self, seconds: float = 0, failure: FirstFailure | None = None) -> None:
+        self._failure = failure
         self._group: dist.ProcessGroup | None = None
         self._raised = False
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
@@ -141,7 +147,7 @@ class StopSignal:
         listener = threading.Thread(target=self._listen, args=(ours,), name="signals", daemon=True)
         listener.start()
         self._wakeup = before, theirs, listener
-        self._catch(EARLY)
+        self._catch(*SIGNALS)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY})  # train.py has held it back until here
         return self
 
@@ -169,8 +175,6 @@ class StopSignal:
             apart: another one, which nothing else uses and whose collectives may wait for hours.
         """
         self._group, self._peers = group, Peers(apart)
-        if self._wakeup is not None:
-            self._catch(*SIGNALS)
         self.agreed()
         return self.agreed()  # of what the first call has asked
 
@@ -192,15 +196,21 @@ class StopSignal:
         with contextlib.closing(ours):
             while received := ours.recv(16):
                 for number in set(received) & self._caught:
-                    name = signal.Signals(number).name
-                    self._deadline.begin(name)
-                    when = "before training begins"
-                    if self._group is not None:
-                        when = "after the next step, with a checkpoint"
-                    log.warning("%s: stopping %s", name, when)
-                    self.request()
-                    if self._peers is not None:
-                        self._peers.ask()
+                    self._received(signal.Signals(number))
+
+    def _received(self, number: signal.Signals) -> None:
+        self._deadline.begin(number.name)
+        if self._failure is not None and self._failure.of_another():
+            os._exit(EXIT_FAILED)
+        begun = self._group is not None
+        when = "after the next step, with a checkpoint" if begun else "before training begins"
+        log.warning("%s: stopping %s", number.name, when)
+        if not begun and number is not EARLY:
+            sys.stdout.flush()
+            os._exit(EXIT_SIGNALLED + number)
+        self.request()
+        if self._peers is not None:
+            self._peers.ask()
 
     def request(self) -> None:
         """Stop as after a signal."""

@@ -1,11 +1,12 @@
 """A step that does not end: the rank says where it is and ends, so that the run can be restarted.
 
-A thread looks at the time since the rank last finished a step. Nothing is recorded while training
-goes on; when the limit is reached the stacks of all threads are read instead. The innermost frame
-of torch.distributed names the collective, its group and tensor; the innermost module that a frame
-belongs to names the layer; torch's flight recorder names collectives that were enqueued and are not
-done. All of it is written to RUN/hangs/step-S/rank-R.txt, and the first rank says which ranks
-wait in a collective and which do not: these the others wait for.
+A thread looks at the time since the rank last finished a step, or since its start. Nothing is
+recorded while training goes on; when the limit is reached the stacks of all threads are read
+instead. The innermost frame of torch.distributed names the collective, its group and tensor; the
+innermost module that a frame belongs to names the layer; torch's flight recorder names collectives
+that were enqueued and are not done. All of it is written to RUN/hangs/step-S/rank-R.txt
+(hangs/start before the first step), and one rank reports which ranks wait in a collective and which
+do not: these the others wait for.
 """
 
 import faulthandler
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,13 +36,19 @@ log = logging.getLogger("dtron")
 EXIT_HUNG = 75
 """A rank that ends itself because it hangs; sysexits.h's EX_TEMPFAIL: torchrun restarts it."""
 _FIRST_STEP = 4
-"""The first step, which compiles, may take this many times as long as others."""
+"""The start, and the first step, which compiles, may take this many times as long as others."""
 _GATHER_SECONDS = 3.0
-"""How long the first rank waits for the others' reports."""
+"""How long a rank waits for the others' reports."""
+_START_GATHER_SECONDS = 10.0
+"""The same at the start, into which ranks come at different times."""
+_START = "start"
+"""Folder in RUN/hangs of a start that does not end."""
+_TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
+"""Of torch's errors of stores and collectives."""
 _EARLIER = 60.0
 """Seconds by which clocks of hosts may differ."""
 _COLLECTIVES = re.compile(
-    "_?(all_gather|all_reduce|all_to_all|barrier|batch_isend_irecv|broadcast|foreach_all_gather|"
+    "_?(init_process_group|new_group|all_gather|all_reduce|all_to_all|barrier|batch_isend_irecv|broadcast|foreach_all_gather|"
     "foreach_reduce|gather|irecv|isend|recv|reduce_scatter|scatter|send|wait_for_unshard|"
     "wait_tensor|_wait)[a-z_]*"
 )
@@ -73,36 +80,55 @@ class Watchdog:
     Args:
         seconds: without a finished step, after which the process is ended.
         folder: RUN/hangs.
-        modules: FQN of every module of this rank.
-        groups: mesh axis by a process group's name, as Mesh.group_names gives it.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        folder: Path,
-        modules: Mapping[nn.Module, str],
-        groups: Mapping[str, str],
-    ) -> None:
-        self.seconds, self.folder, self.groups = seconds, folder, groups
-        self.modules = {id(module): fqn for module, fqn in modules.items()}
-        self.rank = dist.get_rank()
+    def __init__(self, seconds: float, folder: Path, rank: int, world_size: int) -> None:
+        self.seconds, self.folder, self.rank, self.world_size = seconds, folder, rank, world_size
+        self.modules: dict[int, str] = {}
+        self.groups: Mapping[str, str] = {}
+        self._starting, self._began = True, time.time()
+        self._beat: tuple[int, float, float] = (0, 0.0, math.inf)
+        """Steps done, when that was, and how often `seconds` may pass until the next."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._main = threading.get_ident()
 
-    def begin(self, step: int) -> None:
-        """Start; `step` steps are done."""
-        self._beat = (step, time.monotonic() + (_FIRST_STEP - 1) * self.seconds)
+    def begin(self) -> None:
+        """The start begins: ranks are about to meet."""
+        self._beat = (0, time.monotonic(), _FIRST_STEP)
         self._thread.start()
+
+    def begin_steps(self, step: int) -> None:
+        """Training begins; `step` steps are done."""
+        self._starting = False
+        self._beat = (step, time.monotonic(), _FIRST_STEP)
+
+    def names(self, modules: Mapping[nn.Module, str], groups: Mapping[str, str]) -> None:
+        """Names for reports.
+
+        Args:
+            modules: FQN of every module of this rank.
+            groups: mesh axis by a process group's name, as Mesh.group_names gives it.
+        """
+        self.modules = {id(module): fqn for module, fqn in modules.items()}
+        self.groups = groups
+
+    def timed_out(self, error: BaseException) -> None:
+        """Report and end the process, if an error is torch's of a store or a collective in which
+        other ranks have not arrived in time."""
+        if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+            self.end()
+            step, since, _ = self._beat
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+            self._report_and_exit(step + 1, time.monotonic() - since, frames)
 
     def beat(self, step: int) -> None:
         """`step` steps are done, or other work has gone on."""
-        self._beat = (step, time.monotonic())
+        self._beat = (step, time.monotonic(), 1)
 
     def pause(self, step: int) -> None:
         """Until the next beat: what comes after `step` has limits of its own."""
-        self._beat = (step, math.inf)
+        self._beat = (step, time.monotonic(), math.inf)
 
     def end(self) -> None:
         """Stop watching."""
@@ -113,21 +139,39 @@ class Watchdog:
     def _watch(self) -> None:
         interval = min(1.0, self.seconds / 5)
         while not self._ended.wait(interval):
-            step, at = self._beat
-            late = time.monotonic() - at
-            if late > self.seconds:
-                try:
-                    self._report(step + 1, late)
-                except Exception:  # the rank ends, whatever can be told of it
-                    traceback.print_exc()
-                finally:
-                    os._exit(EXIT_HUNG)
+            step, since, times = self._beat
+            late = time.monotonic() - since
+            if late > times * self.seconds or (self._starting and self._reported()):
+                self._report_and_exit(step + 1, late)
 
-    def _report(self, step: int, late: float) -> None:
-        """Write what is known of this rank; the first rank sums up what all have written."""
-        where = self.where(step, late)
-        told = f"hang: step {step} has not ended for {late:.0f} seconds: {where}"
-        folder = self.folder / f"step-{step}"
+    def _reported(self) -> bool:
+        """Whether another rank has found a hang of this start: ranks start at different times, and
+        one that reports as well is not the one that is missing."""
+        try:
+            return (self.folder / _START).stat().st_mtime > self._began
+        except OSError:
+            return False
+
+    def _report_and_exit(
+        self, step: int, late: float, failed: Sequence[FrameType] | None = None
+    ) -> None:
+        """Args:
+        failed: frames of an error of the main thread, the innermost first; None: it still runs.
+        """
+        try:
+            self._report(step, late, failed)
+        except Exception:  # the rank ends, whatever can be reported of it
+            traceback.print_exc()
+        finally:
+            os._exit(EXIT_HUNG)
+
+    def _report(self, step: int, late: float, failed: Sequence[FrameType] | None) -> None:
+        """Write what is known of this rank; the first one to know of all sums up what they have
+        written."""
+        where = self.where(step, late, failed)
+        name, of = (_START, "the start") if self._starting else (f"step-{step}", f"step {step}")
+        told = f"hang: {of} has not ended for {late:.0f} seconds: {where}"
+        folder = self.folder / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank-{self.rank}.txt"
@@ -141,24 +185,24 @@ class Watchdog:
         except OSError as error:
             told += f"; its stacks could not be written: {error}"
         print(told, file=sys.stderr, flush=True)
-        time.sleep(_GATHER_SECONDS)  # ranks find it within a second of each other
-        if self.rank == 0:
-            for line in summary(folder, dist.get_world_size(), time.time() - late - _EARLIER):
+        time.sleep(_START_GATHER_SECONDS if self._starting else _GATHER_SECONDS)
+        since = time.time() - late - _EARLIER
+        if _claims(folder / "summary", since):
+            for line in summary(folder, self.world_size, since):
                 print(line, file=sys.stderr, flush=True)
 
-    def where(self, step: int, late: float) -> Where:
+    def where(self, step: int, late: float, failed: Sequence[FrameType] | None = None) -> Where:
         """Where the main thread is, or the autograd thread that it waits for."""
-        found = [self._of_stack(frame) for frame in self._stacks()]
+        stacks = [failed] if failed else [list(_outwards(frame)) for frame in self._stacks()]
+        found = [self._of_stack(frames) for frames in stacks]
         found.sort(key=lambda each: (bool(each[0]), bool(each[1])), reverse=True)
-        collective, module, _ = found[0]
+        collective, module = found[0]
         enqueued = flight_recorder(self.groups)
         if "wait" in collective and enqueued:  # the frame does not know for what
             collective = enqueued[0]
-        return Where(self.rank, step, round(late, 1), collective, module, self._innermost())
-
-    def _innermost(self) -> str:
-        frame = sys._current_frames()[self._main]
-        return f"{frame.f_code.co_qualname} ({_place(frame)})"
+        frame = failed[0] if failed else sys._current_frames()[self._main]
+        innermost = f"{frame.f_code.co_qualname} ({_place(frame)})"
+        return Where(self.rank, step, round(late, 1), collective, module, innermost)
 
     def _stacks(self) -> list[FrameType]:
         """Innermost frames of the main thread and of those without a Python thread's name, which
@@ -167,14 +211,15 @@ class Watchdog:
         known = {thread.ident for thread in threading.enumerate()}
         return [f for ident, f in frames.items() if ident == self._main or ident not in known]
 
-    def _of_stack(self, innermost: FrameType) -> tuple[str, str, str]:
+    def _of_stack(self, frames: Sequence[FrameType]) -> tuple[str, str]:
+        """Collective and module of a stack, the innermost frame first."""
         collective = module = ""
-        for frame in _outwards(innermost):
+        for frame in frames:
             name, local = frame.f_code.co_name, frame.f_locals
             if "torch/distributed" in frame.f_code.co_filename and _COLLECTIVES.fullmatch(name):
                 collective = self._described(name, local)  # the outermost of one call's frames
             module = module or self._module_of(local.get("self"))
-        return collective, module, innermost.f_code.co_name
+        return collective, module
 
     def _module_of(self, owner: Any) -> str:
         if isinstance(owner, nn.Module):
@@ -186,7 +231,7 @@ class Watchdog:
     def _described(self, name: str, local: Mapping[str, Any]) -> str:
         parts = [name]
         if "group" in local:
-            group = local["group"] or dist.group.WORLD
+            group = local["group"] or (dist.group.WORLD if dist.is_initialized() else None)
             axis = self.groups.get(str(getattr(group, "group_name", group)))
             parts += [f"over {axis}"] if axis else []
         tensors = [v for v in local.values() if isinstance(v, torch.Tensor)]
@@ -216,6 +261,19 @@ def _entry(entry: dict[str, Any], groups: Mapping[str, str]) -> str:
     name = str(entry.get("profiling_name")).partition(":")[2]
     dtypes = ", ".join(entry.get("input_dtypes", []))
     return f"{name} over {groups.get(group, group)} of {dtypes} {entry.get('input_sizes')}"
+
+
+def _claims(path: Path, since: float) -> bool:
+    """Whether this rank is the first to make a file, of which an older one may be left."""
+    try:
+        if path.exists() and path.stat().st_mtime < since:
+            path.unlink()
+        path.open("x").close()
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def summary(folder: Path, world_size: int, since: float) -> list[str]:

@@ -39,6 +39,17 @@ def test_a_sweep_that_breaks_off_leaves_the_runs_before(
     ]
 
 
+def test_an_error_of_a_point_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_point(*arguments: Any) -> Outcome:
+        return Outcome(arguments[-1], "refused", "train.steps is too few")
+
+    monkeypatch.setattr(command, "run_point", run_point)
+    assert main([QUICKSTART, "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count("train.steps is too few") == 1
+
+
 @pytest.mark.parametrize(("more", "interval"), [([], NEVER), (["--against", "torchtitan"], 5)])
 def test_dtron_logs_as_often_as_a_peer(more: list[str], interval: int) -> None:
     assert LOG_STEPS == 5

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dtron.config import Data
-from dtron.data import TokenCache, is_ready, prepare, wait_for
+from dtron.data import TokenCache, cache, is_ready, prepare, sources, wait_for
 from dtron.data.cache import cache_path, open_or_build
 from dtron.data.documents import Corpus
 from dtron.data.tokenizer import ByteTokenizer
@@ -162,9 +163,29 @@ def test_processes_that_build_the_same_cache(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["key"]
 
 
+def test_waiting_for_a_process_that_shows_that_it_runs(
+    make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it takes, and no longer than it runs."""
+    monkeypatch.setattr(cache, "SIGN_SECONDS", 0.2)
+    data, slow = make_data(["one"]), cache.open_or_build
+
+    def build(*arguments: Any) -> TokenCache:
+        time.sleep(3)
+        return slow(*arguments)
+
+    monkeypatch.setattr(sources, "open_or_build", build)
+    builder = threading.Thread(target=prepare, args=(data,))
+    builder.start()
+    wait_for(data, 1.5)
+    builder.join()
+    assert is_ready(data)
+    assert not list(Path(data.cache_dir).glob("*.preparing"))
+
+
 def test_waiting_for_another_process(make_data: MakeData) -> None:
     data = make_data(["one"])
-    with pytest.raises(DataError, match=r"within 0\.1 s"):
+    with pytest.raises(DataError, match=r"no sign of it for 0\.1 s"):
         wait_for(data, 0.1)
     builder = threading.Thread(target=lambda: (time.sleep(0.1), prepare(data)))
     builder.start()

@@ -2,18 +2,23 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
+from dtron.bench.run import end
 from dtron.config import RunConfig
 from dtron.faults.signals import EXIT_UNSAVED
 from dtron.faults.watchdog import EXIT_HUNG
 from dtron.runsaves import Saving
 from dtron.trainer import Trainer
 from tests.faults.processes import finish, start, told
+from tests.faults.test_launch import ENV, write
 from tests.test_trainer import tiny
 
 
@@ -121,3 +126,52 @@ def test_ranks_that_wait_for_a_dead_one_end_soon_after_the_signal(tmp_path: Path
     assert time.monotonic() - begun < 30
     text = told(tmp_path / "ranks")
     assert "rank 2: another rank is gone, and this one has not ended for 5 seconds" in text
+
+
+STOPPED = """
+import os, signal, sys
+from dtron import cli, runtime, trainer
+
+def stop(*_, **__):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+if os.environ["RANK"] == STOPS:
+    if WHERE == "process group":
+        runtime.dist.init_process_group = stop
+    else:
+        trainer.apply_passes = stop
+sys.exit(cli.main())
+"""
+"""train.py, of whose ranks one stops before it meets the others, or while it builds the model."""
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("where", ["process group", "build"])
+def test_a_rank_that_stops_at_the_start_is_named(tmp_path: Path, rank: int, where: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STOPPED.replace("STOPS", repr(str(rank))).replace("WHERE", repr(where)))
+    keys = {"faults__hang_seconds": 15.0, "train__global_batch": 6}
+    words = write(tmp_path / "c.toml", tmp_path / "run", **keys)[1:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.Popen(
+        [*command, "--nproc-per-node", "3", str(script), *words],
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("hang: no report"):
+            break
+    end(process)  # torchrun kills what is stopped after half a minute
+    process.communicate()
+    text = "".join(lines)
+    others = [str(each) for each in range(3) if each != rank]
+    assert f"hang: no report of ranks {rank}: " in lines[-1]
+    assert f"hang: ranks {', '.join(others)} wait in a collective" in text
+    assert "hang: the start has not ended for" in text
+    assert "Traceback" not in text
+    assert (tmp_path / f"run/hangs/start/rank-{others[0]}.txt").exists()

@@ -84,7 +84,7 @@ def test_torchrun_exits_0_when_it_is_warned_before_training(tmp_path: Path) -> N
 
 
 STANDINS = {
-    "torchrun": f"""#!{sys.executable}
+    "python": f"""#!{sys.executable}
 import subprocess, sys
 rank = 'import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\\n'
 rank += 'open("begun", "w").close(); time.sleep(60); sys.exit(1)'
@@ -107,7 +107,7 @@ for pid in $(cat step) $(pgrep -P "$(cat step)"); do kill -USR1 "$pid"; done
 
 @pytest.mark.parametrize("job", ["node", "nodes"])
 def test_a_job_is_queued_again_after_slurms_warning(tmp_path: Path, job: str) -> None:
-    """With stand-ins for torchrun and for Slurm's commands, of which only the names are right."""
+    """With stand-ins for torchrun.py and for Slurm's commands, whose names alone are right."""
     for name, text in STANDINS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

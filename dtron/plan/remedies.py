@@ -1,0 +1,119 @@
+"""What to change in a run that needs more memory than there is, by the planner's estimate."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.faults.memory import size
+from dtron.parallelisms.offload import host_memory
+from dtron.plan.memory import RankMemory, memory
+from dtron.plan.resolved import Resolved
+from dtron.runtime import Place
+
+_CHUNKS = 8
+_AT_MOST = 3
+"""Settings that an error names."""
+
+
+def most_memory(config: RunConfig, world_size: int) -> RankMemory:
+    """Of the pipeline rank that allocates most.
+
+    Raises:
+        ConfigError: the run is not legal on so many ranks.
+    """
+    return max(memory(Resolved.of(config, world_size)), key=lambda rank: rank.peak)
+
+
+def check_host_memory(config: RunConfig, place: Place) -> None:
+    """Refuse a run on CPUs whose step needs more memory than is available: Linux would kill it.
+
+    Raises:
+        ConfigError: names what would fit.
+    """
+    if place.device.type != "cpu":
+        return  # a GPU's allocator fails with an error
+    needed = most_memory(config, place.world_size)
+    here = place.local_world_size
+    _, available = host_memory()
+    if needed.peak * here <= available:
+        return
+    classes = sorted(needed.classes.items(), key=lambda item: -item[1])[:_AT_MOST]
+    most = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in classes)
+    ranks = f" on each of {here} ranks" if here > 1 else ""
+    raise ConfigError(
+        f"train.micro_batch = {config.train.micro_batch}: a step needs about {size(needed.peak)}"
+        f"{ranks} ({most}), but {size(available)} of this machine's memory are available; "
+        f"{remedies(config, place.world_size, available / here)}"
+    )
+
+
+def remedies(config: RunConfig, world_size: int, room: float, needed: float = 0.0) -> str:
+    """Settings with which each rank needs at most `room` bytes: the cheapest value of each key
+    alone, or else all keys together; a sentence for the end of an error.
+
+    Args:
+        needed: bytes that a rank was seen to need, by which estimates are corrected upwards.
+    """
+    planned = _peak(config, world_size)
+    factor = max(1.0, needed / planned) if planned else 1.0
+    fits = []
+    for key, values in _changes(config):
+        for value in values:
+            changed = _with(config, key, value, world_size)
+            if changed and (peak := factor * _peak(changed, world_size)) <= room:
+                fits.append(f"{key} = {json.dumps(value)} (about {size(peak)})")
+                break
+    if fits:
+        return f"use {' or '.join(fits[:_AT_MOST])}"
+    return _together(config, world_size, room, factor)
+
+
+def _together(config: RunConfig, world_size: int, room: float, factor: float) -> str:
+    """Of so many keys as it takes, the value that needs least."""
+    settings, least = [], 0.0
+    for key, values in _changes(config):
+        changed = _with(config, key, values[-1], world_size) if values else None
+        if changed is None:
+            continue
+        config, least = changed, factor * _peak(changed, world_size)
+        settings.append(f"{key} = {json.dumps(values[-1])}")
+        if least <= room:
+            return f"use {', '.join(settings)} (about {size(least)})"
+    also = f": with {', '.join(settings)} a rank needs about {size(least)}" if settings else ""
+    return (
+        f"no cheaper setting fits on {world_size} ranks{also}; use more ranks or a smaller "
+        "model.size"
+    )
+
+
+def _changes(config: RunConfig) -> Iterator[tuple[str, list[Any]]]:
+    """Keys and their values that need less memory, the cheapest first."""
+    half, batches = config.train.micro_batch // 2, []
+    while half:
+        batches.append(half)
+        half //= 2
+    modes = ["none", "selective", "attention", "full"]
+    yield "recompute.mode", modes[modes.index(config.recompute.mode) + 1 :]
+    yield "train.micro_batch", batches
+    yield "parallel.zero", list(range(config.parallel.zero + 1, 4))
+    yield "train.loss_chunks", [_CHUNKS] if config.train.loss_chunks < _CHUNKS else []
+    yield "optim.moments", ["bfloat16"] if config.optim.moments == "float32" else []
+
+
+def _peak(config: RunConfig, world_size: int) -> float:
+    return most_memory(config, world_size).peak
+
+
+def _with(config: RunConfig, key: str, value: Any, world_size: int) -> RunConfig | None:
+    """The config with another value; None if it is not legal."""
+    section, name = key.split(".")
+    values = config.model_dump()
+    values[section][name] = value
+    try:
+        changed = RunConfig.of(values)
+        Resolved.of(changed, world_size)
+    except ConfigError:
+        return None
+    return changed

@@ -1,0 +1,113 @@
+"""Signals and errors from a process's first moments on: one line, and an exit code that says it."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_launch import ENV, write
+from tests.test_architecture import ROOT
+
+
+def wait_until_it_began(process: subprocess.Popen) -> None:
+    """SIGUSR1 is held back from the first line on."""
+    status = Path(f"/proc/{process.pid}/status")
+    deadline = time.monotonic() + 60
+    while not int(re.findall(r"SigBlk:\t(\w+)", status.read_text())[0], 16):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5, 2, 5, 8])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_training_is_one_line(
+    tmp_path: Path, number: signal.Signals, seconds: float
+) -> None:
+    words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=10**6)
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True
+    )
+    wait_until_it_began(process)
+    time.sleep(seconds)
+    process.send_signal(number)
+    told = process.communicate(timeout=120)[1]
+    if process.returncode == 0:  # it trains by now, and has saved
+        assert (tmp_path / "run/checkpoints/latest").exists()
+        assert told == ""
+        return
+    assert process.returncode == 128 + number
+    early = f"{number.name}: stopped outside of training, nothing to save\n"
+    assert told in (early, "")  # the log has the line where the process group is being made
+
+
+def test_ctrl_c_in_another_command_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "from dtron import cli, entry\ndef stop(): raise KeyboardInterrupt\ncli.commands = stop\n"
+    )
+    code += "raise SystemExit(entry.commands())"
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "SIGINT: stopped\n")
+
+
+def launched(*words: str) -> subprocess.CompletedProcess[str]:
+    env = {**ENV, "PATH": f"{Path(sys.executable).parent}:{ENV['PATH']}"}
+    return subprocess.run(
+        [str(ROOT / "launch/torchrun.sh"), *words],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_an_error_of_a_config_is_two_lines_under_torchrun(tmp_path: Path) -> None:
+    words = write(tmp_path / "c.toml", tmp_path / "run", parallel__tp=3)
+    done = launched("--standalone", "--nproc-per-node", "2", *words)
+    assert done.returncode == 1
+    first, last = done.stderr.splitlines()
+    assert first.startswith("error: parallel degrees (")
+    assert last == "torchrun: rank 0 ended first, with exit code 1"
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_a_port_in_use_is_one_line_under_torchrun(tmp_path: Path, busy_port: int) -> None:
+    words = write(tmp_path / "c.toml", tmp_path / "run")
+    port = ["--rdzv-backend", "static", "--master-port", str(busy_port)]
+    done = launched("--nnodes", "1", *port, "--rdzv-endpoint", f"localhost:{busy_port}", *words)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("torchrun: ")
+    assert str(busy_port) in line
+
+
+def test_a_port_in_use_is_one_line_without_torchrun(tmp_path: Path, busy_port: int) -> None:
+    words = write(tmp_path / "c.toml", tmp_path / "run")
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**ENV, **place, "MASTER_PORT": str(busy_port)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if not re.match(r"\[?[WE]\d{4} ", line)]
+    assert lines == [
+        f"error: MASTER_PORT = {busy_port} is in use on this host by another process; set another "
+        "port, the same for all ranks"
+    ]

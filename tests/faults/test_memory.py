@@ -1,0 +1,124 @@
+"""Memory that does not suffice: one message with what would fit, and nothing lost."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtron.cli import main
+from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.faults.memory import MemoryInUse, is_out_of_memory
+from dtron.plan import remedies
+from dtron.runtime import Place
+from tests.faults.test_launch import ENV, write
+from tests.test_architecture import ROOT
+from tests.test_trainer import rows
+
+FAILING = """
+import os, sys, torch
+from dtron import cli, trainer
+
+one_step = trainer.Trainer._one_step
+
+def fail(self):
+    if self.step == 3 and os.environ["RANK"] in RANKS:
+        block = self.applied.parts[0].get_submodule("blocks.1.ffn")
+        block.register_forward_pre_hook(lambda *_: torch.empty(2**50, dtype=torch.uint8))
+    one_step(self)
+
+trainer.Trainer._one_step = fail
+sys.exit(cli.main())
+"""
+"""train.py, on some of whose ranks a feed-forward layer needs a PiB in the fourth step."""
+QUICKSTART = str(ROOT / "configs/quickstart.toml")
+
+
+@pytest.mark.parametrize("ranks", ["1", "01"])
+def test_out_of_memory_is_one_message_of_all_ranks(tmp_path: Path, ranks: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILING.replace("RANKS", repr(ranks)))
+    keys = {"train__steps": 20, "checkpoint__interval": 2}
+    words = write(tmp_path / "c.toml", tmp_path / "run", **keys)[1:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script), *words],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    ours = re.split(r"\n[WE]\d{4} ", done.stderr)[0].splitlines()  # then comes torchrun's log
+    assert len(ours) == 1, ours
+    assert re.match(
+        f"error: out of memory on rank [{ranks}], step 4, in blocks.1.ffn: 1048576.0 GiB were "
+        r"requested, with \d+ MiB in use \(at most \d+ MiB\) and .* free on this machine; no "
+        "cheaper setting fits on 2 ranks",
+        ours[0],
+    )
+    assert "SIGTERM" not in done.stdout
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step-2\n"
+
+
+def test_errors_of_allocators_are_recognised() -> None:
+    for allocate in (lambda: torch.empty(2**50), lambda: bytearray(2**60)):
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            allocate()
+        assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+
+
+def test_the_error_names_what_was_requested_and_the_room() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has ...")
+    told = MemoryInUse(ranks=1).explain(error, "rank 3, step 7", {})
+    assert str(told).startswith("out of memory on rank 3, step 7: 20.5 GiB were requested, with ")
+    assert told.needed >= 20.5 * 2**30 > told.room - 2**30
+
+
+def test_a_batch_beyond_memory_is_refused_before_it_is_allocated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = ["train.global_batch=1048576", "train.micro_batch=1048576", f"run.dir={tmp_path}/run"]
+    assert main(["--config", QUICKSTART, *batch]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: train.micro_batch = 1048576: a step needs about 1")
+    assert "of this machine's memory are available; use train.micro_batch = " in told
+    assert told.count("\n") == 1
+
+
+def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig.load(QUICKSTART, ["train.micro_batch=8"])
+    needed = remedies.most_memory(config, 2).peak
+    place = Place(rank=0, local_rank=0, world_size=2, local_world_size=2)
+    for available, refused in ((2 * needed + 1, False), (2 * needed - 1, True)):
+        monkeypatch.setattr(remedies, "host_memory", lambda free=available: (free, free))
+        if not refused:
+            remedies.check_host_memory(config, place)
+            continue
+        with pytest.raises(ConfigError, match=r"on each of 2 ranks \(activations .*recompute.mode"):
+            remedies.check_host_memory(config, place)
+
+
+def test_what_is_advised_fits() -> None:
+    """Alone where a key suffices, together where none does; estimates grow with what was seen."""
+    config = RunConfig.load(QUICKSTART, ["train.micro_batch=8"])
+    needed = remedies.most_memory(config, 2).peak
+    advice = remedies.remedies(config, 2, needed / 3)
+    changes = re.findall(r"(\S+) = (\S+) \(about", advice)
+    assert {key for key, _ in changes} >= {"recompute.mode", "train.micro_batch"}
+    for key, value in changes:
+        changed = RunConfig.load(QUICKSTART, ["train.micro_batch=8", f"{key}={value}"])
+        assert remedies.most_memory(changed, 2).peak <= needed / 3
+    twice = remedies.remedies(config, 2, 2 * needed / 3, 2 * needed)
+    assert re.findall(r"(\S+) = (\S+) \(about", twice) == changes
+    assert twice != advice
+    together = remedies.remedies(config, 2, needed / 9)
+    assert 'use recompute.mode = "full", train.micro_batch = 1' in together
+    assert "no cheaper setting fits on 2 ranks: with " in remedies.remedies(config, 2, 1.0)
