@@ -17,6 +17,7 @@ from typing import IO
 
 from dtron.errors import ConfigError
 from dtron.runtime import Place
+from dtron.untrusted import MB, parse, read_text
 
 log = logging.getLogger("dtron")
 _POLL_SECONDS = 0.1
@@ -120,7 +121,7 @@ def _owner(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text())
+        found = parse(read_text(path, MB))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -31,6 +31,7 @@ from dtron.parallelisms.schedules import (
     schedule_of,
     stage_ranks,
 )
+from dtron.untrusted import TEXT_BYTES, read_text
 
 KEY = "parallel.pp_layout"
 LETTERS = {"E": "embedding", "t": "layer", "m": "multi-token-prediction layer", "L": "head"}
@@ -157,8 +158,8 @@ def _csv_order(path: Path, p: int, v: int, placement: Placement, m: int) -> Orde
 def _placement_of_csv(path: Path, p: int) -> Placement:
     """A V has the last of its 2p stages on the first rank."""
     try:
-        first = path.read_text().split("\n", 1)[0]
-    except OSError as error:
+        first = read_text(path, TEXT_BYTES).split("\n", 1)[0]
+    except (OSError, ValueError) as error:
         raise ConfigError(f"parallel.schedule = {str(path)!r}: {cause_of(error, path)}") from None
     cells = [cell.strip() for cell in first.split(",")]
     return "v" if any(cell.startswith(f"{2 * p - 1}F") for cell in cells) else "loop"

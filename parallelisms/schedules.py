@@ -25,6 +25,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from dtron.errors import ConfigError, cause_of, nearest
 from dtron.parallelisms.actions import Action, Kind, Order, check, misplaced
+from dtron.untrusted import TEXT_BYTES, read_text
 
 Placement = Literal["loop", "v"]
 """Which rank holds which stage. `loop`: stage s is on rank s % p. `v`: rank r holds stages r and
@@ -319,8 +320,8 @@ def _read(source: str | Path) -> tuple[str, str]:
     if isinstance(source, str) and ("," in source or "\n" in source):
         return "the schedule", source
     try:
-        return str(source), Path(source).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return str(source), read_text(source, TEXT_BYTES)
+    except (OSError, ValueError) as error:
         cause = cause_of(error, source)
         raise ConfigError(f"schedule file {source} cannot be read: {cause}") from error
 

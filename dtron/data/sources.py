@@ -20,6 +20,7 @@ from dtron.data.order import split
 from dtron.data.packing import (
     OrderedDocuments,
     ShuffledDocuments,
+    Tokens,
     TrainingSource,
     ValidationSource,
 )
@@ -50,7 +51,10 @@ def prepare(data: Data) -> TokenCache | None:
 
 def is_ready(data: Data) -> bool:
     """Whether `prepare` would find its work done."""
-    return _is_stream(data) or open_cache(_locate(data)[2]) is not None
+    if _is_stream(data):
+        return True
+    _, tokenizer, path = _locate(data)
+    return open_cache(path, tokenizer) is not None
 
 
 def wait_for(data: Data, timeout_seconds: float) -> None:
@@ -61,9 +65,9 @@ def wait_for(data: Data, timeout_seconds: float) -> None:
     """
     if _is_stream(data):
         return
-    corpus, _, path = _locate(data)
+    corpus, tokenizer, path = _locate(data)
     deadline = time.monotonic() + timeout_seconds
-    while open_cache(path) is None:
+    while open_cache(path, tokenizer) is None:
         if time.monotonic() > deadline:
             raise DataError(
                 f"no process of this host has tokenized {corpus.name} within "
@@ -93,10 +97,10 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
 
 @dataclass(frozen=True)
 class _Opened:
-    """Tokens in memory or mapped, to be packed as `data.packing` says."""
+    """Tokens in memory or in a file, to be packed as `data.packing` says."""
 
     data: Data
-    tokens: np.ndarray
+    tokens: Tokens
     offsets: np.ndarray
     seq_len: int
     eos_id: int
@@ -150,7 +154,8 @@ def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
     if _is_stream(data):
         content = stream_name(data)
     else:
-        cache = open_cache(cache_path(CORPORA[data.source](data), tokenizer, data.cache_dir))
+        path = cache_path(CORPORA[data.source](data), tokenizer, data.cache_dir)
+        cache = open_cache(path, tokenizer)
         if cache is None:
             raise DataError(f"data.cache_dir = {data.cache_dir!r} was changed; start again")
         content = cache.content
