@@ -81,6 +81,14 @@ def sync_directory(path: Location) -> None:
         os.close(descriptor)
 
 
+def is_file(path: Location) -> bool:
+    """Whether it is there and no folder. Raises CheckpointError: it may not be looked at."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {cause_of(error, path)}") from None
+
+
 def names_in(folder: Location) -> list[str]:
     """What is in a folder; nothing if it is not there. Raises OSError."""
     if isinstance(folder, Remote):

@@ -25,6 +25,7 @@ from dtron.files import (
     Location,
     appear,
     delete,
+    is_file,
     location,
     make_folder,
     names_in,
@@ -170,7 +171,7 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
 def _within(path: Location | str) -> Location | None:
     """The checkpoint that a path is, or the newest good one below it."""
     where = location(path)
-    if (where / FACTS).exists():
+    if is_file(where / FACTS):
         return where
     return newest_good([where / "checkpoints", where])
 

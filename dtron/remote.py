@@ -43,6 +43,8 @@ class Remote:
             raise ConfigError(f"{url!r} needs another package: {fix}") from None
         except ValueError as error:
             raise ConfigError(f"{url!r} is no URL that fsspec knows: {error}") from None
+        except Exception as error:  # libraries of stores raise classes of their own
+            raise ConfigError(f"{url!r} cannot be reached: {error!r}") from None
         return cls(files, path)
 
     def __truediv__(self, name: str) -> "Remote":

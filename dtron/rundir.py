@@ -20,6 +20,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dtron.errors import ConfigError, cause_of
 from dtron.files import Location
 from dtron.untrusted import MB, TOML_BYTES, open_regular, parse, read_text
 
@@ -79,17 +80,22 @@ class RunDir:
         if not self.metrics.exists():
             return
         kept = []
-        with open_regular(self.metrics) as file:
-            while row := file.readline(MB):
-                if (at := _row_step(row)) is not None and at <= step:
-                    kept.append(row.decode().rstrip("\n") + "\n")
+        try:
+            with open_regular(self.metrics) as file:
+                while row := file.readline(MB):
+                    if (at := _row_step(row)) is not None and at <= step:
+                        kept.append(row.decode().rstrip("\n") + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.metrics} cannot be read: {cause_of(error, self.metrics)}; move it away"
+            ) from None
         _write(self.metrics, "".join(kept))
 
 
 def _row_step(row: bytes) -> int | None:
     """Step of a metrics row; None for one that a killed run left half-written."""
     try:
-        step = parse(row)["step"]
+        step = parse(row.decode())["step"]
     except (ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None

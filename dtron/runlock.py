@@ -5,6 +5,7 @@ it, on this host or on another one that shares the file system. The file says wh
 ranks look at the directory only once rank 0 of their own start has it.
 """
 
+import contextlib
 import datetime
 import fcntl
 import json
@@ -58,7 +59,8 @@ class RunLock:
             if not any(self._path.parent.iterdir()):
                 self._path.parent.rmdir()
         else:
-            self._file.truncate(0)
+            with contextlib.suppress(OSError):  # no regular file
+                self._file.truncate(0)
         self._file.close()
         self._file = None
 

@@ -18,11 +18,13 @@ MOST_TOKENS = 2**26
 MOST_SECONDS = 30 * 86400
 
 
-def _known_home(path: str) -> str:
+def _usable(path: str) -> str:
     try:
         Path(path).expanduser()
     except RuntimeError:
         raise ValueError("no such user has a home directory") from None
+    if len(path.encode()) > 4000 or any(len(name.encode()) > 255 for name in path.split("/")):
+        raise ValueError("a path has at most 4000 bytes, and each name in it 255")
     return path
 
 
@@ -35,7 +37,7 @@ def _watched(seconds: float) -> float:
 Text = Annotated[str, Field(max_length=10_000, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]
 """Without control characters, which TOML cannot hold; but for tabs and line breaks."""
 PathText = Annotated[
-    str, Field(max_length=4000, pattern=r"^[^\x00-\x1f\x7f]*$"), AfterValidator(_known_home)
+    str, Field(max_length=4000, pattern=r"^[^\x00-\x1f\x7f]*$"), AfterValidator(_usable)
 ]
 WatchedSeconds = Annotated[float, AfterValidator(_watched)]
 LayerCount = Annotated[int, Field(ge=0, le=MOST_LAYERS)]

@@ -51,7 +51,9 @@ from dtron.tensorfile import (
 from dtron.untrusted import INDEX_BYTES, open_regular
 
 INDEX = "index.json"
-_MOST_COMPARED = 10**7  # parts of one tensor with each other, of which a made-up index has too many
+_MOST_COMPARED = (
+    4 * 10**6
+)  # parts of one tensor with each other, of which a made-up index has too many
 _FORMAT = 1
 
 

@@ -77,10 +77,14 @@ def read_curve(run: Path) -> Curve:
     except (OSError, ValueError) as error:
         cause = cause_of(error, path)
         raise ConfigError(f"{path} cannot be read: {cause}; name a run directory") from None
-    losses = {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
+    rows = [row for row in rows if isinstance(row, dict) and type(row.get("step")) is int]
+    numbers = (int, float)
+    losses = {row["step"]: row["loss"] for row in rows if type(row.get("loss")) in numbers}
     if not losses:
         raise ConfigError(f"{path} holds no loss; the run has logged nothing yet")
-    held_out = [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
+    held_out = [
+        row["validation_loss"] for row in rows if type(row.get("validation_loss")) in numbers
+    ]
     return Curve(run.name, losses, held_out[-1] if held_out else None)
 
 

@@ -260,7 +260,7 @@ def forward_only(ranks_of_stage: Sequence[int], p: int, m: int) -> Order:
 
 
 # One action, or torch's notation for a forward and a backward that overlap: (0F8;7B0)OVERLAP_F_B.
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -284,7 +284,7 @@ def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -
     name, text = _read(source)
     lines = [
         (number, row)
-        for number, row in enumerate(csv.reader(io.StringIO(text)), start=1)
+        for number, row in enumerate(_rows(name, text), start=1)
         if any(cell.strip() for cell in row)
     ]
     if len(lines) != p:
@@ -308,6 +308,13 @@ def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -
     order = tuple(tuple(a for _, rank, a in placed if rank == r) for r in range(p))
     check(order, ranks, m, name)
     return order
+
+
+def _rows(name: str, text: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ConfigError(f"{name} is no CSV: {error}") from None
 
 
 def write_csv(order: Order) -> str:

@@ -99,9 +99,12 @@ def read_trace(path: Path) -> Trace:
         events = parse(read_bytes(path, TRACE_BYTES))["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not a profiler's trace: {error!r}") from None
-    complete = [event for event in events if event.get("ph") == "X"]
-    found = any(event.get("cat") in _DEVICE for event in complete)
-    trace = _device_trace(complete) if found else _host_trace(complete)
+    try:
+        complete = [event for event in events if event.get("ph") == "X"]
+        found = any(event.get("cat") in _DEVICE for event in complete)
+        trace = _device_trace(complete) if found else _host_trace(complete)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise DataError(f"{path}: not a profiler's trace: {error!r}") from None
     if not trace.windows:
         raise DataError(f"{path}: no whole step; profile at least {2 if found else 1} steps")
     return trace

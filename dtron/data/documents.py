@@ -139,7 +139,7 @@ def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
     try:
         with open_regular(path) as file:
             inflated = path.endswith(".gz")
-            room = _MOST_INFLATED * os.fstat(file.fileno()).st_size + most
+            room = _MOST_INFLATED * os.fstat(file.fileno()).st_size + 16 * MB
             lines = gzip.GzipFile(fileobj=file) if inflated else file
             while line := lines.readline(most + 1):
                 number, count = number + 1, count + len(line)

@@ -8,9 +8,10 @@ one end-of-document token (EOS), which `encode_documents` appends.
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -101,6 +102,9 @@ class JsonTokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            if self._tokenizer.normalizer is not None:
+                growth = _growth(json.loads(self._tokenizer.normalizer.__getstate__()))
+                assert growth <= _MOST_GROWTH, f"it makes texts {growth:.0e} times as long"
         self.eos_id = vocabulary[_eos(path, eos_token, vocabulary)]
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
         identity = json.dumps([content, self.eos_id])
@@ -156,6 +160,18 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[in
         [*ids, tokenizer.eos_id] if ids and not text.isspace() else []
         for text, ids in zip(texts, encoded, strict=True)
     ]
+
+
+_MOST_GROWTH = 1000
+
+
+def _growth(normalizer: dict[str, Any]) -> float:
+    """How many times as long a normalizer can make a text by replacing parts of it."""
+    if "normalizers" in normalizer:
+        return math.prod(_growth(each) for each in normalizer["normalizers"])
+    added = len(normalizer.get("content", normalizer.get("prepend", "")))
+    replaced = len(normalizer.get("pattern", {}).get("String", ""))
+    return max(1.0, added / replaced if replaced else added + 1)
 
 
 def _read(path: str) -> str:
