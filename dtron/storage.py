@@ -197,6 +197,8 @@ class Index:
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, str]
     """The file of each part."""
+    sizes: dict[MetadataIndex, torch.Size]
+    """The shape of each part."""
 
 
 def read_index(folder: Location) -> Index:
@@ -210,14 +212,15 @@ def read_index(folder: Location) -> Index:
     table = _table(path)
     files = _files(table, path)
     try:
-        tensors, places = {}, {}
+        tensors, places, extents = {}, {}, {}
         for fqn, entry in table["tensors"].items():
             chunks = []
             shape = dims(entry["shape"])
             for offsets, sizes, file in entry["parts"]:
                 chunk = ChunkStorageMetadata(torch.Size(dims(offsets)), torch.Size(dims(sizes)))
                 chunks.append(chunk)
-                places[MetadataIndex(fqn, chunk.offsets)] = files[file] and file
+                at = MetadataIndex(fqn, chunk.offsets)
+                places[at], extents[at] = files[file] and file, chunk.sizes
             properties = TensorProperties(dtype=DTYPES_BY_NAME[entry["dtype"]])
             tensors[fqn] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -225,7 +228,7 @@ def read_index(folder: Location) -> Index:
     for fqn, tensor in tensors.items():
         if wrong := untiled(tensor.size, tensor.chunks):
             raise CheckpointError(f"{path} is damaged: {fqn} of shape {list(tensor.size)} {wrong}")
-    return Index(files, tensors, places)
+    return Index(files, tensors, places, extents)
 
 
 def read_files(folder: Location) -> dict[str, Written]:
@@ -415,8 +418,7 @@ class ShardReader(StoredReader):
 
     def _check(self, index: MetadataIndex, dtype: str, shape: list[int], file: str) -> None:
         tensor = self.index.tensors[index.fqn]
-        (sizes,) = [chunk.sizes for chunk in tensor.chunks if chunk.offsets == index.offset]
-        wanted = (DTYPE_NAMES[tensor.properties.dtype], list(sizes))
+        wanted = (DTYPE_NAMES[tensor.properties.dtype], list(self.index.sizes[index]))
         if (dtype, list(shape)) != wanted:
             raise ValueError(f"{index.fqn} is {dtype} {list(shape)} in {file}, not {wanted}")
 
