@@ -213,11 +213,11 @@ class StoredTensors:
             raise ValueError(f"{name} has another size than its shape says")
         return StoredTensor(self._where, self._begin + first, entry["dtype"], shape)
 
-    def _read(self, start: int, length: int) -> bytearray:
+    def _read(self, start: int, length: int) -> bytes:
         content = bytearray(length)
         if self._where.read_into(start, memoryview(content)) != length:
             raise ValueError("it became shorter while it was read")
-        return content
+        return bytes(content)
 
 
 class StoredTensor:
@@ -257,6 +257,6 @@ class StoredTensor:
         return out
 
     def _fill(self, out: torch.Tensor, start: int) -> None:
-        buffer = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        buffer = out.reshape(-1).view(torch.uint8).numpy().data
         if self._where.read_into(self._begin + start, buffer) != len(buffer):
             raise ValueError("it became shorter while it was read")

@@ -176,8 +176,9 @@ def read_data(path: Path) -> None:
     train, validation = open_data(_data(path), seq_len=16, seed=0)
     for k in range(20):
         train.sequence(k)
-    for k in range(len(validation) if validation else 0):
-        validation.sequence(k)
+    if validation is not None:
+        for k in range(len(validation)):
+            validation.sequence(k)
 
 
 def read_tokenizer(path: Path) -> None:
@@ -444,7 +445,8 @@ def run_case(case: str, folder: Path) -> None:
     if kind == "key":
         return extreme_key(what, draw, folder)
     if kind == "attack":
-        return ATTACKS[what](folder)
+        ATTACKS[what](folder)
+        return None
     form = FORMATS[kind]
     made = form.make(folder)
     files = (

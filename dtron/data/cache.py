@@ -64,13 +64,15 @@ class TokenFile:
         """Tokens of a slice without a step. Raises DataError: they are no longer there."""
         start, stop, _ = part.indices(self._length)
         tokens = np.empty(max(stop - start, 0), self.dtype)
-        buffer, filled, size = memoryview(tokens).cast("B"), 0, self.dtype.itemsize
+        if not len(tokens):
+            return tokens
+        buffer, filled, size = tokens.data.cast("B"), 0, self.dtype.itemsize
         while filled < len(buffer):
             n = os.preadv(self._file.fileno(), [buffer[filled:]], start * size + filled)
             if not n:
                 raise DataError(f"{self._path} has become shorter; {_DELETE}")
             filled += n
-        if len(tokens) and tokens.max() >= self._vocab_size:
+        if tokens.max() >= self._vocab_size:
             raise DataError(
                 f"{self._path} holds the token {tokens.max()}, which the tokenizer "
                 f"does not have; {_DELETE}"
