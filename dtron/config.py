@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from dtron.errors import ConfigError, cause_of, config_error, nearest, note
+from dtron.errors import ConfigError, cause_of, config_error, nearest, note, shorten
 from dtron.sections import (
     DEGREES,
     Checkpoint,
@@ -37,6 +37,7 @@ from dtron.sections import (
     Section,
     Train,
 )
+from dtron.untrusted import TOML_BYTES, parse_toml, read_text
 
 __all__ = [
     "DEGREES",
@@ -99,10 +100,10 @@ class RunConfig(Section):
             ConfigError: the file is missing or not TOML, or a key or value is not legal.
         """
         try:
-            values = tomllib.loads(Path(path).read_text())
+            values = parse_toml(read_text(path, TOML_BYTES))
         except FileNotFoundError:
             raise ConfigError(f"--config {path}: no such file") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"--config {path}: {cause_of(error, path)}") from None
         own = copy.deepcopy(values)
         for override in overrides:
@@ -517,9 +518,11 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
     if not raw.strip():
         return _unset(values, parts, known)
     try:
-        value = tomllib.loads(f"x = {raw}")["x"]
+        value = parse_toml(f"x = {raw}")["x"]
     except tomllib.TOMLDecodeError:
         value = raw  # a bare word is a string
+    except ValueError as error:
+        raise ConfigError(f"override {shorten(text)!r}: {error}") from None
     table = values
     for part in parts[:-1]:
         table = table.setdefault(part, {})

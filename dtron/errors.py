@@ -5,17 +5,28 @@ A DtronError is printed without a traceback; anything else that is raised is our
 
 import argparse
 import difflib
+import itertools
 import os
 import re
 import sys
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pydantic import ValidationError
 
+_MOST_CHARACTERS = 10_000
+_CONTROL = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\t\n"}
+
 
 class DtronError(Exception):
-    """A mistake the user can mend; the message says how."""
+    """A mistake the user can mend; the message says how.
+
+    It may quote a file that somebody else wrote: it is cut in the middle beyond 10,000 characters,
+    and control characters, which a terminal would obey, are escaped.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(shorten(str(message), _MOST_CHARACTERS).translate(_CONTROL))
 
 
 class ConfigError(DtronError, ValueError):
@@ -73,10 +84,15 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
+_MOST_WORDS, _WORD = 300_000, 100  # which a file may have more and longer of
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the known word closest to `word`, or the one that it begins, or the
     empty string."""
-    words = list(known)
+    words = [name for name in itertools.islice(known, _MOST_WORDS) if len(name) <= _WORD]
+    if len(word) > _WORD:
+        return ""
     begun = [name for name in words if word and name.lower().startswith(word.lower())]
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.5) or begun
     return f"; did you mean {close[0]}?" if close else ""
@@ -114,10 +130,13 @@ def config_error(error: ValidationError, prefix: str, known: Iterable[str]) -> C
     if first["type"] == "missing":
         return ConfigError(f"{key} is required and has no default")
     if first["type"] == "tuple_type":
-        return ConfigError(f"{key} = {_short(first['input'])} is not a list; write '[\"...\"]'")
+        return ConfigError(
+            f"{key} = {shorten(repr(first['input']))} is not a list; write '[\"...\"]'"
+        )
     choices = re.findall("'([^']+)'", str(first.get("ctx", {}).get("expected", "")))
     hint = nearest(str(first["input"]), choices)
-    return ConfigError(f"{key} = {_short(first['input'])}: {first['msg']}{hint}")
+    rule = first["msg"].removeprefix("Value error, ")
+    return ConfigError(f"{key} = {shorten(repr(first['input']))}: {rule}{hint}")
 
 
 def cause_of(error: Exception, path: object) -> str:
@@ -127,6 +146,7 @@ def cause_of(error: Exception, path: object) -> str:
     return str(error)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def shorten(text: str, most: int = 80) -> str:
+    """A text of at most this many characters, cut in the middle."""
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"

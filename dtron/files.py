@@ -1,14 +1,14 @@
 """Small files, on a disk or in a store: read with errors a user can act on, written to last."""
 
 import contextlib
-import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from dtron.errors import CheckpointError, cause_of
+from dtron.errors import CheckpointError, ConfigError, cause_of
 from dtron.remote import Remote
+from dtron.untrusted import JSON_BYTES, parse, read_bytes
 
 Location = Path | Remote
 """Where a file or a folder is."""
@@ -18,13 +18,21 @@ def location(text: str | Location) -> Location:
     """What a path or a URL of a config names. Raises ConfigError: the URL cannot be used."""
     if isinstance(text, str) and "://" in text:
         return Remote.of(text)
-    return text if isinstance(text, Remote) else Path(text).expanduser()
-
-
-def read_json(path: Location) -> dict[str, Any]:
-    """An object in a file. Raises CheckpointError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return text if isinstance(text, Remote) else Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{str(text)!r}: {error}") from None
+
+
+def read(path: Location, limit: int = JSON_BYTES) -> bytes:
+    """A whole file of at most `limit` bytes. Raises OSError: also where it is no regular file."""
+    return path.read_whole(limit) if isinstance(path, Remote) else read_bytes(path, limit)
+
+
+def read_json(path: Location, limit: int = JSON_BYTES) -> dict[str, Any]:
+    """An object in a file of at most `limit` bytes. Raises CheckpointError."""
+    try:
+        content = parse(read(path, limit))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {cause_of(error, path)}") from None
     if not isinstance(content, dict):
@@ -71,6 +79,14 @@ def sync_directory(path: Location) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_file(path: Location) -> bool:
+    """Whether it is there and no folder. Raises CheckpointError: it may not be looked at."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {cause_of(error, path)}") from None
 
 
 def names_in(folder: Location) -> list[str]:

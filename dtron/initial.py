@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from dtron.config import Data
 from dtron.data.tokenizer import Tokenizer, load_tokenizer
 from dtron.errors import CheckpointError, ConfigError
-from dtron.files import Location, location
+from dtron.files import Location, is_file, location
 from dtron.models import MODELS, hf_folder, model_config
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import differences
@@ -74,7 +74,7 @@ def open_initial(path: str | Location, zero_centered: bool = False) -> Initial:
         CheckpointError: it holds neither, or not whole.
     """
     where = location(path)
-    if isinstance(where, Path) and (where / CONFIG).is_file():
+    if isinstance(where, Path) and is_file(where / CONFIG):
         folder = hf_folder(where, zero_centered)
         return Initial(where, folder.family, folder.config, folder)
     found = find_weights(where, "a Hugging Face folder (with config.json) nor ")
@@ -154,8 +154,8 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
 def tokenizer_of(path: str | Location) -> str:
     """`data.tokenizer` of a Hugging Face folder, a checkpoint or a run; empty: it has none."""
     where = location(path)
-    if isinstance(where, Path) and (where / CONFIG).is_file():
-        return str(where / TOKENIZER) if (where / TOKENIZER).is_file() else ""
+    if isinstance(where, Path) and is_file(where / CONFIG):
+        return str(where / TOKENIZER) if is_file(where / TOKENIZER) else ""
     facts = read_facts(find_weights(where, "a Hugging Face folder (with config.json) nor "))
     return str(facts.settings.get("data.tokenizer", ""))
 

@@ -4,6 +4,7 @@ Each rank checks what is cheap; the first rank of each host prepares the data, a
 for it, so that an error is found and told once.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from dtron.resolve import resolve
 from dtron.rundir import RunDir
 from dtron.runtime import Place, check_writable
 from dtron.tiers import Tier, owner, tiers_of
+from dtron.untrusted import MB, read_text
 
 log = logging.getLogger("dtron")
 
@@ -150,7 +152,9 @@ def _goes_on(rundir: RunDir, place: Place) -> bool:
         if place.rank == 0 and rundir.begun.exists():  # of an earlier job
             rundir.begun.unlink()
         return False
-    return rundir.begun.exists() and rundir.begun.read_text() == place.job
+    with contextlib.suppress(OSError, ValueError):
+        return read_text(rundir.begun, MB) == place.job
+    return False
 
 
 def _resumed(

@@ -15,45 +15,50 @@ import logging
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch.distributed as dist
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from dtron.errors import CheckpointError
 from dtron.files import (
     Location,
     appear,
     delete,
+    is_file,
     location,
     make_folder,
     names_in,
+    read,
     read_json,
     sync_directory,
 )
 from dtron.storage import INDEX, corrupt, missing_or_short, read_index
+from dtron.untrusted import INDEX_BYTES
 
 log = logging.getLogger("dtron")
 FACTS = "dtron.json"
 _ABANDONED = "abandoned.json"
+_STEP = re.compile(r"[0-9]{1,18}")
 _OWN = re.compile(r"rank-\d+\.safetensors|(index|dtron|abandoned)\.json(\.partial)?")
 """The name of FACTS where training went on from an earlier step."""
 RESUME = "set checkpoint.resume ="
 """How an error says which checkpoint to resume from instead."""
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
 class Facts:
     """What a checkpoint says of itself, without opening its shards."""
 
-    step: int
+    step: _Count
     """Optimizer steps done."""
-    tokens: int
+    tokens: _Count
     """Tokens trained on."""
-    skipped: int
+    skipped: _Count
     """Steps skipped for gradients that were not finite."""
-    world_size: int
-    skipped_in_a_row: int
+    world_size: _Count
+    skipped_in_a_row: _Count
     """How many of them were the last ones."""
     settings: dict[str, Any]
     """Keys of the run's config on which the meaning of the state depends, with their values."""
@@ -106,7 +111,7 @@ def read_facts(path: Location) -> Facts:
 def _checksum(path: Location, facts: dict[str, Any]) -> str:
     """Of what a checkpoint says of itself and of its index, which has those of all files."""
     text = json.dumps(facts, sort_keys=True).encode()
-    return hashlib.sha256(text + (path / INDEX).read_bytes()).hexdigest()
+    return hashlib.sha256(text + read(path / INDEX, INDEX_BYTES)).hexdigest()
 
 
 def problem(path: Location) -> str | None:
@@ -166,7 +171,7 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
 def _within(path: Location | str) -> Location | None:
     """The checkpoint that a path is, or the newest good one below it."""
     where = location(path)
-    if (where / FACTS).exists():
+    if is_file(where / FACTS):
         return where
     return newest_good([where / "checkpoints", where])
 
@@ -264,7 +269,7 @@ def agree(
 def identity(path: Location) -> tuple[str, str]:
     """Name and content, as far as a folder says what it holds."""
     said = path / FACTS
-    return path.name, hashlib.sha256(said.read_bytes()).hexdigest() if said.exists() else ""
+    return path.name, hashlib.sha256(read(said)).hexdigest() if said.exists() else ""
 
 
 def check_content(path: Location, group: dist.ProcessGroup, fix: str = "take") -> None:
@@ -339,7 +344,7 @@ def abandon_after(checkpoints: Location, step: int) -> None:
     until the next one is published: a renamed dtron.json brings them back. Raises OSError."""
     for path in complete(checkpoints):
         if step_of(path) > step:
-            appear(path / _ABANDONED, (path / FACTS).read_text(encoding="utf-8"))
+            appear(path / _ABANDONED, read(path / FACTS).decode())
             delete(path / FACTS)
 
 
@@ -365,4 +370,4 @@ def complete(checkpoints: Location) -> list[Location]:
 def step_of(path: Location) -> int:
     """N of a folder step-N; 0 for any other name."""
     number = path.name.removeprefix("step-")
-    return int(number) if number.isdigit() and number != path.name else 0
+    return int(number) if _STEP.fullmatch(number) and number != path.name else 0

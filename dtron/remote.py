@@ -43,6 +43,8 @@ class Remote:
             raise ConfigError(f"{url!r} needs another package: {fix}") from None
         except ValueError as error:
             raise ConfigError(f"{url!r} is no URL that fsspec knows: {error}") from None
+        except Exception as error:  # libraries of stores raise classes of their own
+            raise ConfigError(f"{url!r} cannot be reached: {error!r}") from None
         return cls(files, path)
 
     def __truediv__(self, name: str) -> "Remote":
@@ -108,9 +110,17 @@ class Remote:
         with self._told():
             return self._files.cat_file(self._path, start=start, end=end)
 
-    def read_text(self, encoding: str = "utf-8") -> str:
-        """A file."""
-        return self.read_bytes().decode(encoding)
+    def read_whole(self, limit: int) -> bytes:
+        """A file. Raises OSError: also where it has more than `limit` bytes."""
+        if (size := self.size()) > limit:
+            raise OSError(f"{self} has {size} bytes, and at most {limit} are read")
+        return self.read_bytes(0, size)
+
+    def read_into(self, start: int, buffer: memoryview) -> int:
+        """Fill a buffer with what is there from `start` on; the number of bytes that were read."""
+        data = self.read_bytes(start, start + len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     def write_bytes(self, data: bytes) -> None:
         """Write a file, which is there when all of it is."""

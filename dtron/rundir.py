@@ -20,7 +20,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dtron.errors import ConfigError, cause_of
 from dtron.files import Location
+from dtron.untrusted import MB, TOML_BYTES, open_regular, parse, read_text
 
 log = logging.getLogger("dtron")
 _KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace", "hangs")
@@ -51,7 +53,7 @@ class RunDir:
             self.committed.unlink(missing_ok=True)
         else:
             self._drop_rows_after(resumed_step)
-        if self.config.exists() and self.config.read_text() != config_toml:
+        if self.config.exists() and _text_of(self.config) != config_toml:
             _set_aside(self.config)
         _write(self.config, config_toml)
 
@@ -70,23 +72,40 @@ class RunDir:
     def noted_checkpoint(self) -> str:
         """The one that was noted last; empty: none."""
         try:
-            return str(json.loads(self.committed.read_text())["checkpoint"])
+            return str(parse(read_text(self.committed, MB))["checkpoint"])
         except (OSError, ValueError, LookupError, TypeError):
             return ""
 
     def _drop_rows_after(self, step: int) -> None:
         if not self.metrics.exists():
             return
-        rows = self.metrics.read_text().splitlines()
-        kept = [row for row in rows if (at := _row_step(row)) is not None and at <= step]
-        _write(self.metrics, "".join(row + "\n" for row in kept))
+        kept = []
+        try:
+            with open_regular(self.metrics) as file:
+                while row := file.readline(MB):
+                    if (at := _row_step(row)) is not None and at <= step:
+                        kept.append(row.decode().rstrip("\n") + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.metrics} cannot be read: {cause_of(error, self.metrics)}; move it away"
+            ) from None
+        _write(self.metrics, "".join(kept))
 
 
-def _row_step(row: str) -> int | None:
+def _row_step(row: bytes) -> int | None:
     """Step of a metrics row; None for one that a killed run left half-written."""
     try:
-        return json.loads(row)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        step = parse(row.decode())["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _text_of(path: Path) -> str | None:
+    """A config that an earlier start has written; None: it is none."""
+    try:
+        return read_text(path, TOML_BYTES)
+    except (OSError, ValueError):
         return None
 
 

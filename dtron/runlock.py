@@ -5,6 +5,7 @@ it, on this host or on another one that shares the file system. The file says wh
 ranks look at the directory only once rank 0 of their own start has it.
 """
 
+import contextlib
 import datetime
 import fcntl
 import json
@@ -17,6 +18,7 @@ from typing import IO
 
 from dtron.errors import ConfigError
 from dtron.runtime import Place
+from dtron.untrusted import MB, parse, read_text
 
 log = logging.getLogger("dtron")
 _POLL_SECONDS = 0.1
@@ -57,7 +59,8 @@ class RunLock:
             if not any(self._path.parent.iterdir()):
                 self._path.parent.rmdir()
         else:
-            self._file.truncate(0)
+            with contextlib.suppress(OSError):  # no regular file
+                self._file.truncate(0)
         self._file.close()
         self._file = None
 
@@ -120,7 +123,7 @@ def _owner(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text())
+        found = parse(read_text(path, MB))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dtron.errors import CheckpointError
-from dtron.files import Location, write_synced
+from dtron.files import Location, read, write_synced
 from dtron.published import FACTS, Facts, begin, problem, publish, retire, withdraw
 from dtron.runtime import new_host_group
 from dtron.saveplan import KeptPlan
@@ -32,6 +32,7 @@ from dtron.storage import (
 )
 from dtron.tensorfile import Written
 from dtron.tiers import Tier
+from dtron.untrusted import INDEX_BYTES
 from dtron.writer import WriterProcess
 
 log = logging.getLogger("dtron")
@@ -196,7 +197,7 @@ class Saver:
 
 def _index(folder: Location) -> str:
     """What lies where, with every file's SHA-256."""
-    return (folder / INDEX).read_text(encoding="utf-8")
+    return read(folder / INDEX, INDEX_BYTES).decode()
 
 
 def _copy_files(source: Location, folder: Location, process: WriterProcess) -> None:

@@ -1,22 +1,27 @@
 """Writing a safetensors file one tensor after the other, so that memory holds one at a time.
 
-The safetensors library writes whole dictionaries of tensors; it is what reads these files, on a
-disk: of files in a store the parts that are needed are read here. A file is hashed on its way and
-has reached the disk when `close` returns.
+The safetensors library writes whole dictionaries of tensors. A file is hashed on its way and has
+reached the disk when `close` returns. Files are read here as well, on a disk and in a store, the
+parts that are needed alone: the library maps them into memory, and a mapped file that is truncated
+ends the process (SIGBUS).
 
 Source of the format: github.com/huggingface/safetensors, README, "Format".
 """
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from dtron.errors import shorten
+from dtron.remote import Remote
+from dtron.untrusted import MB, open_regular, parse
 from dtron.writer import HashedFile
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -34,7 +39,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 DTYPES_BY_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_MOST_HEADER = 100_000_000  # bytes, as the safetensors library allows
+_MOST_HEADER = 32 * MB  # of which JSON makes 25 times that in memory
+_MOST_ELEMENTS = 2**56
+_AT_ONCE = 64 * MB
 
 
 @dataclass(frozen=True)
@@ -132,48 +139,89 @@ class Readable(Protocol):
         """Bytes."""
         ...
 
-    def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
-        """A part."""
+    def read_into(self, start: int, buffer: memoryview) -> int:
+        """Fill a buffer with what is there from `start` on; the number of bytes that were read."""
         ...
 
 
-class RemoteTensors:
-    """A safetensors file that is not on a disk, of which only what is asked for is read.
+class LocalFile:
+    """A file on a disk. Raises OSError: it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_regular(path)
+
+    def size(self) -> int:
+        """Bytes."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def read_into(self, start: int, buffer: memoryview) -> int:
+        """Fill a buffer with what is there from `start` on; the number of bytes that were read."""
+        filled = 0
+        while n := os.preadv(self._file.fileno(), [buffer[filled:]], start + filled):
+            filled += n
+        return filled
+
+
+def dims(value: Any) -> list[int]:
+    """A shape, or where a part begins. Raises ValueError: it is none that a tensor has."""
+    if not isinstance(value, list) or len(value) > 16:
+        raise ValueError(f"{shorten(repr(value))} is no shape")
+    if not all(type(n) is int and 0 <= n <= _MOST_ELEMENTS for n in value):
+        raise ValueError(f"{shorten(repr(value))} is no shape")
+    if math.prod(value) > _MOST_ELEMENTS:
+        raise ValueError(f"{value} has more than 2^56 elements")
+    return value
+
+
+class StoredTensors:
+    """A safetensors file, of which only what is asked for is read.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: it cannot be read.
         ValueError: it is no safetensors file.
     """
 
-    def __init__(self, where: Readable) -> None:
-        self._where = where
-        size = where.size()
-        length = int.from_bytes(where.read_bytes(0, 8), "little")
+    def __init__(self, where: Path | Remote) -> None:
+        self._where: Readable = where if isinstance(where, Remote) else LocalFile(where)
+        size = self._where.size()
+        length = int.from_bytes(self._read(0, min(size, 8)), "little")
         if not 2 <= length <= min(size - 8, _MOST_HEADER):
             raise ValueError("it has no header of safetensors")
         self._begin = 8 + length
-        self._table = json.loads(where.read_bytes(8, self._begin))
+        self._table = parse(self._read(8, length))
         self._room = size - self._begin
         if not isinstance(self._table, dict):
             raise ValueError("its header is no object")
 
-    def get_slice(self, name: str) -> "RemoteSlice":
+    def keys(self) -> set[str]:
+        """Names of its tensors."""
+        return self._table.keys() - {"__metadata__"}
+
+    def get_slice(self, name: str) -> "StoredTensor":
         """One of its tensors, unread."""
         try:
             entry = self._table[name]
-            dtype, shape = DTYPES_BY_NAME[entry["dtype"]], [int(n) for n in entry["shape"]]
-            first, last = (int(n) for n in entry["data_offsets"])
+            if (dtype := DTYPES_BY_NAME.get(entry["dtype"])) is None:
+                raise ValueError(f"its dtype is {shorten(str(entry['dtype']))}")
+            shape = dims(entry["shape"])
+            first, last = dims(entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"it holds no {name}: {error!r}") from None
+            raise ValueError(f"it holds no readable {name}: {error!r}") from None
         if not 0 <= first <= last <= self._room:
             raise ValueError(f"{name} lies outside of the file")
-        if last - first != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
+        if last - first != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} has another size than its shape says")
-        return RemoteSlice(self._where, self._begin + first, entry["dtype"], shape)
+        return StoredTensor(self._where, self._begin + first, entry["dtype"], shape)
+
+    def _read(self, start: int, length: int) -> bytes:
+        content = bytearray(length)
+        if self._where.read_into(start, memoryview(content)) != length:
+            raise ValueError("it became shorter while it was read")
+        return bytes(content)
 
 
-class RemoteSlice:
-    """A tensor in a store."""
+class StoredTensor:
+    """A tensor of a file."""
 
     def __init__(self, where: Readable, begin: int, dtype: str, shape: list[int]) -> None:
         self._where, self._begin, self._dtype, self._shape = where, begin, dtype, shape
@@ -187,16 +235,28 @@ class RemoteSlice:
         return self._shape
 
     def __getitem__(self, region: tuple[slice, ...]) -> torch.Tensor:
-        """A region of it: of whole rows from the first to the last, read at once."""
+        """A region of it, read in whole rows; dims that `region` lacks are read whole. Raises
+        ValueError: the file has become shorter."""
         dtype = DTYPES_BY_NAME[self._dtype]
-        start, stop = (region[0].start, region[0].stop) if region else (0, 1)
+        region = (*region, *(slice(0, n) for n in self._shape[len(region) :]))
+        out = torch.empty([s.stop - s.start for s in region], dtype=dtype)
+        if not out.numel():
+            return out
+        if list(out.shape[1:]) == self._shape[1:]:  # rows of it
+            row = out[0].numel() * dtype.itemsize if region else 0
+            self._fill(out, region[0].start * row if region else 0)
+            return out
         row = math.prod(self._shape[1:]) * dtype.itemsize
-        begin, end = self._begin + start * row, self._begin + stop * row
-        shape = [stop - start, *self._shape[1:]] if region else []
-        if begin == end:
-            return torch.empty(shape, dtype=dtype)[(slice(None), *region[1:])]
-        data = torch.frombuffer(bytearray(self._where.read_bytes(begin, end)), dtype=torch.uint8)
-        if len(data) != end - begin:
-            raise ValueError("it is shorter than its header says")
-        rows = data.view(dtype).reshape(shape)
-        return rows[(slice(None), *region[1:])] if region else rows
+        step = max(1, _AT_ONCE // row)
+        for start in range(region[0].start, region[0].stop, step):
+            stop = min(start + step, region[0].stop)
+            rows = torch.empty([stop - start, *self._shape[1:]], dtype=dtype)
+            self._fill(rows, start * row)
+            into = slice(start - region[0].start, stop - region[0].start)
+            out[into] = rows[(slice(None), *region[1:])]
+        return out
+
+    def _fill(self, out: torch.Tensor, start: int) -> None:
+        buffer = out.reshape(-1).view(torch.uint8).numpy().data
+        if self._where.read_into(self._begin + start, buffer) != len(buffer):
+            raise ValueError("it became shorter while it was read")

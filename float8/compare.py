@@ -7,7 +7,6 @@ logged, relative to the first run's.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from dtron.errors import ConfigError, cause_of
+from dtron.untrusted import TEXT_BYTES, parse, read_text
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 380, 56, 40, 16, 40
 INKS = ("#1f77b4", "#d62728")
@@ -73,14 +73,18 @@ def read_curve(run: Path) -> Curve:
     """
     path = run / "metrics.jsonl"
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [parse(line) for line in read_text(path, TEXT_BYTES).splitlines()]
     except (OSError, ValueError) as error:
         cause = cause_of(error, path)
         raise ConfigError(f"{path} cannot be read: {cause}; name a run directory") from None
-    losses = {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
+    rows = [row for row in rows if isinstance(row, dict) and type(row.get("step")) is int]
+    numbers = (int, float)
+    losses = {row["step"]: row["loss"] for row in rows if type(row.get("loss")) in numbers}
     if not losses:
         raise ConfigError(f"{path} holds no loss; the run has logged nothing yet")
-    held_out = [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
+    held_out = [
+        row["validation_loss"] for row in rows if type(row.get("validation_loss")) in numbers
+    ]
     return Curve(run.name, losses, held_out[-1] if held_out else None)
 
 

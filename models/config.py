@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dtron.errors import ConfigError, config_error
 from dtron.models.rules import broken_rules, either
 
+MOST_LAYERS = 10_000
+MOST_FACTOR = 1e30
+
 
 class DecoderConfig(BaseModel):
     """Shape and ingredients of a `dtron.models.decoder.Decoder`."""
@@ -25,27 +28,27 @@ class DecoderConfig(BaseModel):
         protected_namespaces=(),
     )
 
-    vocab_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1, le=2**28)
     """Tokens of the vocabulary; it has to cover the tokenizer's."""
-    dim: int = Field(ge=1)
+    dim: int = Field(ge=1, le=2**20)
     """Width of the residual stream."""
-    n_layers: int = Field(ge=1)
+    n_layers: int = Field(ge=1, le=MOST_LAYERS)
     """Transformer blocks."""
-    n_heads: int = Field(ge=1)
+    n_heads: int = Field(ge=1, le=2**16)
     """Query heads a block."""
-    n_kv_heads: int = Field(ge=1)
+    n_kv_heads: int = Field(ge=1, le=2**16)
     """Key and value heads a block; fewer than n_heads is grouped-query attention, 1 is
     multi-query attention (arXiv:2305.13245)."""
-    head_dim: int = Field(default=0, ge=0)
+    head_dim: int = Field(default=0, ge=0, le=2**16)
     """Width of a head; 0: dim / n_heads."""
-    ffn_dim: int = Field(default=0, ge=0)
+    ffn_dim: int = Field(default=0, ge=0, le=2**24)
     """Hidden width of the feed-forward layer; 0 where every layer has experts instead."""
     activation: Literal["swiglu", "geglu", "gelu", "relu2", "clamped_swiglu"] = "swiglu"
     """A row of dtron.models.layers.ACTIVATIONS; swiglu, geglu and clamped_swiglu have a gate
     projection."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """A row of dtron.models.layers.NORMS."""
-    norm_eps: float = Field(default=1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0, le=MOST_FACTOR)
     """Added to the variance before its root is taken; norms of latents add 1e-6."""
     norm_zero_centered: bool = False
     """Store norm weights as gamma - 1, as checkpoints of Megatron-LM may have them. Norms are not
@@ -55,56 +58,56 @@ class DecoderConfig(BaseModel):
     bias: bool = False
     """Biases in the linear layers of the blocks, experts and routers too; the head never has
     one."""
-    window: int = Field(default=0, ge=0)
+    window: int = Field(default=0, ge=0, le=2**31)
     """Sliding window: a token attends to this many tokens, itself included (arXiv:2004.05150);
     0: to all before it."""
-    full_attention_every: int = Field(default=0, ge=0)
+    full_attention_every: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """n: of every n layers the last has no window, as in gpt-oss with 2; 0: all have it."""
-    softcap: float = Field(default=0.0, ge=0)
+    softcap: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """c: attention scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118); 0: off."""
     sinks: bool = False
     """A learned score a head that takes part in the softmax without a value (gpt-oss,
     arXiv:2508.10925; attention sinks, arXiv:2309.17453)."""
-    kv_lora_rank: int = Field(default=0, ge=0)
+    kv_lora_rank: int = Field(default=0, ge=0, le=2**20)
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come from a
     latent vector of this width; 0: ordinary attention."""
-    q_lora_rank: int = Field(default=0, ge=0)
+    q_lora_rank: int = Field(default=0, ge=0, le=2**20)
     """Latent attention: queries come from a latent vector of this width; 0: from the input."""
-    nope_head_dim: int = Field(default=0, ge=0)
+    nope_head_dim: int = Field(default=0, ge=0, le=2**16)
     """Latent attention: width of the part of query and key heads that is not rotated."""
-    rope_head_dim: int = Field(default=0, ge=0)
+    rope_head_dim: int = Field(default=0, ge=0, le=2**16)
     """Latent attention: width of the part that is rotated, whose key all heads share."""
-    v_head_dim: int = Field(default=0, ge=0)
+    v_head_dim: int = Field(default=0, ge=0, le=2**16)
     """Latent attention: width of value heads, at most that of query heads."""
     positions: Literal["rope", "learned"] = "rope"
     """`rope`: queries and keys are rotated by their position (arXiv:2104.09864). `learned`: an
     embedding a position is added to the token's."""
-    max_seq_len: int = Field(default=2048, ge=1)
+    max_seq_len: int = Field(default=2048, ge=1, le=2**31)
     """Positions of `positions = "learned"`; rope has no limit."""
-    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0, le=MOST_FACTOR)
     """Base of the rotation frequencies."""
     rope_scaling: Literal["llama3", "yarn"] = "llama3"
     """How the context is extended: as in Llama 3.1 (arXiv:2407.21783) or by YaRN
     (arXiv:2309.00071). A row of dtron.models.rope.SCALINGS."""
-    rope_scaling_factor: float = Field(default=1.0, ge=1)
+    rope_scaling_factor: float = Field(default=1.0, ge=1, le=MOST_FACTOR)
     """Low frequencies are divided by this; 1: no scaling."""
-    rope_original_context: int = Field(default=8192, ge=1)
+    rope_original_context: int = Field(default=8192, ge=1, le=2**31)
     """Tokens of context before extension."""
-    rope_low_freq_factor: float = Field(default=1.0, gt=0)
+    rope_low_freq_factor: float = Field(default=1.0, gt=0, le=MOST_FACTOR)
     """llama3: wavelengths above rope_original_context / this are scaled in full."""
-    rope_high_freq_factor: float = Field(default=4.0, gt=0)
+    rope_high_freq_factor: float = Field(default=4.0, gt=0, le=MOST_FACTOR)
     """llama3: wavelengths below rope_original_context / this are not scaled."""
-    rope_beta_fast: float = Field(default=32.0, gt=0)
+    rope_beta_fast: float = Field(default=32.0, gt=0, le=MOST_FACTOR)
     """yarn: frequencies that turn at least this often in rope_original_context are not scaled."""
-    rope_beta_slow: float = Field(default=1.0, gt=0)
+    rope_beta_slow: float = Field(default=1.0, gt=0, le=MOST_FACTOR)
     """yarn: frequencies that turn at most this often in rope_original_context are scaled in
     full."""
     rope_truncate: bool = True
     """yarn: those two numbers of dimensions are rounded down and up; gpt-oss does not."""
-    rope_mscale: float = Field(default=1.0, ge=0)
+    rope_mscale: float = Field(default=1.0, ge=0, le=MOST_FACTOR)
     """yarn: cosines and sines, and so queries and keys, are multiplied by
     (0.1 rope_mscale ln s + 1) / (0.1 rope_mscale_all_dim ln s + 1), s = rope_scaling_factor."""
-    rope_mscale_all_dim: float = Field(default=0.0, ge=0)
+    rope_mscale_all_dim: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """yarn: see rope_mscale. For models with parts of heads that are not rotated, which multiply
     all their scores instead (DeepSeek-V3)."""
     tied: bool = False
@@ -113,16 +116,16 @@ class DecoderConfig(BaseModel):
     """Dropout of the embeddings and of what each attention and feed-forward layer adds."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of the attention weights; the `math` attention backend alone supports it."""
-    n_experts: int = Field(default=0, ge=0)
+    n_experts: int = Field(default=0, ge=0, le=2**16)
     """Experts of a layer, of which each token takes some (arXiv:1701.06538); 0: all layers are
     dense."""
-    experts_per_token: int = Field(default=0, ge=0)
+    experts_per_token: int = Field(default=0, ge=0, le=2**16)
     """Experts that a token takes."""
-    expert_dim: int = Field(default=0, ge=0)
+    expert_dim: int = Field(default=0, ge=0, le=2**20)
     """Hidden width of an expert."""
-    first_dense_layers: int = Field(default=0, ge=0)
+    first_dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """Layers before the first with experts; they have ffn_dim."""
-    n_shared_experts: int = Field(default=0, ge=0)
+    n_shared_experts: int = Field(default=0, ge=0, le=2**10)
     """Experts that every token takes beside its own, as one layer of this many times expert_dim
     (DeepSeekMoE, arXiv:2401.06066)."""
     shared_gate: bool = False
@@ -131,36 +134,36 @@ class DecoderConfig(BaseModel):
     """A row of dtron.models.router.ROUTERS: how logits become experts and weights."""
     renormalize: bool = False
     """softmax and sigmoid: a token's weights are divided by their sum."""
-    routed_scaling: float = Field(default=1.0, gt=0)
+    routed_scaling: float = Field(default=1.0, gt=0, le=MOST_FACTOR)
     """The experts' weights are multiplied by this."""
-    n_groups: int = Field(default=1, ge=1)
+    n_groups: int = Field(default=1, ge=1, le=2**16)
     """softmax and sigmoid: groups of experts, of which a token takes top_groups and in them its
     experts (device-limited routing, arXiv:2405.04434; 1: no groups)."""
-    top_groups: int = Field(default=1, ge=1)
+    top_groups: int = Field(default=1, ge=1, le=2**16)
     """Groups that a token may take experts from."""
-    bias_speed: float = Field(default=0.0, ge=0)
+    bias_speed: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """softmax and sigmoid: a bias an expert, which acts on the choice alone, moves by this after
     each step towards even loads (auxiliary-loss-free balancing, arXiv:2408.15664); 0: no bias."""
     balance: Literal["none", "sequence", "micro_batch", "global_batch"] = "none"
     """An auxiliary loss for even loads (arXiv:2006.16668, 2101.03961), over what its loads are
     counted: each sequence, a micro-batch, or all micro-batches of the step so far
     (arXiv:2501.11873)."""
-    balance_coefficient: float = Field(default=0.0, ge=0)
+    balance_coefficient: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """Weight of the balance loss; the loss is 1 where loads are even."""
-    z_loss: float = Field(default=0.0, ge=0)
+    z_loss: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """Weight of the mean square of the router's log-sum-exp (ST-MoE, arXiv:2202.08906)."""
     jitter: float = Field(default=0.0, ge=0, lt=1)
     """In training the router's input is multiplied by uniform noise in 1 - jitter to 1 + jitter
     (Switch Transformer, arXiv:2101.03961)."""
-    capacity_factor: float = Field(default=0.0, ge=0)
+    capacity_factor: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """An expert takes at most this times the mean load of a micro-batch, the first tokens first;
     what is over is dropped (GShard, arXiv:2006.16668). 0: nothing is dropped."""
     capacity_pad: bool = False
     """Every expert computes as many rows as it may take, zeros where fewer came."""
-    mtp: int = Field(default=0, ge=0)
+    mtp: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): blocks with experts
     after the last, each of which predicts a token further; 0: none."""
-    mtp_coefficient: float = Field(default=0.3, gt=0)
+    mtp_coefficient: float = Field(default=0.3, gt=0, le=MOST_FACTOR)
     """Weight of the mean of their losses."""
     force_balance: bool = False
     """For benchmarks: experts in turn instead of those of the router, so that loads are even."""

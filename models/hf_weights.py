@@ -2,26 +2,23 @@
 
 `placed` says where each of our parameters lies in their tensors. A `Folder` is checked when it is
 opened: every tensor of the model is there with its shape, and no other one. Its `read` gives a
-region of one of our parameters and reads no more than that: files are mapped into memory and copied
-from there.
+region of one of our parameters and reads no more than that.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dtron.errors import CheckpointError, nearest
+from dtron.errors import CheckpointError, cause_of, nearest
 from dtron.files import plain_name, read_json
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import HuggingFace, Name
 from dtron.parallelisms.placement import matches
-from dtron.tensorfile import DTYPE_NAMES, DTYPES_BY_NAME
+from dtron.tensorfile import DTYPE_NAMES, DTYPES_BY_NAME, StoredTensors
 
 log = logging.getLogger("dtron")
 
@@ -163,9 +160,10 @@ class Folder:
             )
         family = families[kind]
         self.family, self._hf = family.name, family.hf
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, StoredTensors] = {}
         self._tensors = self._headers()
         self.config = self._without_absent(family.hf.read(given, str(path / CONFIG)))
+        self._refuse_missing_layers()
         with torch.device("meta"):
             self.ours = placed(family.hf, family.build(self.config))
         self._check()
@@ -209,28 +207,30 @@ class Folder:
             part = part.transpose(-1, -2)
         if rows:
             part = part.index_select(dim, torch.tensor(rows) - min(rows))
-        return part.clone(memory_format=torch.contiguous_format)
+        return part.contiguous()
 
     def _slice(self, theirs: str, region: Region) -> Tensor:
-        """A view of a file, of which only what is copied is read."""
+        """A part of a tensor of theirs."""
         stored = self._tensors[theirs]
-        return self._open[stored.file].get_slice(stored.key)[region]
+        try:
+            return self._open[stored.file].get_slice(stored.key)[region]
+        except (OSError, ValueError) as error:
+            cause = cause_of(error, stored.file)
+            raise CheckpointError(f"{stored.file} cannot be read: {cause}") from None
 
     def _headers(self) -> dict[str, _Stored]:
         found: dict[str, _Stored] = {}
         for file, listed in _files(self.path).items():
             try:
-                reader = self._open[file] = safe_open(file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file} cannot be read: {error}") from None
-            keys = set(reader.keys())
+                reader = self._open[file] = StoredTensors(file)
+                keys = reader.keys() if listed is None else listed & reader.keys()
+                headers = {key: reader.get_slice(key) for key in keys}
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{file} cannot be read: {cause_of(error, file)}") from None
             if listed is not None and (absent := sorted(listed - keys)):
                 raise CheckpointError(f"{file} lacks {absent[0]}, which {INDEX} says is there")
-            for key in keys if listed is None else listed:
-                header = reader.get_slice(key)
-                dtype = DTYPES_BY_NAME.get(header.get_dtype())
-                if dtype is None:
-                    raise CheckpointError(f"{file}: {key} has dtype {header.get_dtype()}")
+            for key, header in headers.items():
+                dtype = DTYPES_BY_NAME[header.get_dtype()]
                 found[key] = _Stored(file, key, dtype, tuple(header.get_shape()))
         if not any(key.startswith(self._hf.prefix) for key in found):  # the model without its head
             return {self._hf.prefix + key if key != _HEAD else key: v for key, v in found.items()}
@@ -249,6 +249,18 @@ class Folder:
             config.mtp,
         )
         return config.model_copy(update={"mtp": 0})
+
+    def _refuse_missing_layers(self) -> None:
+        """Before a model of as many layers and experts as config.json names is built. Raises
+        CheckpointError: the files hold fewer tensors."""
+        least = self.config.n_layers + self.config.mtp
+        if any("{expert}" in name.theirs for name in self._hf.names):
+            least += self.config.n_expert_layers * self.config.n_experts
+        if least > len(self._tensors):
+            raise CheckpointError(
+                f"{self.path}: {CONFIG} describes at least {least} tensors, and the files hold "
+                f"{len(self._tensors)}"
+            )
 
     def _check(self) -> None:
         """All tensors are there, with their shapes, and no others. Raises CheckpointError."""
@@ -299,7 +311,8 @@ class Folder:
             return False
         views = [self._open[t.file].get_slice(t.key) for t in (one, other)]
         for start in range(0, one.shape[0], _ROWS):
-            ours, its = (view[start : start + _ROWS] for view in views)
+            rows = (slice(start, min(start + _ROWS, one.shape[0])),)
+            ours, its = (view[rows] for view in views)
             if not torch.equal(ours, its):
                 raise CheckpointError(f"{self.path}: {key} differs from {theirs}{reason}")
         return True

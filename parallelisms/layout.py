@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtron.config import Parallel
-from dtron.errors import ConfigError, cause_of
+from dtron.errors import ConfigError, cause_of, shorten
 from dtron.parallelisms.actions import Kind, Order
 from dtron.parallelisms.lowering import defer_head
 from dtron.parallelisms.pipeline import Layout
@@ -31,6 +31,7 @@ from dtron.parallelisms.schedules import (
     schedule_of,
     stage_ranks,
 )
+from dtron.untrusted import TEXT_BYTES, read_text
 
 KEY = "parallel.pp_layout"
 LETTERS = {"E": "embedding", "t": "layer", "m": "multi-token-prediction layer", "L": "head"}
@@ -157,8 +158,8 @@ def _csv_order(path: Path, p: int, v: int, placement: Placement, m: int) -> Orde
 def _placement_of_csv(path: Path, p: int) -> Placement:
     """A V has the last of its 2p stages on the first rank."""
     try:
-        first = path.read_text().split("\n", 1)[0]
-    except OSError as error:
+        first = read_text(path, TEXT_BYTES).split("\n", 1)[0]
+    except (OSError, ValueError) as error:
         raise ConfigError(f"parallel.schedule = {str(path)!r}: {cause_of(error, path)}") from None
     cells = [cell.strip() for cell in first.split(",")]
     return "v" if any(cell.startswith(f"{2 * p - 1}F") for cell in cells) else "loop"
@@ -281,6 +282,10 @@ Item = tuple[str, int]
 """A letter or a |, and its position in the layout string."""
 
 
+_MOST_ITEMS = 1_000_000
+_MOST_OPEN = 50
+
+
 class _Reader:
     """Reads a layout string from left to right: items = (unit ["*" number])*.
 
@@ -292,7 +297,7 @@ class _Reader:
     def __init__(self, text: str, most: int) -> None:
         self.text = text
         self.most = most
-        self.at = 0
+        self.at = self._open = 0
 
     def read(self) -> list[Item]:
         """The whole string with every repetition written out."""
@@ -305,7 +310,10 @@ class _Reader:
         items: list[Item] = []
         while (letter := self._peek()) and letter != ")":
             unit = self._group() if letter == "(" else self._letter(letter)
-            items += unit * self._times()
+            times = self._times()
+            if len(items) + len(unit) * times > _MOST_ITEMS:
+                raise _error(self.text, self.at - 1, f"this makes more than {_MOST_ITEMS} items")
+            items += unit * times
         return items
 
     def _peek(self) -> str:
@@ -324,10 +332,14 @@ class _Reader:
     def _group(self) -> list[Item]:
         start = self.at
         self.at += 1
+        self._open += 1
+        if self._open > _MOST_OPEN:
+            raise _error(self.text, start, f"more than {_MOST_OPEN} groups inside each other")
         items = self._items()
         if self._peek() != ")":
             raise _error(self.text, start, "this ( is not closed")
         self.at += 1
+        self._open -= 1
         return items
 
     def _times(self) -> int:
@@ -340,17 +352,18 @@ class _Reader:
         while self.text[self.at : self.at + 1] in tuple("0123456789"):
             self.at += 1
         number = self.text[digits : self.at]
-        if not number or not 1 <= int(number) <= self.most:
+        if not 0 < len(number) < 10 or not 1 <= int(number) <= self.most:
             raise _error(
                 self.text,
                 start,
-                f"* is followed by {number or 'no number'}; 1 to {self.most} can fit this model",
+                f"* is followed by {shorten(number) or 'no number'}; 1 to {self.most} can fit this "
+                "model",
             )
         return int(number)
 
 
 def _error(layout: str, position: int, rule: str) -> ConfigError:
-    return ConfigError(f"{KEY} = {layout!r}, character {position + 1}: {rule}")
+    return ConfigError(f"{KEY} = {shorten(repr(layout))}, character {position + 1}: {rule}")
 
 
 def _check_number(layout: str | Sequence[int], what: str, found: int, right: int) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from dtron.errors import ConfigError, cause_of, nearest
 from dtron.parallelisms.actions import Action, Kind, Order, check, misplaced
+from dtron.untrusted import TEXT_BYTES, read_text
 
 Placement = Literal["loop", "v"]
 """Which rank holds which stage. `loop`: stage s is on rank s % p. `v`: rank r holds stages r and
@@ -259,7 +260,7 @@ def forward_only(ranks_of_stage: Sequence[int], p: int, m: int) -> Order:
 
 
 # One action, or torch's notation for a forward and a backward that overlap: (0F8;7B0)OVERLAP_F_B.
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -283,7 +284,7 @@ def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -
     name, text = _read(source)
     lines = [
         (number, row)
-        for number, row in enumerate(csv.reader(io.StringIO(text)), start=1)
+        for number, row in enumerate(_rows(name, text), start=1)
         if any(cell.strip() for cell in row)
     ]
     if len(lines) != p:
@@ -309,6 +310,13 @@ def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -
     return order
 
 
+def _rows(name: str, text: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ConfigError(f"{name} is no CSV: {error}") from None
+
+
 def write_csv(order: Order) -> str:
     """An order as text that `read_csv` and torch read: one row a rank."""
     return "".join(",".join(map(str, row)) + "\n" for row in order)
@@ -319,8 +327,8 @@ def _read(source: str | Path) -> tuple[str, str]:
     if isinstance(source, str) and ("," in source or "\n" in source):
         return "the schedule", source
     try:
-        return str(source), Path(source).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return str(source), read_text(source, TEXT_BYTES)
+    except (OSError, ValueError) as error:
         cause = cause_of(error, source)
         raise ConfigError(f"schedule file {source} cannot be read: {cause}") from error
 

@@ -20,7 +20,8 @@ FOLDERS |= {"parallelisms": "dtron.parallelisms", "float8": "dtron.float8"}
 ALLOWED = {
     "dtron.errors": set(),
     "dtron.sections": set(),
-    "dtron.config": {"dtron.sections", "dtron.errors"},
+    "dtron.untrusted": set(),
+    "dtron.config": {"dtron.sections", "dtron.errors", "dtron.untrusted"},
     "dtron.kernels": {"dtron.errors", "dtron.kernels"},
     "dtron.models": {
         "dtron.models",
@@ -31,10 +32,10 @@ ALLOWED = {
         "dtron.tensorfile",
         "dtron.torch_internals",
     },
-    "dtron.files": {"dtron.errors", "dtron.remote"},
+    "dtron.files": {"dtron.errors", "dtron.remote", "dtron.untrusted"},
     "dtron.remote": {"dtron.errors"},
-    "dtron.writer": {"dtron.remote"},
-    "dtron.tensorfile": {"dtron.writer"},
+    "dtron.writer": {"dtron.remote", "dtron.untrusted"},
+    "dtron.tensorfile": {"dtron.errors", "dtron.remote", "dtron.untrusted", "dtron.writer"},
     "dtron.torch_internals": set(),
     "dtron.versions": {"dtron.errors"},
     "dtron.parallelisms": {
@@ -43,6 +44,7 @@ ALLOWED = {
         "dtron.kernels",
         "dtron.errors",
         "dtron.torch_internals",
+        "dtron.untrusted",
     },
     "dtron.float8": {
         "dtron.float8",
@@ -53,6 +55,7 @@ ALLOWED = {
         "dtron.kernels",
         "dtron.errors",
         "dtron.torch_internals",
+        "dtron.untrusted",
     },
     "dtron.faults": {
         "dtron.faults",
@@ -61,7 +64,7 @@ ALLOWED = {
         "dtron.errors",
         "dtron.step",
     },
-    "dtron.data": {"dtron.data", "dtron.config", "dtron.errors"},
+    "dtron.data": {"dtron.data", "dtron.config", "dtron.errors", "dtron.untrusted"},
 }
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from dtron.errors import DataError
 from dtron.profile import MARK
+from dtron.untrusted import TRACE_BYTES, parse, read_bytes
 
 COMMUNICATION = "communication"
 COMPUTE = ("GEMM", "attention", "loss", "optimizer", "copies", "elementwise")
@@ -95,12 +96,15 @@ def read_trace(path: Path) -> Trace:
         DataError: the file is no trace, or holds too few steps.
     """
     try:
-        events = json.loads(path.read_text())["traceEvents"]
-    except (OSError, ValueError, KeyError) as error:
+        events = parse(read_bytes(path, TRACE_BYTES))["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not a profiler's trace: {error!r}") from None
-    complete = [event for event in events if event.get("ph") == "X"]
-    found = any(event.get("cat") in _DEVICE for event in complete)
-    trace = _device_trace(complete) if found else _host_trace(complete)
+    try:
+        complete = [event for event in events if event.get("ph") == "X"]
+        found = any(event.get("cat") in _DEVICE for event in complete)
+        trace = _device_trace(complete) if found else _host_trace(complete)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise DataError(f"{path}: not a profiler's trace: {error!r}") from None
     if not trace.windows:
         raise DataError(f"{path}: no whole step; profile at least {2 if found else 1} steps")
     return trace

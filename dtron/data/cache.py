@@ -1,4 +1,4 @@
-"""Tokens on disk: a corpus is tokenized once and memory-mapped from then on.
+"""Tokens on disk: a corpus is tokenized once and read from there from then on.
 
     CACHE_DIR/KEY/tokens.bin     uint16 or uint32 (N,), little-endian; every document ends with EOS
     CACHE_DIR/KEY/offsets.npy    int64 (n_documents + 1,), where each document starts
@@ -11,6 +11,7 @@ or not at all; of several processes that build the same one, the first keeps it.
 
 import contextlib
 import hashlib
+import io
 import json
 import logging
 import os
@@ -28,22 +29,66 @@ import numpy as np
 from dtron.data.documents import Corpus
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError
+from dtron.untrusted import MB, open_regular, parse, read_bytes, read_text
 
 FORMAT = 2  # part of KEY: raise it when the files or the handling of documents change
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 4_000_000  # bounds memory when documents are long
 PROGRESS_SECONDS = 30
 SIGN_SECONDS = 5.0
+DTYPES = ("<u2", "<u4")  # of vocabularies of up to 2^16 tokens, and larger ones
+_DELETE = "delete the folder, and it is built again"
 
 logger = logging.getLogger("dtron")
 
 
+class TokenFile:
+    """Tokens of a file: a slice of them is read when it is asked for.
+
+    A file that is truncated or changed meanwhile is an error; mapped into memory, it would end the
+    process (SIGBUS).
+
+    Args:
+        dtype: a row of DTYPES.
+        vocab_size: every token is below it.
+    Raises:
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path, dtype: str, vocab_size: int) -> None:
+        self.dtype, self._path, self._vocab_size = np.dtype(dtype), path, vocab_size
+        self._file = open_regular(path)
+        self._length = os.fstat(self._file.fileno()).st_size // self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Tokens of a slice without a step. Raises DataError: they are no longer there."""
+        start, stop, _ = part.indices(self._length)
+        tokens = np.empty(max(stop - start, 0), self.dtype)
+        if not len(tokens):
+            return tokens
+        buffer, filled, size = tokens.data.cast("B"), 0, self.dtype.itemsize
+        while filled < len(buffer):
+            n = os.preadv(self._file.fileno(), [buffer[filled:]], start * size + filled)
+            if not n:
+                raise DataError(f"{self._path} has become shorter; {_DELETE}")
+            filled += n
+        if tokens.max() >= self._vocab_size:
+            raise DataError(
+                f"{self._path} holds the token {tokens.max()}, which the tokenizer "
+                f"does not have; {_DELETE}"
+            )
+        return tokens
+
+
 @dataclass(frozen=True)
 class TokenCache:
-    """A cache, memory-mapped: reading it costs no memory of its own."""
+    """A cache, whose tokens stay on the disk."""
 
     path: Path
-    tokens: np.ndarray
+    tokens: TokenFile
     """uint16 or uint32 (N,)"""
     offsets: np.ndarray
     """int64 (n_documents + 1,)"""
@@ -63,18 +108,35 @@ def cache_path(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str) -> Path:
     return Path(os.path.abspath(os.path.expanduser(cache_dir))) / key
 
 
-def open_cache(path: Path) -> TokenCache | None:
+def open_cache(path: Path, tokenizer: Tokenizer) -> TokenCache | None:
     """The cache at a path, or None if there is none or its files do not fit each other."""
     try:
-        meta = json.loads((path / "meta.json").read_text())
-        tokens = np.memmap(path / "tokens.bin", dtype=meta["dtype"], mode="r")
-        offsets = np.load(path / "offsets.npy", mmap_mode="r")
-        found = (len(tokens), len(offsets) - 1, int(offsets[-1]))
-        whole = found == (meta["tokens"], meta["documents"], meta["tokens"])
+        meta = parse(read_text(path / "meta.json", MB))
+        if meta["dtype"] not in DTYPES:
+            return None
+        tokens = TokenFile(path / "tokens.bin", meta["dtype"], tokenizer.vocab_size)
+        offsets = _read_offsets(path / "offsets.npy", meta["documents"] + 1)
+        ends = (offsets[0], offsets[-1], len(tokens))
+        whole = ends == (0, meta["tokens"], meta["tokens"]) and bool((np.diff(offsets) > 0).all())
         content = str(meta["content"])
-    except (OSError, EOFError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None
     return TokenCache(path, tokens, offsets, content) if whole else None
+
+
+def _read_offsets(path: Path, count: int) -> np.ndarray:
+    """What np.save has written: an array of this length, behind a header that is known and that
+    nothing has to parse. Raises OSError, ValueError."""
+    if type(count) is not int or not 1 < count < 2**40:
+        raise ValueError(f"{count} is no number of documents")
+    header = io.BytesIO()
+    shape = {"descr": "<i8", "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(header, shape)
+    known = header.getvalue()
+    content = read_bytes(path, len(known) + 8 * count)
+    if not content.startswith(known):
+        raise ValueError("another header")
+    return np.frombuffer(content, "<i8", count, len(known))
 
 
 def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCache:
@@ -83,7 +145,7 @@ def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCach
     Raises:
         DataError: a document cannot be read, there is none, or the directory cannot be written.
     """
-    if cache := open_cache(path):
+    if cache := open_cache(path, tokenizer):
         return cache
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -93,7 +155,7 @@ def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCach
             raise DataError(
                 f"{corpus.name} changed while it was tokenized; start again once it is complete"
             )
-        _publish(temporary, path)
+        _publish(temporary, path, tokenizer)
     except OSError as error:
         raise DataError(
             f"data.cache_dir: cannot write {error.filename or path}: {error.strerror or error}; "
@@ -101,7 +163,7 @@ def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCach
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    if cache := open_cache(path):
+    if cache := open_cache(path, tokenizer):
         return cache
     raise DataError(f"data.cache_dir: {path} was removed or damaged while it was opened")
 
@@ -143,7 +205,7 @@ def _sign_of(path: Path) -> Path:
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+    dtype = np.dtype(DTYPES[tokenizer.vocab_size > 2**16])
     start = last = time.monotonic()
     offsets, n_empty, content = array("q", [0]), 0, hashlib.sha256()
     logger.info("tokenizing %s", corpus.name)
@@ -184,14 +246,14 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
     )
 
 
-def _publish(temporary: Path, path: Path) -> None:
-    if path.exists() and open_cache(path) is None:
+def _publish(temporary: Path, path: Path, tokenizer: Tokenizer) -> None:
+    if path.exists() and open_cache(path, tokenizer) is None:
         logger.warning("%s is damaged and is replaced", path)
         shutil.rmtree(path, ignore_errors=True)
     try:
         os.rename(temporary, path)
     except OSError:  # the place is taken: another process was faster, and its copy is as good
-        if open_cache(path) is None:
+        if open_cache(path, tokenizer) is None:
             raise
 
 

@@ -2,7 +2,7 @@
 
 A reader yields the documents of one file in order; whatever it cannot read is a DataError that
 names the file and the line, counted from 1. Reading is lazy: of a .jsonl file one line is in
-memory at a time.
+memory at a time, of at most `data.max_document_mb`.
 """
 
 import gzip
@@ -11,12 +11,14 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from dtron.config import Data
-from dtron.errors import DataError, nearest
+from dtron.errors import DataError, nearest, shorten
+from dtron.untrusted import MB, open_regular, parse
 
-Opener = Callable[[str], BinaryIO]
+_MOST_INFLATED = 200
+"""How many times its size a .gz may become; text becomes 3 to 20 times as large."""
 
 
 @dataclass(frozen=True)
@@ -47,33 +49,39 @@ def files_corpus(data: Data) -> Corpus:
 
     def texts() -> Iterator[str]:
         for path in paths:
-            opener, read = READERS[_suffix(path)]
-            yield from read(path, opener, data.text_key)
+            yield from READERS[_suffix(path)](path, data)
 
     name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     return Corpus(name, identity(), texts, identity)
 
 
-def read_json_lines(path: str, opener: Opener, text_key: str) -> Iterator[str]:
-    """One document a line: the value of `text_key` in a JSON object. Blank lines are empty
+def read_json_lines(path: str, data: Data) -> Iterator[str]:
+    """One document a line: the value of `data.text_key` in a JSON object. Blank lines are empty
     documents."""
-    for number, line in _lines(path, opener):
+    for number, line in _lines(path, data.max_document_mb):
         if line.isspace():
             yield ""
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(_utf8(line, path, number))
+            row = parse(_utf8(line, path, number))
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: not JSON: {error.msg}, column {error.colno}") from None
-        except RecursionError:
-            raise DataError(f"{where}: not JSON: too many brackets inside each other") from None
-        yield text_of(row, text_key, where)
+        except DataError:
+            raise
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON: {error}") from None
+        yield text_of(row, data.text_key, where)
 
 
-def read_whole(path: str, opener: Opener, text_key: str) -> Iterator[str]:
-    """One document a file; `text_key` is not read."""
-    yield _utf8(b"".join(line for _, line in _lines(path, opener)), path, 1)
+def read_whole(path: str, data: Data) -> Iterator[str]:
+    """One document a file; `data.text_key` is not read."""
+    content, most = bytearray(), round(data.max_document_mb * MB)
+    for number, line in _lines(path, data.max_document_mb):
+        content += line
+        if len(content) > most:
+            raise _too_long(f"{path}, line {number}", data.max_document_mb)
+    yield _utf8(bytes(content), path, 1)
 
 
 def text_of(row: Any, text_key: str, where: str) -> str:
@@ -85,7 +93,7 @@ def text_of(row: Any, text_key: str, where: str) -> str:
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
     if text_key not in row:
-        known = ", ".join(map(repr, row)) or "nothing"
+        known = shorten(", ".join(map(repr, row)), 200) or "nothing"
         raise DataError(
             f"{where}: no key {text_key!r} (data.text_key) among {known}{nearest(text_key, row)}"
         )
@@ -99,20 +107,11 @@ def text_of(row: Any, text_key: str, where: str) -> str:
     return text
 
 
-def _plain(path: str) -> BinaryIO:
-    return open(path, "rb")
-
-
-def _gzip(path: str) -> BinaryIO:
-    return gzip.open(path, "rb")  # type: ignore[return-value]
-
-
-Reader = Callable[[str, Opener, str], Iterator[str]]
-READERS: dict[str, tuple[Opener, Reader]] = {
-    ".jsonl": (_plain, read_json_lines),
-    ".jsonl.gz": (_gzip, read_json_lines),
-    ".txt": (_plain, read_whole),
-    ".txt.gz": (_gzip, read_whole),
+READERS: dict[str, Callable[[str, Data], Iterator[str]]] = {
+    ".jsonl": read_json_lines,
+    ".jsonl.gz": read_json_lines,
+    ".txt": read_whole,
+    ".txt.gz": read_whole,
 }
 
 
@@ -125,7 +124,8 @@ def _suffix(path: str) -> str:
 
 def _size_and_time(path: str) -> tuple[int, int]:
     try:
-        status = os.stat(path)
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
     except OSError as error:
         raise DataError(
             f"data.paths: {path}: {error.strerror}; relative paths start at the working directory"
@@ -133,15 +133,34 @@ def _size_and_time(path: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _lines(path: str, opener: Opener) -> Iterator[tuple[int, bytes]]:
-    number = 0
+def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file, inflated; none is longer than a document may be."""
+    number, count, most = 0, 0, round(most_mb * MB)
     try:
-        with opener(path) as file:
-            for number, line in enumerate(file, 1):
+        with open_regular(path) as file:
+            inflated = path.endswith(".gz")
+            room = _MOST_INFLATED * os.fstat(file.fileno()).st_size + 16 * MB
+            lines = gzip.GzipFile(fileobj=file) if inflated else file
+            while line := lines.readline(most + 1):
+                number, count = number + 1, count + len(line)
+                if len(line) > most:
+                    raise _too_long(f"{path}, line {number}", most_mb)
+                if inflated and count > room:
+                    raise DataError(
+                        f"{path}, line {number}: it inflates to more than {_MOST_INFLATED} times "
+                        "its size; inflate it yourself if that is what you want to train on"
+                    )
                 yield number, line
     except (OSError, EOFError, zlib.error) as error:  # EOFError: a .gz that was cut short
         cause = getattr(error, "strerror", None) or error
         raise DataError(f"{path}, line {number + 1}: {cause}") from None
+
+
+def _too_long(where: str, most_mb: float) -> DataError:
+    return DataError(
+        f"{where}: a document of more than data.max_document_mb = {most_mb:g} million bytes; "
+        "raise the key, or make several of it"
+    )
 
 
 def _utf8(content: bytes, path: str, first_line: int) -> str:

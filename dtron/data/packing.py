@@ -71,6 +71,16 @@ class Waste:
         )
 
 
+class Tokens(Protocol):
+    """Token ids (N,) in memory or in a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        """Those of a slice."""
+        ...
+
+
 class TrainingSource(Protocol):
     """Endless sequences, asked for in ascending order between two calls of `seek`."""
 
@@ -105,12 +115,12 @@ class Tape:
     """Documents laid end to end in one order; nothing is copied until a window is read.
 
     Args:
-        tokens: all tokens of all documents, any integer dtype (N,), usually memory-mapped.
+        tokens: all tokens of all documents, any integer dtype (N,), usually in a file.
         offsets: int64 (n_documents + 1,), where each document starts in `tokens`.
         order: int64 (n,), the documents on this tape; none of them is empty.
     """
 
-    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, order: np.ndarray) -> None:
+    def __init__(self, tokens: Tokens, offsets: np.ndarray, order: np.ndarray) -> None:
         self._tokens, self._offsets, self._order = tokens, offsets, order
         self._starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(offsets[order + 1] - offsets[order], out=self._starts[1:])
@@ -160,7 +170,7 @@ class ShuffledDocuments:
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: Tokens,
         offsets: np.ndarray,
         documents: np.ndarray,
         *,
@@ -212,7 +222,7 @@ class OrderedDocuments:
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: Tokens,
         offsets: np.ndarray,
         documents: np.ndarray,
         *,

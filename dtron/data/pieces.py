@@ -34,6 +34,7 @@ from dtron.data.packing import (
     IGNORE,
     Packed,
     State,
+    Tokens,
     Waste,
     number_documents,
     number_pieces,
@@ -145,7 +146,7 @@ class Plan:
     """Which pieces of some documents share a sequence.
 
     Args:
-        tokens: all tokens of all documents, any integer dtype, usually memory-mapped.
+        tokens: all tokens of all documents, any integer dtype, usually in a file.
         offsets, documents: as in `pieces_of`; at least 1 document.
         seq_len: T.
         packing: a row of PACKERS.
@@ -155,7 +156,7 @@ class Plan:
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: Tokens,
         offsets: np.ndarray,
         documents: np.ndarray,
         *,

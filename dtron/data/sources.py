@@ -27,6 +27,7 @@ from dtron.data.order import split
 from dtron.data.packing import (
     OrderedDocuments,
     ShuffledDocuments,
+    Tokens,
     TrainingSource,
     ValidationSource,
 )
@@ -59,7 +60,10 @@ def prepare(data: Data) -> TokenCache | None:
 
 def is_ready(data: Data) -> bool:
     """Whether `prepare` would find its work done."""
-    return _is_stream(data) or open_cache(_locate(data)[2]) is not None
+    if _is_stream(data):
+        return True
+    _, tokenizer, path = _locate(data)
+    return open_cache(path, tokenizer) is not None
 
 
 def wait_for(data: Data, silent_seconds: float) -> None:
@@ -70,9 +74,9 @@ def wait_for(data: Data, silent_seconds: float) -> None:
     """
     if _is_stream(data):
         return
-    corpus, _, path = _locate(data)
+    corpus, tokenizer, path = _locate(data)
     sign, since = last_sign(path), time.monotonic()
-    while open_cache(path) is None:
+    while open_cache(path, tokenizer) is None:
         if (last := last_sign(path)) != sign:
             sign, since = last, time.monotonic()
         if time.monotonic() - since > silent_seconds:
@@ -105,10 +109,10 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
 
 @dataclass(frozen=True)
 class _Opened:
-    """Tokens in memory or mapped, to be packed as `data.packing` says."""
+    """Tokens in memory or in a file, to be packed as `data.packing` says."""
 
     data: Data
-    tokens: np.ndarray
+    tokens: Tokens
     offsets: np.ndarray
     seq_len: int
     eos_id: int
@@ -162,7 +166,8 @@ def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
     if _is_stream(data):
         content = stream_name(data)
     else:
-        cache = open_cache(cache_path(CORPORA[data.source](data), tokenizer, data.cache_dir))
+        path = cache_path(CORPORA[data.source](data), tokenizer, data.cache_dir)
+        cache = open_cache(path, tokenizer)
         if cache is None:
             raise DataError(f"data.cache_dir = {data.cache_dir!r} was changed; start again")
         content = cache.content

@@ -5,16 +5,19 @@ the `tokenizers` library. A tokenizer adds no special tokens of its own: a docum
 one end-of-document token (EOS), which `encode_documents` appends.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
 from dtron.config import Data
 from dtron.errors import ConfigError, DataError, nearest
+from dtron.untrusted import TEXT_BYTES, read_text
 
 # In order of preference: a chat model's vocabulary holds its turn's end as well as the document's.
 USUAL_EOS = (
@@ -92,17 +95,16 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str, eos_token: str = "") -> None:
-        content = _read(path)
-        try:
+        self._path, content = path, _read(path)
+        with self._named("not a Hugging Face tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(
-                f"data.tokenizer = {path}: not a Hugging Face tokenizer.json: {error}"
-            ) from None
-        # A file saved by a fine-tuning script may cut or pad every text.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            # A file saved by a fine-tuning script may cut or pad every text.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            if self._tokenizer.normalizer is not None:
+                growth = _growth(json.loads(self._tokenizer.normalizer.__getstate__()))
+                assert growth <= _MOST_GROWTH, f"it makes texts {growth:.0e} times as long"
         self.eos_id = vocabulary[_eos(path, eos_token, vocabulary)]
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
         identity = json.dumps([content, self.eos_id])
@@ -110,17 +112,28 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without EOS and without the special tokens of a template."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without EOS; the library works on all cores."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
+        with self._named("it cannot encode a text"):
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; EOS and other special tokens are dropped."""
         kept = [i for i in ids if i != self.eos_id]
-        return self._tokenizer.decode(kept, skip_special_tokens=True)
+        with self._named("it cannot decode its tokens"):
+            return self._tokenizer.decode(kept, skip_special_tokens=True)
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # no narrower class, and a panic of Rust is no Exception
+            raise DataError(f"data.tokenizer = {self._path}: {what}: {error}") from None
 
 
 def load_tokenizer(data: Data) -> Tokenizer:
@@ -149,10 +162,22 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[in
     ]
 
 
+_MOST_GROWTH = 1000
+
+
+def _growth(normalizer: dict[str, Any]) -> float:
+    """How many times as long a normalizer can make a text by replacing parts of it."""
+    if "normalizers" in normalizer:
+        return math.prod(_growth(each) for each in normalizer["normalizers"])
+    added = len(normalizer.get("content", normalizer.get("prepend", "")))
+    replaced = len(normalizer.get("pattern", {}).get("String", ""))
+    return max(1.0, added / replaced if replaced else added + 1)
+
+
 def _read(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(Path(path).expanduser(), TEXT_BYTES)
+    except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
         raise DataError(
             f"data.tokenizer = {path}: {cause}; "

@@ -14,8 +14,6 @@ adapter of its own, and those of a group in one host share the way out.
 `dtron plan calibrate` writes a row as a file, which `hardware` reads.
 """
 
-import json
-import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, ValidationErr
 from pydantic.dataclasses import dataclass
 
 from dtron.errors import ConfigError, cause_of, config_error, nearest
+from dtron.untrusted import TOML_BYTES, parse, parse_toml, read_text
 
 _TILE = (128, 256)
 FILES = (".toml", ".json")
@@ -307,8 +306,8 @@ def hardware(name: str, **changed: Any) -> Hardware:
 
 def _of_file(path: Path) -> Hardware:
     try:
-        text = path.read_text()
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        text = read_text(path, TOML_BYTES)
+        values = parse(text) if path.suffix == ".json" else parse_toml(text)
         assert isinstance(values, dict), "it is no table"
     except FileNotFoundError:
         raise ConfigError(

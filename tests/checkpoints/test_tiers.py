@@ -34,7 +34,7 @@ from dtron.published import (
 )
 from dtron.remote import Remote
 from dtron.storage import read_index, untiled
-from dtron.tensorfile import Described, RemoteTensors, TensorFile
+from dtron.tensorfile import Described, StoredTensors, TensorFile
 from dtron.tiers import tiers_of
 from dtron.trainer import Trainer
 from tests.checkpoints.test_damage import fit_and_listen, flipped
@@ -484,7 +484,7 @@ def test_regions_of_a_file_in_a_store(tmp_path: Path) -> None:
     file.close()
     where = location(f"file://{tmp_path}/x.safetensors")
     assert isinstance(where, Remote)
-    read = RemoteTensors(where)
+    read = StoredTensors(where)
     for name, tensor in tensors.items():
         whole = tuple(slice(0, n) for n in tensor.shape)
         assert torch.equal(read.get_slice(name)[whole], tensor)
@@ -493,7 +493,7 @@ def test_regions_of_a_file_in_a_store(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "x.safetensors").read_bytes())
     (tmp_path / "x.safetensors").write_bytes(content[:-200])
     with pytest.raises(ValueError, match="lies outside of the file"):
-        RemoteTensors(where).get_slice("b")
+        StoredTensors(where).get_slice("b")
     (tmp_path / "x.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match="no header"):
-        RemoteTensors(where)
+        StoredTensors(where)
