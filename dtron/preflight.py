@@ -37,7 +37,7 @@ from dtron.parallelisms.offload import host_memory
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan
 from dtron.published import Facts, check_model, complete, find, read_facts
-from dtron.resolve import resolve
+from dtron.resolve import host_warnings, resolve
 from dtron.rundir import RunDir
 from dtron.runtime import Place, check_writable
 from dtron.tiers import Tier, owner, tiers_of
@@ -88,6 +88,9 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
     config.validate_for(place.world_size)
     _check_device(config, place.device)  # no other model or layout makes up for what it lacks
     model, layout, float8 = resolve(config, place.world_size)
+    if starts:
+        for warning in host_warnings(config, place.world_size, _ranks_of_host(place)):
+            log.warning("%s", warning)
     if starts and place.device.type == "cpu":
         _check_memory(config, model, place)
     attention = _attention(config, model, place.device)
@@ -280,7 +283,7 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
 def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None:
     """Without GPUs a run's state is in the host's memory: told where it takes half of what is
     available, refused where the host has less. Activations come on top."""
-    own = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
+    own = _ranks_of_host(place)
     moments = 2 * DTYPES[config.optim.moments].itemsize if config.optim.name == "adamw" else 0
     copies = config.degrees(place.world_size)["dp_replicate"]
     each = 4 + 4 + moments  # weights and gradients are float32
@@ -297,6 +300,10 @@ def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None
         )
     if needed > available / 2 and place.local_rank == 0:
         log.warning("%s; %.1f GiB are available", told, available / 2**30)
+
+
+def _ranks_of_host(place: Place) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
 
 
 def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ have besides is `preflight.py`'s.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from dtron.config import RunConfig, resolve_expert_degrees
 from dtron.errors import ConfigError
@@ -68,6 +68,43 @@ def reasons(config: RunConfig, world_size: int) -> list[str]:
     if not found:  # what is left depends on these
         found = _refusals([lambda: resolve(config, world_size)])
     return list(dict.fromkeys(found))
+
+
+def host_warnings(config: RunConfig, world_size: int, host: int) -> Iterator[str]:
+    """Axes whose collectives computation waits for in every layer, and whose ranks are on several
+    hosts: such a run is legal, and slow.
+
+    Args:
+        host: ranks of a host, or of an NVLink domain; neighbouring ranks share one.
+    """
+    for key, degree, block, instead in _blocks(config):
+        if world_size <= host or host % block == 0:
+            continue
+        within = block // degree
+        fitting = [n for n in range(2, degree) if degree % n == 0 and host % (n * within) == 0]
+        fix = f"{key} = {fitting[-1]}" if fitting else instead or f"{key} = 1"
+        if fitting and instead:
+            fix += f" or {instead}"
+        what = f"{key} = {degree}" + (f" x parallel.tp = {within}" if within > 1 else "")
+        yield (
+            f"{what} spans hosts of {host} ranks: collectives of every layer cross the network; "
+            f"use {fix}, and parallel.pp, dp_shard or dp_replicate for the other ranks"
+        )
+
+
+def _blocks(config: RunConfig) -> Iterator[tuple[str, int, int, str]]:
+    """(key, degree, neighbouring ranks that it joins, what to use instead) of axes that want one
+    host. cp and tp are innermost, as are etp ranks among those of the experts."""
+    parallel, ring = config.parallel, 'parallel.cp_method = "ring"'
+    yield "parallel.tp", parallel.tp, parallel.tp, ""
+    yield "parallel.etp", parallel.etp, parallel.etp, ""
+    if parallel.cp == 1:
+        return
+    for method in dict.fromkeys(parallel.cp_methods()):
+        inner = shape_of(method, parallel.cp, parallel.cp_inner).inner
+        if inner > 1:
+            key = "parallel.cp_inner" if method == "hierarchical" else "parallel.cp"
+            yield key, inner, inner * parallel.tp, ring
 
 
 def _refusals(rules: Iterable[Callable[[], object]]) -> list[str]:

@@ -73,6 +73,7 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"{_size(memory['limit'])} on {plan['hardware']}: {verdict}; with "
         f"PYTORCH_ALLOC_CONF=expandable_segments:True {_size(memory['expandable'])}",
         *([_host(memory)] if memory["host"] else []),
+        *(f"warning: {what}" for what in plan["warnings"]),
         *(f"not looked for: {what}" for what in plan["unchecked"]),
         *(_speed(plan) if plan["time"] else [f"no time is predicted: {plan['no_time']}"]),
     ]

@@ -11,6 +11,7 @@ from dtron.plan.legality import check, unchecked
 from dtron.plan.memory import RankMemory, expandable, fits, memory, offloaded_by_host, worst
 from dtron.plan.resolved import Resolved
 from dtron.plan.steptime import predict, why_no_time
+from dtron.resolve import host_warnings
 
 KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 
@@ -18,7 +19,7 @@ KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 def plan(
     config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
 ) -> dict[str, Any]:
-    """{legal, reasons, nearest, hardware, unchecked} and KEYS, which are None of an illegal run;
+    """{legal, reasons, nearest, hardware, unchecked, warnings} and KEYS, which are None of an illegal run;
     time and cost are None too where there are no rates, for the reason `no_time`.
 
     Args:
@@ -31,12 +32,14 @@ def plan(
         "nearest": list(legality.nearest),
         "hardware": hardware.name,
         "unchecked": list(unchecked(config)),
+        "warnings": [],
         "no_time": "",
         **dict.fromkeys(KEYS),
     }
     if not legality.legal:
         return found
     run = Resolved.of(config, world_size)
+    found["warnings"] = list(host_warnings(config, world_size, hardware.domain))
     found["parallel"] = run.parallel()
     found["memory"] = memory_json(run, memory(run), hardware)
     found["flops"] = {f"{name}_per_token": value for name, value in run.flops().items()}
