@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dtron.config import RunConfig
-from dtron.flops import n_parameters
+from dtron.flops import n_active_parameters, n_parameters
 from dtron.plan.communication import collectives
 from dtron.plan.hardware import Hardware
 from dtron.plan.legality import check, unchecked
@@ -19,8 +19,8 @@ KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 def plan(
     config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
 ) -> dict[str, Any]:
-    """{legal, reasons, nearest, hardware, unchecked, warnings} and KEYS, which are None of an illegal run;
-    time and cost are None too where there are no rates, for the reason `no_time`.
+    """{legal, reasons, nearest, hardware, unchecked, warnings} and KEYS, which are None of an illegal
+    run; time and cost are None too where there are no rates, for the reason `no_time`.
 
     Args:
         tokens: of the whole training, for its cost; 0: those of train.steps.
@@ -58,6 +58,7 @@ def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware
     limit = hardware.room
     return {
         "parameters": n_parameters(run.model),
+        "active_parameters": n_active_parameters(run.model),
         "parameters_per_rank": sum(each.elements for each in ranks) / len(ranks),
         "state_per_rank": sum(each.state for each in ranks) / len(ranks),
         "worst_rank": most.rank,
