@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dtron.config import RunConfig
-from dtron.data.tokenizer import ByteTokenizer
+from dtron.data.tokenizer import ByteTokenizer, tokenizer_file
 from dtron.errors import ArgumentParser, CheckpointError
 from dtron.files import Location, read_json, sync_directory, write_synced
 from dtron.initial import model_settings, open_initial
@@ -168,7 +168,7 @@ def tokenizer_of(checkpoint: Location) -> Path | str | None:
     if not run.is_file():
         return None
     named = RunConfig.load(run).data.tokenizer
-    return named if named == "byte" else Path(named).expanduser().parent
+    return named if named == "byte" else tokenizer_file(named).parent
 
 
 def to_hf_folder(

@@ -193,8 +193,8 @@ class Data(Section):
     text_key: str = "text"
     """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
     tokenizer: str = "byte"
-    """`byte`, or the path of a Hugging Face tokenizer.json; where it is not set, that of
-    `checkpoint.initial`, if it has one."""
+    """`byte`, or the path of a Hugging Face tokenizer.json or of its folder; where it is not set,
+    that of `checkpoint.initial`, if it has one."""
     eos_token: str = ""
     """Token that ends a document; empty: the tokenizer's usual one."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)

@@ -71,6 +71,12 @@ def test_experts_see_the_same_ranks() -> None:
     [
         ("parallel.tpp=2", "unknown key parallel.tpp; did you mean parallel.tp?"),
         ("train.zero=3", "unknown key train.zero; did you mean parallel.zero?"),
+        ("train.batch_size=8", "unknown key train.batch_size; did you mean train.global_batch?"),
+        ("optim.learning_rate=1", "did you mean optim.lr?"),
+        ("training.lr=1", "unknown key training.lr; did you mean optim.lr?"),
+        ("model.n_layers=2", "model are model.override.KEY, such as model.override.n_layers"),
+        ("model.hidden_size=2", "did you mean model.override.dim?"),
+        ("lr=1", "section.key=value (no spaces); did you mean optim.lr?"),
         ("parallel.cp_method=ulyses", "parallel.cp_method = 'ulyses': Input should be 'ring'"),
         ("parallel.cp_method=ulyses", "or 'hierarchical'; did you mean ulysses?"),
         ('parallel.cp_method=["ring", "al"]', "parallel.cp_method.1 = 'al'"),

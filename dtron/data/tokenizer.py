@@ -84,7 +84,7 @@ class JsonTokenizer:
     """A Hugging Face `tokenizer.json`.
 
     Args:
-        path: the file.
+        path: the file, or the folder that has it.
         eos_token: the token that ends a document; empty: the first of USUAL_EOS it knows.
     Raises:
         DataError: the file is missing or not a tokenizer.
@@ -149,14 +149,20 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[in
     ]
 
 
+def tokenizer_file(path: str) -> Path:
+    """The file that `data.tokenizer` names, by itself or by its folder."""
+    where = Path(path).expanduser()
+    return where / "tokenizer.json" if where.is_dir() else where
+
+
 def _read(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return tokenizer_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or error
         raise DataError(
             f"data.tokenizer = {path}: {cause}; "
-            'give the path of a Hugging Face tokenizer.json, or "byte"'
+            'give the path of a Hugging Face tokenizer.json or of its folder, or "byte"'
         ) from None
 
 

@@ -19,8 +19,8 @@ KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 def plan(
     config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
 ) -> dict[str, Any]:
-    """{legal, reasons, nearest, hardware, unchecked, warnings} and KEYS, which are None of an illegal
-    run; time and cost are None too where there are no rates, for the reason `no_time`.
+    """{legal, reasons, nearest, hardware, unchecked, warnings} and KEYS, None of an illegal run;
+    time and cost are None too where there are no rates, for the reason `no_time`.
 
     Args:
         tokens: of the whole training, for its cost; 0: those of train.steps.

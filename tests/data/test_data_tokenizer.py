@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from dtron.config import Data
+from dtron.convert import tokenizer_of
 from dtron.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 from dtron.errors import ConfigError, DataError
 
@@ -67,3 +68,14 @@ def test_missing_tokenizer_file(tmp_path: Path) -> None:
 
 def test_documents_end_with_eos_and_blank_ones_are_empty() -> None:
     assert encode_documents(ByteTokenizer(), ["ab", "", " \n"]) == [[97, 98, 256], [], []]
+
+
+def test_a_folder_gives_its_tokenizer(bpe: Path, tmp_path: Path) -> None:
+    named, folder = (load_tokenizer(section(tokenizer=str(path))) for path in (bpe, bpe.parent))
+    assert named.fingerprint == folder.fingerprint
+    with pytest.raises(DataError, match=r"tokenizer\.json or of its folder"):
+        load_tokenizer(section(tokenizer=str(tmp_path)))
+    run = tmp_path / "checkpoints"
+    (run / "step-1").mkdir(parents=True)
+    (tmp_path / "config.toml").write_text(f'[data]\ntokenizer = "{bpe.parent}"\n')
+    assert tokenizer_of(run / "step-1") == bpe.parent
