@@ -28,8 +28,10 @@ from dtron.errors import CheckpointError, ConfigError, cause_of
 from dtron.files import Location
 from dtron.flops import n_parameters
 from dtron.initial import Initial, check_same_model, check_tokenizer, open_initial
+from dtron.models import MODELS
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
+from dtron.models.contract import check_family, counted_as_decoder
 from dtron.optim import learning_rate, warmup_steps
 from dtron.parallelisms import deepep, symmetric_dispatch
 from dtron.parallelisms.fsdp import DTYPES
@@ -88,8 +90,11 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
     config.validate_for(place.world_size)
     _check_device(config, place.device)  # no other model or layout makes up for what it lacks
     model, layout, float8 = resolve(config, place.world_size)
+    family = config.model.name, MODELS[config.model.name]
+    check_family(*family, model)
     if starts:
-        for warning in host_warnings(config, place.world_size, _ranks_of_host(place)):
+        warnings = [*host_warnings(config, place.world_size, _ranks_of_host(place))]
+        for warning in [*warnings, *counted_as_decoder(*family)]:
             log.warning("%s", warning)
     if starts and place.device.type == "cpu":
         _check_memory(config, model, place)

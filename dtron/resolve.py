@@ -12,6 +12,7 @@ from dtron.errors import ConfigError
 from dtron.flops import FlopsModel, flops_per_token
 from dtron.models import MODELS, model_config
 from dtron.models.config import DecoderConfig
+from dtron.models.contract import ignored
 from dtron.parallelisms import deepep
 from dtron.parallelisms.context import shape_of
 from dtron.parallelisms.expert import refuse_half_compiled, shared_dim
@@ -122,6 +123,7 @@ def _model_rules(
 ) -> tuple[Callable[[], object], ...]:
     """Whether the model fits the settings and the ranks; each raises what it refuses."""
     return (
+        lambda: _check_read(config),
         lambda: _check_sequence(config, model),
         lambda: _check_further(config, model),
         lambda: _check_experts(config, model, world_size),
@@ -142,6 +144,27 @@ def _refuse_narrow_sums(config: RunConfig, world_size: int) -> None:
             raise ConfigError(
                 f'parallel.{key} = "{value}" would round sums of micro-batches with '
                 f'parallel.schedule = {config.parallel.schedule!r}; use "{other}"'
+            )
+
+
+def _check_read(config: RunConfig) -> None:
+    """Refuse settings that a family with its own module ignores."""
+    spec, chosen = MODELS[config.model.name], config.model
+    size = spec.sizes.get(chosen.size)
+    own = {
+        f"model.override.{key}": (key, value)
+        for key, value in chosen.override.items()
+        if value != getattr(size, key, None)
+    }
+    if chosen.attention != "auto":
+        own["model.attention"] = ("attention", chosen.attention)
+    if config.data.mask_documents:
+        own["data.mask_documents"] = ("documents", True)
+    for key, (name, value) in own.items():
+        if ignored(spec, name):
+            raise ConfigError(
+                f"{key} = {value!r} has no effect on model.name = {chosen.name}, whose "
+                f"ModelSpec.reads does not name {name}; leave it out"
             )
 
 

@@ -12,6 +12,8 @@ from rich.console import Console
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.initial import completed
+from dtron.models import MODELS
+from dtron.models.contract import check_family
 from dtron.plan.exact import exact, print_exact
 from dtron.plan.hardware import DEFAULT, HARDWARE, hardware, of_device
 from dtron.plan.page import page
@@ -66,6 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
     config = RunConfig.load(given.config, given.overrides, completed)
+    check_family(config.model.name, MODELS[config.model.name], Resolved.model_of(config))
     row = hardware(given.hardware)
     searched = None
     if given.search:

@@ -5,6 +5,8 @@ from typing import Any
 
 from dtron.config import RunConfig
 from dtron.flops import n_active_parameters, n_parameters
+from dtron.models import MODELS
+from dtron.models.contract import counted_as_decoder
 from dtron.plan.communication import collectives
 from dtron.plan.hardware import Hardware
 from dtron.plan.legality import check, unchecked
@@ -39,7 +41,10 @@ def plan(
     if not legality.legal:
         return found
     run = Resolved.of(config, world_size)
-    found["warnings"] = list(host_warnings(config, world_size, hardware.domain))
+    found["warnings"] = [
+        *host_warnings(config, world_size, hardware.domain),
+        *counted_as_decoder(config.model.name, MODELS[config.model.name]),
+    ]
     found["parallel"] = run.parallel()
     found["memory"] = memory_json(run, memory(run), hardware)
     found["flops"] = {f"{name}_per_token": value for name, value in run.flops().items()}
