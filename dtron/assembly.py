@@ -60,7 +60,7 @@ class Assembly:
 
         return Passes(
             units=spec.units(self.model),
-            blocks="blocks.*",
+            blocks=spec.layer.format("*"),
             placements=self._placements(
                 spec.placements(self.model, config.parallel.sequence_parallel)
             ),

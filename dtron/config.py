@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from dtron.errors import ConfigError, cause_of, config_error, nearest, note, shorten
+from dtron.errors import ConfigError, cause_of, config_error, nearest_key, note, shorten
 from dtron.sections import (
     DEGREES,
     Checkpoint,
@@ -405,6 +405,16 @@ class RunConfig(Section):
                 f"(train.steps = {self.train.steps}); use at most that",
             ),
             (
+                self.metrics.profile_start > self.train.steps,
+                f"metrics.profile_start = {self.metrics.profile_start} is after the last step "
+                f"(train.steps = {self.train.steps}); use at most that",
+            ),
+            (
+                self.train.eval_interval > 0 and not self.data.validation_fraction,
+                f"train.eval_interval = {self.train.eval_interval} has no effect with "
+                "data.validation_fraction = 0: nothing is held out; use a share such as 0.02",
+            ),
+            (
                 self.schedule.warmup + self.schedule.decay > 1 and self.schedule.name == "wsd",
                 f"schedule.warmup = {self.schedule.warmup} and schedule.decay = "
                 f"{self.schedule.decay} overlap; their sum is at most 1",
@@ -510,11 +520,14 @@ def choices(section: str, key: str) -> tuple[Any, ...]:
 def _apply_override(values: dict[str, Any], text: str) -> None:
     key, separator, raw = text.partition("=")
     parts = key.strip().split(".")
-    if not separator or len(parts) < 2:
-        raise ConfigError(f"override {text!r} is not of the form section.key=value (no spaces)")
     known = [name for name, _, _ in fields(RunConfig)]
+    if not separator or len(parts) < 2:
+        hint = nearest_key(key.strip(), known) if separator else ""
+        raise ConfigError(
+            f"override {text!r} is not of the form section.key=value (no spaces){hint}"
+        )
     if parts[0] not in RunConfig.model_fields:
-        raise ConfigError(f"unknown key {key}{nearest(key, known)}")
+        raise ConfigError(f"unknown key {key}{nearest_key(key, known)}")
     if not raw.strip():
         return _unset(values, parts, known)
     try:
@@ -534,7 +547,7 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
 def _unset(values: dict[str, Any], parts: list[str], known: Sequence[str]) -> None:
     """`key=`: back to the default."""
     if (key := ".".join(parts)) not in known and parts[:2] != ["model", "override"]:
-        raise ConfigError(f"unknown key {key}{nearest(key, known)}")
+        raise ConfigError(f"unknown key {key}{nearest_key(key, known)}")
     table: Any = values
     for part in parts[:-1]:
         table = table.get(part, {})

@@ -6,6 +6,7 @@ A DtronError is printed without a traceback; anything else that is raised is our
 import argparse
 import difflib
 import itertools
+import json
 import os
 import re
 import sys
@@ -87,25 +88,81 @@ class ArgumentParser(argparse.ArgumentParser):
 _MOST_WORDS, _WORD = 300_000, 100  # which a file may have more and longer of
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """`; did you mean X?` for the known word closest to `word`, or the one that it begins, or the
     empty string."""
     words = [name for name in itertools.islice(known, _MOST_WORDS) if len(name) <= _WORD]
     if len(word) > _WORD:
         return ""
     begun = [name for name in words if word and name.lower().startswith(word.lower())]
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5) or begun
+    close = difflib.get_close_matches(word, words, n=1, cutoff=cutoff) or begun
     return f"; did you mean {close[0]}?" if close else ""
 
 
+ALIASES = {
+    "train.steps": "max_steps train_steps num_steps iterations train_iters max_iters",
+    "train.seq_len": "seq_length sequence_length max_length max_seq_length block_size context_len",
+    "train.global_batch": "batch_size global_batch_size gradient_accumulation_steps grad_accum",
+    "train.micro_batch": "micro_batch_size local_batch_size per_device_train_batch_size",
+    "train.dtype": "precision bf16 fp16 param_dtype mixed_precision",
+    "train.max_grad_norm": "grad_clip clip_grad max_norm gradient_clipping",
+    "optim.lr": "learning_rate max_lr",
+    "optim.beta1": "adam_beta1 betas",
+    "optim.beta2": "adam_beta2",
+    "schedule.warmup": "warmup_steps warmup_ratio lr_warmup_iters",
+    "recompute.mode": "activation_checkpointing gradient_checkpointing ac_mode",
+    "parallel.tp": "tensor_parallel_degree tensor_model_parallel_size tp_size tensor_parallel",
+    "parallel.pp": "pipeline_parallel_degree pipeline_model_parallel_size pp_size",
+    "parallel.cp": "context_parallel_degree context_parallel_size cp_size",
+    "parallel.ep": "expert_parallel_degree expert_model_parallel_size ep_size",
+    "parallel.dp_shard": "data_parallel_shard_degree fsdp dp dp_size",
+    "parallel.dp_replicate": "data_parallel_replicate_degree ddp",
+    "data.paths": "dataset dataset_path data_path train_files path files",
+    "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_file",
+    "checkpoint.dir": "save_dir save",
+    "checkpoint.initial": "pretrained init_from load_from model_path",
+    "checkpoint.interval": "save_interval save_steps",
+    "checkpoint.resume": "load resume_from_checkpoint",
+    "metrics.log_interval": "logging_steps log_freq",
+    "run.dir": "output_dir out_dir dump_folder",
+    "model.name": "architecture model_type",
+    "model.override.dim": "hidden_size d_model n_embd embed_dim",
+    "model.override.n_layers": "num_hidden_layers num_layers n_layer layers",
+    "model.override.n_heads": "num_attention_heads n_head num_heads heads",
+    "model.override.n_kv_heads": "num_key_value_heads num_query_groups kv_heads",
+    "model.override.ffn_dim": "intermediate_size ffn_hidden_size d_ff hidden_dim mlp_dim",
+    "model.override.max_seq_len": "max_position_embeddings n_positions",
+    "model.override.norm_eps": "rms_norm_eps layer_norm_eps",
+    "model.override.tied": "tie_word_embeddings tie_embeddings",
+    "model.override.window": "sliding_window window_size",
+    "model.override.n_experts": "num_experts num_local_experts n_routed_experts",
+    "model.override.experts_per_token": "top_k topk num_experts_per_tok moe_router_topk",
+    "model.override.expert_dim": "moe_intermediate_size moe_ffn_hidden_size",
+    "model.override.capacity_factor": "moe_expert_capacity_factor",
+    "model.override.activation": "hidden_act act_fn",
+    "model.override.bias": "attention_bias qkv_bias",
+}
+"""What transformers, Megatron-LM and torchtitan call a key."""
+
+
 def nearest_key(key: str, known: Iterable[str]) -> str:
-    """The same for a dotted key, by its last part: in its own section, then elsewhere."""
+    """`; did you mean KEY?` for a dotted key, by its last part: what others call it, in its own
+    section, then elsewhere."""
+    known = list(known)
     section, _, name = key.rpartition(".")
     split = [k.rpartition(".") for k in known]
-    if hint := nearest(name, [last for own, _, last in split if own == section]):
+    for ours, theirs in ALIASES.items():
+        if name.lower() in theirs.split():
+            return f"; did you mean {ours}?"
+    cutoff = 0.75 if section == "model" else 0.5  # where most keys are those of model.override
+    if hint := nearest(name, [last for own, _, last in split if own == section], cutoff):
         return hint.replace("mean ", f"mean {section}.", 1)
     elsewhere = [f"{own}.{last}" for own, _, last in split if last == name]
-    return f"; did you mean {elsewhere[0]}?" if elsewhere else ""
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    if section == "model":
+        return f"; fields of the model are model.override.KEY, such as model.override.{name}"
+    return nearest(key, known)
 
 
 def config_error(error: ValidationError, prefix: str, known: Iterable[str]) -> ConfigError:
@@ -129,14 +186,18 @@ def config_error(error: ValidationError, prefix: str, known: Iterable[str]) -> C
         return ConfigError(f"unknown key {key}{nearest_key(key, known)}")
     if first["type"] == "missing":
         return ConfigError(f"{key} is required and has no default")
-    if first["type"] == "tuple_type":
-        return ConfigError(
-            f"{key} = {shorten(repr(first['input']))} is not a list; write '[\"...\"]'"
-        )
+    shown = shorten(repr(first["input"]))
+    if first["type"] in ("tuple_type", "list_type"):
+        fix = f"{key}='{json.dumps([first['input']], default=str)}'"
+        return ConfigError(f"{key} = {shown} is not a list; write {fix}")
+    if first["type"] in ("model_type", "model_attributes_type") and "." not in key:
+        return ConfigError(f"{key} = {shown}: {key} is a section; write [{key}]")
     choices = re.findall("'([^']+)'", str(first.get("ctx", {}).get("expected", "")))
     hint = nearest(str(first["input"]), choices)
+    if first["type"] == "int_type" and isinstance(first["input"], float):
+        hint = f"; write {round(first['input'])}" if first["input"].is_integer() else ""
     rule = first["msg"].removeprefix("Value error, ")
-    return ConfigError(f"{key} = {shorten(repr(first['input']))}: {rule}{hint}")
+    return ConfigError(f"{key} = {shown}: {rule}{hint}")
 
 
 def cause_of(error: Exception, path: object) -> str:

@@ -47,11 +47,9 @@ class FlopsModel:
     @classmethod
     def of(cls, config: DecoderConfig) -> Self:
         """Of a decoder; counts its matrices, norms and biases as the model has them."""
-        idle = (config.n_experts - config.experts_per_token) * _expert(config)
         return cls(
-            matmul_params=n_parameters(config)
+            matmul_params=n_active_parameters(config)
             - config.lookup_params
-            - (config.n_expert_layers + config.mtp) * idle
             + config.mtp * config.vocab_size * config.dim,
             n_layers=config.n_layers + config.mtp,
             n_heads=config.n_heads,
@@ -73,6 +71,12 @@ def n_parameters(config: DecoderConfig) -> int:
     if config.positions == "learned":
         embeddings += config.max_seq_len * config.dim
     return layers + _norm(config, config.dim) + embeddings
+
+
+def n_active_parameters(config: DecoderConfig) -> int:
+    """Those that a token meets: all but the experts that it does not take."""
+    idle = (config.n_experts - config.experts_per_token) * _expert(config)
+    return n_parameters(config) - (config.n_expert_layers + config.mtp) * idle
 
 
 def _linear(config: DecoderConfig, inward: int, outward: int) -> int:

@@ -255,7 +255,7 @@ def plan_float8(
     with torch.device("meta"):
         whole = build_model(config.model.name, model, _any_attention(model))
     choice = Choice(
-        "blocks.*",
+        spec.layer.format("*"),
         () if settings.filter == "auto" else tuple(settings.filter),
         tuple(settings.skip),
         settings.skip_first,

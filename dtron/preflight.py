@@ -6,6 +6,7 @@ for it, so that an error is found and told once.
 
 import contextlib
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,15 @@ from dtron.data import (
     prepare,
     wait_for,
 )
+from dtron.data.sources import BY_POSITION, SPLIT
 from dtron.errors import CheckpointError, ConfigError, cause_of
-from dtron.files import Location
+from dtron.files import Location, location
 from dtron.flops import n_parameters
 from dtron.initial import Initial, check_same_model, check_tokenizer, open_initial
+from dtron.models import MODELS
 from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
+from dtron.models.contract import check_family, counted_as_decoder
 from dtron.optim import learning_rate, warmup_steps
 from dtron.parallelisms import deepep, symmetric_dispatch
 from dtron.parallelisms.fsdp import DTYPES
@@ -37,7 +41,7 @@ from dtron.parallelisms.offload import host_memory
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan
 from dtron.published import Facts, check_model, complete, find, read_facts
-from dtron.resolve import resolve
+from dtron.resolve import host_warnings, resolve
 from dtron.rundir import RunDir
 from dtron.runtime import Place, check_writable
 from dtron.tiers import Tier, owner, tiers_of
@@ -90,6 +94,12 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
     config.validate_for(place.world_size)
     _check_device(config, place.device)  # no other model or layout makes up for what it lacks
     model, layout, float8 = resolve(config, place.world_size)
+    family = config.model.name, MODELS[config.model.name]
+    check_family(*family, model)
+    if starts:
+        warnings = [*host_warnings(config, place.world_size, place.local_world_size)]
+        for warning in [*warnings, *counted_as_decoder(*family)]:
+            log.warning("%s", warning)
     if starts and place.device.type == "cpu":
         _check_memory(config, model, place)
     attention = _attention(config, model, place.device)
@@ -245,6 +255,9 @@ def _check_tiers(
             f"checkpoint.dir = {options.dir!r} is this process's own memory; use it with one rank, "
             'checkpoint.mode = "sync" and no checkpoint.fast_dir'
         )
+    for key, folder in (("dir", options.dir), ("fast_dir", options.fast_dir)):
+        if folder and isinstance(where := location(folder), Path):
+            _check_folder(f"checkpoint.{key}", where)
     local = RunDir(config.run.dir).checkpoints  # which is set aside
     for tier in tiers:
         if own is None and tier.folder != local and _used(tier.folder) and not goes_on:
@@ -252,6 +265,16 @@ def _check_tiers(
                 f"{tier.folder} holds checkpoints of an earlier start; set "
                 "checkpoint.resume=latest to go on from them, delete them, or use another folder"
             )
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    """Refuse, before a step is trained, where no checkpoint can be written; nothing is made."""
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    fix = "set another folder"
+    if not there.is_dir():
+        raise ConfigError(f"{key} = {str(folder)!r}: {there} is a file; {fix}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key} = {str(folder)!r}: {there} cannot be written; {fix}")
 
 
 def _used(folder: Location) -> bool:
@@ -404,9 +427,19 @@ def _check_data(
     Args:
         data: of `identity_of`.
     """
-    saved = {key: facts.data.get(key, data[key]) for key in data}  # not there: an older checkpoint
-    changed = [key for key in data if saved[key] != data[key]]
-    if not changed or config.checkpoint.allow_data_change:
+    if config.checkpoint.allow_data_change:
+        return
+    older = {key: data[key] for key in data if key != SPLIT}  # of which a checkpoint may lack some
+    changed = [key for key in older if facts.data.get(key, older[key]) != older[key]]
+    split, saved = (each.get(SPLIT, BY_POSITION) for each in (data, facts.data))
+    if not changed and split != saved and config.data.validation_fraction:
+        raise ConfigError(
+            f"data.validation_fraction = {config.data.validation_fraction}: {checkpoint} holds "
+            f"copies of documents out by their {saved}, this dtron by their {split}, so that the "
+            "order of the training documents is another one; set checkpoint.allow_data_change=true "
+            "to continue at the same sequence number"
+        )
+    if not changed:
         return
     if "tokenizer" in changed:
         key, what = "tokenizer", "another tokenizer"
@@ -429,7 +462,7 @@ def _warn_of_changes(
 ) -> None:
     """Warn of settings that give each sequence number another text, and of learning rates."""
     defaults = {key: default for key, default, _ in fields(RunConfig)}
-    known = _CONTENT_KEYS if data.keys() <= facts.data.keys() else ()
+    known = _CONTENT_KEYS if {"content", "tokenizer"} <= facts.data.keys() else ()
     for key, value in resume_settings(config).items():
         saved = facts.settings.get(key, defaults[key])  # not there: a key that came later
         if saved == value or key in known:

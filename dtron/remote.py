@@ -32,7 +32,7 @@ class Remote:
             import fsspec
         except ImportError:
             raise ConfigError(
-                f"{url!r} is a URL, which needs fsspec; install it with pip install dtron[remote]"
+                f"{url!r} is a URL, which needs fsspec; run pip install fsspec"
             ) from None
         local = {"auto_mkdir": True} if protocol in ("file", "local") else {}
         try:

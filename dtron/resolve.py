@@ -5,13 +5,14 @@ have besides is `preflight.py`'s.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from dtron.config import RunConfig, resolve_expert_degrees
 from dtron.errors import ConfigError
 from dtron.flops import FlopsModel, flops_per_token
 from dtron.models import MODELS, model_config
 from dtron.models.config import DecoderConfig
+from dtron.models.contract import ignored
 from dtron.parallelisms import deepep
 from dtron.parallelisms.context import shape_of
 from dtron.parallelisms.expert import refuse_half_compiled, shared_dim
@@ -70,6 +71,43 @@ def reasons(config: RunConfig, world_size: int) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def host_warnings(config: RunConfig, world_size: int, host: int) -> Iterator[str]:
+    """Axes whose collectives computation waits for in every layer, and whose ranks are on several
+    hosts: such a run is legal, and slow.
+
+    Args:
+        host: ranks of a host, or of an NVLink domain; neighbouring ranks share one.
+    """
+    for key, degree, block, instead in _blocks(config):
+        if world_size <= host or host % block == 0:
+            continue
+        within = block // degree
+        fitting = [n for n in range(2, degree) if degree % n == 0 and host % (n * within) == 0]
+        fix = f"{key} = {fitting[-1]}" if fitting else instead or f"{key} = 1"
+        if fitting and instead:
+            fix += f" or {instead}"
+        what = f"{key} = {degree}" + (f" x parallel.tp = {within}" if within > 1 else "")
+        yield (
+            f"{what} spans hosts of {host} ranks: collectives of every layer cross the network; "
+            f"use {fix}, and parallel.pp, dp_shard or dp_replicate for the other ranks"
+        )
+
+
+def _blocks(config: RunConfig) -> Iterator[tuple[str, int, int, str]]:
+    """(key, degree, neighbouring ranks that it joins, what to use instead) of axes that want one
+    host. cp and tp are innermost, as are etp ranks among those of the experts."""
+    parallel, ring = config.parallel, 'parallel.cp_method = "ring"'
+    yield "parallel.tp", parallel.tp, parallel.tp, ""
+    yield "parallel.etp", parallel.etp, parallel.etp, ""
+    if parallel.cp == 1:
+        return
+    for method in dict.fromkeys(parallel.cp_methods()):
+        inner = shape_of(method, parallel.cp, parallel.cp_inner).inner
+        if inner > 1:
+            key = "parallel.cp_inner" if method == "hierarchical" else "parallel.cp"
+            yield key, inner, inner * parallel.tp, ring
+
+
 def _refusals(rules: Iterable[Callable[[], object]]) -> list[str]:
     found = []
     for rule in rules:
@@ -85,6 +123,7 @@ def _model_rules(
 ) -> tuple[Callable[[], object], ...]:
     """Whether the model fits the settings and the ranks; each raises what it refuses."""
     return (
+        lambda: _check_read(config),
         lambda: _check_sequence(config, model),
         lambda: _check_further(config, model),
         lambda: _check_experts(config, model, world_size),
@@ -105,6 +144,27 @@ def _refuse_narrow_sums(config: RunConfig, world_size: int) -> None:
             raise ConfigError(
                 f'parallel.{key} = "{value}" would round sums of micro-batches with '
                 f'parallel.schedule = {config.parallel.schedule!r}; use "{other}"'
+            )
+
+
+def _check_read(config: RunConfig) -> None:
+    """Refuse settings that a family with its own module ignores."""
+    spec, chosen = MODELS[config.model.name], config.model
+    size = spec.sizes.get(chosen.size)
+    own = {
+        f"model.override.{key}": (key, value)
+        for key, value in chosen.override.items()
+        if value != getattr(size, key, None)
+    }
+    if chosen.attention != "auto":
+        own["model.attention"] = ("attention", chosen.attention)
+    if config.data.mask_documents:
+        own["data.mask_documents"] = ("documents", True)
+    for key, (name, value) in own.items():
+        if ignored(spec, name):
+            raise ConfigError(
+                f"{key} = {value!r} has no effect on model.name = {chosen.name}, whose "
+                f"ModelSpec.reads does not name {name}; leave it out"
             )
 
 

@@ -227,12 +227,13 @@ class Data(Section):
     text_key: Text = "text"
     """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
     tokenizer: PathText = "byte"
-    """`byte`, or the path of a Hugging Face tokenizer.json; where it is not set, that of
-    `checkpoint.initial`, if it has one."""
+    """`byte`, or the path of a Hugging Face tokenizer.json or of its folder; where it is not set,
+    that of `checkpoint.initial`, if it has one."""
     eos_token: Text = ""
     """Token that ends a document; empty: the tokenizer's usual one."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of documents held out for validation, chosen by a hash of their position."""
+    """Share of documents held out for validation, chosen by a hash of their position; copies of a
+    document are on its side."""
     packing: Literal["cut", "best_fit", "pad"] = "cut"
     """How documents become sequences. `cut`: laid end to end and cut every train.seq_len tokens; no
     padding, and most documents are split. `best_fit`: whole documents share a sequence where they

@@ -5,7 +5,9 @@ if __name__ == "models":
         "import dtron.models: the folder models/ is a package of dtron, not a top-level one"
     )
 
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +61,29 @@ def model_config(name: str, size: str, override: Mapping[str, Any] | None = None
     sizes = MODELS[name].sizes
     if size not in sizes:
         raise ConfigError(
-            f"model.size = {size} is not a size of {name}{nearest(size, sizes)}; "
+            f"model.size = {size} is not a size of {name}{_nearest_size(size, sizes)}; "
             f"use {', '.join(sizes)}"
         )
     return overridden(sizes[size], override or {})
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])", re.IGNORECASE)
+_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def _nearest_size(size: str, sizes: Iterable[str]) -> str:
+    """A hint by number where there is one: 7b is nearer to 8b than to 70b."""
+    numbers = {name: n for name in sizes if (n := _number(name))}
+    if not (wanted := _number(size)) or not numbers:
+        return nearest(size, sizes)
+    close = min(numbers, key=lambda name: abs(math.log(numbers[name] / wanted)))
+    return f"; did you mean {close}?"
+
+
+def _number(size: str) -> float:
+    """Parameters that a name promises; 0: none."""
+    found = _SIZE.search(size)
+    return float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
 
 
 def build_model(name: str, config: DecoderConfig, attention: Backend) -> nn.Module:

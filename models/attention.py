@@ -374,7 +374,7 @@ def _no_flash4(need: Need) -> str | None:
     if need.deterministic and _capability() >= 12:
         return "has no deterministic backward on this GPU"
     if not _installed("flash_attn.cute"):
-        return "needs the package flash-attn-4 (pip install dtron[flash])"
+        return "needs the package flash-attn-4 (pip install flash-attn-4)"
     return None
 
 

@@ -1,6 +1,6 @@
 """What a row of the MODELS table says about a model family."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -163,6 +163,11 @@ class ModelSpec:
     name: str
     sizes: Mapping[str, DecoderConfig]
     build: Callable[[DecoderConfig, Backend], nn.Module] = Decoder
+    """Makes the module; what another one than Decoder has to have is in `contract.py`."""
+    reads: Set[str] | None = None
+    """Fields of DecoderConfig that a `build` of its own reads, "documents" if its attention keeps
+    to documents, "attention" if it uses the backend; settings of others are refused. None: of a
+    Decoder, which reads all."""
     init_parameter: Callable[[DecoderConfig, str, Tensor, torch.Generator], None] = init_parameter
     units: Callable[[DecoderConfig], tuple[Unit, ...]] = decoder_units
     placements: Callable[[DecoderConfig, bool], dict[str, Row]] = decoder_placements

@@ -125,7 +125,7 @@ LEFT, TOP, ROW, BOTTOM = 58, 34, 26, 48
 WIDTH = 1100
 
 
-def draw(timeline: Timeline, title: str) -> str:
+def draw(timeline: Timeline, title: str, caption: str = "") -> str:
     """The timeline as an SVG picture that stands alone, with its own white background.
 
     One row a rank; a box an action, in the colour of its kind and the tone of its stage among the
@@ -134,6 +134,7 @@ def draw(timeline: Timeline, title: str) -> str:
     Args:
         timeline: what `simulate` returns.
         title: the first line, such as the schedule's name.
+        caption: the last line; empty: bubble and peak of activations.
     """
     scale = (WIDTH - LEFT - 12) / timeline.length
     height = TOP + ROW * len(timeline.spans) + BOTTOM
@@ -152,7 +153,8 @@ def draw(timeline: Timeline, title: str) -> str:
         parts += _boxes(row, timeline, scale)
         parts.append("</g>")
     parts.append(_legend(kinds, timeline.stages_per_rank, height - 32))
-    parts.append(f'<text x="{LEFT}" y="{height - 10}">{_caption(timeline)}</text>')
+    caption = _escape(caption or _caption(timeline))
+    parts.append(f'<text x="{LEFT}" y="{height - 10}">{caption}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

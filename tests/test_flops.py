@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from dtron.data import Batch
-from dtron.flops import FlopsModel, flops_per_token, n_parameters, peak_flops
+from dtron.flops import (
+    FlopsModel,
+    flops_per_token,
+    n_active_parameters,
+    n_parameters,
+    peak_flops,
+)
 from dtron.models import BACKENDS, MODELS, build_model, model_config
+from dtron.plan.report import parameters
 from dtron.trainer import _attended
 
 SIZES = [(name, size) for name, spec in MODELS.items() for size in spec.sizes]
@@ -117,3 +124,17 @@ def test_windows_of_a_part_of_the_layers_are_counted():
     windowed = (1 + 7 * 3) / 8  # 2 p + 1 pairs of a token that sees p before it
     assert _attended([batch], (2,)) == windowed
     assert _attended([batch, batch], (2, 0, 2, 0)) == (windowed + 8) / 2
+
+
+def test_active_parameters_of_a_mixture() -> None:
+    """DeepSeek-V3's report: 671 B, of which a token meets 37 B."""
+    mixture = model_config("deepseek_v3", "671b", {"mtp": 0})
+    shown = parameters(
+        {
+            "parameters": n_parameters(mixture),
+            "active_parameters": n_active_parameters(mixture),
+        }
+    )
+    assert shown == "671.03 B parameters, 37.55 B active"
+    dense = model_config("llama", "8b")
+    assert n_active_parameters(dense) == n_parameters(dense)

@@ -1,15 +1,23 @@
 """What the model, the batch or the machine do not fit is refused, with what they do fit."""
 
+import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from dtron import __version__
+from dtron.cli import commands
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
+from dtron.plan.hardware import hardware
+from dtron.plan.report import print_plan
+from dtron.plan.whole import plan
 from dtron.preflight import _defaults, model_facts, preflight
 from dtron.published import check_model
-from dtron.resolve import check_layout
+from dtron.resolve import check_layout, host_warnings
 from dtron.runtime import Place
 
 BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}
@@ -250,3 +258,95 @@ def test_a_checkpoint_that_is_older_than_a_field_of_the_model() -> None:
     check_model(Path("step-1"), {**_defaults(), **saved}, wanted)
     with pytest.raises(CheckpointError, match="rope_scaling: 'yarn' there, 'llama3' here"):
         check_model(Path("step-1"), {**saved, "rope_scaling": "yarn"}, wanted)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "host", "told"),
+    [
+        ({"tp": 16}, 32, 8, "parallel.tp = 16 spans hosts of 8 ranks"),
+        ({"tp": 16}, 32, 8, "use parallel.tp = 8, and parallel.pp, dp_shard or dp_replicate"),
+        ({"tp": 4}, 12, 6, "use parallel.tp = 2, and"),
+        ({"tp": 5}, 10, 8, "use parallel.tp = 1, and"),
+        ({"etp": 16}, 16, 8, "parallel.etp = 16 spans hosts of 8 ranks"),
+        (
+            {"tp": 4, "cp": 4, "cp_method": "ulysses"},
+            16,
+            8,
+            "parallel.cp = 4 x parallel.tp = 4 spans hosts of 8 ranks: collectives of every layer "
+            'cross the network; use parallel.cp = 2 or parallel.cp_method = "ring"',
+        ),
+        (
+            {"tp": 4, "cp": 16, "cp_method": "hierarchical"},
+            64,
+            8,
+            'use parallel.cp_inner = 2 or parallel.cp_method = "ring"',
+        ),
+    ],
+)
+def test_axes_that_cross_hosts_are_reported(
+    parallel: dict, world: int, host: int, told: str
+) -> None:
+    (found,) = host_warnings(config(**parallel), world, host)
+    assert told in found
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "host"),
+    [
+        ({"tp": 16}, 16, 16),  # one host has all ranks
+        ({"tp": 8}, 64, 8),
+        ({"cp": 16}, 64, 8),  # a ring hides its transfers
+        ({"cp": 16, "cp_method": "all_gather"}, 64, 8),
+        ({"cp": 16, "cp_method": "hierarchical", "cp_inner": 8}, 64, 8),
+        ({"ep": 64}, 64, 8),
+        ({"pp": 16, "dp_replicate": 4}, 64, 8),
+    ],
+)
+def test_axes_that_may_cross_hosts_are_not_reported(parallel: dict, world: int, host: int) -> None:
+    assert not list(host_warnings(config(**parallel), world, host))
+
+
+def test_a_start_and_a_plan_report_tp_across_hosts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("dtron.preflight.log.warning", lambda form, *rest: told.append(form % rest))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    start = config(tp=4)
+    start = start.model_copy(
+        update={
+            "run": start.run.model_copy(update={"dir": str(tmp_path / "run")}),
+            "data": start.data.model_copy(update={"cache_dir": str(tmp_path / "cache")}),
+        }
+    )
+    preflight(start, Place(rank=0, local_rank=0, world_size=4))
+    assert [line for line in told if "parallel.tp = 4 spans hosts of 2 ranks" in line]
+    planned = plan(start, 4, replace(hardware("h100"), host=2, domain=2))
+    assert "use parallel.tp = 2" in planned["warnings"][0]
+    shown = Console(width=200, file=io.StringIO(), record=True)
+    print_plan(shown, planned)
+    assert "warning: parallel.tp = 4 spans hosts of 2 ranks" in shown.export_text()
+
+
+@pytest.mark.parametrize("key", ["dir", "fast_dir"])
+@pytest.mark.parametrize("below", ["", "/deep/er"])
+def test_a_file_in_the_place_of_checkpoints_is_refused_at_a_start(
+    tmp_path: Path, key: str, below: str
+) -> None:
+    """Or a run trains until its first checkpoint."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    data = {"cache_dir": str(tmp_path / "cache")}
+    checkpoint = {key: f"{file}{below}", "interval": 2, "fast_interval": 1 if key != "dir" else 0}
+    run = {"dir": str(tmp_path / "run")}
+    config = RunConfig.of({**BASE, "data": data, "checkpoint": checkpoint, "run": run})
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{key} = .*file is a file; set another"):
+        preflight(config, Place(rank=0, local_rank=0, world_size=1))
+
+
+def test_the_version_and_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("--version", "version"):
+        assert commands([word]) == 0
+        assert capsys.readouterr().out == f"dtron {__version__}\n"
+    assert commands(["help"]) == 0
+    assert "usage: dtron COMMAND" in capsys.readouterr().out

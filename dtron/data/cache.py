@@ -2,6 +2,7 @@
 
     CACHE_DIR/KEY/tokens.bin     uint16 or uint32 (N,), little-endian; every document ends with EOS
     CACHE_DIR/KEY/offsets.npy    int64 (n_documents + 1,), where each document starts
+    CACHE_DIR/KEY/copies.npy     int64 (n_copies, 2), of `order.copies_of`
     CACHE_DIR/KEY/meta.json      counts, dtype and a hash of the tokens
 
 KEY is a hash of what the tokens depend on, so that a changed file or tokenizer gets a cache of its
@@ -14,6 +15,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -27,11 +29,12 @@ from pathlib import Path
 import numpy as np
 
 from dtron.data.documents import Corpus
+from dtron.data.order import copies_of
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError
 from dtron.untrusted import MB, open_regular, parse, read_bytes, read_text
 
-FORMAT = 2  # part of KEY: raise it when the files or the handling of documents change
+FORMAT = 3  # part of KEY: raise it when the files or the handling of documents change
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 4_000_000  # bounds memory when documents are long
 PROGRESS_SECONDS = 30
@@ -92,6 +95,8 @@ class TokenCache:
     """uint16 or uint32 (N,)"""
     offsets: np.ndarray
     """int64 (n_documents + 1,)"""
+    copies: np.ndarray
+    """int64 (n_copies, 2), documents that are copies of earlier ones, and of which"""
     content: str
     """SHA-256 of tokens and offsets, taken when they were written"""
 
@@ -115,28 +120,31 @@ def open_cache(path: Path, tokenizer: Tokenizer) -> TokenCache | None:
         if meta["dtype"] not in DTYPES:
             return None
         tokens = TokenFile(path / "tokens.bin", meta["dtype"], tokenizer.vocab_size)
-        offsets = _read_offsets(path / "offsets.npy", meta["documents"] + 1)
+        n = meta["documents"]
+        offsets = _read_array(path / "offsets.npy", n + 1)
+        copies = _read_array(path / "copies.npy", meta["copies"], 2)
         ends = (offsets[0], offsets[-1], len(tokens))
         whole = ends == (0, meta["tokens"], meta["tokens"]) and bool((np.diff(offsets) > 0).all())
+        whole = whole and bool(((copies >= 0) & (copies < n)).all())
         content = str(meta["content"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return TokenCache(path, tokens, offsets, content) if whole else None
+    return TokenCache(path, tokens, offsets, copies, content) if whole else None
 
 
-def _read_offsets(path: Path, count: int) -> np.ndarray:
-    """What np.save has written: an array of this length, behind a header that is known and that
-    nothing has to parse. Raises OSError, ValueError."""
-    if type(count) is not int or not 1 < count < 2**40:
-        raise ValueError(f"{count} is no number of documents")
+def _read_array(path: Path, *shape: int) -> np.ndarray:
+    """What np.save has written: an int64 array of this shape, behind a header that is known and
+    that nothing has to parse. Raises OSError, ValueError."""
+    if not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+        raise ValueError(f"{shape} is no shape")
     header = io.BytesIO()
-    shape = {"descr": "<i8", "fortran_order": False, "shape": (count,)}
-    np.lib.format.write_array_header_1_0(header, shape)
-    known = header.getvalue()
-    content = read_bytes(path, len(known) + 8 * count)
-    if not content.startswith(known):
+    known = {"descr": "<i8", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, known)
+    start, count = header.getvalue(), math.prod(shape)
+    content = read_bytes(path, len(start) + 8 * count)
+    if not content.startswith(start):
         raise ValueError("another header")
-    return np.frombuffer(content, "<i8", count, len(known))
+    return np.frombuffer(content, "<i8", count, len(start)).reshape(shape)
 
 
 def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCache:
@@ -208,6 +216,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
     dtype = np.dtype(DTYPES[tokenizer.vocab_size > 2**16])
     start = last = time.monotonic()
     offsets, n_empty, content = array("q", [0]), 0, hashlib.sha256()
+    each = array("Q")  # a hash a document
     logger.info("tokenizing %s", corpus.name)
     with open(directory / "tokens.bin", "wb") as file:
         for texts in _batches(corpus.texts()):
@@ -216,6 +225,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
                     encoded = np.array(ids, dtype).tobytes()
                     file.write(encoded)
                     content.update(encoded)
+                    each.append(hash_of(encoded))
                     offsets.append(offsets[-1] + len(ids))
                 else:
                     n_empty += 1
@@ -227,10 +237,13 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
         raise DataError(f"{corpus.name}: no documents with text ({n_empty} empty ones)")
     content.update(offsets)
     np.save(directory / "offsets.npy", np.frombuffer(offsets, np.int64))
+    copies = copies_of(np.frombuffer(each, np.uint64))
+    np.save(directory / "copies.npy", copies)
     meta = {
         "documents": n_documents,
         "empty": n_empty,
         "tokens": n_tokens,
+        "copies": len(copies),
         "dtype": dtype.str,
         "corpus": corpus.name,
         "tokenizer": tokenizer.fingerprint,
@@ -244,6 +257,11 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
         n_tokens,
         time.monotonic() - start,
     )
+
+
+def hash_of(content: bytes) -> int:
+    """64 bits of a document's content."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _publish(temporary: Path, path: Path, tokenizer: Tokenizer) -> None:

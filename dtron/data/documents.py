@@ -9,7 +9,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,8 @@ def text_of(row: Any, text_key: str, where: str) -> str:
     if text_key not in row:
         known = shorten(", ".join(map(repr, row)), 200) or "nothing"
         raise DataError(
-            f"{where}: no key {text_key!r} (data.text_key) among {known}{nearest(text_key, row)}"
+            f"{where}: no key {text_key!r} (data.text_key) among {known}"
+            f"{hint_of_key(text_key, row)}"
         )
     text = row[text_key]
     if not isinstance(text, str):
@@ -115,21 +116,56 @@ READERS: dict[str, Callable[[str, Data], Iterator[str]]] = {
 }
 
 
+_CHAT = ("messages", "conversations", "conversation", "prompt", "instruction", "chosen")
+"""Keys of rows that hold a conversation, or a question and its answer."""
+
+
+def hint_of_key(text_key: str, row: Iterable[str]) -> str:
+    """What to set `data.text_key` to, or what to do with a chat."""
+    keys = list(row)
+    if chat := [key for key in _CHAT if key in keys]:
+        return (
+            f"; {chat[0]!r} is of a chat, which is not read: write each conversation as one "
+            "string, as the model's chat template does, and name its key, such as "
+            "data.text_key=text"
+        )
+    usual = [key for key in ("content", "raw_content", "body", "document") if key in keys]
+    return nearest(text_key, keys) or (f"; set data.text_key={usual[0]}" if usual else "")
+
+
+_HF = 'set data.source = "hf" and data.hf_path to it, which reads such files'
+_ELSEWHERE = {
+    ".parquet": _HF,
+    ".csv": _HF,
+    ".json": f"{_HF}, or write one JSON object a line as .jsonl",
+    ".zst": "unpack it, or pack it with gzip",
+    ".bz2": "unpack it, or pack it with gzip",
+    ".xz": "unpack it, or pack it with gzip",
+}
+"""What to do with a file of another kind, by how its path ends."""
+
+
 def _suffix(path: str) -> str:
     for suffix in READERS:
         if path.endswith(suffix):
             return suffix
-    raise DataError(f"data.paths: {path} ends with none of {', '.join(READERS)}")
+    hint = next((f"; {fix}" for end, fix in _ELSEWHERE.items() if path.endswith(end)), "")
+    raise DataError(f"data.paths: {path} ends with none of {', '.join(READERS)}{hint}")
 
 
 def _size_and_time(path: str) -> tuple[int, int]:
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
+    except IsADirectoryError:
+        raise DataError(f"data.paths: {path} is a folder; name the files in it") from None
     except OSError as error:
-        raise DataError(
-            f"data.paths: {path}: {error.strerror}; relative paths start at the working directory"
-        ) from None
+        fix = "relative paths start at the working directory"
+        if any(sign in path for sign in "*?["):
+            fix = "patterns are not expanded; name each file"
+        elif ":/" in path:
+            fix = "URLs are not read; download the file"
+        raise DataError(f"data.paths: {path}: {error.strerror}; {fix}") from None
     return status.st_size, status.st_mtime_ns
 
 
@@ -153,7 +189,8 @@ def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
                 yield number, line
     except (OSError, EOFError, zlib.error) as error:  # EOFError: a .gz that was cut short
         cause = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}, line {number + 1}: {cause}") from None
+        where = f", line {number + 1}" if number or isinstance(error, EOFError) else ""
+        raise DataError(f"{path}{where}: {cause}") from None
 
 
 def _too_long(where: str, most_mb: float) -> DataError:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from dtron.config import Data
-from dtron.data.documents import Corpus, text_of
+from dtron.data.documents import Corpus, hint_of_key, text_of
 from dtron.data.stream import START
-from dtron.errors import ConfigError, DataError, DtronError, nearest
+from dtron.errors import ConfigError, DataError, DtronError
 
 BATCH_ROWS = 256
 SAVED = ("dataset_info.json", "dataset_dict.json")  # one of them marks what save_to_disk wrote
@@ -131,7 +131,7 @@ def _check_column(data: Data, columns: list[str]) -> None:
     if data.text_key not in columns:
         raise DataError(
             f"data.text_key = {data.text_key!r} is not a column of {stream_name(data)}, which "
-            f"has {', '.join(columns)}{nearest(data.text_key, columns)}"
+            f"has {', '.join(columns)}{hint_of_key(data.text_key, columns)}"
         )
 
 
@@ -145,7 +145,7 @@ def _import() -> Any:
         import datasets
     except ImportError:
         raise ConfigError(
-            'data.source = "hf" needs the library datasets: pip install "dtron[hf]"'
+            'data.source = "hf" needs the library datasets; run pip install datasets'
         ) from None
     return datasets
 

@@ -87,7 +87,7 @@ class JsonTokenizer:
     """A Hugging Face `tokenizer.json`.
 
     Args:
-        path: the file.
+        path: the file, or the folder that has it.
         eos_token: the token that ends a document; empty: the first of USUAL_EOS it knows.
     Raises:
         DataError: the file is missing or not a tokenizer.
@@ -174,14 +174,20 @@ def _growth(normalizer: dict[str, Any]) -> float:
     return max(1.0, added / replaced if replaced else added + 1)
 
 
+def tokenizer_file(path: str) -> Path:
+    """The file that `data.tokenizer` names, by itself or by its folder."""
+    where = Path(path).expanduser()
+    return where / "tokenizer.json" if where.is_dir() else where
+
+
 def _read(path: str) -> str:
     try:
-        return read_text(Path(path).expanduser(), TEXT_BYTES)
+        return read_text(tokenizer_file(path), TEXT_BYTES)
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
         raise DataError(
             f"data.tokenizer = {path}: {cause}; "
-            'give the path of a Hugging Face tokenizer.json, or "byte"'
+            'give the path of a Hugging Face tokenizer.json or of its folder, or "byte"'
         ) from None
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +14,14 @@ from rich.console import Console
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.initial import completed
+from dtron.models import MODELS
+from dtron.models.contract import check_family
 from dtron.plan.exact import exact, print_exact
 from dtron.plan.hardware import DEFAULT, HARDWARE, hardware, of_device
 from dtron.plan.page import page
 from dtron.plan.report import print_plan, print_search
 from dtron.plan.resolved import Resolved
-from dtron.plan.search import search
+from dtron.plan.search import HEADROOM, search
 from dtron.plan.whole import plan
 from dtron.preflight import preflight
 from dtron.runtime import Place
@@ -37,6 +41,8 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=float, default=0.0, help="of the training, for its cost")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
     parser.add_argument("--float8", action="store_true", help="--search looks at float8 too")
+    free = f"share of the memory that --search leaves free; default {HEADROOM}"
+    parser.add_argument("--headroom", type=float, metavar="SHARE", help=free)
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --search writes its winner")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--exact", action="store_true", help="trace the real code beside it")
@@ -58,23 +64,39 @@ def main(arguments: Sequence[str]) -> int:
     given = plan_parser().parse_intermixed_args(arguments)
     if given.world_size < 1:
         raise ConfigError(f"--world-size {given.world_size} is no number of GPUs; use at least 1")
+    if given.headroom is not None and not 0 <= given.headroom < 1:
+        raise ConfigError(f"--headroom {given.headroom:g} is no share; use 0 to less than 1")
+    if not 0 <= given.tokens < math.inf:
+        raise ConfigError(
+            f"--tokens {given.tokens:g} is no number of tokens; use one such as 15e12"
+        )
     for option, path in (("--out", given.out), ("--page", given.page)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        _check_target(option, path)
     config = RunConfig.load(given.config, given.overrides, completed)
+    check_family(config.model.name, MODELS[config.model.name], Resolved.model_of(config))
     row = hardware(given.hardware)
     searched = None
     if given.search:
-        searched = search(config, given.world_size, row, float8=given.float8, tell=_progress)
-        config = searched.best[0].run.config
+        searched = search(
+            config,
+            given.world_size,
+            row,
+            float8=given.float8,
+            tell=_progress,
+            headroom=HEADROOM if given.headroom is None else given.headroom,
+        )
+        file, config = config, searched.best[0].run.config
         if not given.json:
-            print_search(_console(), searched, row.room)
+            print_search(_console(), searched, row.room, file)
         if given.out:
             given.out.write_text(config.to_toml())
             _tell(given, f"the fastest layout is in {given.out}")
-    elif given.out or given.float8:
-        option = "--out" if given.out else "--float8"
-        raise ConfigError(f"{option} has no effect without --search")
+    elif idle := [
+        option
+        for option in ("--out", "--float8", "--headroom")
+        if getattr(given, option[2:]) not in (None, False)
+    ]:
+        raise ConfigError(f"{idle[0]} has no effect without --search")
     found = plan(config, given.world_size, row, given.tokens)
     if given.exact and found["legal"]:
         found["exact"] = exact(config, given.world_size)
@@ -94,6 +116,18 @@ def main(arguments: Sequence[str]) -> int:
         if "exact" in found:
             print_exact(_console(), found["exact"])
     return 0 if found["legal"] and found["memory"]["fits"] else 1
+
+
+def _check_target(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work that it is for."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path} cannot be written; name another file")
 
 
 def _progress(line: str) -> None:

@@ -1,15 +1,17 @@
-"""A plan as one HTML page that stands alone: memory by class and rank, the pipeline's timeline with
-the predicted time of each action, communication by link, and the search's layouts by memory and
-speed. Pictures are SVG; nothing is loaded from anywhere."""
+"""A plan as one HTML page without other files: the time of a step by part and what a training
+costs, memory by class and rank, the pipeline's timeline with the predicted time of each action,
+communication by link, and the search's layouts by memory and speed. Pictures are SVG."""
 
 import html
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from dtron.models import model_config
 from dtron.parallelisms.timeline import Timeline, draw
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import CLASSES
-from dtron.plan.report import number
+from dtron.plan.report import costs, number, parameters
 from dtron.plan.resolved import Resolved
 from dtron.plan.search import Point, Searched, pareto
 from dtron.plan.steptime import timeline
@@ -20,6 +22,8 @@ COLOURS = (
     "#c04a62", "#d98b9a", "#8a8f98",
 )  # fmt: skip
 _WIDTH, _LEFT, _ROW = 1100, 90, 26
+_LEGEND = 6
+"""Entries of a legend's row."""
 
 
 def page(
@@ -31,16 +35,18 @@ def page(
         plan: of `whole.plan`, legal.
         searched: of the search that found the run, if there was one.
     """
-    title = f"{run.config.model.name} {run.config.model.size} on {run.world_size} x {hardware.name}"
+    title = f"{_model(run, plan)} on {run.world_size} x {hardware.name}"
     time = plan["time"]
     told = (
         f"Predicted, not measured: {number(time['step_seconds'])} s a step, "
         f"{time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, MFU {time['mfu']['full']:.1%} (full)."
     )
     parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{told}</p>", _degrees(plan["parallel"])]
+    parts += [f"<p>{html.escape(parameters(plan['memory']))}. {costs(plan['cost'])}.</p>"]
+    parts += ["<h2>Time of a step</h2>", _time(time)]
     parts += ["<h2>Memory by pipeline rank</h2>", _memory(plan["memory"])]
     if run.layout is not None:
-        parts += ["<h2>Pipeline</h2>", _pipeline(timeline(run, hardware), run)]
+        parts += ["<h2>Pipeline</h2>", _pipeline(timeline(run, hardware), run, time)]
     parts += ["<h2>Communication by link</h2>", _links(plan["communication"])]
     if searched:
         parts += ["<h2>Layouts by memory and speed</h2>", _front(searched, hardware.room)]
@@ -49,6 +55,53 @@ def page(
     )
     head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{style}</style>"
     return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def _model(run: Resolved, plan: dict[str, Any]) -> str:
+    """Name and size; of a size that is overridden the number of parameters."""
+    name, size = run.config.model.name, run.config.model.size
+    if run.model == model_config(name, size):
+        return f"{name} {size}"
+    return f"{name} of {parameters(plan['memory'])}"
+
+
+def _time(time: dict[str, Any]) -> str:
+    parts = {part: seconds for part, seconds in time["parts"].items() if seconds}
+    rows = [
+        (part, number(seconds), f"{seconds / time['step_seconds']:.1%}")
+        for part, seconds in parts.items()
+    ]
+    return _table(("part", "s", "share"), rows)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    heads = "".join(f"<th align='left'>{heading}</th>" for heading in headings)
+    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table cellpadding='4'><tr>{heads}</tr>{body}</table>"
+
+
+def ticks(most: float) -> list[float]:
+    """4 to 10 round numbers from 0 to at most `most`, which is above 0: steps of 1, 2 or 5."""
+    power = 10.0 ** math.floor(math.log10(most / 4))
+    step = next(n * power for n in (5, 2, 1) if most / (n * power) >= 4)
+    return [i * step for i in range(int(most / step) + 1)]
+
+
+def _x_axis(y: float, most: float, scale: float) -> list[str]:
+    """GiB along the bottom, at a height.
+
+    Args:
+        most: bytes at the right end.
+        scale: pixels of a byte.
+    """
+    parts = []
+    for tick in ticks(most / GIB):
+        x = _LEFT + tick * GIB * scale
+        parts.append(f'<path d="M{x:.1f} {y:.0f}v5" stroke="#888"/>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 17:.0f}" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<text x="4" y="{y + 17:.0f}">GiB</text>')
+    return parts
 
 
 def _degrees(parallel: dict[str, Any]) -> str:
@@ -80,32 +133,41 @@ def _memory(memory: dict[str, Any]) -> str:
         parts.append(f'<text x="{x + 4:.0f}" y="{y + 15}">{rank["reserved"] / GIB:.1f}</text>')
     end, bottom = _LEFT + limit * scale, 8 + len(ranks) * _ROW
     parts.append(f'<path d="M{end:.0f} 0V{bottom}" stroke="#c00" stroke-dasharray="4"/>')
+    parts += _x_axis(bottom, most, scale)
     for i, (colour, name) in enumerate(zip(COLOURS, CLASSES, strict=True)):
-        x = _LEFT + i * 110
-        parts.append(f'<rect x="{x}" y="{bottom + 8}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 14}" y="{bottom + 18}">{name}</text>')
+        row, column = divmod(i, _LEGEND)
+        x, y = _LEFT + column * (_WIDTH - _LEFT) // _LEGEND, bottom + 32 + row * 18
+        parts.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 14}" y="{y + 10}">{name}</text>')
     told = (
         "<p>The most of each class, which are not all there at once. Numbers are the GiB that the "
         f"allocator holds; the dashed line is {limit / GIB:.1f} GiB, which have to hold them.</p>"
     )
-    return _svg(bottom + 30, parts) + told
+    return _svg(bottom + 32 + 18 * -(-len(CLASSES) // _LEGEND), parts) + told
 
 
-def _pipeline(times: Timeline, run: Resolved) -> str:
+def _pipeline(times: Timeline, run: Resolved, time: dict[str, Any]) -> str:
     """The first micro-batches, drawn as docs/pipeline.md draws schedules."""
-    return draw(times, f"{run.config.parallel.schedule}, times of each stage as predicted")
+    shown = max(span.action.micro_batch or 0 for row in times.spans for span in row) + 1
+    caption = (
+        f"{shown} of {run.micro_batches} micro-batches, without communication: ranks are idle for "
+        f"{times.bubble_of_total:.2%} of this, in the mean. Bubble of the whole step, of its "
+        f"slowest rank: {time['bubble_of_step']:.2%}"
+    )
+    return draw(times, f"{run.config.parallel.schedule}, times of each stage as predicted", caption)
 
 
 def _links(rows: Sequence[dict[str, Any]]) -> str:
     cells = [
-        f"<tr><td>{row['purpose']}</td><td>{row['axis']}</td><td>{row['kind']}</td>"
-        f"<td>{row['ranks']}</td><td>{row['link']}</td><td>{row['count']:,.0f}</td>"
-        f"<td>{row['bytes'] / 1e9:,.2f}</td><td>{number(row['seconds'], 3)}</td></tr>"
+        (
+            *(str(row[key]) for key in ("purpose", "axis", "kind", "ranks", "link")),
+            f"{row['count']:,.0f}",
+            f"{row['bytes'] / 1e9:,.2f}",
+            number(row["seconds"], 3),
+        )
         for row in rows
     ]
-    names = ("purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s")
-    heads = "".join(f"<th align='left'>{name}</th>" for name in names)
-    return f"<table cellpadding='4'><tr>{heads}</tr>{''.join(cells)}</table>"
+    return _table(("purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s"), cells)
 
 
 def _front(searched: Searched, room: float) -> str:
@@ -129,8 +191,12 @@ def _front(searched: Searched, room: float) -> str:
     front = [at(*point) for point in pareto(tuple(point[:2] for point in points))]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
     parts.append(f'<polyline points="{line}" fill="none" stroke="#c96f16" stroke-width="2"/>')
-    parts.append(f'<text x="{_LEFT}" y="{height - 6}">0 to {x_most / GIB:.0f} GiB reserved</text>')
-    parts.append(f'<text x="4" y="14">to {y_most:,.0f} tok/s/GPU</text>')
+    parts += _x_axis(height - 30, x_most, (_WIDTH - _LEFT - 20) / x_most)
+    for tick in ticks(y_most):
+        _, y = at(0.0, tick)
+        parts.append(f'<path d="M{_LEFT - 5} {y:.1f}h5" stroke="#888"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
+    parts.append('<text x="4" y="12">tok/s/GPU, by GiB reserved</text>')
     listed = "".join(f"<li>{_named(found.point)}</li>" for found in searched.best)
     return _svg(height, parts) + f"<ol>{listed}</ol>"
 

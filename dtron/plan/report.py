@@ -1,12 +1,13 @@
 """A plan in the terminal."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from dtron.config import RunConfig
+from dtron.config import RunConfig, fields
 from dtron.plan.search import Searched
 
 GIB, MIB = 2**30, 2**20
@@ -32,19 +33,21 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
     _print_summary(console, plan)
 
 
-def print_search(console: Console, searched: Searched, room: float) -> None:
-    """The best layouts, each with what limits it.
+def print_search(console: Console, searched: Searched, room: float, file: RunConfig) -> None:
+    """The best layouts, each with what limits it and the keys that make it of the given file.
 
     Args:
         room: bytes that a device can hold.
+        file: the run that was searched.
     """
     headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "float8", "recompute"]
     headings += ["limited by", f"of {room / GIB:.0f} GiB"]
-    made = table("fastest layouts", headings)
-    for found in searched.best:
+    made = table("fastest layouts", ["", *headings])
+    for place, found in enumerate(searched.best, 1):
         parallel, time = found.run.parallel(), found.time
         v = parallel.get("stages_per_rank", 1)
         made.add_row(
+            str(place),
             f"{time.tokens_per_second_per_gpu:,.0f}",
             f"{time.mfu['full']:.1%}",
             *(str(parallel[key]) for key in _DEGREES),
@@ -56,6 +59,23 @@ def print_search(console: Console, searched: Searched, room: float) -> None:
         )
     console.print(made)
     console.print(", ".join(f"{n:,} {what}" for what, n in searched.counts.items()))
+    kept = f"{searched.headroom:.0%} of the memory is left free (--headroom)"
+    console.print(f"{kept}; keys that differ from the given file:")
+    for place, found in enumerate(searched.best, 1):
+        keys = changed_keys(file, found.run.config)
+        console.print(f"{place:3}  {keys}", markup=False, soft_wrap=True)
+
+
+def changed_keys(file: RunConfig, config: RunConfig) -> str:
+    """`section.key=value` of what differs, as a command line has it."""
+    words = []
+    for key, _, _ in fields(RunConfig):
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value != getattr(getattr(file, section), name):
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            words.append(shlex.quote(f"{key}={shown}"))
+    return " ".join(words) or "none"
 
 
 def _recompute(config: RunConfig) -> str:
@@ -66,18 +86,26 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
     memory = plan["memory"]
     verdict = "fits" if memory["fits"] else "DOES NOT FIT"
     lines = [
-        f"{_count(memory['parameters'])} parameters, "
+        f"{parameters(memory)}, "
         f"{number(plan['flops']['full_per_token'] / 1e9)} GFLOP a token (full), "
         f"{number(plan['flops']['causal_per_token'] / 1e9)} (causal)",
         f"memory: {_size(memory['reserved'])} on pipeline rank {memory['worst_rank']} of "
         f"{_size(memory['limit'])} on {plan['hardware']}: {verdict}; with "
         f"PYTORCH_ALLOC_CONF=expandable_segments:True {_size(memory['expandable'])}",
         *([_host(memory)] if memory["host"] else []),
+        *(f"warning: {what}" for what in plan["warnings"]),
         *(f"not looked for: {what}" for what in plan["unchecked"]),
         *(_speed(plan) if plan["time"] else [f"no time is predicted: {plan['no_time']}"]),
     ]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def parameters(memory: dict[str, Any]) -> str:
+    """All, and of a mixture those that a token meets."""
+    total, active = memory["parameters"], memory["active_parameters"]
+    told = f"{_count(total)} parameters"
+    return told if active == total else f"{told}, {_count(active)} active"
 
 
 def _count(n: float) -> str:
@@ -102,19 +130,26 @@ def _host(memory: dict[str, Any]) -> str:
 
 
 def _speed(plan: dict[str, Any]) -> list[str]:
-    time, cost = plan["time"], plan["cost"]
-    large = cost["tokens"] >= 1e12
-    tokens, unit = (cost["tokens"] / 1e12, "T") if large else (cost["tokens"] / 1e9, "B")
-    steps = round(cost["steps"])
+    time = plan["time"]
     return [
         f"step {number(time['step_seconds'])} s, "
         f"{time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
         f"{time['flops_per_second']['full'] / 1e12:.0f} TFLOP/s, "
         f"MFU {time['mfu']['full']:.1%} (full) {time['mfu']['causal']:.1%} (causal)",
+        costs(plan["cost"]),
+    ]
+
+
+def costs(cost: dict[str, float]) -> str:
+    """What the training takes, in a line."""
+    large = cost["tokens"] >= 1e12
+    tokens, unit = (cost["tokens"] / 1e12, "T") if large else (cost["tokens"] / 1e9, "B")
+    steps = round(cost["steps"])
+    return (
         f"{number(tokens)} {unit} tokens: {steps:,} step{'s' * (steps != 1)}, "
         f"{number(cost['days'])} days, {number(cost['gpu_hours'])} GPU-hours, without "
-        "restarts and validation",
-    ]
+        "restarts and validation"
+    )
 
 
 def table(title: str, headings: Sequence[str]) -> Table:

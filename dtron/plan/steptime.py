@@ -55,7 +55,8 @@ class Prediction:
 
     step: float
     parts: dict[str, float]
-    bubble_of_total: float
+    bubble_of_step: float
+    """Share of the step in which the slowest pipeline rank waits for others."""
     tokens_per_second_per_gpu: float
     flops: dict[str, float]
     """FLOP/s a GPU by convention."""
@@ -66,7 +67,7 @@ class Prediction:
         return {
             "step_seconds": self.step,
             "parts": self.parts,
-            "bubble_of_total": self.bubble_of_total,
+            "bubble_of_step": self.bubble_of_step,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "flops_per_second": self.flops,
             "mfu": self.mfu,

@@ -4,13 +4,16 @@ from dataclasses import asdict
 from typing import Any
 
 from dtron.config import RunConfig
-from dtron.flops import n_parameters
+from dtron.flops import n_active_parameters, n_parameters
+from dtron.models import MODELS
+from dtron.models.contract import counted_as_decoder
 from dtron.plan.communication import collectives
 from dtron.plan.hardware import Hardware
 from dtron.plan.legality import check, unchecked
 from dtron.plan.memory import RankMemory, expandable, fits, memory, offloaded_by_host, worst
 from dtron.plan.resolved import Resolved
 from dtron.plan.steptime import predict, why_no_time
+from dtron.resolve import host_warnings
 
 KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 
@@ -18,7 +21,7 @@ KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 def plan(
     config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
 ) -> dict[str, Any]:
-    """{legal, reasons, nearest, hardware, unchecked} and KEYS, which are None of an illegal run;
+    """{legal, reasons, nearest, hardware, unchecked, warnings} and KEYS, None of an illegal run;
     time and cost are None too where there are no rates, for the reason `no_time`.
 
     Args:
@@ -31,12 +34,17 @@ def plan(
         "nearest": list(legality.nearest),
         "hardware": hardware.name,
         "unchecked": list(unchecked(config)),
+        "warnings": [],
         "no_time": "",
         **dict.fromkeys(KEYS),
     }
     if not legality.legal:
         return found
     run = Resolved.of(config, world_size)
+    found["warnings"] = [
+        *host_warnings(config, world_size, hardware.domain),
+        *counted_as_decoder(config.model.name, MODELS[config.model.name]),
+    ]
     found["parallel"] = run.parallel()
     found["memory"] = memory_json(run, memory(run), hardware)
     found["flops"] = {f"{name}_per_token": value for name, value in run.flops().items()}
@@ -55,6 +63,7 @@ def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware
     limit = hardware.room
     return {
         "parameters": n_parameters(run.model),
+        "active_parameters": n_active_parameters(run.model),
         "parameters_per_rank": sum(each.elements for each in ranks) / len(ranks),
         "state_per_rank": sum(each.state for each in ranks) / len(ranks),
         "worst_rank": most.rank,

@@ -446,7 +446,7 @@ def test_a_store_that_cannot_be_used_is_refused(
     with pytest.raises(ConfigError, match="nowhere"):
         Trainer(tiny(tmp_path, checkpoint__dir="nowhere://x"))
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ConfigError, match=r"pip install dtron\[remote\]"):
+    with pytest.raises(ConfigError, match=r"pip install fsspec"):
         Trainer(tiny(tmp_path, checkpoint__dir="s3://bucket/run"))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtron.config import Data
-from dtron.data.documents import files_corpus
+from dtron.data.documents import READERS, files_corpus
 from dtron.errors import DataError
 
 
@@ -84,7 +84,7 @@ def test_truncated_gzip(tmp_path: Path, suffix: str) -> None:
 def test_not_gzip(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(GOOD)
-    with pytest.raises(DataError, match=rf"{path}, line 1: Not a gzipped file"):
+    with pytest.raises(DataError, match=rf"{path}: Not a gzipped file"):
         read(path)
 
 
@@ -97,3 +97,58 @@ def test_unknown_suffix(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", b"text\n")
     with pytest.raises(DataError, match=r"a\.csv ends with none of \.jsonl, "):
         files_corpus(section(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.parquet", 'set data.source = "hf" and data.hf_path to it'),
+        ("a.csv", 'set data.source = "hf" and data.hf_path to it'),
+        ("a.json", "one JSON object a line as .jsonl"),
+        ("a.jsonl.zst", "pack it with gzip"),
+    ],
+)
+def test_files_of_other_kinds_name_what_reads_them(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError) as error:
+        files_corpus(section(write(tmp_path / name, b"x")))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "x"}]}, "'messages' is of a chat"),
+        ({"id": 1, "prompt": "a", "completion": "b"}, "'prompt' is of a chat"),
+        ({"id": 1, "body": "a"}, "set data.text_key=body"),
+        ({"Text": "a"}, "did you mean Text?"),
+    ],
+)
+def test_rows_without_the_key_name_what_to_do(tmp_path: Path, row: dict, message: str) -> None:
+    with pytest.raises(DataError) as error:
+        read(write(tmp_path / "a.jsonl", rows(row)))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", list(READERS))
+def test_a_file_that_cannot_be_opened_has_no_line(tmp_path: Path, suffix: str) -> None:
+    """A folder stands for what the user may not read."""
+    opener, reader = READERS[suffix]
+    with pytest.raises(DataError) as error:
+        list(reader(str(tmp_path), opener, "text"))
+    assert "Is a directory" in str(error.value)
+    assert "line" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".", "is a folder; name the files in it"),
+        ("*.txt", "patterns are not expanded; name each file"),
+        ("https://host/a.jsonl", "URLs are not read; download the file"),
+        ("nope.txt", "relative paths start at the working directory"),
+    ],
+)
+def test_paths_that_name_no_file(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError) as error:
+        files_corpus(section(tmp_path / name))
+    assert message in str(error.value)

@@ -186,7 +186,7 @@ def test_missing_packages_are_named(monkeypatch):
     on_gpu(monkeypatch, 9, set())
     need = Need("cuda", torch.bfloat16, 128)
     assert BACKENDS["fa4"].unavailable(need) == (
-        "needs the package flash-attn-4 (pip install dtron[flash])"
+        "needs the package flash-attn-4 (pip install flash-attn-4)"
     )
     assert BACKENDS["flash_attn"].unavailable(need) == "needs the package flash-attn"
 

@@ -4,7 +4,8 @@ from typing import get_args
 
 import pytest
 
-from dtron.errors import ConfigError
+from dtron.config import RunConfig, fields
+from dtron.errors import ALIASES, ConfigError
 from dtron.models import BACKENDS, MODELS, DecoderConfig, build_model, model_config
 from dtron.models.layers import ACTIVATIONS, NORMS
 from dtron.models.rope import SCALINGS
@@ -149,3 +150,44 @@ def test_backend_that_cannot_drop_attention_weights_is_refused():
     config = model_config("llama", "debug", {"attention_dropout": 0.1})
     with pytest.raises(ConfigError, match=r"model.attention = sdpa cannot drop.*use math"):
         build_model("llama", config, BACKENDS["sdpa"])
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "near"),
+    [
+        ("llama", "7b", "8b"),
+        ("llama", "8B", "8b"),
+        ("llama", "13b", "8b"),
+        ("llama", "400b", "405b"),
+        ("llama", "500m", "1b"),
+        ("llama", "llama3-8b", "8b"),
+        ("llama", "debg", "debug"),
+    ],
+)
+def test_an_unknown_size_names_the_nearest_by_number(name: str, size: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {near}\?"):
+        model_config(name, size)
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("top_k", "experts_per_token"),
+        ("num_experts_per_tok", "experts_per_token"),
+        ("hidden_size", "dim"),
+        ("num_hidden_layers", "n_layers"),
+        ("intermediate_size", "ffn_dim"),
+    ],
+)
+def test_names_of_other_frameworks_give_our_own(key: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean model\.override\.{ours}\?"):
+        model_config("llama", "debug", {key: 2})
+
+
+def test_every_alias_names_a_key_and_none_is_a_key_itself() -> None:
+    known = {key for key, _, _ in fields(RunConfig)}
+    known |= {f"model.override.{name}" for name in DecoderConfig.model_fields}
+    assert known >= ALIASES.keys()
+    last = {key.rpartition(".")[2] for key in known}
+    for theirs in ALIASES.values():
+        assert not last & set(theirs.split())

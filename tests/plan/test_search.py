@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,9 +21,11 @@ from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import order_of, stage_ranks
 from dtron.parallelisms.timeline import simulate
 from dtron.plan import activations
+from dtron.plan.command import main as plan_command
 from dtron.plan.hardware import hardware
 from dtron.plan.memory import fits, fitting, least, memory, worst
-from dtron.plan.report import number
+from dtron.plan.page import ticks
+from dtron.plan.report import changed_keys, number
 from dtron.plan.resolved import Resolved
 from dtron.plan.search import (
     _choices,
@@ -371,10 +374,85 @@ def test_page_of_a_search_names_its_layouts(
     shown, text = capsys.readouterr(), page.read_text()
     assert "of the best 10 found; " in shown.err
     assert "…" not in shown.out
+    assert " differ from the given file:" in shown.out
+    assert re.search(r"\n +4  parallel\.tp=2 train\.micro_batch=4\n", shown.out)
     listed = re.findall(r"<li>(.*?)</li>", text)
     assert len(listed) == 10
     assert all(f"<title>{each}</title>" in text for each in listed)
     assert re.fullmatch(r"micro-batch \d, recompute none: [\d.]+ GiB, [\d,]+ tok/s/GPU", listed[0])
+
+
+def test_winners_leave_headroom() -> None:
+    """Predictions are off by some per cent: a layout that just fits is no winner."""
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", SMALL)
+    best = search(config, 4, hardware("h200"), most=1).best[0]
+    tight = hardware("h200", memory=best.memory.reserved * 1.02, outside=0.0)
+    (kept,) = search(config, 4, tight, most=1, headroom=0.0).best
+    assert kept.run.config == best.run.config
+    (found,) = search(config, 4, tight, most=1).best
+    assert found.memory.reserved <= 0.95 * tight.room
+    with pytest.raises(ConfigError, match="of which --headroom leaves 90% free"):
+        search(config, 4, tight, headroom=0.9)
+
+
+@pytest.mark.parametrize("value", ["1", "-0.1", "nan"])
+def test_headroom_is_a_share(value: str) -> None:
+    words = ["--config", str(ROOT / "configs/llama3_8b.toml"), "--search", "--headroom", value]
+    with pytest.raises(ConfigError, match="is no share; use 0 to less than 1"):
+        plan_command(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--search", "--out", "."], "--out . is a folder; name a file in it"),
+        (["--page", "."], "--page . is a folder; name a file in it"),
+        (["--tokens", "nan"], "--tokens nan is no number of tokens"),
+        (["--tokens", "-5"], "--tokens -5 is no number of tokens"),
+        (["--tokens", "inf"], "--tokens inf is no number of tokens"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_at_once(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan_command(["--config", str(ROOT / "configs/llama3_8b.toml"), *words])
+    assert message in str(error.value)
+
+
+def test_keys_of_a_layout_make_it_of_the_given_file() -> None:
+    file = RunConfig.load(
+        ROOT / "configs/llama3_8b.toml", [*SMALL, "parallel.high_priority=['dp_shard']"]
+    )
+    for found in search(file, 4, hardware("h200"), most=3).best:
+        words = shlex.split(changed_keys(file, found.run.config))
+        overrides = [*SMALL, "parallel.high_priority=['dp_shard']", *words]
+        assert RunConfig.load(ROOT / "configs/llama3_8b.toml", overrides) == found.run.config
+
+
+def test_a_page_names_an_overridden_model_its_time_and_its_cost(tmp_path: Path) -> None:
+    """And what it draws lies inside of its pictures."""
+    out, config = tmp_path / "plan.html", str(ROOT / "configs/llama3_8b.toml")
+    words = ["--config", config, "--world-size", "4", "--page", str(out), "--tokens", "15e12"]
+    plan_command([*words, *SMALL, "parallel.pp=2", "train.micro_batch=1", "parallel.zero=1"])
+    text = out.read_text()
+    assert "<h1>llama of 2.80 B parameters on 4 x h100</h1>" in text
+    assert "15 T tokens: " in text
+    for part in ("compute", "bubble", "update"):
+        assert re.search(rf"<tr><td>{part}</td><td>[\d.]+</td><td>[\d.]+%</td></tr>", text)
+    assert text.count("Bubble of the whole step") == text.count("Bubble") == 1
+    memory = text.split("<svg")[1]
+    written = re.findall(r'<text x="([\d.]+)"[^>]*>([^<]*)</text>', memory)
+    assert {"parameters", "buffers"} <= {words for _, words in written}
+    assert all(float(x) + 6 * len(words) < 1100 for x, words in written)
+    assert memory.count('text-anchor="middle"') >= 4
+
+
+@pytest.mark.parametrize("most", [0.0101, 0.99, 1.0, 76.8, 34885.0, 5e6])
+def test_ticks_are_round_and_some(most: float) -> None:
+    found = ticks(most)
+    assert 4 <= len(found) <= 11
+    assert found[0] == 0
+    assert found[-1] <= most < found[-1] + found[1] * 1.001
+    assert float(f"{found[1]:e}"[:8]) in (1, 2, 5)
 
 
 def test_large_numbers_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:

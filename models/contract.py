@@ -1,0 +1,104 @@
+"""What a family that builds its own module has to have, found out on the meta device.
+
+    MODELS["mine"] = ModelSpec("mine", SIZES, build=Mine, reads={"vocab_size", "dim", "n_layers"})
+
+Layers, embedding, head and vocabulary are modules under the names of the row; `forward` takes what
+every stage of a pipeline gets, by name; `reads` are the fields of DecoderConfig that the module
+reads, so that a setting which it ignores is refused in place of being ignored.
+"""
+
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from dtron.errors import ConfigError
+from dtron.models.attention import BACKENDS
+from dtron.models.config import DecoderConfig
+from dtron.models.decoder import Decoder
+from dtron.models.spec import ModelSpec
+
+GIVEN = ("positions", "documents", "dropout_keys")
+"""Arguments of every forward, by name, besides the tokens or hidden states."""
+BESIDES = frozenset({"documents", "attention"})
+"""What `ModelSpec.reads` may name besides fields of DecoderConfig."""
+
+
+def ignored(spec: ModelSpec, name: str) -> bool:
+    """Whether a family reads a field of DecoderConfig, or a name of BESIDES, nowhere."""
+    return spec.build is not Decoder and name not in (spec.reads or ())
+
+
+def counted_as_decoder(row: str, spec: ModelSpec) -> Iterator[str]:
+    """A warning where figures are those of another model than the one that is trained."""
+    if spec.build is not Decoder:
+        yield (
+            f"model.name = {row} builds its own module: its parameters, FLOPs, MFU, memory and "
+            "time are counted as those of a Decoder of the same config"
+        )
+
+
+def check_family(row: str, spec: ModelSpec, config: DecoderConfig) -> None:
+    """Refuse a family without what passes need of it, before ranks meet.
+
+    Args:
+        row: its key in MODELS.
+        config: of the model that is to be built.
+    Raises:
+        ConfigError: names all that is missing.
+    """
+    if spec.build is Decoder:
+        return
+    if broken := list(_broken(row, spec, config)):
+        shown = "".join(f"\n  - {each}" for each in broken)
+        raise ConfigError(
+            f'MODELS["{row}"] does not fit (docs/models.md, "Adding a model"):{shown}'
+        )
+
+
+def _broken(row: str, spec: ModelSpec, config: DecoderConfig) -> Iterator[str]:
+    if spec.name != row:
+        yield f'its name is "{spec.name}"; use ModelSpec("{row}", ...)'
+    known = DecoderConfig.model_fields.keys() | BESIDES
+    if spec.reads is None:
+        yield (
+            "reads is not set; name the fields of DecoderConfig that build reads, such as "
+            'reads={"vocab_size", "dim", "n_layers"}, "documents" if attention keeps to them, and '
+            '"attention" if it uses the backend'
+        )
+    elif unknown := sorted(spec.reads - known):
+        yield f"reads names {', '.join(unknown)}, no fields of DecoderConfig"
+    with torch.device("meta"):
+        model = spec.build(config, BACKENDS["math"])
+    if not isinstance(model, nn.Module):
+        yield f"build gives a {type(model).__name__}; return an nn.Module"
+        return
+    modules = dict(model.named_modules())
+    layers = [spec.layer.format(i) for i in range(config.n_layers)]
+    wanted = {
+        "layer": layers,
+        "embedding": spec.embedding(config),
+        "head": spec.head,
+        "vocabulary": spec.vocabulary(config),
+    }
+    for key, names in wanted.items():
+        if absent := [name for name in names if name not in modules]:
+            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+            yield (
+                f"no module {absent[0]}{more}, which ModelSpec.{key} names; the model has "
+                f"{', '.join(name for name, _ in model.named_children()) or 'none'}"
+            )
+    for name in spec.vocabulary(config):
+        weight = getattr(modules.get(name), "weight", None)
+        if weight is not None and weight.shape[0] != config.vocab_size:
+            yield (
+                f"{name}.weight has {weight.shape[0]} rows, and vocab_size = {config.vocab_size}; "
+                "build it from the config"
+            )
+    arguments = inspect.signature(model.forward).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in arguments.values())
+    if lacking := [name for name in GIVEN if name not in arguments and not takes_all]:
+        yield f"forward does not take {', '.join(lacking)}; add {', '.join(lacking)}=None"
+    if buffers := [name for name, _ in model.named_buffers()]:
+        yield f"buffer {buffers[0]} would lose its values; compute it in forward"
