@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import signal
 import tempfile
@@ -14,6 +15,7 @@ import threading
 import time
 import tomllib
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -830,6 +832,37 @@ def test_training_goes_on_without_a_run_directory(tmp_path: Path) -> None:
     assert run_ranks(2, fit_on_a_full_disk, config) == [6, 6]
     assert [row["step"] for row in rows(tmp_path / "run")] == [3, 4, 5, 6]
     assert (tmp_path / "checkpoints/step-6").is_dir()
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """As on a full disk: what does not fit is written in part, then writes fail."""
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_rows_that_fit_in_part_are_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path, None, Console(), 3, 0, True)
+    writer.row({"step": 1, "loss": 1.0})
+    before = path.read_text()
+    with no_file_beyond(len(before) + 5):
+        writer.row({"step": 2, "loss": 1.0})
+        assert path.read_text() == before
+    writer.row({"step": 3, "loss": 1.0})
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_a_start_on_a_full_disk_is_refused(tmp_path: Path) -> None:
+    with no_file_beyond(100), pytest.raises(ConfigError, match=r"run\.dir = .* cannot be written"):
+        Trainer(tiny(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_failing_tensorboard_is_given_up(
