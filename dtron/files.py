@@ -103,7 +103,7 @@ def check_mounted(path: Location, mount: Path | None) -> None:
     """Check that a path still is where it was at a run's start: below an unmounted folder files
     would go to another disk. Raises OSError."""
     if mount_of(path) != mount:
-        raise OSError(f"the file system of {path} is no longer mounted at {mount}")
+        raise OSError(f"its file system is no longer mounted at {mount}")
 
 
 def _still_there(_act: Any, _path: str, info: tuple[Any, BaseException, Any]) -> None:
