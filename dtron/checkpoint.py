@@ -66,8 +66,9 @@ class Checkpointer:
         self.tiers, self.optimizer, self.options = tiers, optimizer, options
         self.scales = dict(scales or {})
         copies = len(tiers) > 1
-        self.saver = Saver(options.timeout_seconds, None if copies else committed)
-        self.copier = Saver(options.timeout_seconds, committed) if copies else None
+        seconds = options.timeout_seconds
+        self.saver = Saver(seconds, tiers[0].folder, None if copies else committed)
+        self.copier = Saver(seconds, tiers[-1].folder, committed) if copies else None
         self.model = nn.ModuleDict({str(stage): part for stage, part in applied.parts.items()})
         self.names = {
             f"{stage}.{fqn}": applied.names[fqn]

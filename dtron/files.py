@@ -107,6 +107,21 @@ def make_folder(path: Location) -> None:
         path.mkdir(parents=True)
 
 
+def mount_of(path: Location) -> Path | None:
+    """Where the file system is mounted that holds a path, or will hold it; None for a store."""
+    if isinstance(path, Remote):
+        return None
+    path = path.resolve()
+    return next(folder for folder in (path, *path.parents) if os.path.ismount(folder))
+
+
+def check_mounted(path: Location, mount: Path | None) -> None:
+    """Check that a path still is where it was at a run's start: below an unmounted folder files
+    would go to another disk. Raises OSError."""
+    if mount_of(path) != mount:
+        raise OSError(f"its file system is no longer mounted at {mount}")
+
+
 def _still_there(_act: Any, _path: str, info: tuple[Any, BaseException, Any]) -> None:
     if not isinstance(info[1], FileNotFoundError):  # somebody else deletes it too
         raise info[1]

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from dtron.files import check_mounted, mount_of
 from dtron.flops import Convention, FlopsModel, flops_per_token, peak_flops
 
 log = logging.getLogger("dtron")
@@ -88,6 +89,7 @@ class MetricsWriter:
     ) -> None:
         self._path = path if active else None
         self._steps = steps
+        self._mount = mount_of(path)
         self._pending: list[str] = []
         self._warned = False
         self._board: SummaryWriter | None = None
@@ -135,12 +137,13 @@ class MetricsWriter:
     def _write_pending(self, path: Path) -> None:
         """Append rows whole or not at all; those that cannot be written wait for the next one."""
         try:
+            check_mounted(path, self._mount)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
-                size = file.tell()
+            with path.open("ab", buffering=0) as file:  # a buffer would be written again on close
+                size, rest = file.tell(), "".join(self._pending).encode()
                 try:
-                    file.write("".join(self._pending).encode())
-                    file.flush()
+                    while rest:  # a part may be written before the disk is full
+                        rest = rest[file.write(rest) :]
                 except OSError:
                     file.truncate(size)
                     raise

@@ -35,7 +35,7 @@ class RunLock:
 
     def __init__(self, directory: Path, place: Place, wait_seconds: float) -> None:
         self._path = directory / "lock"
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         self._made = not directory.exists()
         try:
             if place.rank == 0:
@@ -68,7 +68,7 @@ class RunLock:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         deadline, waited = time.monotonic() + wait_seconds, False
         while True:
-            self._file = self._path.open("a+", encoding="utf-8")
+            self._file = self._path.open("ab", buffering=0)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is(self._file, self._path):
@@ -94,8 +94,7 @@ class RunLock:
             "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         }
         self._file.truncate(0)
-        self._file.write(json.dumps(owner) + "\n")
-        self._file.flush()
+        self._file.write((json.dumps(owner) + "\n").encode())
 
 
 def _wait_for_first_rank(path: Path, place: Place, wait_seconds: float) -> None:
@@ -106,9 +105,14 @@ def _wait_for_first_rank(path: Path, place: Place, wait_seconds: float) -> None:
 
 
 def _start_of(place: Place) -> str:
-    """The same on all ranks of one start."""
+    """The same on all ranks of one start, and no other's.
+
+    Each attempt has a port of its own, or all of them the port of torchrun's agent. Attempts are
+    counted by each host alone, so that hosts whose ranks did not fail have a lower count.
+    """
     address = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
-    return json.dumps([*address, place.job, place.attempt])
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return json.dumps([*address, place.job, place.attempt if shared else 0])
 
 
 def _owner(path: Path) -> str:
@@ -129,7 +133,7 @@ def _read(path: Path) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _is(file: IO[str], path: Path) -> bool:
+def _is(file: IO[bytes], path: Path) -> bool:
     """Whether the file that is locked is still the one at the path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))

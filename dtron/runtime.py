@@ -25,6 +25,8 @@ from rich.logging import RichHandler
 from dtron.errors import RankError
 
 log = logging.getLogger("dtron")
+_PROBE_BYTES = 1 << 16
+"""What a run writes at its start, at most; an empty file fits on a full disk."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def _rendezvous(place: Place) -> dict[str, Any]:
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {"init_method": "env://", **ranks}
+    warn_of_shared_store(place)
     # A restarted attempt must not read the addresses that the dead one left in the agent's store.
     # Ranks wait for each other in init_process_group, where the watchdog knows it.
     store = dist.TCPStore(
@@ -124,6 +127,19 @@ def _rendezvous(place: Place) -> dict[str, Any]:
     )
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {"store": dist.PrefixStore(f"attempt_{attempt}", store), **ranks}
+
+
+def warn_of_shared_store(place: Place) -> None:
+    """Warn where torchrun's agents on several hosts lend the ranks of all attempts one store: each
+    agent counts attempts by itself, so that ranks cannot find those of the same attempt in it."""
+    env = os.environ
+    hosts = int(env.get("GROUP_WORLD_SIZE", "1"))
+    if place.rank == 0 and hosts > 1 and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        log.warning(
+            "torchrun on %d hosts may fail to restart after a fault: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts, on every host",
+            hosts,
+        )
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
@@ -161,12 +177,14 @@ def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> N
 
 
 def check_writable(path: Path) -> None:
-    """Check that files can be written in a directory, which need not exist yet and is not left
-    behind. Raises OSError."""
+    """Check that files of some size can be written in a directory, which need not exist yet and is
+    not left behind. Raises OSError."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     probe = path / f".write-test-{os.getpid()}"
-    probe.write_text("")
-    probe.unlink()
-    for folder in made:
-        folder.rmdir()
+    try:
+        probe.write_bytes(bytes(_PROBE_BYTES))
+    finally:
+        probe.unlink(missing_ok=True)
+        for folder in made:
+            folder.rmdir()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dtron.errors import CheckpointError
-from dtron.files import Location, read, write_synced
+from dtron.files import Location, check_mounted, mount_of, read, write_synced
 from dtron.published import FACTS, Facts, begin, problem, publish, retire, withdraw
 from dtron.runtime import new_host_group
 from dtron.saveplan import KeptPlan
@@ -49,12 +49,14 @@ class Saver:
 
     Args:
         seconds: how long a rank's disk may take for one thing.
+        folder: of the checkpoints.
         committed: called on the first rank with each complete checkpoint.
     """
 
-    def __init__(self, seconds: int, committed: Committed | None = None) -> None:
+    def __init__(self, seconds: int, folder: Location, committed: Committed | None = None) -> None:
         self.group = new_host_group(2 * seconds + 60)
         self.seconds, self.committed = seconds, committed
+        self._mount = mount_of(folder)
 
     def write(
         self,
@@ -111,7 +113,7 @@ class Saver:
         folder, begun = tier.folder / f"step-{facts.step}", False
         started = time.monotonic()
         try:
-            self.first(lambda: begin(folder, kept))
+            self.first(lambda: self._begin(folder, kept))
             begun = True  # before, what is there is another save's
             self._check_shared(folder)
             act(folder)
@@ -127,6 +129,10 @@ class Saver:
             self.first(lambda: retire(tier.folder, folder, tier.keep, tier.keep_every, kept))
         except CheckpointError as error:  # the new one is written all the same
             log.warning("%s: an older checkpoint could not be deleted: %s", folder, error)
+
+    def _begin(self, folder: Location, kept: Collection[Location]) -> None:
+        check_mounted(folder, self._mount)
+        begin(folder, kept)
 
     def _complete(self, folder: Location, facts: Facts) -> None:
         if wrong := missing_or_short(folder, read_files(folder)):

@@ -7,6 +7,7 @@
 # Both torchruns have to see the loss of the other: parallel.timeout_seconds is when the ranks do,
 # and the agents restart them when the cable is back.
 set -eu
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # as in torchrun.sh
 id=$$
 a=dtron-a-$id b=dtron-b-$id
 run=""

@@ -68,6 +68,19 @@ def test_ranks_share_the_lock_of_their_first(tmp_path: Path) -> None:
     run_ranks(2, fit, tiny(tmp_path / "run", train__steps=2, checkpoint__resume="latest"))
 
 
+def test_hosts_that_count_attempts_differently_share_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rank of host 0 failed, only the agent of host 0 has counted an attempt."""
+    for name, value in {"MASTER_PORT": "4711", "TORCHELASTIC_USE_AGENT_STORE": "False"}.items():
+        monkeypatch.setenv(name, value)
+    lock = RunLock(tmp_path, Place(0, 0, 2, attempt=1, job="mine"), 0)
+    begun = time.monotonic()
+    RunLock(tmp_path, Place(1, 0, 2, attempt=0, job="mine"), 0)
+    assert time.monotonic() - begun < 30
+    lock.release()
+
+
 def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         Trainer(tiny(tmp_path / "run", data__tokenizer="byte", data__eos_token="none"))

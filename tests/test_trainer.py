@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import signal
 import tempfile
@@ -15,6 +16,7 @@ import threading
 import time
 import tomllib
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -849,6 +851,37 @@ def test_a_log_has_all_rows_with_total_and_remaining_time(tmp_path: Path, termin
     assert "step 200/200  loss 1.2500  validation loss 1.5000" in lines[1]
     assert lines[0].endswith("ETA 0:01:35") != terminal
     assert "ETA" not in lines[1]
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """As on a full disk: what does not fit is written in part, then writes fail."""
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_rows_that_fit_in_part_are_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path, None, Console(), 3, 0, True)
+    writer.row({"step": 1, "loss": 1.0})
+    before = path.read_text()
+    with no_file_beyond(len(before) + 5):
+        writer.row({"step": 2, "loss": 1.0})
+        assert path.read_text() == before
+    writer.row({"step": 3, "loss": 1.0})
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_a_start_on_a_full_disk_is_refused(tmp_path: Path) -> None:
+    with no_file_beyond(100), pytest.raises(ConfigError, match=r"run\.dir = .* cannot be written"):
+        Trainer(tiny(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_failing_tensorboard_is_given_up(

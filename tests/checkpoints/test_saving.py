@@ -25,7 +25,7 @@ from dtron.trainer import Trainer
 from dtron.writer import WriterProcess
 from tests.checkpoints.faulty_writer import fail_at
 from tests.harness import run_ranks
-from tests.test_trainer import contents, fit, losses, same_checkpoint, tiny
+from tests.test_trainer import contents, fit, losses, rows, same_checkpoint, tiny
 
 FAULTY = Path(__file__).parent / "faulty_writer.py"
 
@@ -278,6 +278,37 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     assert steps(run) == [2, 6]
     assert losses(run) == losses(tmp_path / "whole")
     assert same_checkpoint(run / "checkpoints/step-6", tmp_path / "whole/checkpoints/step-6")
+
+
+def test_nothing_is_written_below_a_folder_that_is_unmounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step 3 to 4 the run's file system is not mounted; tests/faults/test_hosts.py has a real
+    one."""
+    run, messages = tmp_path / "run", []
+    changes = {"checkpoint__on_error": "continue", "checkpoint__keep": 0}
+    run.mkdir()
+    trainer = Trainer(tiny(run, checkpoint__interval=2, **changes))
+    is_mount, unmounted = os.path.ismount, (3, 4)
+
+    def mounted(path: Any) -> bool:
+        return is_mount(path) or (Path(path) == run and trainer.step not in unmounted)
+
+    one_step = trainer._one_step
+
+    def then_look() -> None:
+        one_step()
+        if trainer.step in unmounted:
+            assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+
+    trainer.step = 0
+    trainer._one_step = then_look  # type: ignore[method-assign]
+    monkeypatch.setattr("os.path.ismount", mounted)
+    logging.getLogger("dtron").addFilter(lambda r: messages.append(r.getMessage()) or True)
+    trainer.fit()
+    assert steps(run) == [2, 6]
+    assert any(f"is no longer mounted at {run}; training goes on" in text for text in messages)
+    assert [row["step"] for row in rows(run)] == list(range(1, 7))
 
 
 def publish_fails(config: Any) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from dtron.runtime import Place, warn_of_shared_store
+from tests.faults.hosts import no_namespaces
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
 from tests.test_trainer import fit, losses, rows, tiny
@@ -44,6 +46,28 @@ def test_torchrun_exits_0_after_slurms_warning(tmp_path: Path) -> None:
     assert "SIGUSR1: stopping after the next step, with a checkpoint" in told
     last = rows(tmp_path / "run")[-1]["step"]
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step-{last}\n"
+
+
+def test_torchrun_gives_each_attempt_a_new_store(tmp_path: Path) -> None:
+    """torch knows the variable, and the script sets it."""
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    assert name in Path(dynamic_rendezvous.__file__).read_text()
+    (tmp_path / "torchrun").write_text(f'#!/bin/sh\necho "{name}=${name}"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{ENV['PATH']}"}
+    command = [str(ROOT / "launch/torchrun.sh")]
+    done = subprocess.run(command, env={**ENV, **path}, capture_output=True, text=True)
+    assert done.stdout == f"{name}=1\n"
+
+
+def test_hosts_that_share_a_store_are_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    for hosts, warnings in (("1", 0), ("2", 1)):
+        monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
+        warn_of_shared_store(Place(rank=0, local_rank=0, world_size=2))
+        assert caplog.text.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == warnings
 
 
 def holding(agent: int) -> list[int]:
@@ -130,18 +154,8 @@ def test_a_job_is_queued_again_after_slurms_warning(tmp_path: Path, job: str) ->
     assert (tmp_path / "queued").read_text() == "requeue 42\n"
 
 
-def namespaces() -> str:
-    """Why this machine permits no network namespaces; empty if it does."""
-    if not shutil.which("ip"):
-        return "no ip command"
-    made = subprocess.run(["ip", "netns", "add", "dtron-probe"], capture_output=True, text=True)
-    if made.returncode == 0:
-        subprocess.run(["ip", "netns", "del", "dtron-probe"], check=True)
-    return made.stderr.strip()
-
-
 def test_two_hosts_that_lose_each_other_go_on(tmp_path: Path) -> None:
-    if why := namespaces():
+    if why := no_namespaces():
         pytest.skip(f"no network namespaces: {why}")
     keys = {"train__steps": 250, "checkpoint__interval": 20, "optim__lr": 3e-4}
     whole = tiny(tmp_path / "whole", **keys)

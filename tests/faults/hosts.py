@@ -1,0 +1,171 @@
+"""Hosts as network namespaces of one machine, each with a torchrun agent, over real TCP.
+
+    with Hosts(2) as hosts:
+        hosts.start_agents(2, words)  # torchrun --nnodes 2 --nproc-per-node 2 train.py WORDS
+        os.kill(random.choice(hosts.ranks()), signal.SIGKILL)
+        hosts.wait()
+
+Two hosts have a cable (veth) between them. Needs root and the `ip` command of iproute2.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.test_architecture import ROOT
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29500
+"""Of the rendezvous, on the first host."""
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it agents lend the ranks of every attempt one store, with the addresses of the last."""
+
+
+def no_namespaces() -> str:
+    """Why this machine permits no network namespaces; empty if it does."""
+    if not shutil.which("ip"):
+        return "no ip command"
+    name = f"dtron-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+    return made.stderr.strip()
+
+
+def until(done: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait until something is so; fails with `what` after some seconds."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+class Hosts:
+    """One or two network namespaces, removed with all their processes at the end."""
+
+    def __init__(self, n: int, logs: Path) -> None:
+        self.names = [f"dtron-{os.getpid()}-{i}" for i in range(n)]
+        self.devices = [f"dt{os.getpid()}-{i}" for i in range(n)] if n == 2 else ["lo"]
+        self.logs = logs
+        self.agents: list[subprocess.Popen | None] = [None] * n
+
+    def __enter__(self) -> "Hosts":
+        for name in self.names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        if len(self.names) == 2:
+            (a, b), (first, second) = self.names, self.devices
+            _ip(
+                "link", "add", first, "netns", a, "type", "veth", "peer", "name", second, "netns", b
+            )
+            for name, device, address in zip(self.names, self.devices, ADDRESSES, strict=True):
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+                _ip("-n", name, "link", "set", device, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host, name in enumerate(self.names):
+            self.kill(host)
+            _ip("netns", "del", name)
+
+    # -- agents and ranks -------------------------------------------------------------------
+
+    def start_agents(self, ranks: int, words: Sequence[str], job: str = "job") -> None:
+        """Start torchrun with so many ranks on each host, for train.py with these words."""
+        for host in range(len(self.names)):
+            self.start_agent(host, ranks, words, job)
+
+    def start_agent(self, host: int, ranks: int, words: Sequence[str], job: str = "job") -> None:
+        """Start torchrun on one host; its output is added to `log(host)`."""
+        address = ADDRESSES[host] if len(self.names) == 2 else "127.0.0.1"
+        head = ADDRESSES[0] if len(self.names) == 2 else "127.0.0.1"
+        command = ["ip", "netns", "exec", self.names[host], sys.executable, "-m"]
+        command += ["torch.distributed.run", "--nnodes", str(len(self.names))]
+        command += ["--nproc-per-node", str(ranks), "--local-addr", address]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{PORT}", "--rdzv-id", job]
+        conf = f"is_host={int(host == 0)},join_timeout=120,read_timeout=120"
+        command += ["--rdzv-conf", conf, "--max-restarts", "1000", "--monitor-interval", "0.2"]
+        env = {**os.environ, **FRESH_STORE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env |= {"GLOO_SOCKET_IFNAME": self.devices[host], "CUDA_VISIBLE_DEVICES": ""}
+        with self.log(host).open("a") as out:
+            self.agents[host] = subprocess.Popen(
+                [*command, "train.py", *words], cwd=ROOT, env=env, stdout=out, stderr=out
+            )
+
+    def log(self, host: int) -> Path:
+        """What the agents of a host and their ranks have printed."""
+        return self.logs / f"host-{host}.log"
+
+    def logged(self) -> str:
+        """Likewise, of all hosts."""
+        return "".join(self.log(h).read_text() for h in range(len(self.names)))
+
+    def ranks(self) -> list[int]:
+        """Process ids of all ranks that live: the agents' children."""
+        agents = {agent.pid for agent in self.agents if agent is not None}
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                state, parent = path.read_text().rpartition(")")[2].split()[:2]
+                if int(parent) in agents and state != "Z":
+                    found.append(int(path.parent.name))
+        return found
+
+    def wait(self, seconds: float = 300) -> list[int]:
+        """Exit statuses of the agents, which have to end by themselves."""
+        deadline = time.monotonic() + seconds
+        codes = []
+        for agent in self.agents:
+            assert agent is not None
+            try:
+                codes.append(agent.wait(max(0.1, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"still running:\n{self.logged()[-6000:]}") from None
+        return codes
+
+    # -- faults -----------------------------------------------------------------------------
+
+    def kill(self, host: int) -> None:
+        """SIGKILL everything that runs on a host."""
+        for _ in range(3):  # what was started meanwhile too
+            listed = subprocess.run(
+                ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True
+            )
+            for pid in listed.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        agent, self.agents[host] = self.agents[host], None
+        if agent is not None:
+            agent.wait()
+
+    def in_mounts(self, *command: str) -> None:
+        """Run a command where each agent and its ranks see mounts, and here."""
+        for agent in self.agents:
+            assert agent is not None
+            subprocess.run(["nsenter", "-t", str(agent.pid), "-m", *command], check=True)
+        subprocess.run(command, check=True)
+
+    def cut(self) -> None:
+        """Pull the cable: nothing arrives, and nobody is informed."""
+        _ip("-n", self.names[1], "link", "set", self.devices[1], "down")
+
+    def mend(self) -> None:
+        """Put the cable back."""
+        _ip("-n", self.names[1], "link", "set", self.devices[1], "up")
+
+    def slow(self, rate: str) -> None:
+        """Let no more through the cable than a rate, as of `tc`: 20mbit."""
+        for name, device in zip(self.names, self.devices, strict=True):
+            limit = ["rate", rate, "burst", "16kbit", "latency", "400ms"]
+            command = ["tc", "-n", name, "qdisc", "replace", "dev", device, "root", "tbf", *limit]
+            subprocess.run(command, check=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
