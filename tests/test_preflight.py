@@ -311,7 +311,6 @@ def test_a_start_and_a_plan_report_tp_across_hosts(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr("dtron.preflight.log.warning", lambda form, *rest: told.append(form % rest))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     start = config(tp=4)
     start = start.model_copy(
         update={
@@ -319,7 +318,7 @@ def test_a_start_and_a_plan_report_tp_across_hosts(
             "data": start.data.model_copy(update={"cache_dir": str(tmp_path / "cache")}),
         }
     )
-    preflight(start, Place(rank=0, local_rank=0, world_size=4))
+    preflight(start, Place(rank=0, local_rank=0, world_size=4, local_world_size=2))
     assert [line for line in told if "parallel.tp = 4 spans hosts of 2 ranks" in line]
     planned = plan(start, 4, replace(hardware("h100"), host=2, domain=2))
     assert "use parallel.tp = 2" in planned["warnings"][0]

@@ -132,9 +132,8 @@ def test_rows_without_the_key_name_what_to_do(tmp_path: Path, row: dict, message
 @pytest.mark.parametrize("suffix", list(READERS))
 def test_a_file_that_cannot_be_opened_has_no_line(tmp_path: Path, suffix: str) -> None:
     """A folder stands for what the user may not read."""
-    opener, reader = READERS[suffix]
     with pytest.raises(DataError) as error:
-        list(reader(str(tmp_path), opener, "text"))
+        list(READERS[suffix](str(tmp_path), Data()))
     assert "Is a directory" in str(error.value)
     assert "line" not in str(error.value)
 
