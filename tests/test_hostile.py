@@ -13,7 +13,7 @@ from dtron.resolve import resolve
 from tests.harness import _PRELOAD
 from tests.hostile import WALL_SECONDS, cases, serve
 
-N_CASES = 500
+N_CASES = 700
 QUICK = (
     "attack/a key of 100,000 parts",
     "attack/a broken charsmap",
