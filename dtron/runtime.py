@@ -179,6 +179,8 @@ def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> N
 def check_writable(path: Path) -> None:
     """Check that files of some size can be written in a directory, which need not exist yet and is
     not left behind. Raises OSError."""
+    if path.is_symlink() and not path.exists():
+        raise OSError(f"it is a link to {os.readlink(path)}, which does not exist")
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     probe = path / f".write-test-{os.getpid()}"

@@ -884,6 +884,12 @@ def test_a_start_on_a_full_disk_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_directory_on_a_dangling_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to("nowhere/at/all")
+    with pytest.raises(ConfigError, match="it is a link to nowhere/at/all, which does not exist"):
+        Trainer(tiny(tmp_path / "run"))
+
+
 def test_a_failing_tensorboard_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
