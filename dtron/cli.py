@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import dtron
 from dtron.config import RunConfig, choices, fields
 from dtron.errors import ArgumentParser, ConfigError, DtronError, nearest
 from dtron.versions import warn_untested
@@ -49,7 +50,10 @@ def commands(arguments: Sequence[str] | None = None) -> int:
     """Run `dtron COMMAND ...`; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if not words or words[0] in ("-h", "--help"):
+        if words and words[0] in ("--version", "version"):
+            print(f"dtron {dtron.__version__}")
+            return 0
+        if not words or words[0] in ("-h", "--help", "help"):
             print(_commands_help())
             return 0 if words else 2
         if words[0] not in COMMANDS:

@@ -404,6 +404,16 @@ class RunConfig(Section):
                 f"(train.steps = {self.train.steps}); use at most that",
             ),
             (
+                self.metrics.profile_start > self.train.steps,
+                f"metrics.profile_start = {self.metrics.profile_start} is after the last step "
+                f"(train.steps = {self.train.steps}); use at most that",
+            ),
+            (
+                self.train.eval_interval > 0 and not self.data.validation_fraction,
+                f"train.eval_interval = {self.train.eval_interval} has no effect with "
+                "data.validation_fraction = 0: nothing is held out; use a share such as 0.02",
+            ),
+            (
                 self.schedule.warmup + self.schedule.decay > 1 and self.schedule.name == "wsd",
                 f"schedule.warmup = {self.schedule.warmup} and schedule.decay = "
                 f"{self.schedule.decay} overlap; their sum is at most 1",

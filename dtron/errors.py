@@ -5,6 +5,7 @@ A DtronError is printed without a traceback; anything else that is raised is our
 
 import argparse
 import difflib
+import json
 import os
 import re
 import sys
@@ -148,10 +149,15 @@ def config_error(error: ValidationError, prefix: str, known: Iterable[str]) -> C
         return ConfigError(f"unknown key {key}{nearest_key(key, known)}")
     if first["type"] == "missing":
         return ConfigError(f"{key} is required and has no default")
-    if first["type"] == "tuple_type":
-        return ConfigError(f"{key} = {_short(first['input'])} is not a list; write '[\"...\"]'")
+    if first["type"] in ("tuple_type", "list_type"):
+        fix = f"{key}='{json.dumps([first['input']], default=str)}'"
+        return ConfigError(f"{key} = {_short(first['input'])} is not a list; write {fix}")
+    if first["type"] in ("model_type", "model_attributes_type") and "." not in key:
+        return ConfigError(f"{key} = {_short(first['input'])}: {key} is a section; write [{key}]")
     choices = re.findall("'([^']+)'", str(first.get("ctx", {}).get("expected", "")))
     hint = nearest(str(first["input"]), choices)
+    if first["type"] == "int_type" and isinstance(first["input"], float):
+        hint = f"; write {round(first['input'])}" if first["input"].is_integer() else ""
     return ConfigError(f"{key} = {_short(first['input'])}: {first['msg']}{hint}")
 
 

@@ -24,8 +24,9 @@ from dtron.data import (
     prepare,
     wait_for,
 )
+from dtron.data.sources import BY_POSITION, SPLIT
 from dtron.errors import CheckpointError, ConfigError, cause_of
-from dtron.files import Location
+from dtron.files import Location, location
 from dtron.flops import n_parameters
 from dtron.initial import Initial, check_same_model, check_tokenizer, open_initial
 from dtron.models import MODELS
@@ -249,6 +250,9 @@ def _check_tiers(
             f"checkpoint.dir = {options.dir!r} is this process's own memory; use it with one rank, "
             'checkpoint.mode = "sync" and no checkpoint.fast_dir'
         )
+    for key, folder in (("dir", options.dir), ("fast_dir", options.fast_dir)):
+        if folder and isinstance(where := location(folder), Path):
+            _check_folder(f"checkpoint.{key}", where)
     local = RunDir(config.run.dir).checkpoints  # which is set aside
     for tier in tiers:
         if own is None and tier.folder != local and _used(tier.folder) and not goes_on:
@@ -256,6 +260,16 @@ def _check_tiers(
                 f"{tier.folder} holds checkpoints of an earlier start; set "
                 "checkpoint.resume=latest to go on from them, delete them, or use another folder"
             )
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    """Refuse, before a step is trained, where no checkpoint can be written; nothing is made."""
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    fix = "set another folder"
+    if not there.is_dir():
+        raise ConfigError(f"{key} = {str(folder)!r}: {there} is a file; {fix}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key} = {str(folder)!r}: {there} cannot be written; {fix}")
 
 
 def _used(folder: Location) -> bool:
@@ -413,9 +427,19 @@ def _check_data(
     Args:
         data: of `identity_of`.
     """
-    saved = {key: facts.data.get(key, data[key]) for key in data}  # not there: an older checkpoint
-    changed = [key for key in data if saved[key] != data[key]]
-    if not changed or config.checkpoint.allow_data_change:
+    if config.checkpoint.allow_data_change:
+        return
+    older = {key: data[key] for key in data if key != SPLIT}  # of which a checkpoint may lack some
+    changed = [key for key in older if facts.data.get(key, older[key]) != older[key]]
+    split, saved = (each.get(SPLIT, BY_POSITION) for each in (data, facts.data))
+    if not changed and split != saved and config.data.validation_fraction:
+        raise ConfigError(
+            f"data.validation_fraction = {config.data.validation_fraction}: {checkpoint} holds "
+            f"copies of documents out by their {saved}, this dtron by their {split}, so that the "
+            "order of the training documents is another one; set checkpoint.allow_data_change=true "
+            "to continue at the same sequence number"
+        )
+    if not changed:
         return
     if "tokenizer" in changed:
         key, what = "tokenizer", "another tokenizer"
@@ -438,7 +462,7 @@ def _warn_of_changes(
 ) -> None:
     """Warn of settings that give each sequence number another text, and of learning rates."""
     defaults = {key: default for key, default, _ in fields(RunConfig)}
-    known = _CONTENT_KEYS if data.keys() <= facts.data.keys() else ()
+    known = _CONTENT_KEYS if {"content", "tokenizer"} <= facts.data.keys() else ()
     for key, value in resume_settings(config).items():
         saved = facts.settings.get(key, defaults[key])  # not there: a key that came later
         if saved == value or key in known:

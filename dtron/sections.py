@@ -198,7 +198,8 @@ class Data(Section):
     eos_token: str = ""
     """Token that ends a document; empty: the tokenizer's usual one."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of documents held out for validation, chosen by a hash of their position."""
+    """Share of documents held out for validation, chosen by a hash of their position; copies of a
+    document are on its side."""
     packing: Literal["cut", "best_fit", "pad"] = "cut"
     """How documents become sequences. `cut`: laid end to end and cut every train.seq_len tokens; no
     padding, and most documents are split. `best_fit`: whole documents share a sequence where they

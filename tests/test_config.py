@@ -70,6 +70,12 @@ def test_experts_see_the_same_ranks() -> None:
     ("override", "message"),
     [
         ("parallel.tpp=2", "unknown key parallel.tpp; did you mean parallel.tp?"),
+        ("train.steps=1e3", "Input should be a valid integer; write 1000"),
+        ("train.steps=1.5", "train.steps = 1.5: Input should be"),
+        ("train.steps=inf", "train.steps = inf"),
+        ("data.paths=a.txt", """is not a list; write data.paths='["a.txt"]'"""),
+        ("data.paths=1979-05-27", """write data.paths='["1979-05-27"]'"""),
+        ("float8.skip=a", """write float8.skip='["a"]'"""),
         ("train.zero=3", "unknown key train.zero; did you mean parallel.zero?"),
         ("train.batch_size=8", "unknown key train.batch_size; did you mean train.global_batch?"),
         ("optim.learning_rate=1", "did you mean optim.lr?"),
@@ -257,3 +263,23 @@ def test_a_key_can_be_unset(tmp_path: Path) -> None:
     assert config == RunConfig()
     with pytest.raises(ConfigError, match=r"unknown key train\.stepz; did you mean"):
         RunConfig.load(file, ["train.stepz="])
+
+
+def test_a_section_that_is_a_value_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model = 3: model is a section; write \[model\]"):
+        load(tmp_path, "model = 3")
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "message"),
+    [
+        ("metrics", {"profile_start": 101}, "metrics.profile_start = 101 is after the last step"),
+        ("train", {"eval_interval": 5}, "train.eval_interval = 5 has no effect with"),
+    ],
+)
+def test_settings_that_never_act_are_refused(section: str, keys: dict, message: str) -> None:
+    base = {"train": {"steps": 100}, "data": {"paths": ["x.txt"], "validation_fraction": 0.0}}
+    config = RunConfig.of({**base, section: {**base.get(section, {}), **keys}})
+    with pytest.raises(ConfigError) as error:
+        config.validate_for(1)
+    assert message in str(error.value)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from dtron import __version__
+from dtron.cli import commands
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
 from dtron.plan.hardware import hardware
@@ -324,3 +326,27 @@ def test_a_start_and_a_plan_report_tp_across_hosts(
     shown = Console(width=200, file=io.StringIO(), record=True)
     print_plan(shown, planned)
     assert "warning: parallel.tp = 4 spans hosts of 2 ranks" in shown.export_text()
+
+
+@pytest.mark.parametrize("key", ["dir", "fast_dir"])
+@pytest.mark.parametrize("below", ["", "/deep/er"])
+def test_a_file_in_the_place_of_checkpoints_is_refused_at_a_start(
+    tmp_path: Path, key: str, below: str
+) -> None:
+    """Or a run trains until its first checkpoint."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    data = {"cache_dir": str(tmp_path / "cache")}
+    checkpoint = {key: f"{file}{below}", "interval": 2, "fast_interval": 1 if key != "dir" else 0}
+    run = {"dir": str(tmp_path / "run")}
+    config = RunConfig.of({**BASE, "data": data, "checkpoint": checkpoint, "run": run})
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{key} = .*file is a file; set another"):
+        preflight(config, Place(rank=0, local_rank=0, world_size=1))
+
+
+def test_the_version_and_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("--version", "version"):
+        assert commands([word]) == 0
+        assert capsys.readouterr().out == f"dtron {__version__}\n"
+    assert commands(["help"]) == 0
+    assert "usage: dtron COMMAND" in capsys.readouterr().out

@@ -185,7 +185,8 @@ def _check(given: argparse.Namespace) -> None:
     """Before anything is measured."""
     for name in given.problems:
         if name not in PROBLEMS:
-            raise ConfigError(f"no kernels of {name!r}{nearest(name, PROBLEMS)}")
+            hint = nearest(name, PROBLEMS)
+            raise ConfigError(f"no kernels of {name!r}{hint}; use {', '.join(PROBLEMS)}")
     if given.shape is None:
         return
     if len(given.problems) != 1:

@@ -2,6 +2,7 @@
 
     CACHE_DIR/KEY/tokens.bin     uint16 or uint32 (N,), little-endian; every document ends with EOS
     CACHE_DIR/KEY/offsets.npy    int64 (n_documents + 1,), where each document starts
+    CACHE_DIR/KEY/copies.npy     int64 (n_copies, 2), of `order.copies_of`
     CACHE_DIR/KEY/meta.json      counts, dtype and a hash of the tokens
 
 KEY is a hash of what the tokens depend on, so that a changed file or tokenizer gets a cache of its
@@ -24,10 +25,11 @@ from pathlib import Path
 import numpy as np
 
 from dtron.data.documents import Corpus
+from dtron.data.order import copies_of
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError
 
-FORMAT = 2  # part of KEY: raise it when the files or the handling of documents change
+FORMAT = 3  # part of KEY: raise it when the files or the handling of documents change
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 4_000_000  # bounds memory when documents are long
 PROGRESS_SECONDS = 30
@@ -44,6 +46,8 @@ class TokenCache:
     """uint16 or uint32 (N,)"""
     offsets: np.ndarray
     """int64 (n_documents + 1,)"""
+    copies: np.ndarray
+    """int64 (n_copies, 2), documents that are copies of earlier ones, and of which"""
     content: str
     """SHA-256 of tokens and offsets, taken when they were written"""
 
@@ -66,12 +70,13 @@ def open_cache(path: Path) -> TokenCache | None:
         meta = json.loads((path / "meta.json").read_text())
         tokens = np.memmap(path / "tokens.bin", dtype=meta["dtype"], mode="r")
         offsets = np.load(path / "offsets.npy", mmap_mode="r")
-        found = (len(tokens), len(offsets) - 1, int(offsets[-1]))
-        whole = found == (meta["tokens"], meta["documents"], meta["tokens"])
+        copies = np.load(path / "copies.npy")
+        found = (len(tokens), len(offsets) - 1, int(offsets[-1]), len(copies))
+        whole = found == (meta["tokens"], meta["documents"], meta["tokens"], meta["copies"])
         content = str(meta["content"])
     except (OSError, EOFError, ValueError, LookupError, TypeError):
         return None
-    return TokenCache(path, tokens, offsets, content) if whole else None
+    return TokenCache(path, tokens, offsets, copies, content) if whole else None
 
 
 def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCache:
@@ -107,6 +112,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
     start = last = time.monotonic()
     offsets, n_empty, content = array("q", [0]), 0, hashlib.sha256()
+    each = array("Q")  # a hash a document
     logger.info("tokenizing %s", corpus.name)
     with open(directory / "tokens.bin", "wb") as file:
         for texts in _batches(corpus.texts()):
@@ -115,6 +121,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
                     encoded = np.array(ids, dtype).tobytes()
                     file.write(encoded)
                     content.update(encoded)
+                    each.append(hash_of(encoded))
                     offsets.append(offsets[-1] + len(ids))
                 else:
                     n_empty += 1
@@ -126,10 +133,13 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
         raise DataError(f"{corpus.name}: no documents with text ({n_empty} empty ones)")
     content.update(offsets)
     np.save(directory / "offsets.npy", np.frombuffer(offsets, np.int64))
+    copies = copies_of(np.frombuffer(each, np.uint64))
+    np.save(directory / "copies.npy", copies)
     meta = {
         "documents": n_documents,
         "empty": n_empty,
         "tokens": n_tokens,
+        "copies": len(copies),
         "dtype": dtype.str,
         "corpus": corpus.name,
         "tokenizer": tokenizer.fingerprint,
@@ -143,6 +153,11 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
         n_tokens,
         time.monotonic() - start,
     )
+
+
+def hash_of(content: bytes) -> int:
+    """64 bits of a document's content."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _publish(temporary: Path, path: Path) -> None:

@@ -8,6 +8,7 @@ memory at a time.
 import gzip
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -142,7 +143,6 @@ _ELSEWHERE = {
     ".zst": "unpack it, or pack it with gzip",
     ".bz2": "unpack it, or pack it with gzip",
     ".xz": "unpack it, or pack it with gzip",
-    "/": "name the files in it",
 }
 """What to do with a file of another kind, by how its path ends."""
 
@@ -159,9 +159,14 @@ def _size_and_time(path: str) -> tuple[int, int]:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise DataError(
-            f"data.paths: {path}: {error.strerror}; relative paths start at the working directory"
-        ) from None
+        fix = "relative paths start at the working directory"
+        if any(sign in path for sign in "*?["):
+            fix = "patterns are not expanded; name each file"
+        elif ":/" in path:
+            fix = "URLs are not read; download the file"
+        raise DataError(f"data.paths: {path}: {error.strerror}; {fix}") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise DataError(f"data.paths: {path} is a folder; name the files in it")
     return status.st_size, status.st_mtime_ns
 
 

@@ -17,23 +17,43 @@ def hash64(values: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def split(n: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Divide n documents into those to train on and those held out, by the hash of their index.
+def copies_of(contents: np.ndarray) -> np.ndarray:
+    """Documents that are copies of an earlier one: int64 (c, 2), the index of each and of the first
+    with its content, by index.
+
+    Args:
+        contents: (n,), equal where documents are.
+    """
+    _, first, of = np.unique(contents, return_index=True, return_inverse=True)
+    firsts = first[of.reshape(-1)]
+    copies = np.flatnonzero(firsts != np.arange(len(contents)))
+    return np.stack([copies, firsts[copies]], axis=1).astype(np.int64)
+
+
+NO_COPIES = np.empty((0, 2), np.int64)
+
+
+def split(n: int, fraction: float, copies: np.ndarray = NO_COPIES) -> tuple[np.ndarray, np.ndarray]:
+    """Divide n documents into those to train on and those held out, by the hash of their index, and
+    copies as the document that they are copies of.
 
     Args:
         n: number of documents, at least 1.
-        fraction: share to hold out; with 2 documents or more a share above 0 holds out at least
-            one, and training keeps at least one.
+        fraction: share to hold out; with 2 different documents or more a share above 0 holds out at
+            least one, and training keeps at least one.
+        copies: of `copies_of`.
     Returns:
         Indices of both, int64, ascending.
     """
     hashes = hash64(np.arange(n, dtype=np.uint64))
+    hashes[copies[:, 0]] = hashes[copies[:, 1]]
     held_out = hashes < np.uint64(int(fraction * 2**64))
-    if fraction > 0 and n > 1:
-        held_out[hashes.argmin()] = True
-        held_out[hashes.argmax()] = False
-    elif n == 1:
-        held_out[0] = False
+    different = n - len(copies)
+    if fraction > 0 and different > 1:
+        held_out[hashes == hashes.min()] = True
+        held_out[hashes == hashes.max()] = False
+    elif different == 1:
+        held_out[:] = False
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 

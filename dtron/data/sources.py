@@ -5,7 +5,9 @@ then all of them call `open_data`.
 """
 
 import logging
+import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,9 @@ from dtron.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from dtron.errors import DataError
 
 POLL_SECONDS = 0.2
+SPLIT, BY_CONTENT, BY_POSITION = "split", "content", "position"
+"""Key of `identity_of`, and how copies of held-out documents are dealt with: held out too, or, in
+checkpoints without the key, by their own position."""
 
 CORPORA: dict[str, Callable[[Data], Corpus]] = {"files": files_corpus, "hf": hf_corpus}
 
@@ -86,7 +91,8 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
         return _open_stream(data, seq_len)
     corpus, tokenizer, path = _locate(data)
     cache = open_or_build(corpus, tokenizer, path)
-    train, held_out = split(cache.n_documents, data.validation_fraction)
+    _warn_of_copies(data, corpus, cache)
+    train, held_out = split(cache.n_documents, data.validation_fraction, cache.copies)
     opened = _Opened(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
     return opened.training(train, seed), opened.validation(held_out)
 
@@ -142,7 +148,8 @@ class _Opened:
 
 def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
     """What the tokens are, whatever the files are called: hashes of content and tokenizer. Of a
-    stream, whose content is not known in advance, the name.
+    stream, whose content is not known in advance, the name. Where copies are held out that the hash
+    of their position leaves in training, how documents are held out too, as SPLIT.
 
     Args:
         tokenizer: that of the section, whose data are prepared.
@@ -154,7 +161,17 @@ def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
         if cache is None:
             raise DataError(f"data.cache_dir = {data.cache_dir!r} was changed; start again")
         content = cache.content
+        if _copies_move(cache, data.validation_fraction):
+            return {"content": content, "tokenizer": tokenizer.fingerprint, SPLIT: BY_CONTENT}
     return {"content": content, "tokenizer": tokenizer.fingerprint}
+
+
+def _copies_move(cache: TokenCache, fraction: float) -> bool:
+    """Whether the split is another one than that of earlier versions, which knew no copies."""
+    if not len(cache.copies) or not fraction:
+        return False
+    n = cache.n_documents
+    return not np.array_equal(split(n, fraction)[1], split(n, fraction, cache.copies)[1])
 
 
 def _open_stream(data: Data, seq_len: int) -> Sources:
@@ -167,18 +184,34 @@ def _open_stream(data: Data, seq_len: int) -> Sources:
     settings = {
         "seq_len": seq_len,
         "mask_documents": data.mask_documents,
-        "n_held_out": len(texts),
+        "held_out": texts,
     }
     if data.packing == "cut":
         return StreamedDocuments(stream, tokenizer, **settings), validation
     return StreamedPieces(stream, tokenizer, packing=data.packing, **settings), validation
 
 
+def _warn_of_copies(data: Data, corpus: Corpus, cache: TokenCache) -> None:
+    if not len(cache.copies):
+        return
+    paths = Counter(os.path.realpath(os.path.expanduser(path)) for path in data.paths)
+    twice = [path for path, n in paths.items() if n > 1] if data.source == "files" else []
+    named = f"; data.paths names {', '.join(twice)} more than once" if twice else ""
+    logger.warning(
+        "%s: %d of %d documents are copies of others%s. Copies of held-out documents are held out, "
+        "the others are trained on as often as they are there",
+        corpus.name,
+        len(cache.copies),
+        cache.n_documents,
+        named,
+    )
+
+
 def _warn_of_no_validation(data: Data) -> None:
     if data.validation_fraction:
         logger.warning(
-            "data.validation_fraction = %g, but there are too few documents to hold one out: no "
-            "validation will run",
+            "data.validation_fraction = %g, but there are too few documents, without copies, to "
+            "hold one out: no validation will run",
             data.validation_fraction,
         )
 

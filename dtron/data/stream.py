@@ -1,7 +1,8 @@
 """Sequences packed from a stream of documents, which can only be read forward.
 
 The order is that of the stream, in every layout: each data-parallel rank reads and tokenizes all
-of it and keeps its own sequences. The first documents are held out; when the stream ends it
+of it and keeps its own sequences. The first documents are held out, and left out where they come
+again; when the stream ends it
 begins again behind them, and its last tokens are followed by its first.
 
 Where sequence k starts is described by three values: the stream's own state before some batch of
@@ -94,6 +95,7 @@ class _Passes:
     """The documents of a stream behind the held-out ones, batch by batch, again and again.
 
     Args:
+        held_out: the first documents, which validation has; copies of them are left out too.
         refuse: called with the number of tokens and of documents of each whole pass; raises if
             they are too few, else they would be read for ever.
     """
@@ -102,11 +104,12 @@ class _Passes:
         self,
         stream: DocumentStream,
         tokenizer: Tokenizer,
-        n_held_out: int,
+        held_out: Sequence[str],
         refuse: Callable[[int, int], None],
     ) -> None:
         self._stream, self._tokenizer = stream, tokenizer
-        self._n_held_out, self._refuse = n_held_out, refuse
+        self._n_held_out, self._refuse = len(held_out), refuse
+        self._held_out = frozenset(text for text in held_out if text)
         self.begin(START, 0)
 
     def begin(self, state: str, skip: int) -> None:
@@ -125,11 +128,12 @@ class _Passes:
         """Those of the next `size` documents that have text; fewer at the end of a pass."""
         wanted = self._skip + size
         texts = list(islice(self._iterator, wanted))
-        encoded = encode_documents(self._tokenizer, texts[self._skip :])
+        found = texts[self._skip :]
+        encoded = encode_documents(self._tokenizer, found)
         documents = [
             _Document(np.array(ids, np.int64), self._state, index)
-            for index, ids in enumerate(encoded, self._skip)
-            if ids
+            for index, (text, ids) in enumerate(zip(found, encoded, strict=True), self._skip)
+            if ids and text not in self._held_out
         ]
         self._documents += len(documents)
         self._tokens += sum(len(document.ids) for document in documents)
@@ -150,7 +154,7 @@ class StreamedDocuments:
         tokenizer: what turns them into tokens.
         seq_len: T.
         mask_documents: give positions and documents, and no label across two documents.
-        n_held_out: how many documents at the start of the stream belong to validation.
+        held_out: the documents at the start of the stream that belong to validation.
     Raises:
         DataError: a whole pass over the stream does not fill one sequence.
     """
@@ -162,14 +166,14 @@ class StreamedDocuments:
         *,
         seq_len: int,
         mask_documents: bool,
-        n_held_out: int,
+        held_out: Sequence[str],
     ) -> None:
         self._name, self._seq_len, self._mask = stream.name, seq_len, mask_documents
 
         def refuse(n_tokens: int, n_documents: int) -> None:
             refuse_too_short(n_tokens, n_documents, seq_len)
 
-        self._passes = _Passes(stream, tokenizer, n_held_out, refuse)
+        self._passes = _Passes(stream, tokenizer, held_out, refuse)
         self._forget()
 
     def sequence(self, k: int) -> Packed:
@@ -244,7 +248,7 @@ class StreamedPieces:
     """The training split of a stream, whole documents in sequences, window by window.
 
     Args:
-        stream, tokenizer, seq_len, n_held_out: as in StreamedDocuments.
+        stream, tokenizer, seq_len, held_out: as in StreamedDocuments.
         packing: a row of dtron.data.pieces.PACKERS.
         mask_documents: give positions and documents.
     Raises:
@@ -259,7 +263,7 @@ class StreamedPieces:
         seq_len: int,
         packing: str,
         mask_documents: bool,
-        n_held_out: int,
+        held_out: Sequence[str],
     ) -> None:
         self._seq_len, self._packing, self._mask = seq_len, packing, mask_documents
         self._eos_id = tokenizer.eos_id
@@ -268,7 +272,7 @@ class StreamedPieces:
             if not n_documents:
                 raise DataError(f"{stream.name}: the training split has no documents with text")
 
-        self._passes = _Passes(stream, tokenizer, n_held_out, refuse)
+        self._passes = _Passes(stream, tokenizer, held_out, refuse)
         self._first = 0  # the sequence with which the window begins
         self._window: FixedPieces | None = None  # read when it is needed
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,9 +66,12 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--world-size {given.world_size} is no number of GPUs; use at least 1")
     if given.headroom is not None and not 0 <= given.headroom < 1:
         raise ConfigError(f"--headroom {given.headroom:g} is no share; use 0 to less than 1")
+    if not 0 <= given.tokens < math.inf:
+        raise ConfigError(
+            f"--tokens {given.tokens:g} is no number of tokens; use one such as 15e12"
+        )
     for option, path in (("--out", given.out), ("--page", given.page)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        _check_target(option, path)
     config = RunConfig.load(given.config, given.overrides, completed)
     check_family(config.model.name, MODELS[config.model.name], Resolved.model_of(config))
     row = hardware(given.hardware)
@@ -111,6 +116,18 @@ def main(arguments: Sequence[str]) -> int:
         if "exact" in found:
             print_exact(_console(), found["exact"])
     return 0 if found["legal"] and found["memory"]["fits"] else 1
+
+
+def _check_target(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work that it is for."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path} cannot be written; name another file")
 
 
 def _progress(line: str) -> None:

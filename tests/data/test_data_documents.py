@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtron.config import Data
-from dtron.data.documents import files_corpus
+from dtron.data.documents import READERS, files_corpus
 from dtron.errors import DataError
 
 
@@ -129,10 +129,26 @@ def test_rows_without_the_key_name_what_to_do(tmp_path: Path, row: dict, message
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
-def test_a_file_that_cannot_be_opened_has_no_line(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
+@pytest.mark.parametrize("suffix", list(READERS))
+def test_a_file_that_cannot_be_opened_has_no_line(tmp_path: Path, suffix: str) -> None:
+    """A folder stands for what the user may not read."""
+    opener, reader = READERS[suffix]
     with pytest.raises(DataError) as error:
-        read(tmp_path / name)
+        list(reader(str(tmp_path), opener, "text"))
     assert "Is a directory" in str(error.value)
     assert "line" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".", "is a folder; name the files in it"),
+        ("*.txt", "patterns are not expanded; name each file"),
+        ("https://host/a.jsonl", "URLs are not read; download the file"),
+        ("nope.txt", "relative paths start at the working directory"),
+    ],
+)
+def test_paths_that_name_no_file(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError) as error:
+        files_corpus(section(tmp_path / name))
+    assert message in str(error.value)

@@ -8,7 +8,7 @@ import pytest
 
 from dtron.config import Data
 from dtron.data import Packed, TrainingSource, ValidationSource, open_data
-from dtron.data.order import hash64, shuffle, split
+from dtron.data.order import copies_of, hash64, shuffle, split
 from dtron.data.packing import IGNORE
 from dtron.errors import DataError
 
@@ -214,3 +214,30 @@ def test_shuffle_is_a_stable_permutation() -> None:
     order = shuffle(documents, seed=1, epoch=2)
     assert sorted(order.tolist()) == documents.tolist()
     assert order[:4].tolist() == [647, 210, 759, 720]  # fixed for ever
+
+
+@pytest.mark.parametrize("n", [2, 20, 1000])
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.9])
+def test_copies_are_on_the_side_of_the_first(n: int, fraction: float) -> None:
+    """A corpus that is there twice: the documents of the first half are split as without the
+    second."""
+    contents = np.tile(np.arange(n), 2)
+    copies = copies_of(contents)
+    assert copies.tolist() == [[n + i, i] for i in range(n)]
+    train, out = split(2 * n, fraction, copies)
+    assert not set(contents[train]) & set(contents[out])
+    assert len(train) + len(out) == 2 * n
+    once = split(n, fraction)
+    assert train.tolist() == [*once[0], *(once[0] + n)]
+    assert out.tolist() == [*once[1], *(once[1] + n)]
+
+
+def test_one_document_many_times_is_trained_on() -> None:
+    train, out = split(5, 0.5, copies_of(np.zeros(5)))
+    assert (len(train), len(out)) == (5, 0)
+
+
+def test_documents_without_copies_are_split_as_ever() -> None:
+    copies = copies_of(np.random.default_rng(0).permutation(500))
+    assert not len(copies)
+    assert split(500, 0.1, copies)[1].tolist() == split(500, 0.1)[1].tolist()

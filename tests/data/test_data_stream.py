@@ -41,7 +41,7 @@ def streamed(
         ByteTokenizer(),
         seq_len=seq_len,
         mask_documents=mask,
-        n_held_out=n_held_out,
+        held_out=texts[:n_held_out],
     )
 
 
@@ -52,7 +52,7 @@ def whole(texts: list[str], *, packing: str = "best_fit", n_held_out: int = 0) -
         seq_len=32,
         packing=packing,
         mask_documents=False,
-        n_held_out=n_held_out,
+        held_out=texts[:n_held_out],
     )
 
 
@@ -150,7 +150,7 @@ def test_resume_reads_no_more_than_a_batch(texts: list[str]) -> None:
     state = first.state(60)
     stream = ListStream(texts)
     second = StreamedDocuments(
-        stream, ByteTokenizer(), seq_len=16, mask_documents=False, n_held_out=0
+        stream, ByteTokenizer(), seq_len=16, mask_documents=False, held_out=[]
     )
     second.seek(60, state)
     assert stream.n_read <= int(state["stream"]) + 14
@@ -255,3 +255,16 @@ def test_first_documents_are_held_out(n: int, fraction: float, expected: int, kn
     texts = [str(i) for i in range(n)]
     stream = ListStream(texts, n if known else None)
     assert held_out_texts(stream, fraction) == texts[:expected]
+
+
+@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+def test_copies_of_held_out_documents_are_left_out(texts: list[str], packing: str) -> None:
+    """Of a stream that has its first documents twice; resumed in its middle too."""
+    twice = [*texts, *texts[:3]]
+    source, whole_ = (source_of(each, packing, 3) for each in (twice, texts))
+    n = 30 if packing == "cut" else 10
+    expected = [whole_.sequence(k).tokens.tolist() for k in range(n)]
+    assert [source.sequence(k).tokens.tolist() for k in range(n)] == expected
+    again = source_of(twice, packing, 3)
+    again.seek(n, source.state(n))
+    assert again.sequence(n).tokens.tolist() == whole_.sequence(n).tokens.tolist()

@@ -1,5 +1,6 @@
 """Whole runs under each `data.packing`."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from dtron.data import cache, open_data
+from dtron.config import RunConfig
+from dtron.data import cache, open_data, sources
 from dtron.errors import ConfigError, DataError
 from dtron.preflight import preflight
 from dtron.published import read_facts, write_facts
@@ -23,7 +25,8 @@ PLACE = Place(rank=0, local_rank=0, world_size=1)
 def corpus(tmp_path: Path, texts: list[str]) -> dict[str, Any]:
     """Settings of a run on the small documents, with masks."""
     path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
+    lines = [json.dumps({"text": f"{text}{n}"}) + "\n" for n in range(3) for text in texts]
+    path.write_text("".join(lines))
     return {"data__paths": [str(path)], "data__mask_documents": True}
 
 
@@ -123,3 +126,70 @@ def test_files_that_change_while_they_are_tokenized_are_refused(
     with pytest.raises(DataError, match="changed while it was tokenized"):
         preflight(config, PLACE)
     assert not list((tmp_path / "cache").iterdir())
+
+
+def held_out_in_training(config: RunConfig) -> tuple[int, int]:
+    """Held-out sequences, and how many of them are trained on."""
+    train, held_out = open_data(config.data, seq_len=8, seed=0)
+    assert held_out is not None
+    trained = {tuple(train.sequence(k).tokens) for k in range(400)}
+    sequences = [tuple(held_out.sequence(k).tokens) for k in range(len(held_out))]
+    return len(sequences), len(trained.intersection(sequences))
+
+
+def test_a_path_given_twice_leaks_no_held_out_document(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do two files that share documents; each document fills one sequence here."""
+    told: list[str] = []
+    monkeypatch.setattr(sources.logger, "warning", lambda form, *rest: told.append(form % rest))
+    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    rows = [json.dumps({"text": text[:7].ljust(7, ".")}) + "\n" for text in texts]
+    path.write_text("".join(rows))
+    other.write_text("".join(rows[::-2]))
+    for paths in ([path, path], [path, other]):
+        keys = {"data__packing": "pad", "data__validation_fraction": 0.2}
+        config = tiny(tmp_path / "run", data__paths=list(map(str, paths)), **keys)
+        n, leaked = held_out_in_training(config)
+        assert n >= 5
+        assert leaked == 0
+    assert "40 of 80 documents are copies of others" in told[0]
+    assert f"data.paths names {path} more than once" in told[0]
+    assert "20 of 60 documents are copies" in told[1]
+    assert "more than once" not in told[1]
+
+
+def test_a_checkpoint_with_copies_split_by_position_is_refused(
+    tmp_path: Path, corpus: dict
+) -> None:
+    """Of an earlier version, which wrote nothing of it; one without copies goes on."""
+    run_dir = tmp_path / "run"
+    corpus["data__paths"] *= 2
+    run_ranks(1, fit, tiny(run_dir, train__steps=1, data__validation_fraction=0.2, **corpus))
+    checkpoint = run_dir / "checkpoints/step-1"
+    facts = read_facts(checkpoint)
+    assert facts.data["split"] == "content"
+    resume = tiny(
+        run_dir,
+        checkpoint__resume="latest",
+        train__steps=2,
+        data__validation_fraction=0.2,
+        **corpus,
+    )
+    preflight(resume, PLACE)
+    data = {key: value for key, value in facts.data.items() if key != "split"}
+    write_facts(checkpoint, dataclasses.replace(facts, data=data))
+    with pytest.raises(ConfigError, match="by their position, this dtron by their content"):
+        preflight(resume, PLACE)
+    options = resume.checkpoint.model_copy(update={"allow_data_change": True})
+    preflight(resume.model_copy(update={"checkpoint": options}), PLACE)
+
+
+def test_a_checkpoint_without_copies_goes_on_whatever_wrote_it(
+    tmp_path: Path, texts: list[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = tiny(tmp_path / "run", data__paths=[str(path)], data__validation_fraction=0.2)
+    checked = preflight(config, PLACE)
+    assert checked.data.keys() == {"content", "tokenizer"}

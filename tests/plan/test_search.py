@@ -402,6 +402,22 @@ def test_headroom_is_a_share(value: str) -> None:
         plan_command(words)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--search", "--out", "."], "--out . is a folder; name a file in it"),
+        (["--page", "."], "--page . is a folder; name a file in it"),
+        (["--tokens", "nan"], "--tokens nan is no number of tokens"),
+        (["--tokens", "-5"], "--tokens -5 is no number of tokens"),
+        (["--tokens", "inf"], "--tokens inf is no number of tokens"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_at_once(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan_command(["--config", str(ROOT / "configs/llama3_8b.toml"), *words])
+    assert message in str(error.value)
+
+
 def test_keys_of_a_layout_make_it_of_the_given_file() -> None:
     file = RunConfig.load(
         ROOT / "configs/llama3_8b.toml", [*SMALL, "parallel.high_priority=['dp_shard']"]
