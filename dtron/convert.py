@@ -7,6 +7,7 @@ written appears under its name when it is whole.
 import argparse
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dtron.config import RunConfig
 from dtron.data.tokenizer import ByteTokenizer, tokenizer_file
-from dtron.errors import ArgumentParser, CheckpointError
+from dtron.errors import ArgumentParser, CheckpointError, ConfigError
 from dtron.files import Location, read_json, sync_directory, write_synced
 from dtron.initial import model_settings, open_initial
 from dtron.models import BACKENDS, build_model, hf_folder, hf_of
@@ -58,6 +59,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """What belongs to a model beside its weights; copied as it is."""
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""One of which a tokenizer has."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TIMEOUT_SECONDS = 24 * 3600
@@ -149,13 +152,33 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
 
 def to_hf_from(given: argparse.Namespace) -> None:
     """`dtron convert to-hf`; all ranks call it together."""
+    if not 0 < given.file_gb < math.inf:
+        raise ConfigError(f"--file-gb {given.file_gb:g} is no size of a file; use one such as 5")
     path = find_weights(given.checkpoint)
     everyone = dist.group.WORLD
     assert everyone is not None
     check_agreement(path, everyone)
     check_content(path, everyone)
-    tokenizer = given.tokenizer or tokenizer_of(path)
+    tokenizer = _named_tokenizer(given.tokenizer) if given.tokenizer else tokenizer_of(path)
     to_hf_folder(path, given.out, given.dtype, tokenizer, round(given.file_gb * _GB))
+
+
+def _named_tokenizer(named: Path | str) -> Path | str:
+    """What --tokenizer names: "byte", or the folder of tokenizer files.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if str(named) == "byte":
+        return "byte"
+    folder = tokenizer_file(str(named)).parent
+    files = any((folder / name).is_file() for name in _VOCABULARIES)
+    if not Path(named).expanduser().exists() or not files:
+        raise ConfigError(
+            f"--tokenizer {named} has no tokenizer files; give a folder with one of "
+            f'{", ".join(_VOCABULARIES)}, or "byte"'
+        )
+    return folder
 
 
 def tokenizer_of(checkpoint: Location) -> Path | str | None:

@@ -148,7 +148,7 @@ def _memory(memory: dict[str, Any]) -> str:
 
 def _pipeline(times: Timeline, run: Resolved, time: dict[str, Any]) -> str:
     """The first micro-batches, drawn as docs/pipeline.md draws schedules."""
-    shown = max(span.action.micro_batch for row in times.spans for span in row) + 1
+    shown = max(span.action.micro_batch or 0 for row in times.spans for span in row) + 1
     caption = (
         f"{shown} of {run.micro_batches} micro-batches, without communication: ranks are idle for "
         f"{times.bubble_of_total:.2%} of this, in the mean. Bubble of the whole step, of its "

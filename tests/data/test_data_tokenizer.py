@@ -1,10 +1,11 @@
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from dtron.config import Data
-from dtron.convert import tokenizer_of
+from dtron.convert import _named_tokenizer, to_hf_from, tokenizer_of
 from dtron.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 from dtron.errors import ConfigError, DataError
 
@@ -79,3 +80,19 @@ def test_a_folder_gives_its_tokenizer(bpe: Path, tmp_path: Path) -> None:
     (run / "step-1").mkdir(parents=True)
     (tmp_path / "config.toml").write_text(f'[data]\ntokenizer = "{bpe.parent}"\n')
     assert tokenizer_of(run / "step-1") == bpe.parent
+
+
+def test_converts_tokenizer_is_a_folder_that_has_one(bpe: Path, tmp_path: Path) -> None:
+    """Of nothing a folder of weights without a tokenizer was written, and 0 returned."""
+    for named in (bpe, bpe.parent):
+        assert _named_tokenizer(named) == bpe.parent
+    assert _named_tokenizer("byte") == "byte"
+    for named in (tmp_path, tmp_path / "nope"):
+        with pytest.raises(ConfigError, match="has no tokenizer files; give a folder with one of"):
+            _named_tokenizer(named)
+
+
+@pytest.mark.parametrize("size", [0.0, -1.0, float("nan"), float("inf")])
+def test_converts_file_size_is_positive(size: float) -> None:
+    with pytest.raises(ConfigError, match="is no size of a file; use one such as 5"):
+        to_hf_from(argparse.Namespace(file_gb=size, checkpoint="nowhere"))
