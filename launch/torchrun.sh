@@ -8,7 +8,9 @@
 #
 #     launch/torchrun.sh --standalone --nproc-per-node 8 train.py --config my.toml
 set -u
-(trap '' USR1; exec setsid python "$(dirname "$0")/torchrun.py" "$@") &
+python=$(dirname "$(command -v torchrun)")/python # the environment's
+[ -x "$python" ] || python=python3
+(trap '' USR1; exec setsid "$python" "$(dirname "$0")/torchrun.py" "$@") &
 agent=$!
 trap 'pkill -USR1 -P "$agent" || kill -TERM "$agent"' USR1 TERM INT
 while true; do
