@@ -11,7 +11,9 @@ set -u
 # By default torchrun lends one store to the ranks of all attempts: they then read the addresses of
 # the previous attempt and fail again. With this variable each attempt has a new store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-(trap '' USR1; exec setsid python3 "$(dirname "$0")/torchrun.py" "$@") &
+python=$(dirname "$(command -v torchrun)")/python # the environment's
+[ -x "$python" ] || python=python3
+(trap '' USR1; exec setsid "$python" "$(dirname "$0")/torchrun.py" "$@") &
 agent=$!
 trap 'pkill -USR1 -P "$agent" || kill -TERM "$agent"' USR1 TERM INT
 while true; do

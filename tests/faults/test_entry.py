@@ -56,11 +56,10 @@ def test_ctrl_c_in_another_command_is_one_line(tmp_path: Path) -> None:
 
 
 def launched(*words: str) -> subprocess.CompletedProcess[str]:
-    env = {**ENV, "PATH": f"{Path(sys.executable).parent}:{ENV['PATH']}"}
     return subprocess.run(
         [str(ROOT / "launch/torchrun.sh"), *words],
         cwd=ROOT,
-        env=env,
+        env=ENV,
         capture_output=True,
         text=True,
         timeout=240,

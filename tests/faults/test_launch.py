@@ -19,7 +19,8 @@ from tests.harness import run_ranks
 from tests.test_architecture import ROOT
 from tests.test_trainer import fit, losses, rows, tiny
 
-ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+ENV = {**os.environ, "PATH": PATH, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def write(config: Path, run_dir: Path, **changes: object) -> list[str]:
@@ -114,6 +115,7 @@ rank = 'import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.e
 rank += 'open("begun", "w").close(); time.sleep(60); sys.exit(1)'
 sys.exit(subprocess.call([sys.executable, "-c", rank]))
 """,
+    "torchrun": "",  # by whose folder its python is found
     "scontrol": """#!/bin/sh
 [ "$1" = show ] && echo host-0 || echo "$@" >> queued
 """,
