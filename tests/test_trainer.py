@@ -836,14 +836,15 @@ def test_training_goes_on_without_a_run_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_log_has_all_rows_with_total_and_remaining_time(tmp_path: Path, terminal: bool) -> None:
     """A terminal too, above its live line, which has the remaining time."""
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
-    with contextlib.redirect_stdout(console.file):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200)
+    with contextlib.redirect_stdout(out):
         set_up_logging(Place(0, 0, 1), console)
         writer = MetricsWriter(tmp_path / "rows", None, console, 200, 0, True)
         writer.row({"step": 10, "loss": 2.5, "seconds": 0.5})
         writer.row({"step": 200, "loss": 1.25, "validation_loss": 1.5, "seconds": 0.5})
         writer.close()
-    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", console.file.getvalue())
+    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", out.getvalue())
     lines = [line for line in shown.splitlines() if "training" not in line and "step" in line]
     assert "step  10/200  loss 2.5000" in lines[0]
     assert "step 200/200  loss 1.2500  validation loss 1.5000" in lines[1]
