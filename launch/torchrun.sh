@@ -15,7 +15,11 @@ python=$(dirname "$(command -v torchrun)")/python # the environment's
 [ -x "$python" ] || python=python3
 (trap '' USR1; exec setsid "$python" "$(dirname "$0")/torchrun.py" "$@") &
 agent=$!
-trap 'pkill -USR1 -P "$agent" || kill -TERM "$agent"' USR1 TERM INT
+stopping=
+stop() {
+    if pkill -USR1 -P "$agent"; then stopping=yes; elif [ -z "$stopping" ]; then kill -TERM "$agent"; fi
+}
+trap stop USR1 TERM INT
 while true; do
     wait "$agent"
     code=$?
