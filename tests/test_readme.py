@@ -113,6 +113,15 @@ def test_extras_that_are_named_exist() -> None:
     assert {"flash", "hf", "remote"} <= named <= extras.keys()
 
 
+@pytest.mark.parametrize("page", ["faults.md", "security.md"])
+def test_tests_that_a_page_names_exist(page: str) -> None:
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    known = "".join(f"{path.name}\n{path.read_text()}" for path in files)
+    named = re.findall(r"`(test_\w+(?:\.py)?)`", (ROOT / "docs" / page).read_text())
+    assert named
+    assert [name for name in named if name not in known] == []
+
+
 def test_ci_runs_the_commands_of_the_readme() -> None:
     script = [sys.executable, str(ROOT / ".ci/readme.py"), "command"]
     for number, command in (("1", TRAIN), ("2", TEST)):
