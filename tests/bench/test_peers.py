@@ -205,6 +205,7 @@ def test_work_without_an_equal_is_refused(tmp_path: Path, changes: dict, word: s
 # Keys with which both still do the same work: how dtron does it, and what takes no time.
 FREE = {
     "run.dir",
+    "run.wait_seconds",
     "model.attention",
     "parallel.ep",  # of models with experts, which have no row there
     "parallel.etp",
