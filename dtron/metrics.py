@@ -88,6 +88,8 @@ class MetricsWriter:
         self._path = path if active else None
         self._pending: list[str] = []
         self._warned = False
+        if active:
+            self._write_pending(path)  # the file is there before the first row
         self._board: SummaryWriter | None = None
         if active and tensorboard:
             with self._board_or_none():  # a resumed run takes back what came after its start
