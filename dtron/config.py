@@ -37,7 +37,7 @@ from dtron.sections import (
     Section,
     Train,
 )
-from dtron.untrusted import TOML_BYTES, parse_toml, read_text
+from dtron.untrusted import TOML_BYTES, parse, parse_toml, read_text
 
 __all__ = [
     "DEGREES",
@@ -531,7 +531,10 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
     if not raw.strip():
         return _unset(values, parts, known)
     try:
-        value = parse_toml(f"x = {raw}")["x"]
+        if raw.lstrip().startswith(("[", "{")):  # others have no keys, or are words with dots
+            value = parse_toml(f"x = {raw}")["x"]
+        else:
+            value = parse(f"x = {raw}", tomllib.loads)["x"]
     except tomllib.TOMLDecodeError:
         value = raw  # a bare word is a string
     except ValueError as error:

@@ -1,5 +1,6 @@
 """The training loop: builds what the config says and runs it step by step."""
 
+import contextlib
 import functools
 import gc
 import logging
@@ -146,6 +147,10 @@ class Trainer:
         watchdog.begin()
         return watchdog
 
+    def _unwatched(self) -> contextlib.AbstractContextManager[None]:
+        """For reading checkpoints, which may take hours and has time-outs of its own."""
+        return self.watchdog.paused() if self.watchdog is not None else contextlib.nullcontext()
+
     def _build_and_train(self, stop: StopSignal) -> None:
         self._build()
         self.guards.begin(self.step)
@@ -184,7 +189,8 @@ class Trainer:
         self.host_group = host_group(config.parallel.timeout_seconds)
         common = common_to_ranks(config, self.checked.model, self.checked.data)
         check_agreement_of_ranks(common, self.host_group)
-        self._agree_on_checkpoint()
+        with self._unwatched():
+            self._agree_on_checkpoint()
         degrees = config.degrees(self.place.world_size)
         self.mesh = Mesh(
             **degrees,
@@ -244,7 +250,8 @@ class Trainer:
         for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
             self.mesh.group(*axes)  # made now, to get the time-out and a name too
         set_timeouts(self.mesh.groups(), config.parallel.timeout_seconds)
-        self._resume()
+        with self._unwatched():
+            self._resume()
         if self.train_step.after_update is not None:
             taken = torch.ones((), dtype=torch.bool, device=self.place.device)
             self.train_step.after_update(taken)  # of the weights that were drawn or loaded

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MB = 10**6
-TOML_BYTES = MB
+TOML_BYTES = 64 * MB
+"""A config may list a path for each of many thousand files."""
 JSON_BYTES = 64 * MB
 """Of JSON that describes a model or a run; it takes up to 25 times that in memory."""
 TEXT_BYTES = 256 * MB

@@ -157,7 +157,17 @@ def host_memory(root: Path = Path("/")) -> tuple[float, float]:
         )
     except (OSError, ValueError):  # no container, or "max"
         return total, available
-    return min(total, most), min(available, most - used)
+    return min(total, most), min(available, most - used + _file_cache(root))
+
+
+def _file_cache(root: Path) -> int:
+    """Bytes that a container's memory.current counts and that are given up when they are needed."""
+    try:
+        lines = (root / "sys/fs/cgroup/memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    stat = {key: int(value) for key, value in (line.split() for line in lines)}
+    return stat.get("active_file", 0) + stat.get("inactive_file", 0)
 
 
 class _Lane:

@@ -9,6 +9,7 @@ that were enqueued and are not done. All of it is written to RUN/hangs/step-S/ra
 do not: these the others wait for.
 """
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -86,7 +87,7 @@ class Watchdog:
         self.seconds, self.folder, self.rank, self.world_size = seconds, folder, rank, world_size
         self.modules: dict[int, str] = {}
         self.groups: Mapping[str, str] = {}
-        self._starting, self._began = True, time.time()
+        self._starting, self._before = True, self._start_reported()
         self._beat: tuple[int, float, float] = (0, 0.0, math.inf)
         """Steps done, when that was, and how often `seconds` may pass until the next."""
         self._ended = threading.Event()
@@ -130,6 +131,14 @@ class Watchdog:
         """Until the next beat: what comes after `step` has limits of its own."""
         self._beat = (step, time.monotonic(), math.inf)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Not watched inside; the limit of what follows begins anew."""
+        step, _, times = self._beat
+        self.pause(step)
+        yield
+        self._beat = (step, time.monotonic(), times)
+
     def end(self) -> None:
         """Stop watching."""
         self._ended.set()
@@ -147,10 +156,14 @@ class Watchdog:
     def _reported(self) -> bool:
         """Whether another rank has found a hang of this start: ranks start at different times, and
         one that reports as well is not the one that is missing."""
+        return self._start_reported() != self._before
+
+    def _start_reported(self) -> float:
+        """When a start was last reported, by the clock of the file system; 0: never."""
         try:
-            return (self.folder / _START).stat().st_mtime > self._began
+            return (self.folder / _START).stat().st_mtime
         except OSError:
-            return False
+            return 0.0
 
     def _report_and_exit(
         self, step: int, late: float, failed: Sequence[FrameType] | None = None

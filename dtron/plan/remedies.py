@@ -7,6 +7,8 @@ from typing import Any
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.faults.memory import size
+from dtron.models import MODELS
+from dtron.models.contract import counted_as_decoder
 from dtron.parallelisms.offload import host_memory
 from dtron.plan.memory import RankMemory, memory
 from dtron.plan.resolved import Resolved
@@ -34,6 +36,8 @@ def check_host_memory(config: RunConfig, place: Place) -> None:
     """
     if place.device.type != "cpu":
         return  # a GPU's allocator fails with an error
+    if [*counted_as_decoder(config.model.name, MODELS[config.model.name])]:
+        return  # of another module, whose memory is not known
     needed = most_memory(config, place.world_size)
     here = place.local_world_size
     _, available = host_memory()

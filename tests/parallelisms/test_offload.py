@@ -355,3 +355,5 @@ def test_memory_of_a_container_counts(tmp_path: Path) -> None:
     assert host_memory(tmp_path) == (102400, 40960)
     write("sys/fs/cgroup/memory.max", "50000\n")
     assert host_memory(tmp_path) == (50000, 20000)
+    write("sys/fs/cgroup/memory.stat", "anon 20000\nactive_file 4000\ninactive_file 6000\n")
+    assert host_memory(tmp_path) == (50000, 30000)
