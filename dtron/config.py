@@ -512,30 +512,22 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
     if not separator or len(parts) < 2:
         raise ConfigError(f"override {text!r} is not of the form section.key=value (no spaces)")
     known = [name for name, _, _ in fields(RunConfig)]
-    if parts[0] not in RunConfig.model_fields:
+    unsets = not raw.strip()
+    unknown = unsets and key.strip() not in known and parts[:2] != ["model", "override"]
+    if parts[0] not in RunConfig.model_fields or unknown:
         raise ConfigError(f"unknown key {key}{nearest(key, known)}")
-    if not raw.strip():
-        return _unset(values, parts, known)
-    try:
-        value = tomllib.loads(f"x = {raw}")["x"]
-    except tomllib.TOMLDecodeError:
-        value = raw  # a bare word is a string
     table = values
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(f"override {text!r}: {part} is not a table")
-    table[parts[-1]] = value
-
-
-def _unset(values: dict[str, Any], parts: list[str], known: Sequence[str]) -> None:
-    """`key=`: back to the default."""
-    if (key := ".".join(parts)) not in known and parts[:2] != ["model", "override"]:
-        raise ConfigError(f"unknown key {key}{nearest(key, known)}")
-    table: Any = values
-    for part in parts[:-1]:
-        table = table.get(part, {})
-    table.pop(parts[-1], None)
+    if unsets:  # back to the default
+        table.pop(parts[-1], None)
+        return
+    try:
+        table[parts[-1]] = tomllib.loads(f"x = {raw}")["x"]
+    except tomllib.TOMLDecodeError:
+        table[parts[-1]] = raw  # a bare word is a string
 
 
 def toml_value(value: Any) -> str:

@@ -251,3 +251,6 @@ def test_a_key_can_be_unset(tmp_path: Path) -> None:
     assert config == RunConfig()
     with pytest.raises(ConfigError, match=r"unknown key train\.stepz; did you mean"):
         RunConfig.load(file, ["train.stepz="])
+    file.write_text("train = 5\n")
+    with pytest.raises(ConfigError, match="train is not a table"):
+        RunConfig.load(file, ["train.steps="])
