@@ -47,14 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: RunConfig) -> None:
-    from dtron.plan.remedies import check_host_memory, remedies  # as the trainer, they need torch
-    from dtron.trainer import Trainer
+    from dtron.trainer import Trainer  # which needs torch
 
     trainer = Trainer(config)
     try:
-        check_host_memory(config, trainer.place)
+        if trainer.place.device.type == "cpu":  # a GPU's allocator fails with an error
+            from dtron.plan.remedies import check_host_memory  # other runs need no planner
+
+            check_host_memory(config, trainer.place)
         trainer.fit()
     except OutOfMemoryError as error:
+        from dtron.plan.remedies import remedies
+
         advice = remedies(config, trainer.place.world_size, error.room, error.needed)
         raise RankError(f"{error}; {advice}") from error
 

@@ -526,35 +526,30 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
         raise ConfigError(
             f"override {text!r} is not of the form section.key=value (no spaces){hint}"
         )
-    if parts[0] not in RunConfig.model_fields:
+    unsets = not raw.strip()
+    unknown = unsets and key.strip() not in known and parts[:2] != ["model", "override"]
+    if parts[0] not in RunConfig.model_fields or unknown:
         raise ConfigError(f"unknown key {key}{nearest_key(key, known)}")
-    if not raw.strip():
-        return _unset(values, parts, known)
-    try:
-        if raw.lstrip().startswith(("[", "{")):  # others have no keys, or are words with dots
-            value = parse_toml(f"x = {raw}")["x"]
-        else:
-            value = parse(f"x = {raw}", tomllib.loads)["x"]
-    except tomllib.TOMLDecodeError:
-        value = raw  # a bare word is a string
-    except ValueError as error:
-        raise ConfigError(f"override {shorten(text)!r}: {error}") from None
     table = values
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(f"override {text!r}: {part} is not a table")
-    table[parts[-1]] = value
+    if unsets:  # back to the default
+        table.pop(parts[-1], None)
+        return
+    table[parts[-1]] = _override_value(text, raw)
 
 
-def _unset(values: dict[str, Any], parts: list[str], known: Sequence[str]) -> None:
-    """`key=`: back to the default."""
-    if (key := ".".join(parts)) not in known and parts[:2] != ["model", "override"]:
-        raise ConfigError(f"unknown key {key}{nearest_key(key, known)}")
-    table: Any = values
-    for part in parts[:-1]:
-        table = table.get(part, {})
-    table.pop(parts[-1], None)
+def _override_value(text: str, raw: str) -> Any:
+    try:
+        if raw.lstrip().startswith(("[", "{")):  # others have no keys, or are words with dots
+            return parse_toml(f"x = {raw}")["x"]
+        return parse(f"x = {raw}", tomllib.loads)["x"]
+    except tomllib.TOMLDecodeError:
+        return raw  # a bare word is a string
+    except ValueError as error:
+        raise ConfigError(f"override {shorten(text)!r}: {error}") from None
 
 
 def toml_value(value: Any) -> str:

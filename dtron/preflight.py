@@ -7,7 +7,7 @@ for it, so that an error is found and told once.
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
     data = identity_of(config.data, tokenizer)
     if checkpoint and facts:
         _check_data(checkpoint, config, facts, data)
-        _warn_of_changes(checkpoint, config, facts, data)
+        _warn_of_changes(checkpoint, config, facts)
     return Checked(
         config.train.steps,
         model,
@@ -225,10 +225,8 @@ def checked_facts(config: RunConfig, model: DecoderConfig, checkpoint: Location)
             f"{checkpoint} holds weights only; set checkpoint.initial instead of checkpoint.resume"
         )
     check_model(checkpoint, {**_defaults(), **facts.model}, model_facts(config, model))
-    defaults = {key: default for key, default, _ in fields(RunConfig)}
-    for key, value in resume_settings(config).items():
-        saved = facts.settings.get(key, defaults[key])  # not there: a key that came later
-        if key.startswith("optim.") and saved != value:
+    for key, value, saved in _changed_settings(config, facts):
+        if key.startswith("optim."):
             raise CheckpointError(
                 f"{checkpoint} holds the state of {key} = {saved!r}, not of {value!r}; keep {key}"
             )
@@ -388,6 +386,15 @@ def kept_warmup(config: RunConfig, facts: Facts | None) -> int:
     return before if same or facts.step >= before else own
 
 
+def _changed_settings(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value, value in the checkpoint) of `resume_settings` that differ."""
+    defaults = {key: default for key, default, _ in fields(RunConfig)}
+    for key, value in resume_settings(config).items():
+        saved = facts.settings.get(key, defaults[key])  # not there: added after the checkpoint
+        if saved != value:
+            yield key, value, saved
+
+
 def _log_schedule_changes(checkpoint: Location, config: RunConfig, facts: Facts) -> None:
     """Warn of changes that move the learning rate where the run goes on."""
     before = facts.schedule
@@ -457,15 +464,11 @@ _CONTENT_KEYS = (*(f"data.{key}" for key in _CONTENT), "data.hf_path", "data.hf_
 """Keys that act through the content alone, of which `_check_data` compares hashes."""
 
 
-def _warn_of_changes(
-    checkpoint: Location, config: RunConfig, facts: Facts, data: dict[str, str]
-) -> None:
+def _warn_of_changes(checkpoint: Location, config: RunConfig, facts: Facts) -> None:
     """Warn of settings that give each sequence number another text, and of learning rates."""
-    defaults = {key: default for key, default, _ in fields(RunConfig)}
     known = _CONTENT_KEYS if {"content", "tokenizer"} <= facts.data.keys() else ()
-    for key, value in resume_settings(config).items():
-        saved = facts.settings.get(key, defaults[key])  # not there: a key that came later
-        if saved == value or key in known:
+    for key, value, saved in _changed_settings(config, facts):
+        if key in known:
             continue
         log.warning(
             "%s = %r, but %s was made with %r: the data go on at the same sequence number, whose "

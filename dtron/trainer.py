@@ -170,7 +170,7 @@ class Trainer:
     def _explained(self, error: Exception, failure: FirstFailure) -> TrainingError | None:
         """What to raise for an error of this rank, which may follow from another rank's; None: the
         error itself."""
-        if failure.of_another():
+        if failure.reported_by_peer():
             return PeerError("another rank has failed")
         if not is_out_of_memory(error):
             if self.watchdog is not None:

@@ -21,12 +21,12 @@ from dtron.models.spec import ModelSpec
 
 GIVEN = ("positions", "documents", "dropout_keys")
 """Arguments of every forward, by name, besides the tokens or hidden states."""
-BESIDES = frozenset({"documents", "attention"})
+EXTRA_READS = frozenset({"documents", "attention"})
 """What `ModelSpec.reads` may name besides fields of DecoderConfig."""
 
 
 def ignored(spec: ModelSpec, name: str) -> bool:
-    """Whether a family reads a field of DecoderConfig, or a name of BESIDES, nowhere."""
+    """Whether a family reads a field of DecoderConfig, or a name of EXTRA_READS, nowhere."""
     return spec.build is not Decoder and name not in (spec.reads or ())
 
 
@@ -60,7 +60,7 @@ def check_family(row: str, spec: ModelSpec, config: DecoderConfig) -> None:
 def _broken(row: str, spec: ModelSpec, config: DecoderConfig) -> Iterator[str]:
     if spec.name != row:
         yield f'its name is "{spec.name}"; use ModelSpec("{row}", ...)'
-    known = DecoderConfig.model_fields.keys() | BESIDES
+    known = DecoderConfig.model_fields.keys() | EXTRA_READS
     if spec.reads is None:
         yield (
             "reads is not set; name the fields of DecoderConfig that build reads, such as "

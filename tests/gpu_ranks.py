@@ -47,7 +47,7 @@ Answer = tuple[str, Any]
 """A rank's traceback, empty where there is none, and what it returned."""
 
 
-SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
+_SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 _MOST_SHARED = 4
 _SHARING = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # torch refuses them by default
@@ -58,7 +58,7 @@ _SHARING = {
 def most_ranks() -> int:
     """How many ranks the GPUs here can have: one each, or more where NCCL lets them share."""
     gpus = torch.cuda.device_count()
-    return max(gpus, _MOST_SHARED) if gpus and os.environ.get(SHARED) == "1" else gpus
+    return max(gpus, _MOST_SHARED) if gpus and os.environ.get(_SHARE_GPUS) == "1" else gpus
 
 
 class RankError(AssertionError):
@@ -246,7 +246,7 @@ def _serve(
     """A rank: start, answer one call after the other, end with the pipe."""
     gc.freeze()  # imported modules are no garbage, and compilers make the collector walk them
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
-    if os.environ.get(SHARED) == "1":
+    if os.environ.get(_SHARE_GPUS) == "1":
         os.environ.update(_SHARING)
     if device_type == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before this process asks for CUDA

@@ -263,6 +263,9 @@ def test_a_key_can_be_unset(tmp_path: Path) -> None:
     assert config == RunConfig()
     with pytest.raises(ConfigError, match=r"unknown key train\.stepz; did you mean"):
         RunConfig.load(file, ["train.stepz="])
+    file.write_text("train = 5\n")
+    with pytest.raises(ConfigError, match="train is not a table"):
+        RunConfig.load(file, ["train.steps="])
 
 
 def test_a_section_that_is_a_value_is_named(tmp_path: Path) -> None:

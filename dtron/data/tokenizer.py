@@ -104,7 +104,8 @@ class JsonTokenizer:
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
             if self._tokenizer.normalizer is not None:
                 growth = _growth(json.loads(self._tokenizer.normalizer.__getstate__()))
-                assert growth <= _MOST_GROWTH, f"it makes texts {growth:.0e} times as long"
+                if growth > _MOST_GROWTH:
+                    raise ValueError(f"it makes texts {growth:.0e} times as long")
         self.eos_id = vocabulary[_eos(path, eos_token, vocabulary)]
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
         identity = json.dumps([content, self.eos_id])

@@ -34,7 +34,7 @@ class FirstFailure:
             return True
         return first == self._rank
 
-    def of_another(self) -> bool:
+    def reported_by_peer(self) -> bool:
         """Whether another rank has claimed a failure."""
         try:
             store = self._store()

@@ -200,7 +200,7 @@ class StopSignal:
 
     def _received(self, number: signal.Signals) -> None:
         self._deadline.begin(number.name)
-        if self._failure is not None and self._failure.of_another():
+        if self._failure is not None and self._failure.reported_by_peer():
             os._exit(EXIT_FAILED)
         begun = self._group is not None
         when = "after the next step, with a checkpoint" if begun else "before training begins"
