@@ -100,17 +100,17 @@ class _CpuWaits:
     """Times this thread's calls that wait for a collective (`Work.wait`, `wait_tensor`)."""
 
     def __enter__(self) -> None:
-        self.seconds, self._since = 0.0, 0.0
+        self.seconds, self._last = 0.0, time.perf_counter()
         sys.setprofile(self._on_event)
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
 
     def _on_event(self, _frame: FrameType, event: str, called: Any) -> None:
-        if event == "c_call" and called.__name__ in ("wait", "wait_tensor"):
-            self._since = time.perf_counter()
-        elif event == "c_return" and called.__name__ in ("wait", "wait_tensor"):
-            self.seconds += time.perf_counter() - self._since
+        # From the event before: Python 3.12 has no `c_call` for bound methods of pybind11.
+        if event == "c_return" and called.__name__ in ("wait", "wait_tensor"):
+            self.seconds += time.perf_counter() - self._last
+        self._last = time.perf_counter()
 
 
 class _NcclWaits:

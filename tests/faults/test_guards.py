@@ -1,10 +1,13 @@
 """Loss spikes, corrupted copies and slow ranks are found, on the ranks where they are planted."""
 
+import inspect
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from dtron.config import RunConfig
 from dtron.errors import ConfigError, TrainingError
 from dtron.faults.replicas import bit_hash
 from dtron.faults.spikes import Spikes
-from dtron.faults.stragglers import Stragglers, table
+from dtron.faults.stragglers import Stragglers, _CpuWaits, table
 from dtron.runtime import Place
 from dtron.trainer import Trainer
 from tests.harness import run_ranks
@@ -238,6 +241,20 @@ def slow_rows(config: RunConfig) -> list[dict[str, float]]:
     Stragglers.report = keep  # type: ignore[method-assign]
     Slow(config).fit()
     return kept[-1]
+
+
+@pytest.mark.parametrize("events", [["c_call", "c_return"], ["c_return"]])
+def test_waits_are_timed_by_the_events_of_each_python(events: list[str]) -> None:
+    """Python 3.12 has no `c_call` for bound methods of pybind11."""
+    waits, frame = _CpuWaits(), inspect.currentframe()
+    assert frame is not None
+    with waits:
+        sys.setprofile(None)  # events come from here alone
+        for event in ["return", *events]:
+            if event == "c_return":
+                time.sleep(0.05)
+            waits._on_event(frame, event, SimpleNamespace(__name__="wait"))
+    assert 0.05 <= waits.seconds < 5
 
 
 def test_slow_ranks_stand_out_with_the_part_that_is_slow(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_each_pass_has_its_own_gathers_and_reductions() -> None:
         assert last - back == pytest.approx(added)
         assert (first == second) == (zero == 3)
         if zero == 2:
-            assert (first, second, back) == (gathers, 0, pytest.approx(sums / 2))
+            assert (first, second, back) == pytest.approx((gathers, 0, sums / 2))
         else:
             total = gathers + sums + added + 2 * cast
             assert first + back + second + last == pytest.approx(total)
