@@ -12,6 +12,7 @@ import random
 import resource
 import shutil
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -774,8 +775,7 @@ def _stop(*_: Any) -> None:
 
 
 def _bounded(case: str, above: Path) -> str | None:
-    folder = above / "case"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="case", dir=above))  # one that was killed left its own
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
     signal.signal(signal.SIGPROF, _stop)

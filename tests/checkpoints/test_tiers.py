@@ -399,7 +399,7 @@ def test_a_run_that_dies_while_its_last_checkpoint_is_copied(
     assert error is None
     wanted = "run/checkpoints/step-2" if lost else "step-4"
     assert any(message.startswith("resumed from") and wanted in message for message in said)
-    assert any(message.startswith(f"step {3:5d}") for message in said) == lost
+    assert any(message.startswith("step 3/4 ") for message in said) == lost
     assert steps(run) == [2, 4]
     assert problem(half) is None
     assert losses(run) == before

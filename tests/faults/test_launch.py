@@ -53,8 +53,9 @@ def test_torchrun_gives_each_attempt_a_new_store(tmp_path: Path) -> None:
     """torch knows the variable, and the script sets it."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     assert name in Path(dynamic_rendezvous.__file__).read_text()
-    (tmp_path / "torchrun").write_text(f'#!/bin/sh\necho "{name}=${name}"\n')
-    (tmp_path / "torchrun").chmod(0o755)
+    for program in ("torchrun", "python"):  # torchrun.sh runs the python beside torchrun
+        (tmp_path / program).write_text(f'#!/bin/sh\necho "{name}=${name}"\n')
+        (tmp_path / program).chmod(0o755)
     path = {"PATH": f"{tmp_path}:{ENV['PATH']}"}
     command = [str(ROOT / "launch/torchrun.sh")]
     done = subprocess.run(command, env={**ENV, **path}, capture_output=True, text=True)
