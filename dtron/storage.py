@@ -46,7 +46,8 @@ from dtron.tensorfile import (
     StoredTensors,
     TensorFile,
     Written,
-    dims,
+    counts,
+    shape_of,
 )
 from dtron.untrusted import INDEX_BYTES, open_regular
 
@@ -215,9 +216,10 @@ def read_index(folder: Location) -> Index:
         tensors, places, extents = {}, {}, {}
         for fqn, entry in table["tensors"].items():
             chunks = []
-            shape = dims(entry["shape"])
+            shape = shape_of(entry["shape"])
             for offsets, sizes, file in entry["parts"]:
-                chunk = ChunkStorageMetadata(torch.Size(dims(offsets)), torch.Size(dims(sizes)))
+                begin, extent = torch.Size(counts(offsets)), torch.Size(shape_of(sizes))
+                chunk = ChunkStorageMetadata(begin, extent)
                 chunks.append(chunk)
                 at = MetadataIndex(fqn, chunk.offsets)
                 places[at], extents[at] = files[file] and file, chunk.sizes
@@ -246,7 +248,7 @@ def _table(path: Location) -> dict[str, Any]:
 def _files(table: dict[str, Any], path: Location) -> dict[str, Written]:
     try:
         return {
-            plain_name(name, path): Written(dims([f["bytes"]])[0], str(f["sha256"]))
+            plain_name(name, path): Written(counts([f["bytes"]])[0], str(f["sha256"]))
             for name, f in table["files"].items()
         }
     except CheckpointError:

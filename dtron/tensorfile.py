@@ -162,15 +162,20 @@ class LocalFile:
         return filled
 
 
-def dims(value: Any) -> list[int]:
-    """A shape, or where a part begins. Raises ValueError: it is none that a tensor has."""
+def counts(value: Any) -> list[int]:
+    """At most 16 integers of 0 to 2^56: offsets or sizes. Raises ValueError: they are not."""
     if not isinstance(value, list) or len(value) > 16:
-        raise ValueError(f"{shorten(repr(value))} is no shape")
+        raise ValueError(f"{shorten(repr(value))} is no list of at most 16 integers")
     if not all(type(n) is int and 0 <= n <= _MOST_ELEMENTS for n in value):
-        raise ValueError(f"{shorten(repr(value))} is no shape")
-    if math.prod(value) > _MOST_ELEMENTS:
-        raise ValueError(f"{value} has more than 2^56 elements")
+        raise ValueError(f"{shorten(repr(value))} holds what is no integer of 0 to 2^56")
     return value
+
+
+def shape_of(value: Any) -> list[int]:
+    """The shape of a tensor of at most 2^56 elements. Raises ValueError: it is none."""
+    if math.prod(shape := counts(value)) > _MOST_ELEMENTS:
+        raise ValueError(f"{shape} has more than 2^56 elements")
+    return shape
 
 
 class StoredTensors:
@@ -203,8 +208,8 @@ class StoredTensors:
             entry = self._table[name]
             if (dtype := DTYPES_BY_NAME.get(entry["dtype"])) is None:
                 raise ValueError(f"its dtype is {shorten(str(entry['dtype']))}")
-            shape = dims(entry["shape"])
-            first, last = dims(entry["data_offsets"])
+            shape = shape_of(entry["shape"])
+            first, last = counts(entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"it holds no readable {name}: {error!r}") from None
         if not 0 <= first <= last <= self._room:
