@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
 from dtron.data.fingerprint import BITS, fingerprint
 from dtron.errors import CheckpointError, DtronError, PeerError, TrainingError
-from dtron.faults.failure import FirstFailure
+from dtron.faults.failure import FirstFailure, is_of_lost_peer
 from dtron.faults.guards import Guards, modules_of
 from dtron.faults.memory import MemoryInUse, is_out_of_memory
 from dtron.faults.signals import StopSignal
@@ -54,6 +54,7 @@ from dtron.published import (
     check_content,
     write_facts,
 )
+from dtron.rendezvous import meet
 from dtron.routing import Routing
 from dtron.rundir import RunDir
 from dtron.runfacts import RunFacts
@@ -98,7 +99,10 @@ class Trainer:
         self.console = Console()
         set_up_logging(self.place, self.console)
         self.rundir = RunDir(config.run.dir)
-        self.lock = RunLock(self.rundir.path, self.place, config.run.wait_seconds)
+        with self._watching():
+            seconds = config.parallel.timeout_seconds
+            self.rendezvous = meet(self.place, seconds, self.rundir.path)
+        self.lock = RunLock(self.rundir.path, self.rendezvous, config.run.wait_seconds)
         try:
             self.checked = preflight(config, self.place)
         except BaseException:
@@ -118,12 +122,14 @@ class Trainer:
             return
         self.modules: dict[nn.Module, str] = {}
         self.memory = MemoryInUse(self.place.local_world_size)
-        self.watchdog = self._watchdog()
-        failure = FirstFailure(self.place.rank, self.place.world_size, self.place.attempt)
+        failure = FirstFailure(self.place.rank, self.place.world_size, self.rendezvous.token)
         try:
             with (
+                self._watching(),
                 StopSignal(self.config.faults.stop_seconds, failure) as stop,
-                process_group(self.place, self.config.parallel.timeout_seconds),
+                process_group(
+                    self.place, self.config.parallel.timeout_seconds, self.rendezvous.store
+                ),
             ):
                 self._build_and_train(stop)
         except DtronError:
@@ -133,12 +139,19 @@ class Trainer:
                 raise explained from error
             raise
         finally:
-            if self.watchdog is not None:
-                self.watchdog.end()
             self.lock.release()
 
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A start that does not end is reported from here on."""
+        self.watchdog = self._watchdog()
+        try:
+            yield
+        finally:
+            if self.watchdog is not None:
+                self.watchdog.end()
+
     def _watchdog(self) -> Watchdog | None:
-        """Watches from now on."""
         faults, place = self.config.faults, self.place
         seconds = faults.watched_seconds(self.config.parallel.timeout_seconds)
         if not seconds:
@@ -175,6 +188,10 @@ class Trainer:
         if not is_out_of_memory(error):
             if self.watchdog is not None:
                 self.watchdog.timed_out(error)
+            if is_of_lost_peer(error):
+                lost = f"lost another rank: {str(error).splitlines()[0]}"
+                log.error("rank %d %s", self.place.rank, lost)
+                return PeerError(lost)
             return None
         if not failure.claim():
             return PeerError("another rank has failed")

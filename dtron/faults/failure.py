@@ -6,6 +6,7 @@ end without a word. A run without a failure neither writes nor reads it.
 
 import datetime
 import os
+import re
 
 import torch.distributed as dist
 
@@ -13,15 +14,27 @@ _KEY = "dtron/failed"
 _SECONDS = 5
 """How long the store may take to answer: the rank that has it may be the one that is gone."""
 
+_LOST = re.compile(
+    "connection closed by peer|connection reset by peer|broken pipe|connection refused|"
+    "remote process exited|ncclRemoteError|failed to recv|socket closed",
+    re.IGNORECASE,
+)
+"""Of the errors of gloo, NCCL and torch's stores."""
+
+
+def is_of_lost_peer(error: BaseException) -> bool:
+    """Whether a connection to another rank has broken: that one has failed or is gone."""
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
 
 class FirstFailure:
     """The first failure of an attempt; without a store (MASTER_ADDR) there is none to find.
 
     Args:
-        attempt: how often torchrun has restarted the job.
+        attempt: a word that no other attempt has.
     """
 
-    def __init__(self, rank: int, world_size: int, attempt: int) -> None:
+    def __init__(self, rank: int, world_size: int, attempt: str) -> None:
         self._rank, self._key = rank, f"{_KEY}/{attempt}"
         self._has_store = world_size > 1 and "MASTER_ADDR" in os.environ
 

@@ -54,6 +54,9 @@ _COLLECTIVES = re.compile(
     "wait_tensor|_wait)[a-z_]*"
 )
 
+_RENDEZVOUS = "dtron/rendezvous.py"
+"""Whose functions wait for other ranks."""
+
 
 @dataclass(frozen=True)
 class Where:
@@ -229,6 +232,8 @@ class Watchdog:
         collective = module = ""
         for frame in frames:
             name, local = frame.f_code.co_name, frame.f_locals
+            if frame.f_code.co_filename.endswith(_RENDEZVOUS):
+                collective = "the rendezvous"
             if "torch/distributed" in frame.f_code.co_filename and _COLLECTIVES.fullmatch(name):
                 collective = self._described(name, local)  # the outermost of one call's frames
             module = module or self._module_of(local.get("self"))

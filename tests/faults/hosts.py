@@ -23,8 +23,6 @@ from tests.test_architecture import ROOT
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29500
 """Of the rendezvous, on the first host."""
-FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without it agents lend the ranks of every attempt one store, with the addresses of the last."""
 
 
 def no_namespaces() -> str:
@@ -91,7 +89,7 @@ class Hosts:
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{PORT}", "--rdzv-id", job]
         conf = f"is_host={int(host == 0)},join_timeout=120,read_timeout=120"
         command += ["--rdzv-conf", conf, "--max-restarts", "1000", "--monitor-interval", "0.2"]
-        env = {**os.environ, **FRESH_STORE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env |= {"GLOO_SOCKET_IFNAME": self.devices[host], "CUDA_VISIBLE_DEVICES": ""}
         with self.log(host).open("a") as out:
             self.agents[host] = subprocess.Popen(

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from dtron.runtime import Place, warn_of_shared_store
 from tests.faults.hosts import no_namespaces
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
@@ -62,16 +61,6 @@ def test_torchrun_gives_each_attempt_a_new_store(tmp_path: Path) -> None:
     assert done.stdout == f"{name}=1\n"
 
 
-def test_hosts_that_share_a_store_are_warned(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    for hosts, warnings in (("1", 0), ("2", 1)):
-        monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
-        warn_of_shared_store(Place(rank=0, local_rank=0, world_size=2))
-        assert caplog.text.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == warnings
-
-
 def holding(agent: int) -> list[int]:
     """Ranks that hold SIGUSR1 back, as they do while they start."""
     held = []
@@ -107,6 +96,43 @@ def test_torchrun_exits_0_when_it_is_warned_before_training(tmp_path: Path) -> N
     assert "SIGUSR1: stopping before training begins" in told
     assert rows(tmp_path / "run") == []
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def children(agent: int) -> list[int]:
+    """Live processes that an agent has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == agent and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+    """The same command, started at once, waits for them and goes on where they have ended."""
+    keys = {"checkpoint__resume": "latest", "checkpoint__interval": 10**6}
+    words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=10**6, **keys)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", *words]
+    metrics, done = tmp_path / "run/metrics.jsonl", 0
+    before: list[int] = []
+    for _ in range(3):
+        process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL)
+        wait_for_rows(metrics, done + 3)
+        assert not [pid for pid in before if Path(f"/proc/{pid}/maps").exists()]
+        before = children(process.pid)
+        assert len(before) == 2
+        process.kill()
+        process.wait()
+        done = len(rows(tmp_path / "run"))
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in before):
+        assert time.monotonic() < deadline, "ranks outlive torchrun"
+        time.sleep(0.1)
+    last = len(rows(tmp_path / "run"))
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, last + 1))
+    assert (tmp_path / "run/checkpoints/latest").read_text() == f"step-{last}\n"
 
 
 STANDINS = {

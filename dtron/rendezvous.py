@@ -1,0 +1,244 @@
+"""Rendezvous of the ranks of one attempt: a store of their own, whatever earlier attempts left.
+
+torchrun's agents lend the ranks of all attempts one store (TORCHELASTIC_USE_AGENT_STORE), so that a
+restarted rank reads addresses of the attempt before (with NCCL its unique id, pytorch #135712); and
+an agent whose peer was replaced names a store that is gone. Here rank 0 of each attempt opens a
+store and announces its address in the agents' store and in the run directory. The other ranks
+connect to each address they find and write a random word there; the store that answers with that
+word is this attempt's, since only a rank 0 that is at its rendezvous answers. Addresses of earlier
+attempts are refused, or stay silent until a new one is announced.
+
+Without agents (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, srun, mpirun) rank 0 opens a store at
+MASTER_PORT, which no earlier attempt can have used.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from dtron.errors import PeerError, RankError
+from dtron.runtime import Place
+from dtron.untrusted import MB, parse, read_text
+
+RENDEZVOUS = "rendezvous"
+"""File of a run directory."""
+_ANNOUNCED = "dtron/rendezvous"
+_WELCOME = "welcome"
+_POLL_SECONDS = 0.1
+_CONNECT_SECONDS = 5.0
+"""For a host to answer; one that is gone may not refuse."""
+
+
+class Announcement(NamedTuple):
+    """Where rank 0 of an attempt has opened a store."""
+
+    host: str
+    port: int
+    job: str
+
+
+class Rendezvous:
+    """The store that the ranks of one attempt share.
+
+    Args:
+        store: None: the default process group is there already, and is used.
+        token: the same on all ranks of this attempt, and no other's.
+    """
+
+    def __init__(self, place: Place, store: dist.Store | None, token: str) -> None:
+        self.place, self.store, self.token = place, store, token
+
+    def of_rank_0(self, name: str, value: str = "", seconds: float = 0) -> str:
+        """A value that rank 0 gives, on all ranks.
+
+        Args:
+            name: no other value of this attempt has it.
+            seconds: that rank 0 may take, besides the store's time-out.
+        Raises:
+            PeerError: rank 0 has ended, or gives none in time.
+        """
+        if self.place.world_size == 1:
+            return value
+        if self.store is None:
+            values = [value]
+            dist.broadcast_object_list(values, device=self.place.device)
+            return values[0]
+        if self.place.rank == 0:
+            self.store.set(name, value)
+            return value
+        try:
+            _wait(self.store, [name], self.store.timeout + datetime.timedelta(seconds=seconds))
+            return self.store.get(name).decode()
+        except RuntimeError as error:
+            raise PeerError(f"rank 0 has ended: {error}") from error
+
+
+def meet(place: Place, timeout_seconds: int, folder: Path | None = None) -> Rendezvous:
+    """Find the ranks of this attempt; all of them call it.
+
+    Args:
+        folder: which all hosts may share, for an address that the agents' store cannot give.
+    Raises:
+        RankError: MASTER_PORT is in use, or ranks have not come in time.
+    """
+    if place.world_size == 1:
+        return Rendezvous(place, dist.HashStore(), "")
+    if dist.is_initialized():
+        rendezvous = Rendezvous(place, None, "")
+        rendezvous.token = rendezvous.of_rank_0("token", uuid.uuid4().hex)
+        return rendezvous
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        rendezvous = Rendezvous(place, _store_at_master_port(place, timeout), "")
+        rendezvous.token = rendezvous.of_rank_0("token", uuid.uuid4().hex)
+        return rendezvous
+    boards = [_AgentStore()] + ([_File(folder / RENDEZVOUS)] if folder and place.job else [])
+    if place.rank == 0:
+        return _open(place, timeout, boards)
+    return _find(place, timeout, boards)
+
+
+def _store_at_master_port(place: Place, timeout: datetime.timedelta) -> dist.Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return dist.TCPStore(
+            address, port, place.world_size, place.rank == 0, timeout, False, multi_tenant=True
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RankError(
+            f"MASTER_PORT = {port} is in use on this host by another process; set another port, "
+            "the same for all ranks"
+        ) from None
+
+
+def _open(place: Place, timeout: datetime.timedelta, boards: list["_Board"]) -> Rendezvous:
+    """Of rank 0: announce a store, and answer the others once all of them have come."""
+    host = _own_address()
+    store = dist.TCPStore(host, 0, place.world_size, True, timeout, wait_for_workers=False)
+    for board in boards:
+        board.write(Announcement(host, store.port, place.job))
+    names = [f"word/{rank}" for rank in range(1, place.world_size)]
+    if not _wait(store, names, timeout):
+        late = ", ".join(name.removeprefix("word/") for name in names if not store.check([name]))
+        raise RankError(
+            f"ranks {late} have not started within {timeout.total_seconds():.0f} seconds "
+            "(parallel.timeout_seconds)"
+        )
+    token, words = uuid.uuid4().hex, [word.decode() for word in store.multi_get(names)]
+    store.set(_WELCOME, json.dumps([token, *words]))
+    return Rendezvous(place, store, token)
+
+
+def _wait(store: dist.Store, names: list[str], timeout: datetime.timedelta) -> bool:
+    """Whether names are in a store in time; unlike in its own `wait`, signals are answered."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not (found := store.check(names)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return found
+
+
+def _find(place: Place, timeout: datetime.timedelta, boards: list["_Board"]) -> Rendezvous:
+    """Of the other ranks: the store whose rank 0 answers this rank's word."""
+    word, asked = uuid.uuid4().hex, dict[Announcement, dist.TCPStore]()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        for found in filter(None, [board.read() for board in boards]):
+            if found.job == place.job and found not in asked:
+                with contextlib.suppress(OSError, RuntimeError):  # asked again until it answers
+                    store = _connect(found.host, found.port, timeout)
+                    store.set(f"word/{place.rank}", word)
+                    asked[found] = store
+        for found, store in list(asked.items()):
+            try:
+                if not store.check([_WELCOME]):
+                    continue
+                token, *words = json.loads(store.get(_WELCOME))
+            except RuntimeError:  # its rank 0 is gone
+                del asked[found]
+                continue
+            if word in words:
+                return Rendezvous(place, store, token)
+        time.sleep(_POLL_SECONDS)
+    seen = ", ".join(f"{each.host}:{each.port}" for each in asked) or "none"
+    raise RankError(
+        f"rank {place.rank} has not found rank 0 within {timeout.total_seconds():.0f} seconds "
+        f"(parallel.timeout_seconds); stores that do not answer: {seen}"
+    )
+
+
+def _connect(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
+    """Raises OSError: nobody listens there, of which TCPStore would report at length."""
+    socket.create_connection((host, port), _CONNECT_SECONDS).close()
+    return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+
+
+def _own_address() -> str:
+    """Of this host, as the hosts see it that reach MASTER_ADDR."""
+    master = os.environ["MASTER_ADDR"]
+    family, _, _, _, address = socket.getaddrinfo(
+        master, int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        own = probe.getsockname()[0]
+    return master if own == address[0] else own
+
+
+class _AgentStore:
+    """Announcements in the store of torchrun's agents."""
+
+    def __init__(self) -> None:
+        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store: dist.TCPStore | None = None
+
+    def write(self, announced: Announcement) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # the store of a host that is gone
+            self._opened().set(_ANNOUNCED, json.dumps(announced))
+
+    def read(self) -> Announcement | None:
+        try:
+            store = self._opened()
+            found = store.get(_ANNOUNCED) if store.check([_ANNOUNCED]) else None
+        except (OSError, RuntimeError):
+            self._store = None
+            return None
+        return Announcement(*json.loads(found)) if found else None
+
+    def _opened(self) -> dist.TCPStore:
+        if self._store is None:
+            self._store = _connect(*self._address, datetime.timedelta(seconds=_CONNECT_SECONDS))
+        return self._store
+
+
+class _File:
+    """Announcements in a file that hosts share."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, announced: Announcement) -> None:
+        with contextlib.suppress(OSError):  # `preflight` reports a directory that is not writable
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new = self._path.with_suffix(f".{os.getpid()}")
+            new.write_text(json.dumps(announced))
+            new.replace(self._path)
+
+    def read(self) -> Announcement | None:
+        try:
+            host, port, job = parse(read_text(self._path, MB))
+        except (OSError, ValueError, TypeError):
+            return None
+        return Announcement(str(host), int(port), str(job)) if isinstance(port, int) else None
+
+
+_Board = _AgentStore | _File
