@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+import stat
 import time
 from pathlib import Path
 from typing import IO
@@ -76,7 +77,7 @@ class RunLock:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         deadline, waited = time.monotonic() + wait_seconds, False
         while True:
-            self._file = self._path.open("ab", buffering=0)
+            self._file = _open(self._path)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is(self._file, self._path):
@@ -102,6 +103,16 @@ class RunLock:
         }
         self._file.truncate(0)
         self._file.write((json.dumps(owner) + "\n").encode())
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Open or make the file, without waiting for the reader of a FIFO."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ConfigError(f"{path} is not a regular file; remove it")
+    return file
 
 
 def _owner(path: Path) -> str:
