@@ -1,12 +1,11 @@
 """Rendezvous of the ranks of one attempt: a store of their own, whatever earlier attempts left.
 
 torchrun's agents lend the ranks of all attempts one store (TORCHELASTIC_USE_AGENT_STORE), so that a
-restarted rank reads addresses of the attempt before (with NCCL its unique id, pytorch #135712); and
-an agent whose peer was replaced names a store that is gone. Here rank 0 of each attempt opens a
-store and announces its address in the agents' store and in the run directory. The other ranks
-connect to each address they find and write a random word there; the store that answers with that
-word is this attempt's, since only a rank 0 that is at its rendezvous answers. Addresses of earlier
-attempts are refused, or stay silent until a new one is announced.
+restarted rank reads addresses of the attempt before (with NCCL its unique id, pytorch #135712).
+Here rank 0 of each attempt opens a store and announces its address in the agents' store. The other
+ranks connect to each address they find and write a random word there; the store that answers with
+that word is this attempt's, since only a rank 0 that is at its rendezvous answers. Addresses of
+earlier attempts are refused, or stay silent until a new one is announced.
 
 Without agents (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, srun, mpirun) rank 0 opens a store at
 MASTER_PORT, which no earlier attempt can have used.
@@ -19,30 +18,24 @@ import os
 import socket
 import time
 import uuid
-from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from dtron.errors import PeerError, RankError
+from dtron.faults.failure import connect_to_store
 from dtron.runtime import Place
-from dtron.untrusted import MB, parse, read_text
 
-RENDEZVOUS = "rendezvous"
-"""File of a run directory."""
 _ANNOUNCED = "dtron/rendezvous"
 _WELCOME = "welcome"
 _POLL_SECONDS = 0.1
-_CONNECT_SECONDS = 5.0
-"""For a host to answer; one that is gone may not refuse."""
 
 
-class Announcement(NamedTuple):
+class Address(NamedTuple):
     """Where rank 0 of an attempt has opened a store."""
 
     host: str
     port: int
-    job: str
 
 
 class Rendezvous:
@@ -81,11 +74,9 @@ class Rendezvous:
             raise PeerError(f"rank 0 has ended: {error}") from error
 
 
-def meet(place: Place, timeout_seconds: int, folder: Path | None = None) -> Rendezvous:
+def meet(place: Place, timeout_seconds: int) -> Rendezvous:
     """Find the ranks of this attempt; all of them call it.
 
-    Args:
-        folder: which all hosts may share, for an address that the agents' store cannot give.
     Raises:
         RankError: MASTER_PORT is in use, or ranks have not come in time.
     """
@@ -100,14 +91,16 @@ def meet(place: Place, timeout_seconds: int, folder: Path | None = None) -> Rend
         rendezvous = Rendezvous(place, _store_at_master_port(place, timeout), "")
         rendezvous.token = rendezvous.of_rank_0("token", uuid.uuid4().hex)
         return rendezvous
-    boards = [_AgentStore()] + ([_File(folder / RENDEZVOUS)] if folder and place.job else [])
-    if place.rank == 0:
-        return _open(place, timeout, boards)
-    return _find(place, timeout, boards)
+    agents = connect_to_store(*_master(), timeout)
+    return _open(place, timeout, agents) if place.rank == 0 else _find(place, timeout, agents)
+
+
+def _master() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def _store_at_master_port(place: Place, timeout: datetime.timedelta) -> dist.Store:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = _master()
     try:
         return dist.TCPStore(
             address, port, place.world_size, place.rank == 0, timeout, False, multi_tenant=True
@@ -121,12 +114,11 @@ def _store_at_master_port(place: Place, timeout: datetime.timedelta) -> dist.Sto
         ) from None
 
 
-def _open(place: Place, timeout: datetime.timedelta, boards: list["_Board"]) -> Rendezvous:
+def _open(place: Place, timeout: datetime.timedelta, agents: dist.Store) -> Rendezvous:
     """Of rank 0: announce a store, and answer the others once all of them have come."""
     host = _own_address()
     store = dist.TCPStore(host, 0, place.world_size, True, timeout, wait_for_workers=False)
-    for board in boards:
-        board.write(Announcement(host, store.port, place.job))
+    agents.set(_ANNOUNCED, json.dumps([host, store.port]))
     names = [f"word/{rank}" for rank in range(1, place.world_size)]
     if not _wait(store, names, timeout):
         late = ", ".join(name.removeprefix("word/") for name in names if not store.check([name]))
@@ -147,17 +139,17 @@ def _wait(store: dist.Store, names: list[str], timeout: datetime.timedelta) -> b
     return found
 
 
-def _find(place: Place, timeout: datetime.timedelta, boards: list["_Board"]) -> Rendezvous:
+def _find(place: Place, timeout: datetime.timedelta, agents: dist.Store) -> Rendezvous:
     """Of the other ranks: the store whose rank 0 answers this rank's word."""
-    word, asked = uuid.uuid4().hex, dict[Announcement, dist.TCPStore]()
+    word, asked = uuid.uuid4().hex, dict[Address, dist.TCPStore]()
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        for found in filter(None, [board.read() for board in boards]):
-            if found.job == place.job and found not in asked:
-                with contextlib.suppress(OSError, RuntimeError):  # asked again until it answers
-                    store = _connect(found.host, found.port, timeout)
-                    store.set(f"word/{place.rank}", word)
-                    asked[found] = store
+        found = Address(*json.loads(agents.get(_ANNOUNCED))) if agents.check([_ANNOUNCED]) else None
+        if found and found not in asked:
+            with contextlib.suppress(RuntimeError):  # asked again until it answers
+                store = connect_to_store(*found, timeout)
+                store.set(f"word/{place.rank}", word)
+                asked[found] = store
         for found, store in list(asked.items()):
             try:
                 if not store.check([_WELCOME]):
@@ -176,69 +168,11 @@ def _find(place: Place, timeout: datetime.timedelta, boards: list["_Board"]) -> 
     )
 
 
-def _connect(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Raises OSError: nobody listens there, of which TCPStore would report at length."""
-    socket.create_connection((host, port), _CONNECT_SECONDS).close()
-    return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
-
-
 def _own_address() -> str:
     """Of this host, as the hosts see it that reach MASTER_ADDR."""
-    master = os.environ["MASTER_ADDR"]
-    family, _, _, _, address = socket.getaddrinfo(
-        master, int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM
-    )[0]
+    master, port = _master()
+    family, _, _, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         own = probe.getsockname()[0]
     return master if own == address[0] else own
-
-
-class _AgentStore:
-    """Announcements in the store of torchrun's agents."""
-
-    def __init__(self) -> None:
-        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store: dist.TCPStore | None = None
-
-    def write(self, announced: Announcement) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # the store of a host that is gone
-            self._opened().set(_ANNOUNCED, json.dumps(announced))
-
-    def read(self) -> Announcement | None:
-        try:
-            store = self._opened()
-            found = store.get(_ANNOUNCED) if store.check([_ANNOUNCED]) else None
-        except (OSError, RuntimeError):
-            self._store = None
-            return None
-        return Announcement(*json.loads(found)) if found else None
-
-    def _opened(self) -> dist.TCPStore:
-        if self._store is None:
-            self._store = _connect(*self._address, datetime.timedelta(seconds=_CONNECT_SECONDS))
-        return self._store
-
-
-class _File:
-    """Announcements in a file that hosts share."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, announced: Announcement) -> None:
-        with contextlib.suppress(OSError):  # `preflight` reports a directory that is not writable
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            new = self._path.with_suffix(f".{os.getpid()}")
-            new.write_text(json.dumps(announced))
-            new.replace(self._path)
-
-    def read(self) -> Announcement | None:
-        try:
-            host, port, job = parse(read_text(self._path, MB))
-        except (OSError, ValueError, TypeError):
-            return None
-        return Announcement(str(host), int(port), str(job)) if isinstance(port, int) else None
-
-
-_Board = _AgentStore | _File

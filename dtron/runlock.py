@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from dtron.errors import ConfigError, PeerError
-from dtron.rendezvous import RENDEZVOUS, Rendezvous
+from dtron.rendezvous import Rendezvous
 from dtron.runtime import Place
 from dtron.untrusted import MB, parse, read_text
 
@@ -39,7 +39,7 @@ class RunLock:
     def __init__(self, directory: Path, rendezvous: Rendezvous, wait_seconds: float) -> None:
         self._path = directory / "lock"
         self._file: IO[bytes] | None = None
-        self._made = not directory.exists() or {*os.listdir(directory)} == {RENDEZVOUS}
+        self._made = not directory.exists()
         place, held = rendezvous.place, "no"
         try:
             if place.rank == 0:
@@ -64,7 +64,6 @@ class RunLock:
             return
         if self._made and not started:
             self._path.unlink(missing_ok=True)
-            self._path.with_name(RENDEZVOUS).unlink(missing_ok=True)
             if not any(self._path.parent.iterdir()):
                 self._path.parent.rmdir()
         else:

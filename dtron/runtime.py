@@ -102,6 +102,19 @@ def process_group(place: Place, timeout_seconds: int, store: dist.Store | None) 
     dist.destroy_process_group()  # not after an error: peers may be inside a collective
 
 
+def warn_of_shared_store(place: Place) -> None:
+    """Warn where torchrun's agents on several hosts lend ranks one store: an agent that comes back
+    after its host was lost never learns its address then."""
+    hosts, get = int(os.environ.get("GROUP_WORLD_SIZE", "1")), os.environ.get
+    shares = get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if place.rank == 0 and hosts > 1 and shares and get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        log.warning(
+            "torchrun on %d hosts cannot take a host back that was lost: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts, on every host",
+            hosts,
+        )
+
+
 def seed_everything(seed: int, deterministic: bool) -> None:
     """Seed torch, numpy and random for code outside dtron (dtron's own draws are keyed), and turn
     on deterministic kernels if asked."""

@@ -68,6 +68,7 @@ from dtron.runtime import (
     seed_everything,
     set_timeouts,
     set_up_logging,
+    warn_of_shared_store,
 )
 from dtron.sample import next_logits, sample_text
 from dtron.step import (
@@ -99,9 +100,9 @@ class Trainer:
         self.console = Console()
         set_up_logging(self.place, self.console)
         self.rundir = RunDir(config.run.dir)
+        warn_of_shared_store(self.place)
         with self._watching():
-            seconds = config.parallel.timeout_seconds
-            self.rendezvous = meet(self.place, seconds, self.rundir.path)
+            self.rendezvous = meet(self.place, config.parallel.timeout_seconds)
         self.lock = RunLock(self.rundir.path, self.rendezvous, config.run.wait_seconds)
         try:
             self.checked = preflight(config, self.place)

@@ -4,14 +4,13 @@ import datetime
 import json
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from dtron import rendezvous
 from dtron.errors import PeerError, RankError
-from dtron.rendezvous import Announcement, Rendezvous, meet
+from dtron.rendezvous import Address, Rendezvous, meet
 from dtron.runtime import Place
 
 SECOND = datetime.timedelta(seconds=1)
@@ -27,13 +26,13 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     return store
 
 
-def of_ranks(n: int, folder: Path | None = None, late: float = 0.3) -> list[Rendezvous]:
+def of_ranks(n: int, late: float = 0.3) -> list[Rendezvous]:
     """Ranks as threads, the first of which comes last."""
     found: dict[int, Rendezvous] = {}
 
     def come(rank: int) -> None:
         time.sleep(0 if rank else late)
-        found[rank] = meet(Place(rank, rank, n, job="mine"), 20, folder)
+        found[rank] = meet(Place(rank, rank, n), 20)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(n)]
     for thread in threads:
@@ -43,19 +42,19 @@ def of_ranks(n: int, folder: Path | None = None, late: float = 0.3) -> list[Rend
     return [found[rank] for rank in range(n)]
 
 
-def ended() -> tuple[Announcement, None]:
+def ended() -> tuple[Address, None]:
     """A store whose process has ended."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, SECOND, False)
-    return Announcement("127.0.0.1", store.port, "mine"), None
+    return Address("127.0.0.1", store.port), None
 
 
-def silent() -> tuple[Announcement, dist.TCPStore]:
+def silent() -> tuple[Address, dist.TCPStore]:
     """A rank 0 that lives on, of an attempt whose ranks have never all come."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, SECOND, False)
-    return Announcement("127.0.0.1", store.port, "mine"), store
+    return Address("127.0.0.1", store.port), store
 
 
-def answered() -> tuple[Announcement, dist.TCPStore]:
+def answered() -> tuple[Address, dist.TCPStore]:
     """A rank 0 that lives on, and has answered the ranks of its own attempt."""
     announced, store = silent()
     store.set("welcome", json.dumps(["an earlier attempt", "another word"]))
@@ -77,17 +76,6 @@ def test_addresses_of_earlier_attempts_are_not_trusted(agents: dist.TCPStore, be
 def test_each_attempt_has_its_own_token(agents: dist.TCPStore) -> None:
     first, second = of_ranks(2), of_ranks(2)
     assert first[0].token == first[1].token != second[0].token == second[1].token
-
-
-def test_ranks_meet_by_the_run_directory_where_the_agents_store_is_gone(
-    agents: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """An agent whose peer was replaced names the store of the one that is gone."""
-    announced, _ = ended()
-    monkeypatch.setenv("MASTER_PORT", str(announced.port))
-    (tmp_path / "rendezvous").write_text(json.dumps(Announcement(*answered()[0][:2], "another")))
-    met = of_ranks(2, tmp_path)
-    assert met[0].token == met[1].token
 
 
 def test_ranks_that_do_not_come_are_named(agents: dist.TCPStore) -> None:

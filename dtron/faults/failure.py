@@ -7,6 +7,7 @@ end without a word. A run without a failure neither writes nor reads it.
 import datetime
 import os
 import re
+import socket
 
 import torch.distributed as dist
 
@@ -60,5 +61,17 @@ class FirstFailure:
         if not self._has_store:
             return None
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        timeout = datetime.timedelta(seconds=_SECONDS)
-        return dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        return connect_to_store(address, port, datetime.timedelta(seconds=_SECONDS))
+
+
+def connect_to_store(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
+    """A client of a store.
+
+    Raises:
+        RuntimeError: nobody listens there, of which TCPStore would report at length.
+    """
+    try:
+        socket.create_connection((host, port), _SECONDS).close()
+    except OSError as error:
+        raise RuntimeError(f"no store at {host}:{port}: {error}") from error
+    return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)

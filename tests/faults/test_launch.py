@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from dtron.runtime import Place, warn_of_shared_store
 from tests.faults.hosts import no_namespaces
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
@@ -59,6 +60,17 @@ def test_torchrun_gives_each_attempt_a_new_store(tmp_path: Path) -> None:
     command = [str(ROOT / "launch/torchrun.sh")]
     done = subprocess.run(command, env={**ENV, **path}, capture_output=True, text=True)
     assert done.stdout == f"{name}=1\n"
+
+
+def test_hosts_that_share_a_store_are_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for hosts, warnings in (("1", 0), ("2", 1)):
+        monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
+        warn_of_shared_store(Place(rank=0, local_rank=0, world_size=2))
+        assert caplog.text.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == warnings
 
 
 def holding(agent: int) -> list[int]:
