@@ -44,17 +44,21 @@ class Rendezvous:
     Args:
         store: None: the default process group is there already, and is used.
         token: the same on all ranks of this attempt, and no other's.
+        timeout_seconds: for a value of rank 0.
     """
 
-    def __init__(self, place: Place, store: dist.Store | None, token: str) -> None:
+    def __init__(
+        self, place: Place, store: dist.Store | None, token: str = "", timeout_seconds: float = 0
+    ) -> None:
         self.place, self.store, self.token = place, store, token
+        self.timeout_seconds = timeout_seconds
 
     def of_rank_0(self, name: str, value: str = "", seconds: float = 0) -> str:
         """A value that rank 0 gives, on all ranks.
 
         Args:
             name: no other value of this attempt has it.
-            seconds: that rank 0 may take, besides the store's time-out.
+            seconds: that rank 0 may take, besides the time-out.
         Raises:
             PeerError: rank 0 has ended, or gives none in time.
         """
@@ -68,10 +72,11 @@ class Rendezvous:
             self.store.set(name, value)
             return value
         try:
-            _wait(self.store, [name], self.store.timeout + datetime.timedelta(seconds=seconds))
-            return self.store.get(name).decode()
+            if _wait(self.store, [name], self.timeout_seconds + seconds):
+                return self.store.get(name).decode()
         except RuntimeError as error:
             raise PeerError(f"rank 0 has ended: {error}") from error
+        raise PeerError(f"rank 0 has given no {name} in time")
 
 
 def meet(place: Place, timeout_seconds: int) -> Rendezvous:
@@ -81,18 +86,16 @@ def meet(place: Place, timeout_seconds: int) -> Rendezvous:
         RankError: MASTER_PORT is in use, or ranks have not come in time.
     """
     if place.world_size == 1:
-        return Rendezvous(place, dist.HashStore(), "")
-    if dist.is_initialized():
-        rendezvous = Rendezvous(place, None, "")
-        rendezvous.token = rendezvous.of_rank_0("token", uuid.uuid4().hex)
-        return rendezvous
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        rendezvous = Rendezvous(place, _store_at_master_port(place, timeout), "")
-        rendezvous.token = rendezvous.of_rank_0("token", uuid.uuid4().hex)
-        return rendezvous
+        return Rendezvous(place, dist.HashStore())
+    timeout, lent = datetime.timedelta(seconds=timeout_seconds), "TORCHELASTIC_USE_AGENT_STORE"
+    if dist.is_initialized() or os.environ.get(lent) != "True":
+        store = None if dist.is_initialized() else _store_at_master_port(place, timeout)
+        found = Rendezvous(place, store, "", timeout_seconds)
+        found.token = found.of_rank_0("token", uuid.uuid4().hex)
+        return found
     agents = connect_to_store(*_master(), timeout)
-    return _open(place, timeout, agents) if place.rank == 0 else _find(place, timeout, agents)
+    store, token = (_open if place.rank == 0 else _find)(place, timeout, agents)
+    return Rendezvous(place, store, token, timeout_seconds)
 
 
 def _master() -> tuple[str, int]:
@@ -114,13 +117,17 @@ def _store_at_master_port(place: Place, timeout: datetime.timedelta) -> dist.Sto
         ) from None
 
 
-def _open(place: Place, timeout: datetime.timedelta, agents: dist.Store) -> Rendezvous:
-    """Of rank 0: announce a store, and answer the others once all of them have come."""
+def _open(place: Place, timeout: datetime.timedelta, agents: dist.Store) -> tuple[dist.Store, str]:
+    """Of rank 0: announce a store, and answer the others once all of them have come.
+
+    Returns:
+        The store, and the token of this attempt.
+    """
     host = _own_address()
     store = dist.TCPStore(host, 0, place.world_size, True, timeout, wait_for_workers=False)
     agents.set(_ANNOUNCED, json.dumps([host, store.port]))
     names = [f"word/{rank}" for rank in range(1, place.world_size)]
-    if not _wait(store, names, timeout):
+    if not _wait(store, names, timeout.total_seconds()):
         late = ", ".join(name.removeprefix("word/") for name in names if not store.check([name]))
         raise RankError(
             f"ranks {late} have not started within {timeout.total_seconds():.0f} seconds "
@@ -128,19 +135,19 @@ def _open(place: Place, timeout: datetime.timedelta, agents: dist.Store) -> Rend
         )
     token, words = uuid.uuid4().hex, [word.decode() for word in store.multi_get(names)]
     store.set(_WELCOME, json.dumps([token, *words]))
-    return Rendezvous(place, store, token)
+    return store, token
 
 
-def _wait(store: dist.Store, names: list[str], timeout: datetime.timedelta) -> bool:
+def _wait(store: dist.Store, names: list[str], seconds: float) -> bool:
     """Whether names are in a store in time; unlike in its own `wait`, signals are answered."""
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     while not (found := store.check(names)) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return found
 
 
-def _find(place: Place, timeout: datetime.timedelta, agents: dist.Store) -> Rendezvous:
-    """Of the other ranks: the store whose rank 0 answers this rank's word."""
+def _find(place: Place, timeout: datetime.timedelta, agents: dist.Store) -> tuple[dist.Store, str]:
+    """Of the other ranks: the store whose rank 0 answers this rank's word, and the token."""
     word, asked = uuid.uuid4().hex, dict[Address, dist.TCPStore]()
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
@@ -159,7 +166,7 @@ def _find(place: Place, timeout: datetime.timedelta, agents: dist.Store) -> Rend
                 del asked[found]
                 continue
             if word in words:
-                return Rendezvous(place, store, token)
+                return store, token
         time.sleep(_POLL_SECONDS)
     seen = ", ".join(f"{each.host}:{each.port}" for each in asked) or "none"
     raise RankError(

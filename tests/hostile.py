@@ -209,7 +209,7 @@ def read_cache(cache: Path) -> None:
 
 def read_run(run: Path) -> None:
     place = Place(rank=0, local_rank=0, world_size=1, job="job", attempt=1)
-    lock = RunLock(run, Rendezvous(place, None, ""), 0.2)
+    lock = RunLock(run, Rendezvous(place, None), 0.2)
     lock.release()
     read_curve(run)
     preflight(tiny(run, checkpoint__resume="latest", train__seq_len=32), place)

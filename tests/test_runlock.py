@@ -19,14 +19,14 @@ from dtron.trainer import Trainer
 from tests.harness import run_ranks
 from tests.test_trainer import fit, tiny
 
-ALONE = Rendezvous(Place(rank=0, local_rank=0, world_size=1), None, "")
+ALONE = Rendezvous(Place(rank=0, local_rank=0, world_size=1), None)
 HOLD = """
 import sys, time
 from pathlib import Path
 from dtron.rendezvous import Rendezvous
 from dtron.runlock import RunLock
 from dtron.runtime import Place
-lock = RunLock(Path(sys.argv[1]), Rendezvous(Place(0, 0, 1), None, ""), 0)
+lock = RunLock(Path(sys.argv[1]), Rendezvous(Place(0, 0, 1), None), 0)
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
 """
@@ -74,7 +74,7 @@ def test_ranks_share_the_lock_of_their_first(tmp_path: Path) -> None:
 def open_locked(directory: Path, seconds: float) -> str:
     place = Place(dist.get_rank(), dist.get_rank(), 2)
     try:
-        lock = RunLock(directory, Rendezvous(place, None, ""), seconds)
+        lock = RunLock(directory, Rendezvous(place, None), seconds)
         dist.barrier()
         lock.release()
     except DtronError as error:

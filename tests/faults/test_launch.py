@@ -127,17 +127,18 @@ def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
     words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=10**6, **keys)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", *words]
-    metrics, done = tmp_path / "run/metrics.jsonl", 0
-    before: list[int] = []
+    metrics, before = tmp_path / "run/metrics.jsonl", list[int]()
     for _ in range(3):
+        done = len(rows(tmp_path / "run")) if metrics.exists() else 0
         process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL)
-        wait_for_rows(metrics, done + 3)
-        assert not [pid for pid in before if Path(f"/proc/{pid}/maps").exists()]
-        before = children(process.pid)
-        assert len(before) == 2
-        process.kill()
-        process.wait()
-        done = len(rows(tmp_path / "run"))
+        try:
+            wait_for_rows(metrics, done + 5)
+            assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
+            before = children(process.pid)
+            assert len(before) == 2
+        finally:
+            process.kill()
+            process.wait()
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in before):
         assert time.monotonic() < deadline, "ranks outlive torchrun"
