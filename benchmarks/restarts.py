@@ -34,8 +34,7 @@ def main() -> int:
         found = [Ranks(agents, folder).kill(given) for _ in range(given.kills)]
     finally:
         for agent in agents:
-            agent.terminate()
-        for agent in agents:
+            agent.kill()  # their ranks save and end by themselves
             agent.wait()
     seconds = [each["seconds"] for each in found]
     attempts = sum(each["attempts"] for each in found)

@@ -44,9 +44,11 @@ CLOSE = 2**-7
 def cpu_multiplies_float8() -> bool:
     """torch 2.11 has no kernel of scaled_mm for CPUs."""
     one, scale = torch.ones(16, 16).to(E4M3), torch.ones(1)
-    scales = (scale, ScalingType.TensorWise) * 2
+    whole = ScalingType.TensorWise
     try:
-        torch.nn.functional.scaled_mm(one, one.t(), *scales, output_dtype=torch.bfloat16)
+        torch.nn.functional.scaled_mm(
+            one, one.t(), scale, whole, scale, whole, output_dtype=torch.bfloat16
+        )
     except NotImplementedError:
         return False
     return True
