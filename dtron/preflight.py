@@ -442,9 +442,9 @@ def _check_data(
     if not changed and split != saved and config.data.validation_fraction:
         raise ConfigError(
             f"data.validation_fraction = {config.data.validation_fraction}: {checkpoint} holds "
-            f"copies of documents out by their {saved}, this dtron by their {split}, so that the "
-            "order of the training documents is another one; set checkpoint.allow_data_change=true "
-            "to continue at the same sequence number"
+            f"copies of documents out by their {saved}, this dtron by their {split}, which changes "
+            "the order of the training documents; set checkpoint.allow_data_change=true to "
+            "continue at the same sequence number"
         )
     if not changed:
         return

@@ -39,9 +39,9 @@ from dtron.untrusted import INDEX_BYTES
 log = logging.getLogger("dtron")
 FACTS = "dtron.json"
 _ABANDONED = "abandoned.json"
+"""The name of FACTS where training went on from an earlier step."""
 _STEP = re.compile(r"[0-9]{1,18}")
 _OWN = re.compile(r"rank-\d+\.safetensors|(index|dtron|abandoned)\.json(\.partial)?")
-"""The name of FACTS where training went on from an earlier step."""
 RESUME = "set checkpoint.resume ="
 """How an error says which checkpoint to resume from instead."""
 _Count = Annotated[int, Field(ge=0, lt=2**63)]

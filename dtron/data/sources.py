@@ -184,7 +184,7 @@ def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _copies_move(cache: TokenCache, fraction: float) -> bool:
-    """Whether the split is another one than that of earlier versions, which knew no copies."""
+    """Whether the split differs from that of earlier versions, which split copies by position."""
     if not len(cache.copies) or not fraction:
         return False
     n = cache.n_documents
