@@ -48,8 +48,17 @@ def _end_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
-        os.kill(os.getpid(), signal.SIGTERM)  # it was dead before; in a container it may be 1
+    if os.getppid() == 1 and not _is_launcher(Path("/proc/1/cmdline")):
+        os.kill(os.getpid(), signal.SIGTERM)  # it was dead before
+
+
+def _is_launcher(command: Path) -> bool:
+    """Whether process 1 is torchrun or a script that calls it, as in a container."""
+    try:
+        words = command.read_bytes()
+    except OSError:  # hidden, by hidepid
+        return True
+    return b"python" in words or b"torch" in words
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

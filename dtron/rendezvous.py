@@ -2,40 +2,37 @@
 
 torchrun's agents lend the ranks of all attempts one store (TORCHELASTIC_USE_AGENT_STORE), so that a
 restarted rank reads addresses of the attempt before (with NCCL its unique id, pytorch #135712).
-Here rank 0 of each attempt opens a store and announces its address in the agents' store. The other
-ranks connect to each address they find and write a random word there; the store that answers with
-that word is this attempt's, since only a rank 0 that is at its rendezvous answers. Addresses of
-earlier attempts are refused, or stay silent until a new one is announced.
+Here that store only introduces ranks to each other. Rank 0 of each attempt opens a new store. Every
+other rank writes a nonce to the agents' store; rank 0 answers it with the address of its store, and
+again when a nonce changes, as those of earlier attempts do. An answer with a rank's own nonce comes
+from a rank 0 that is at this rendezvous: the rank connects and acknowledges in the new store, and
+all begin once all have. No address of an earlier attempt is ever used.
 
-Without agents (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, srun, mpirun) rank 0 opens a store at
-MASTER_PORT, which no earlier attempt can have used.
+Without agents (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, srun, mpirun) rank 0 opens its store at
+MASTER_PORT, which then introduces the ranks as well.
 """
 
-import contextlib
 import datetime
+import ipaddress
 import json
 import os
 import socket
 import time
 import uuid
-from typing import NamedTuple
 
 import torch.distributed as dist
 
-from dtron.errors import PeerError, RankError
-from dtron.faults.failure import connect_to_store
+from dtron.errors import ConfigError, DtronError, PeerError, RankError
+from dtron.faults.failure import connect_to_store, within
 from dtron.runtime import Place
 
-_ANNOUNCED = "dtron/rendezvous"
-_WELCOME = "welcome"
+_RANK_0, _NONCE, _ANSWER = "dtron/rank-0", "dtron/nonce", "dtron/answer"
+"""Keys of the store that introduces ranks: the token of rank 0; by rank."""
+_ACKNOWLEDGED, _COMPLETE = "acknowledged", "complete"
+"""Keys of the store of an attempt: by rank; all ranks have acknowledged."""
 _POLL_SECONDS = 0.1
-
-
-class Address(NamedTuple):
-    """Where rank 0 of an attempt has opened a store."""
-
-    host: str
-    port: int
+_LATER_SECONDS = 30
+"""That the others wait longer than rank 0, which names the ranks that are missing."""
 
 
 class Rendezvous:
@@ -53,14 +50,15 @@ class Rendezvous:
         self.place, self.store, self.token = place, store, token
         self.timeout_seconds = timeout_seconds
 
-    def of_rank_0(self, name: str, value: str = "", seconds: float = 0) -> str:
+    def broadcast_from_rank_0(self, name: str, value: str = "", seconds: float = 0) -> str:
         """A value that rank 0 gives, on all ranks.
 
         Args:
             name: no other value of this attempt has it.
             seconds: that rank 0 may take, besides the time-out.
         Raises:
-            PeerError: rank 0 has ended, or gives none in time.
+            PeerError: rank 0 has ended.
+            RankError: rank 0 gives no value in time.
         """
         if self.place.world_size == 1:
             return value
@@ -71,108 +69,158 @@ class Rendezvous:
         if self.place.rank == 0:
             self.store.set(name, value)
             return value
+        store, seconds = self.store, self.timeout_seconds + seconds + _LATER_SECONDS
         try:
-            if _wait(self.store, [name], self.timeout_seconds + seconds):
-                return self.store.get(name).decode()
+            return within(seconds, lambda: _await(store, name, seconds)).decode()
+        except TimeoutError:
+            raise RankError(
+                f"rank {self.place.rank} has not got {name!r} from rank 0 within {seconds:.0f} "
+                "seconds; look at the log of rank 0"
+            ) from None
         except RuntimeError as error:
-            raise PeerError(f"rank 0 has ended: {error}") from error
-        raise PeerError(f"rank 0 has given no {name} in time")
+            raise PeerError(f"rank 0 has ended: {_line(error)}") from error
+
+    def close(self) -> None:
+        """Let the store go: the process may meet others again."""
+        self.store = None
+
+
+def _await(store: dist.Store, name: str, seconds: float) -> bytes:
+    """The value of a name, for which others give up first."""
+    store.wait([name], datetime.timedelta(seconds=seconds + _LATER_SECONDS))
+    return store.get(name)
 
 
 def meet(place: Place, timeout_seconds: int) -> Rendezvous:
     """Find the ranks of this attempt; all of them call it.
 
     Raises:
+        ConfigError: MASTER_ADDR or MASTER_PORT is not set.
         RankError: MASTER_PORT is in use, or ranks have not come in time.
     """
     if place.world_size == 1:
         return Rendezvous(place, dist.HashStore())
-    timeout, lent = datetime.timedelta(seconds=timeout_seconds), "TORCHELASTIC_USE_AGENT_STORE"
-    if dist.is_initialized() or os.environ.get(lent) != "True":
-        store = None if dist.is_initialized() else _store_at_master_port(place, timeout)
-        found = Rendezvous(place, store, "", timeout_seconds)
-        found.token = found.of_rank_0("token", uuid.uuid4().hex)
+    if dist.is_initialized():
+        found = Rendezvous(place, None)
+        found.token = found.broadcast_from_rank_0("token", uuid.uuid4().hex)
         return found
-    agents = connect_to_store(*_master(), timeout)
-    store, token = (_open if place.rank == 0 else _find)(place, timeout, agents)
+    meeting = _Meeting(place, timeout_seconds)
+    seconds = timeout_seconds + (_LATER_SECONDS if place.rank else 0)
+    try:
+        store, token = within(seconds, meeting.hold)
+    except TimeoutError:
+        raise RankError(
+            f"{meeting.lacks} within {seconds} seconds (parallel.timeout_seconds); look at the "
+            "logs of the hosts where they run"
+        ) from None
+    finally:
+        meeting.over = True
     return Rendezvous(place, store, token, timeout_seconds)
 
 
-def _master() -> tuple[str, int]:
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+class _Meeting:
+    """One rank on its way to the others; its methods run in a thread that may be abandoned."""
 
+    def __init__(self, place: Place, timeout_seconds: int) -> None:
+        self.place, self.timeout = place, datetime.timedelta(seconds=timeout_seconds)
+        self.agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.master = _master()
+        self.over = False
+        self.lacks = f"rank {place.rank} has not reached {self.master[0]}:{self.master[1]}"
+        """The error, if the time is over."""
 
-def _store_at_master_port(place: Place, timeout: datetime.timedelta) -> dist.Store:
-    address, port = _master()
-    try:
-        return dist.TCPStore(
-            address, port, place.world_size, place.rank == 0, timeout, False, multi_tenant=True
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise RankError(
-            f"MASTER_PORT = {port} is in use on this host by another process; set another port, "
-            "the same for all ranks"
-        ) from None
+    def hold(self) -> tuple[dist.Store, str]:
+        """Find the others, again where a store is not there yet, or its process ends.
 
-
-def _open(place: Place, timeout: datetime.timedelta, agents: dist.Store) -> tuple[dist.Store, str]:
-    """Of rank 0: announce a store, and answer the others once all of them have come.
-
-    Returns:
-        The store, and the token of this attempt.
-    """
-    host = _own_address()
-    store = dist.TCPStore(host, 0, place.world_size, True, timeout, wait_for_workers=False)
-    agents.set(_ANNOUNCED, json.dumps([host, store.port]))
-    names = [f"word/{rank}" for rank in range(1, place.world_size)]
-    if not _wait(store, names, timeout.total_seconds()):
-        late = ", ".join(name.removeprefix("word/") for name in names if not store.check([name]))
-        raise RankError(
-            f"ranks {late} have not started within {timeout.total_seconds():.0f} seconds "
-            "(parallel.timeout_seconds)"
-        )
-    token, words = uuid.uuid4().hex, [word.decode() for word in store.multi_get(names)]
-    store.set(_WELCOME, json.dumps([token, *words]))
-    return store, token
-
-
-def _wait(store: dist.Store, names: list[str], seconds: float) -> bool:
-    """Whether names are in a store in time; unlike in its own `wait`, signals are answered."""
-    deadline = time.monotonic() + seconds
-    while not (found := store.check(names)) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    return found
-
-
-def _find(place: Place, timeout: datetime.timedelta, agents: dist.Store) -> tuple[dist.Store, str]:
-    """Of the other ranks: the store whose rank 0 answers this rank's word, and the token."""
-    word, asked = uuid.uuid4().hex, dict[Address, dist.TCPStore]()
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        found = Address(*json.loads(agents.get(_ANNOUNCED))) if agents.check([_ANNOUNCED]) else None
-        if found and found not in asked:
-            with contextlib.suppress(RuntimeError):  # asked again until it answers
-                store = connect_to_store(*found, timeout)
-                store.set(f"word/{place.rank}", word)
-                asked[found] = store
-        for found, store in list(asked.items()):
+        Returns:
+            The store, and the token of this attempt.
+        """
+        while True:
             try:
-                if not store.check([_WELCOME]):
-                    continue
-                token, *words = json.loads(store.get(_WELCOME))
-            except RuntimeError:  # its rank 0 is gone
-                del asked[found]
-                continue
-            if word in words:
-                return store, token
+                return self.join_store() if self.place.rank else self.host_store()
+            except (RuntimeError, OSError) as error:
+                if self.over or isinstance(error, DtronError):
+                    raise
+                self.lacks = f"rank {self.place.rank} has not met the others ({_line(error)})"
+                time.sleep(_POLL_SECONDS)
+
+    def host_store(self) -> tuple[dist.Store, str]:
+        """Of rank 0: open a store and wait until all others have acknowledged."""
+        host, port = (_own_address(), 0) if self.agents else self.master
+        opened, token = self._open(host, port), uuid.uuid4().hex
+        agents = connect_to_store(*self.master, self.timeout) if self.agents else opened
+        store = dist.PrefixStore(token, opened)  # another run of this process may be in it
+        agents.set(_RANK_0, token)
+        self._answer(agents, store, [token, host, opened.port])
+        store.set(_COMPLETE, "")
+        return store, token
+
+    def _open(self, host: str, port: int) -> dist.TCPStore:
+        mine = port != 0  # an earlier run of this process may hold MASTER_PORT
+        try:
+            return dist.TCPStore(host, port, None, True, self.timeout, False, multi_tenant=mine)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise RankError(
+                f"MASTER_PORT = {port} is in use on this host by another process; set another "
+                "port, the same for all ranks"
+            ) from None
+
+    def _answer(self, agents: dist.Store, store: dist.Store, answer: list) -> None:
+        """Answer nonces until all ranks have acknowledged."""
+        answered, late = dict[int, str](), list(range(1, self.place.world_size))
+        while late:
+            for rank in range(1, self.place.world_size):
+                nonce = _read(agents, f"{_NONCE}/{rank}")
+                if nonce != answered.get(rank, ""):
+                    agents.set(f"{_ANSWER}/{rank}", json.dumps([nonce, *answer]))
+                    answered[rank] = nonce
+            if agents.get(_RANK_0).decode() != answer[0]:
+                raise RankError("another rank 0 has started; this one ends")
+            late = [rank for rank in late if not store.check([f"{_ACKNOWLEDGED}/{rank}"])]
+            self.lacks = f"ranks {', '.join(map(str, late))} have not started"
+            self._pause()
+
+    def join_store(self) -> tuple[dist.Store, str]:
+        """Of the others: ask for the store of this attempt's rank 0, and acknowledge it."""
+        agents = connect_to_store(*self.master, self.timeout)
+        rank, nonce = self.place.rank, uuid.uuid4().hex
+        agents.set(f"{_NONCE}/{rank}", nonce)
+        self.lacks = f"rank {rank} has not found rank 0"
+        while not (answer := _read(agents, f"{_ANSWER}/{rank}")).startswith(f'["{nonce}"'):
+            self._pause()
+        _, token, host, port = json.loads(answer)
+        self.lacks = f"rank {rank} has found rank 0 at {host}:{port}, which has not begun"
+        store = dist.PrefixStore(token, connect_to_store(host, port, self.timeout))
+        store.set(f"{_ACKNOWLEDGED}/{rank}", "")
+        _await(store, _COMPLETE, self.timeout.total_seconds())
+        return store, token
+
+    def _pause(self) -> None:
+        if self.over:
+            raise RuntimeError("the time is over")
         time.sleep(_POLL_SECONDS)
-    seen = ", ".join(f"{each.host}:{each.port}" for each in asked) or "none"
-    raise RankError(
-        f"rank {place.rank} has not found rank 0 within {timeout.total_seconds():.0f} seconds "
-        f"(parallel.timeout_seconds); stores that do not answer: {seen}"
-    )
+
+
+def _read(store: dist.Store, name: str) -> str:
+    """A value that is there, else the empty string."""
+    return store.get(name).decode() if store.check([name]) else ""
+
+
+def _line(error: Exception) -> str:
+    """Without frames of C++."""
+    return str(error).partition("\n")[0]
+
+
+def _master() -> tuple[str, int]:
+    try:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise ConfigError(
+            "WORLD_SIZE > 1 needs MASTER_ADDR and MASTER_PORT, where rank 0 is reached; start "
+            "ranks with torchrun, or set both"
+        ) from None
 
 
 def _own_address() -> str:
@@ -182,4 +230,6 @@ def _own_address() -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         own = probe.getsockname()[0]
-    return master if own == address[0] else own
+    # A host's own name is often 127.0.1.1 in its /etc/hosts, and a real address elsewhere.
+    local = own == address[0] or ipaddress.ip_address(own).is_loopback
+    return master if local else own

@@ -50,7 +50,7 @@ class RunLock:
             if self._file is not None:
                 log.warning("%s cannot be locked (%s); run only one run here", directory, error)
         finally:
-            held = rendezvous.of_rank_0("lock", held, wait_seconds)
+            held = rendezvous.broadcast_from_rank_0("lock", held, wait_seconds)
         if held != "yes":
             raise PeerError("rank 0 was refused the run directory")
 

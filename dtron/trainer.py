@@ -101,7 +101,7 @@ class Trainer:
         set_up_logging(self.place, self.console)
         self.rundir = RunDir(config.run.dir)
         warn_of_shared_store(self.place)
-        with self._watching():
+        with self._watching("rendezvous"):
             self.rendezvous = meet(self.place, config.parallel.timeout_seconds)
         self.lock = RunLock(self.rundir.path, self.rendezvous, config.run.wait_seconds)
         try:
@@ -120,17 +120,24 @@ class Trainer:
             steps, where = self.config.train.steps, self.checked.checkpoint
             log.info("the run is finished: %s has all %d steps; nothing is done", where, steps)
             self.lock.release()
+            self.rendezvous.close()
             return
         self.modules: dict[nn.Module, str] = {}
         self.memory = MemoryInUse(self.place.local_world_size)
         failure = FirstFailure(self.place.rank, self.place.world_size, self.rendezvous.token)
         try:
+            with self._watching("start"):
+                self._run(failure)
+        finally:
+            self.lock.release()
+            self.rendezvous.close()
+
+    def _run(self, failure: FirstFailure) -> None:
+        timeout, store = self.config.parallel.timeout_seconds, self.rendezvous.store
+        try:
             with (
-                self._watching(),
                 StopSignal(self.config.faults.stop_seconds, failure) as stop,
-                process_group(
-                    self.place, self.config.parallel.timeout_seconds, self.rendezvous.store
-                ),
+                process_group(self.place, timeout, store),
             ):
                 self._build_and_train(stop)
         except DtronError:
@@ -139,26 +146,24 @@ class Trainer:
             if (explained := self._explained(error, failure)) is not None:
                 raise explained from error
             raise
-        finally:
-            self.lock.release()
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
-        """A start that does not end is reported from here on."""
-        self.watchdog = self._watchdog()
+    def _watching(self, phase: str) -> Iterator[None]:
+        """What does not end is reported from here on."""
+        self.watchdog = self._watchdog(phase)
         try:
             yield
         finally:
             if self.watchdog is not None:
                 self.watchdog.end()
 
-    def _watchdog(self) -> Watchdog | None:
+    def _watchdog(self, phase: str) -> Watchdog | None:
         faults, place = self.config.faults, self.place
         seconds = faults.watched_seconds(self.config.parallel.timeout_seconds)
         if not seconds:
             return None
         watchdog = Watchdog(seconds, self.rundir.hangs, place.rank, place.world_size)
-        watchdog.begin()
+        watchdog.begin(phase)
         return watchdog
 
     def _unwatched(self) -> contextlib.AbstractContextManager[None]:
@@ -189,10 +194,9 @@ class Trainer:
         if not is_out_of_memory(error):
             if self.watchdog is not None:
                 self.watchdog.timed_out(error)
-            if is_of_lost_peer(error):
-                lost = f"lost another rank: {str(error).splitlines()[0]}"
-                log.error("rank %d %s", self.place.rank, lost)
-                return PeerError(lost)
+            if self.modules and is_of_lost_peer(error):  # before, addresses may be wrong
+                log.error("rank %d lost another rank: %s", self.place.rank, error)
+                return PeerError("lost another rank")
             return None
         if not failure.claim():
             return PeerError("another rank has failed")

@@ -73,6 +73,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_rank_that_stops_at_the_start_is_named": "process group-0",
     },
     "faults/test_launch.py": {
+        "test_ranks_save_and_end_when_torchrun_is_killed": NONE,
         "test_torchrun_exits_0_after_slurms_warning": NONE,
         "test_torchrun_exits_0_when_it_is_warned_before_training": NONE,
         "test_two_hosts_that_lose_each_other_go_on": NONE,
@@ -254,6 +255,9 @@ KEPT: dict[str, dict[str, str]] = {
     },
     "test_loss.py": {
         "test_no_such_tensor_in_a_step": "alone|pp",
+    },
+    "test_rendezvous.py": {
+        "test_values_of_a_rank_0_that_stops_or_ends": NONE,
     },
     "test_routing.py": {
         "test_a_mixture_walks_through_all_layouts": NONE,

@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from dtron.runlock import RunLock
 from dtron.runtime import Place
 from dtron.trainer import Trainer
 from tests.harness import run_ranks
+from tests.test_rendezvous import started
 from tests.test_trainer import fit, tiny
 
 ALONE = Rendezvous(Place(rank=0, local_rank=0, world_size=1), None)
@@ -73,9 +77,15 @@ def test_ranks_share_the_lock_of_their_first(tmp_path: Path) -> None:
 
 def open_locked(directory: Path, seconds: float) -> str:
     place = Place(dist.get_rank(), dist.get_rank(), 2)
+    return lock_of(Rendezvous(place, None), directory, seconds, dist.barrier)
+
+
+def lock_of(
+    rendezvous: Rendezvous, directory: Path, seconds: float, barrier: Callable[[], object]
+) -> str:
     try:
-        lock = RunLock(directory, Rendezvous(place, None), seconds)
-        dist.barrier()
+        lock = RunLock(directory, rendezvous, seconds)
+        barrier()
         lock.release()
     except DtronError as error:
         return f"{type(error).__name__}: {error}"
@@ -88,6 +98,23 @@ def test_other_ranks_hear_from_rank_0_that_the_directory_is_in_use(tmp_path: Pat
     first, second = run_ranks(2, open_locked, tmp_path, 1)
     assert first.startswith("ConfigError: run.dir =")
     assert second == "PeerError: rank 0 was refused the run directory"
+    process.kill()
+    process.wait()
+
+
+def test_the_lock_is_shared_through_the_store_of_a_rendezvous(
+    tmp_path: Path,
+) -> None:
+    def ranks() -> list[Future]:
+        store, barrier = dist.HashStore(), threading.Barrier(2).wait
+        met = [Rendezvous(Place(rank, rank, 2), store, "", 20) for rank in (0, 1)]
+        return [started(lock_of, each, tmp_path, 1, barrier) for each in met]
+
+    assert [each.result(30) for each in ranks()] == ["locked"] * 2
+    process = holder(tmp_path, 60)
+    first, second = ranks()
+    assert first.result(30).startswith("ConfigError: run.dir =")
+    assert second.result(30) == "PeerError: rank 0 was refused the run directory"
     process.kill()
     process.wait()
 

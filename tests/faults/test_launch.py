@@ -110,15 +110,19 @@ def test_torchrun_exits_0_when_it_is_warned_before_training(tmp_path: Path) -> N
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+def lives(process: int, parent: int = 0) -> bool:
+    """Whether a process runs, and is a child of another one."""
+    try:
+        state, of = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return False
+    return state != "Z" and (not parent or int(of) == parent)
+
+
 def children(agent: int) -> list[int]:
     """Live processes that an agent has started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == agent and state != "Z":
-                found.append(int(path.parent.name))
-    return found
+    found = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [process for process in found if lives(process, agent)]
 
 
 def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
@@ -133,14 +137,14 @@ def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
         process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL)
         try:
             wait_for_rows(metrics, done + 5)
-            assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
+            assert not any(map(lives, before))
             before = children(process.pid)
             assert len(before) == 2
         finally:
             process.kill()
             process.wait()
     deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in before):
+    while any(map(lives, before)):
         assert time.monotonic() < deadline, "ranks outlive torchrun"
         time.sleep(0.1)
     last = len(rows(tmp_path / "run"))
