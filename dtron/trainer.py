@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import logging
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
 from dtron.data.fingerprint import BITS, fingerprint
 from dtron.errors import CheckpointError, DtronError, PeerError, TrainingError
+from dtron.faults.attempts import LOST_PEER, Attempts
 from dtron.faults.failure import FirstFailure, is_of_lost_peer
 from dtron.faults.guards import Guards, modules_of
 from dtron.faults.memory import MemoryInUse, is_out_of_memory
@@ -100,12 +102,16 @@ class Trainer:
         self.console = Console()
         set_up_logging(self.place, self.console)
         self.rundir = RunDir(config.run.dir)
+        self.attempts = Attempts(self.rundir.path, self.place)
         warn_of_shared_store(self.place)
         with self._watching("rendezvous"):
             self.rendezvous = meet(self.place, config.parallel.timeout_seconds)
+        self.attempts.met(self.rendezvous.token)
         self.lock = RunLock(self.rundir.path, self.rendezvous, config.run.wait_seconds)
         try:
             self.checked = preflight(config, self.place)
+            facts = self.checked.facts
+            self.attempts.begin(facts.step if facts else 0, config.faults.max_attempts)
         except BaseException:
             self.lock.release(started=False)
             raise
@@ -119,6 +125,7 @@ class Trainer:
         if self.checked.finished:
             steps, where = self.config.train.steps, self.checked.checkpoint
             log.info("the run is finished: %s has all %d steps; nothing is done", where, steps)
+            self.attempts.finish()
             self.lock.release()
             self.rendezvous.close()
             return
@@ -128,6 +135,7 @@ class Trainer:
         try:
             with self._watching("start"):
                 self._run(failure)
+            self.attempts.finish()
         finally:
             self.lock.release()
             self.rendezvous.close()
@@ -136,16 +144,25 @@ class Trainer:
         timeout, store = self.config.parallel.timeout_seconds, self.rendezvous.store
         try:
             with (
-                StopSignal(self.config.faults.stop_seconds, failure) as stop,
+                StopSignal(self.config.faults.stop_seconds, failure, self._note_signal) as stop,
                 process_group(self.place, timeout, store),
             ):
                 self._build_and_train(stop)
-        except DtronError:
+        except DtronError as error:
+            self.attempts.record_end(str(error))
             raise
         except Exception as error:
-            if (explained := self._explained(error, failure)) is not None:
+            explained = self._explained(error, failure)
+            lost = isinstance(explained, PeerError)
+            line = str(explained or error).partition("\n")[0]
+            self.attempts.record_end(LOST_PEER if lost else f"{type(error).__name__}: {line}")
+            if explained is not None:
                 raise explained from error
             raise
+
+    def _note_signal(self) -> None:
+        """torchrun's, once another rank has failed; a run that it stops in order takes it back."""
+        self.attempts.record_end(LOST_PEER)
 
     @contextlib.contextmanager
     def _watching(self, phase: str) -> Iterator[None]:
@@ -162,7 +179,8 @@ class Trainer:
         seconds = faults.watched_seconds(self.config.parallel.timeout_seconds)
         if not seconds:
             return None
-        watchdog = Watchdog(seconds, self.rundir.hangs, place.rank, place.world_size)
+        record, hangs = self.attempts.record_end, self.rundir.hangs
+        watchdog = Watchdog(seconds, hangs, place.rank, place.world_size, record)
         watchdog.begin(phase)
         return watchdog
 
@@ -173,6 +191,7 @@ class Trainer:
     def _build_and_train(self, stop: StopSignal) -> None:
         self._build()
         self.guards.begin(self.step)
+        self.attempts.mark("built")
         gc.disable()  # collections come at the same step on all ranks
         try:
             self._train(stop)
@@ -366,7 +385,10 @@ class Trainer:
             self.float8,
         )
         self.facts = said.gather(self.train_step.parameters, self.step, self.host_group)
+        hosts = [""] * self.place.world_size
+        dist.all_gather_object(hosts, platform.node(), group=self.host_group)
         if first:
+            self.attempts.note_hosts(hosts)
             self.rundir.write_run_json(self.facts)
         self.writer = MetricsWriter(
             self.rundir.metrics,
@@ -379,6 +401,7 @@ class Trainer:
         flops = FlopsModel.of(self.checked.model)
         self.throughput = Throughput(flops, self.place.world_size)
         self.padding = self.padded_of = self.batch_hash = 0
+        self.recovery: dict[str, float] = {}
         self.profile = ProfileWindow(config.metrics, self.rundir.trace)
         self.times = StepTimes(self.place.device) if config.metrics.step_times else None
         said.announce(self.facts)
@@ -440,6 +463,7 @@ class Trainer:
         with phase("step"), self.guards.sampling(number):
             result, lr, attended = self._next_update()
         self.step = number
+        self.recovery |= self.attempts.recovered()
         if self.times is not None:
             self.times.mark(attended)
         step_tokens = config.train.global_batch * config.train.seq_len
@@ -517,7 +541,8 @@ class Trainer:
         row["memory_gib"] = self._most(peak_memory_gib())
         if skipped := int(self.train_step.skipped):
             row["skipped"] = skipped
-        row |= self.accuracy
+        row |= self.accuracy | self.recovery
+        self.recovery = {}
         if self.routing is not None:
             row |= self.routing.read()
         if self.config.metrics.batch_hash:

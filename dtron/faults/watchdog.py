@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -85,9 +85,18 @@ class Watchdog:
     Args:
         seconds: without a finished step, after which the process is ended.
         folder: RUN/hangs.
+        record: is given why this rank ends.
     """
 
-    def __init__(self, seconds: float, folder: Path, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        record: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._record = record
         self.seconds, self.folder, self.rank, self.world_size = seconds, folder, rank, world_size
         self.modules: dict[int, str] = {}
         self.groups: Mapping[str, str] = {}
@@ -190,6 +199,7 @@ class Watchdog:
         phase = self._phase
         name, of = (phase, f"the {phase}") if phase else (f"step-{step}", f"step {step}")
         told = f"hang: {of} has not ended for {late:.0f} seconds: {where}"
+        self._record(told)
         folder = self.folder / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
