@@ -123,7 +123,7 @@ class Ranks:
     def restart_launcher(self) -> dict[str, float]:
         """Kill the agents, start them again at once, and wait for the next step."""
         self.train()
-        before, at = self.seen, time.monotonic()
+        before, at = frozenset(self.seen), time.monotonic()
         done, waits = len(rows(self.folder)), self.logged().count("is in use by process")
         self.kill_launcher()
         self.start()
