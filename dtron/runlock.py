@@ -92,8 +92,6 @@ class RunLock:
                 waited = True
             self._file.close()
             time.sleep(_POLL_SECONDS)
-        if not waited and _read(self._path):
-            log.info("the last run here, of %s, ended without a word", _owner(self._path))
         owner = {
             "host": platform.node(),
             "pid": os.getpid(),

@@ -57,6 +57,9 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_run_of_whole_documents_resumes_under_another_layout": NONE,
         "test_ranks_do_not_change_a_run": "best_fit",
     },
+    "faults/test_attempts.py": {
+        "test_a_killed_rank_is_named_and_a_run_without_progress_ends": NONE,
+    },
     "faults/test_elastic.py": {
         "test_ranks_leave_and_come_back": "1",
     },
