@@ -15,6 +15,7 @@ from dtron.errors import (
     ArgumentParser,
     ConfigError,
     DtronError,
+    NoProgressError,
     OutOfMemoryError,
     PeerError,
     RankError,
@@ -149,6 +150,8 @@ def _refuse(error: DtronError) -> int:
     else:
         time.sleep(_GRACE_SECONDS)
         print(f"error on rank {place.rank}: {error}", file=sys.stderr, flush=True)
+    if isinstance(error, NoProgressError) and "TORCHELASTIC_RUN_ID" in os.environ:
+        os.kill(os.getppid(), signal.SIGTERM)  # or torchrun would restart all ranks again
     if place.world_size > 1 and (alone or isinstance(error, PeerError)):
         sys.stdout.flush()
         os._exit(1)  # threads that wait for other ranks in a collective would abort this one

@@ -41,6 +41,7 @@ from dtron.published import (
     write_facts,
 )
 from dtron.remote import Remote
+from dtron.rendezvous import meet
 from dtron.runtime import Place, process_group, set_up_logging
 from dtron.saving import why
 from dtron.storage import ShardReader, ShardWriter
@@ -72,7 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     given = convert_parser().parse_args(arguments)
     place = Place.of_environment()
     set_up_logging(place, Console())
-    with process_group(place, _TIMEOUT_SECONDS):
+    store = meet(place, _TIMEOUT_SECONDS).store
+    with process_group(place, _TIMEOUT_SECONDS, store):
         try:
             given.run(given)
         except OSError as error:

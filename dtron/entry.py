@@ -1,15 +1,20 @@
 """Where train.py and `dtron` begin: signals are answered before anything slow is imported."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
 
 
 def train() -> int:
     """Train as the arguments of the command line say; returns the exit status."""
     _end_on_signals()
+    _end_with_launcher()
     from dtron.cli import main
 
     return main()
@@ -19,6 +24,7 @@ def commands() -> int:
     """Run `dtron COMMAND ...`; returns the exit status."""
     if sys.argv[1:2] == ["train"]:
         _end_on_signals()
+        _end_with_launcher()
     try:
         from dtron.cli import commands
 
@@ -34,6 +40,25 @@ def _end_on_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+
+
+def _end_with_launcher() -> None:
+    """SIGTERM when torchrun dies, which cannot end its ranks then: they save and end, as for any
+    SIGTERM. Linux alone has this; elsewhere ranks train on."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == 1 and not _is_launcher(Path("/proc/1/cmdline")):
+        os.kill(os.getpid(), signal.SIGTERM)  # it was dead before
+
+
+def _is_launcher(command: Path) -> bool:
+    """Whether process 1 is torchrun or a script that calls it, as in a container."""
+    try:
+        words = command.read_bytes()
+    except OSError:  # hidden, by hidepid
+        return True
+    return b"python" in words or b"torch" in words
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

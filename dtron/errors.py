@@ -67,6 +67,10 @@ class OutOfMemoryError(RankError):
         self.needed, self.room = needed, room
 
 
+class NoProgressError(RankError):
+    """Restart after restart has ended without a new checkpoint: the job ends too."""
+
+
 class PeerError(TrainingError):
     """Another rank has failed and prints why."""
 

@@ -6,6 +6,7 @@
     steps.json       the time of every step, if metrics.step_times
     lock             which process runs here (`dtron/runlock.py`)
     committed.json   the newest complete checkpoint, wherever checkpoints go
+    attempt.json     the attempt that trains; ends/: why ranks ended (`dtron/faults/attempts.py`)
     begun            the job whose ranks have begun to train and have not ended, by torchrun's id
     hangs/step-N/    where each rank was when a step did not end
     tensorboard/  checkpoints/  trace/

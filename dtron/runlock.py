@@ -2,7 +2,7 @@
 
 Rank 0 holds an exclusive lock (flock) on RUN/lock for as long as its process lives, whatever ends
 it, on this host or on another one that shares the file system. The file says who holds it. Other
-ranks look at the directory only once rank 0 of their own start has it.
+ranks look at the directory only once rank 0 has it.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import IO
 
-from dtron.errors import ConfigError
+from dtron.errors import ConfigError, PeerError
+from dtron.rendezvous import Rendezvous
 from dtron.runtime import Place
 from dtron.untrusted import MB, parse, read_text
 
@@ -31,21 +32,27 @@ class RunLock:
     Args:
         wait_seconds: how long to wait for another run to end.
     Raises:
-        ConfigError: the other run has not ended; names its host and process.
+        ConfigError: on rank 0: the other run has not ended; names its host and process.
+        PeerError: on the other ranks likewise.
     """
 
-    def __init__(self, directory: Path, place: Place, wait_seconds: float) -> None:
+    def __init__(self, directory: Path, rendezvous: Rendezvous, wait_seconds: float) -> None:
         self._path = directory / "lock"
         self._file: IO[bytes] | None = None
         self._made = not directory.exists()
+        place, held = rendezvous.place, "no"
         try:
             if place.rank == 0:
                 self._acquire(place, wait_seconds)
-            elif place.world_size > 1:
-                _wait_for_first_rank(self._path, place, wait_seconds)
+                held = "yes"
         except OSError as error:  # not writable, which `preflight` reports; or without locks
+            held = "yes"
             if self._file is not None:
                 log.warning("%s cannot be locked (%s); run only one run here", directory, error)
+        finally:
+            held = rendezvous.broadcast_from_rank_0("lock", held, wait_seconds)
+        if held != "yes":
+            raise PeerError("rank 0 was refused the run directory")
 
     def release(self, started: bool = True) -> None:
         """Let another run in.
@@ -85,10 +92,7 @@ class RunLock:
                 waited = True
             self._file.close()
             time.sleep(_POLL_SECONDS)
-        if not waited and _read(self._path):
-            log.info("the last run here, of %s, ended without a word", _owner(self._path))
         owner = {
-            "start": _start_of(place),
             "host": platform.node(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID", place.job),
@@ -96,24 +100,6 @@ class RunLock:
         }
         self._file.truncate(0)
         self._file.write((json.dumps(owner) + "\n").encode())
-
-
-def _wait_for_first_rank(path: Path, place: Place, wait_seconds: float) -> None:
-    """Return when rank 0 of this start has the lock, or could not get it: it reports why."""
-    deadline = time.monotonic() + wait_seconds + 60
-    while time.monotonic() < deadline and _read(path).get("start") != _start_of(place):
-        time.sleep(_POLL_SECONDS)
-
-
-def _start_of(place: Place) -> str:
-    """The same on all ranks of one start, and no other's.
-
-    Each attempt has a port of its own, or all of them the port of torchrun's agent. Attempts are
-    counted by each host alone, so that hosts whose ranks did not fail have a lower count.
-    """
-    address = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return json.dumps([*address, place.job, place.attempt if shared else 0])
 
 
 def _open(path: Path) -> IO[bytes]:

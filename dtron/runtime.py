@@ -14,15 +14,12 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.logging import RichHandler
-
-from dtron.errors import RankError
 
 log = logging.getLogger("dtron")
 _PROBE_BYTES = 1 << 16
@@ -81,62 +78,38 @@ def set_up_logging(place: Place, console: Console) -> None:
 
 
 @contextlib.contextmanager
-def process_group(place: Place, timeout_seconds: int) -> Iterator[None]:
-    """Start the default process group and end it again; one that is already there is used."""
+def process_group(place: Place, timeout_seconds: int, store: dist.Store | None) -> Iterator[None]:
+    """Start the default process group and end it again; one that is already there is used.
+
+    Args:
+        store: of the ranks of this attempt alone (`rendezvous.meet`).
+    """
     if dist.is_initialized():
         yield
         return
-    timeout = datetime.timedelta(seconds=timeout_seconds)
     device = place.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-            **_rendezvous(place),
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise RankError(
-            f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use on this host by another "
-            "process; set another port, the same for all ranks"
-        ) from None
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+        device_id=device if device.type == "cuda" else None,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+    )
     yield
     dist.destroy_process_group()  # not after an error: peers may be inside a collective
 
 
-def _rendezvous(place: Place) -> dict[str, Any]:
-    ranks = {"rank": place.rank, "world_size": place.world_size}
-    if place.world_size == 1:
-        return {"store": dist.HashStore(), **ranks}
-    env = os.environ
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {"init_method": "env://", **ranks}
-    warn_of_shared_store(place)
-    # A restarted attempt must not read the addresses that the dead one left in the agent's store.
-    # Ranks wait for each other in init_process_group, where the watchdog knows it.
-    store = dist.TCPStore(
-        env["MASTER_ADDR"],
-        int(env["MASTER_PORT"]),
-        place.world_size,
-        is_master=False,
-        wait_for_workers=False,
-    )
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), **ranks}
-
-
 def warn_of_shared_store(place: Place) -> None:
-    """Warn where torchrun's agents on several hosts lend the ranks of all attempts one store: each
-    agent counts attempts by itself, so that ranks cannot find those of the same attempt in it."""
-    env = os.environ
-    hosts = int(env.get("GROUP_WORLD_SIZE", "1"))
-    if place.rank == 0 and hosts > 1 and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    """Warn where torchrun's agents on several hosts lend ranks one store: an agent that comes back
+    after its host was lost never learns its address then."""
+    hosts, get = int(os.environ.get("GROUP_WORLD_SIZE", "1")), os.environ.get
+    shares = get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if place.rank == 0 and hosts > 1 and shares and get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         log.warning(
-            "torchrun on %d hosts may fail to restart after a fault: set "
+            "torchrun on %d hosts cannot take a host back that was lost: set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts, on every host",
             hosts,
         )

@@ -440,6 +440,9 @@ class Faults(Section):
     checkpoint.timeout_seconds says; the start, in which ranks meet and build the model, and the
     first step have four times that. -1: nine tenths of
     parallel.timeout_seconds; 0: never."""
+    max_attempts: int = Field(default=10, ge=0, le=MOST_STEPS)
+    """Attempts in a row without a new checkpoint, after which the job is ended, whatever
+    torchrun's --max-restarts says. 0: any number."""
     on_spike: Literal["", "warn", "skip_data", "rollback"] = ""
     """What is done about a loss that is far above those before. `skip_data`: its step is not taken.
     `rollback`: and the run goes back to a checkpoint from before it; all batches since then are

@@ -4,9 +4,10 @@ import contextlib
 import functools
 import gc
 import logging
+import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
 from dtron.data.fingerprint import BITS, fingerprint
 from dtron.errors import CheckpointError, DtronError, PeerError, TrainingError
-from dtron.faults.failure import FirstFailure
+from dtron.faults.attempts import LOST_PEER, Attempts
+from dtron.faults.failure import FirstFailure, is_of_lost_peer
 from dtron.faults.guards import Guards, modules_of
 from dtron.faults.memory import MemoryInUse, is_out_of_memory
 from dtron.faults.signals import StopSignal
@@ -54,6 +56,7 @@ from dtron.published import (
     check_content,
     write_facts,
 )
+from dtron.rendezvous import meet
 from dtron.routing import Routing
 from dtron.rundir import RunDir
 from dtron.runfacts import RunFacts
@@ -67,6 +70,7 @@ from dtron.runtime import (
     seed_everything,
     set_timeouts,
     set_up_logging,
+    warn_of_shared_store,
 )
 from dtron.sample import next_logits, sample_text
 from dtron.step import (
@@ -98,9 +102,16 @@ class Trainer:
         self.console = Console()
         set_up_logging(self.place, self.console)
         self.rundir = RunDir(config.run.dir)
-        self.lock = RunLock(self.rundir.path, self.place, config.run.wait_seconds)
+        self.attempts = Attempts(self.rundir.path, self.place)
+        warn_of_shared_store(self.place)
+        with self._watching("rendezvous"):
+            self.rendezvous = meet(self.place, config.parallel.timeout_seconds)
+        self.attempts.met(self.rendezvous.token)
+        self.lock = RunLock(self.rundir.path, self.rendezvous, config.run.wait_seconds)
         try:
             self.checked = preflight(config, self.place)
+            facts = self.checked.facts
+            self.attempts.begin(facts.step if facts else 0, config.faults.max_attempts)
         except BaseException:
             self.lock.release(started=False)
             raise
@@ -114,37 +125,63 @@ class Trainer:
         if self.checked.finished:
             steps, where = self.config.train.steps, self.checked.checkpoint
             log.info("the run is finished: %s has all %d steps; nothing is done", where, steps)
+            self.attempts.finish()
             self.lock.release()
+            self.rendezvous.close()
             return
         self.modules: dict[nn.Module, str] = {}
         self.memory = MemoryInUse(self.place.local_world_size)
-        self.watchdog = self._watchdog()
-        failure = FirstFailure(self.place.rank, self.place.world_size, self.place.attempt)
+        failure = FirstFailure(self.place.rank, self.place.world_size, self.rendezvous.token)
+        try:
+            with self._watching("start"):
+                self._run(failure)
+            self.attempts.finish()
+        finally:
+            self.lock.release()
+            self.rendezvous.close()
+
+    def _run(self, failure: FirstFailure) -> None:
+        timeout, store = self.config.parallel.timeout_seconds, self.rendezvous.store
         try:
             with (
-                StopSignal(self.config.faults.stop_seconds, failure) as stop,
-                process_group(self.place, self.config.parallel.timeout_seconds),
+                StopSignal(self.config.faults.stop_seconds, failure, self._note_signal) as stop,
+                process_group(self.place, timeout, store),
             ):
                 self._build_and_train(stop)
-        except DtronError:
+        except DtronError as error:
+            self.attempts.record_end(str(error))
             raise
         except Exception as error:
-            if (explained := self._explained(error, failure)) is not None:
+            explained = self._explained(error, failure)
+            lost = isinstance(explained, PeerError)
+            line = str(explained or error).partition("\n")[0]
+            self.attempts.record_end(LOST_PEER if lost else f"{type(error).__name__}: {line}")
+            if explained is not None:
                 raise explained from error
             raise
+
+    def _note_signal(self) -> None:
+        """torchrun's, once another rank has failed; a run that it stops in order takes it back."""
+        self.attempts.record_end(LOST_PEER)
+
+    @contextlib.contextmanager
+    def _watching(self, phase: str) -> Iterator[None]:
+        """What does not end is reported from here on."""
+        self.watchdog = self._watchdog(phase)
+        try:
+            yield
         finally:
             if self.watchdog is not None:
                 self.watchdog.end()
-            self.lock.release()
 
-    def _watchdog(self) -> Watchdog | None:
-        """Watches from now on."""
+    def _watchdog(self, phase: str) -> Watchdog | None:
         faults, place = self.config.faults, self.place
         seconds = faults.watched_seconds(self.config.parallel.timeout_seconds)
         if not seconds:
             return None
-        watchdog = Watchdog(seconds, self.rundir.hangs, place.rank, place.world_size)
-        watchdog.begin()
+        record, hangs = self.attempts.record_end, self.rundir.hangs
+        watchdog = Watchdog(seconds, hangs, place.rank, place.world_size, record)
+        watchdog.begin(phase)
         return watchdog
 
     def _unwatched(self) -> contextlib.AbstractContextManager[None]:
@@ -154,6 +191,7 @@ class Trainer:
     def _build_and_train(self, stop: StopSignal) -> None:
         self._build()
         self.guards.begin(self.step)
+        self.attempts.mark("built")
         gc.disable()  # collections come at the same step on all ranks
         try:
             self._train(stop)
@@ -175,6 +213,9 @@ class Trainer:
         if not is_out_of_memory(error):
             if self.watchdog is not None:
                 self.watchdog.timed_out(error)
+            if self.modules and is_of_lost_peer(error):  # before, addresses may be wrong
+                log.error("rank %d lost another rank: %s", self.place.rank, error)
+                return PeerError("lost another rank")
             return None
         if not failure.claim():
             return PeerError("another rank has failed")
@@ -344,7 +385,10 @@ class Trainer:
             self.float8,
         )
         self.facts = said.gather(self.train_step.parameters, self.step, self.host_group)
+        hosts = [""] * self.place.world_size
+        dist.all_gather_object(hosts, platform.node(), group=self.host_group)
         if first:
+            self.attempts.note_hosts(hosts)
             self.rundir.write_run_json(self.facts)
         self.writer = MetricsWriter(
             self.rundir.metrics,
@@ -357,6 +401,7 @@ class Trainer:
         flops = FlopsModel.of(self.checked.model)
         self.throughput = Throughput(flops, self.place.world_size)
         self.padding = self.padded_of = self.batch_hash = 0
+        self.recovery: dict[str, float] = {}
         self.profile = ProfileWindow(config.metrics, self.rundir.trace)
         self.times = StepTimes(self.place.device) if config.metrics.step_times else None
         said.announce(self.facts)
@@ -418,6 +463,7 @@ class Trainer:
         with phase("step"), self.guards.sampling(number):
             result, lr, attended = self._next_update()
         self.step = number
+        self.recovery |= self.attempts.recovered()
         if self.times is not None:
             self.times.mark(attended)
         step_tokens = config.train.global_batch * config.train.seq_len
@@ -495,7 +541,8 @@ class Trainer:
         row["memory_gib"] = self._most(peak_memory_gib())
         if skipped := int(self.train_step.skipped):
             row["skipped"] = skipped
-        row |= self.accuracy
+        row |= self.accuracy | self.recovery
+        self.recovery = {}
         if self.routing is not None:
             row |= self.routing.read()
         if self.config.metrics.batch_hash:

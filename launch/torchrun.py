@@ -4,14 +4,19 @@ Ranks print their errors themselves; torchrun's log of them and its traceback ar
 brings the log back.
 """
 
+import ctypes
 import logging
 import os
 import signal
 import sys
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main() -> int:
     """Run as torchrun's arguments say; returns the exit status."""
+    if sys.platform == "linux":  # torchrun.sh cannot end it when it is killed
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # ranks inherit it, and lose none
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # in this process alone

@@ -8,8 +8,8 @@
 #
 #     launch/torchrun.sh --standalone --nproc-per-node 8 train.py --config my.toml
 set -u
-# By default torchrun lends one store to the ranks of all attempts: they then read the addresses of
-# the previous attempt and fail again. With this variable each attempt has a new store.
+# By default torchrun lends one store to the ranks of all attempts: a host that was lost and comes
+# back never learns its address then. With this variable each attempt has a new store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 python=$(dirname "$(command -v torchrun)")/python # the environment's
 [ -x "$python" ] || python=python3

@@ -35,6 +35,7 @@ from dtron.parallelisms.schedules import read_csv
 from dtron.plan.hardware import hardware
 from dtron.preflight import preflight
 from dtron.published import Facts, find, read_facts, write_facts
+from dtron.rendezvous import Rendezvous
 from dtron.resolve import resolve
 from dtron.rundir import RunDir
 from dtron.runlock import RunLock
@@ -208,7 +209,7 @@ def read_cache(cache: Path) -> None:
 
 def read_run(run: Path) -> None:
     place = Place(rank=0, local_rank=0, world_size=1, job="job", attempt=1)
-    lock = RunLock(run, place, 0.2)
+    lock = RunLock(run, Rendezvous(place, None), 0.2)
     lock.release()
     read_curve(run)
     preflight(tiny(run, checkpoint__resume="latest", train__seq_len=32), place)

@@ -57,6 +57,9 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_run_of_whole_documents_resumes_under_another_layout": NONE,
         "test_ranks_do_not_change_a_run": "best_fit",
     },
+    "faults/test_attempts.py": {
+        "test_a_killed_rank_is_named_and_a_run_without_progress_ends": NONE,
+    },
     "faults/test_elastic.py": {
         "test_ranks_leave_and_come_back": "1",
     },
@@ -73,6 +76,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_rank_that_stops_at_the_start_is_named": "process group-0",
     },
     "faults/test_launch.py": {
+        "test_ranks_save_and_end_when_torchrun_is_killed": NONE,
         "test_torchrun_exits_0_after_slurms_warning": NONE,
         "test_torchrun_exits_0_when_it_is_warned_before_training": NONE,
         "test_two_hosts_that_lose_each_other_go_on": NONE,
@@ -254,6 +258,9 @@ KEPT: dict[str, dict[str, str]] = {
     },
     "test_loss.py": {
         "test_no_such_tensor_in_a_step": "alone|pp",
+    },
+    "test_rendezvous.py": {
+        "test_values_of_a_rank_0_that_stops_or_ends": NONE,
     },
     "test_routing.py": {
         "test_a_mixture_walks_through_all_layouts": NONE,

@@ -5,25 +5,32 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from dtron.errors import ConfigError
+from dtron.errors import ConfigError, DtronError
+from dtron.rendezvous import Rendezvous
 from dtron.runlock import RunLock
 from dtron.runtime import Place
 from dtron.trainer import Trainer
 from tests.harness import run_ranks
+from tests.test_rendezvous import started
 from tests.test_trainer import fit, tiny
 
-ALONE = Place(rank=0, local_rank=0, world_size=1)
+ALONE = Rendezvous(Place(rank=0, local_rank=0, world_size=1), None)
 HOLD = """
 import sys, time
 from pathlib import Path
+from dtron.rendezvous import Rendezvous
 from dtron.runlock import RunLock
 from dtron.runtime import Place
-lock = RunLock(Path(sys.argv[1]), Place(0, 0, 1), 0)
+lock = RunLock(Path(sys.argv[1]), Rendezvous(Place(0, 0, 1), None), 0)
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
 """
@@ -68,17 +75,48 @@ def test_ranks_share_the_lock_of_their_first(tmp_path: Path) -> None:
     run_ranks(2, fit, tiny(tmp_path / "run", train__steps=2, checkpoint__resume="latest"))
 
 
-def test_hosts_that_count_attempts_differently_share_a_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def open_locked(directory: Path, seconds: float) -> str:
+    place = Place(dist.get_rank(), dist.get_rank(), 2)
+    return lock_of(Rendezvous(place, None), directory, seconds, dist.barrier)
+
+
+def lock_of(
+    rendezvous: Rendezvous, directory: Path, seconds: float, barrier: Callable[[], object]
+) -> str:
+    try:
+        lock = RunLock(directory, rendezvous, seconds)
+        barrier()
+        lock.release()
+    except DtronError as error:
+        return f"{type(error).__name__}: {error}"
+    return "locked"
+
+
+def test_other_ranks_hear_from_rank_0_that_the_directory_is_in_use(tmp_path: Path) -> None:
+    assert run_ranks(2, open_locked, tmp_path, 1) == ["locked"] * 2
+    process = holder(tmp_path, 60)
+    first, second = run_ranks(2, open_locked, tmp_path, 1)
+    assert first.startswith("ConfigError: run.dir =")
+    assert second == "PeerError: rank 0 was refused the run directory"
+    process.kill()
+    process.wait()
+
+
+def test_the_lock_is_shared_through_the_store_of_a_rendezvous(
+    tmp_path: Path,
 ) -> None:
-    """After a rank of host 0 failed, only the agent of host 0 has counted an attempt."""
-    for name, value in {"MASTER_PORT": "4711", "TORCHELASTIC_USE_AGENT_STORE": "False"}.items():
-        monkeypatch.setenv(name, value)
-    lock = RunLock(tmp_path, Place(0, 0, 2, attempt=1, job="mine"), 0)
-    begun = time.monotonic()
-    RunLock(tmp_path, Place(1, 0, 2, attempt=0, job="mine"), 0)
-    assert time.monotonic() - begun < 30
-    lock.release()
+    def ranks() -> list[Future]:
+        store, barrier = dist.HashStore(), threading.Barrier(2).wait
+        met = [Rendezvous(Place(rank, rank, 2), store, "", 20) for rank in (0, 1)]
+        return [started(lock_of, each, tmp_path, 1, barrier) for each in met]
+
+    assert [each.result(30) for each in ranks()] == ["locked"] * 2
+    process = holder(tmp_path, 60)
+    first, second = ranks()
+    assert first.result(30).startswith("ConfigError: run.dir =")
+    assert second.result(30) == "PeerError: rank 0 was refused the run directory"
+    process.kill()
+    process.wait()
 
 
 def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,12 @@ end without a word. A run without a failure neither writes nor reads it.
 
 import datetime
 import os
+import re
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -13,39 +19,96 @@ _KEY = "dtron/failed"
 _SECONDS = 5
 """How long the store may take to answer: the rank that has it may be the one that is gone."""
 
+_LOST = re.compile(
+    "connection closed by peer|connection reset by peer|broken pipe|connection refused|"
+    "remote process exited|ncclRemoteError|failed to recv|socket closed",
+    re.IGNORECASE,
+)
+"""Of the errors of gloo, NCCL and torch's stores."""
+_T = TypeVar("_T")
+
+
+def is_of_lost_peer(error: BaseException) -> bool:
+    """Whether a connection to another rank has broken: that one has failed or is gone.
+
+    gloo raises RuntimeError itself; of its subclasses those of torch.distributed alone tell of
+    ranks, and not of the compiler's processes.
+    """
+    of_ranks = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return of_ranks and _LOST.search(str(error)) is not None
+
 
 class FirstFailure:
     """The first failure of an attempt; without a store (MASTER_ADDR) there is none to find.
 
     Args:
-        attempt: how often torchrun has restarted the job.
+        attempt: a word that no other attempt has.
     """
 
-    def __init__(self, rank: int, world_size: int, attempt: int) -> None:
+    def __init__(self, rank: int, world_size: int, attempt: str) -> None:
         self._rank, self._key = rank, f"{_KEY}/{attempt}"
         self._has_store = world_size > 1 and "MASTER_ADDR" in os.environ
 
     def claim(self) -> bool:
         """This rank has failed; whether it is the first one, which reports."""
-        try:
-            store = self._store()
-            first = int(store.compare_set(self._key, "", str(self._rank))) if store else self._rank
-        except RuntimeError:
+        if not self._has_store:
             return True
-        return first == self._rank
+        try:
+            mine = str(self._rank)
+            return (
+                within(_SECONDS, lambda: self._store().compare_set(self._key, "", mine))
+                == mine.encode()
+            )
+        except (RuntimeError, TimeoutError):
+            return True
 
     def reported_by_peer(self) -> bool:
         """Whether another rank has claimed a failure."""
+        if not self._has_store:
+            return False
         try:
-            store = self._store()
-            return store is not None and store.check([self._key])
-        except RuntimeError:
+            return within(_SECONDS, lambda: self._store().check([self._key]))
+        except (RuntimeError, TimeoutError):
             return False
 
-    def _store(self) -> dist.TCPStore | None:
+    def _store(self) -> dist.TCPStore:
         """A new connection: the process group's is in use while another thread waits."""
-        if not self._has_store:
-            return None
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        timeout = datetime.timedelta(seconds=_SECONDS)
-        return dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        return connect_to_store(address, port, datetime.timedelta(seconds=_SECONDS))
+
+
+def connect_to_store(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
+    """A client of a store; it never comes back where a process listens but does not answer.
+
+    Args:
+        timeout: of what the store is asked later.
+    Raises:
+        RuntimeError: nobody listens there, of which TCPStore would report at length.
+    """
+    short = datetime.timedelta(seconds=_SECONDS)
+    try:
+        socket.create_connection((host, port), _SECONDS).close()
+    except OSError as error:
+        raise RuntimeError(f"no store at {host}:{port}: {error}") from error
+    store = dist.TCPStore(host, port, None, False, short, wait_for_workers=False)
+    store.set_timeout(timeout)
+    return store
+
+
+def within(seconds: float, call: Callable[[], _T]) -> _T:
+    """What a call returns, from a thread: where the process of a store is stopped torch's calls
+    never return, and in the main thread they hold signals back.
+
+    Raises:
+        TimeoutError: it has not returned in time, and goes on in its thread.
+    """
+    future = Future[_T]()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    return future.result(seconds)

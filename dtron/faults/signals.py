@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -125,10 +126,16 @@ class StopSignal:
         seconds: after a signal, or after the agreement on ranks without one, until the process is
             ended if `end` has not come; 0: for ever.
         failure: where another rank's failure would be, after which nothing is to be said here.
+        received: is called at each signal, in a thread.
     """
 
-    def __init__(self, seconds: float = 0, failure: FirstFailure | None = None) -> None:
-        self._failure = failure
+    def __init__(
+        self,
+        seconds: float = 0,
+        failure: FirstFailure | None = None,
+        received: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._failure, self._on_signal = failure, received
         self._group: dist.ProcessGroup | None = None
         self._raised = False
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
@@ -200,6 +207,7 @@ class StopSignal:
 
     def _received(self, number: signal.Signals) -> None:
         self._deadline.begin(number.name)
+        self._on_signal()
         if self._failure is not None and self._failure.reported_by_peer():
             os._exit(EXIT_FAILED)
         begun = self._group is not None

@@ -5,8 +5,8 @@ recorded while training goes on; when the limit is reached the stacks of all thr
 instead. The innermost frame of torch.distributed names the collective, its group and tensor; the
 innermost module that a frame belongs to names the layer; torch's flight recorder names collectives
 that were enqueued and are not done. All of it is written to RUN/hangs/step-S/rank-R.txt
-(hangs/start before the first step), and one rank reports which ranks wait in a collective and which
-do not: these the others wait for.
+(hangs/rendezvous, then hangs/start, before the first step), and one rank reports which ranks wait
+in a collective and which do not: these the others wait for.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -43,7 +43,8 @@ _GATHER_SECONDS = 3.0
 _START_GATHER_SECONDS = 10.0
 """The same at the start, into which ranks come at different times."""
 _START = "start"
-"""Folder in RUN/hangs of a start that does not end."""
+"""Phase, and folder in RUN/hangs, from the rendezvous to the first step. Reports are those of ranks
+of this run: before, another run may have the directory."""
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 """Of torch's errors of stores and collectives."""
 _EARLIER = 60.0
@@ -53,6 +54,9 @@ _COLLECTIVES = re.compile(
     "foreach_reduce|gather|irecv|isend|recv|reduce_scatter|scatter|send|wait_for_unshard|"
     "wait_tensor|_wait)[a-z_]*"
 )
+
+_RENDEZVOUS = "dtron/rendezvous.py"
+"""Whose functions wait for other ranks."""
 
 
 @dataclass(frozen=True)
@@ -81,27 +85,37 @@ class Watchdog:
     Args:
         seconds: without a finished step, after which the process is ended.
         folder: RUN/hangs.
+        record: is given why this rank ends.
     """
 
-    def __init__(self, seconds: float, folder: Path, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        record: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._record = record
         self.seconds, self.folder, self.rank, self.world_size = seconds, folder, rank, world_size
         self.modules: dict[int, str] = {}
         self.groups: Mapping[str, str] = {}
-        self._starting, self._before = True, self._start_reported()
+        self._phase, self._before = _START, self._start_reported()
         self._beat: tuple[int, float, float] = (0, 0.0, math.inf)
         """Steps done, when that was, and how often `seconds` may pass until the next."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._main = threading.get_ident()
 
-    def begin(self) -> None:
-        """The start begins: ranks are about to meet."""
+    def begin(self, phase: str = _START) -> None:
+        """What comes before the first step begins: "rendezvous" or "start"."""
+        self._phase = phase
         self._beat = (0, time.monotonic(), _FIRST_STEP)
         self._thread.start()
 
     def begin_steps(self, step: int) -> None:
         """Training begins; `step` steps are done."""
-        self._starting = False
+        self._phase = ""
         self._beat = (step, time.monotonic(), _FIRST_STEP)
 
     def names(self, modules: Mapping[nn.Module, str], groups: Mapping[str, str]) -> None:
@@ -150,13 +164,13 @@ class Watchdog:
         while not self._ended.wait(interval):
             step, since, times = self._beat
             late = time.monotonic() - since
-            if late > times * self.seconds or (self._starting and self._reported()):
+            if late > times * self.seconds or self._reported():
                 self._report_and_exit(step + 1, late)
 
     def _reported(self) -> bool:
         """Whether another rank has found a hang of this start: ranks start at different times, and
         one that reports as well is not the one that is missing."""
-        return self._start_reported() != self._before
+        return self._phase == _START and self._start_reported() != self._before
 
     def _start_reported(self) -> float:
         """When a start was last reported, by the clock of the file system; 0: never."""
@@ -182,8 +196,10 @@ class Watchdog:
         """Write what is known of this rank; the first one to know of all sums up what they have
         written."""
         where = self.where(step, late, failed)
-        name, of = (_START, "the start") if self._starting else (f"step-{step}", f"step {step}")
+        phase = self._phase
+        name, of = (phase, f"the {phase}") if phase else (f"step-{step}", f"step {step}")
         told = f"hang: {of} has not ended for {late:.0f} seconds: {where}"
+        self._record(told)
         folder = self.folder / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +214,7 @@ class Watchdog:
         except OSError as error:
             told += f"; its stacks could not be written: {error}"
         print(told, file=sys.stderr, flush=True)
-        time.sleep(_START_GATHER_SECONDS if self._starting else _GATHER_SECONDS)
+        time.sleep(_START_GATHER_SECONDS if phase else _GATHER_SECONDS)
         since = time.time() - late - _EARLIER
         if _claims(folder / "summary", since):
             for line in summary(folder, self.world_size, since):
@@ -229,6 +245,8 @@ class Watchdog:
         collective = module = ""
         for frame in frames:
             name, local = frame.f_code.co_name, frame.f_locals
+            if frame.f_code.co_filename.endswith(_RENDEZVOUS):
+                collective = "the rendezvous"
             if "torch/distributed" in frame.f_code.co_filename and _COLLECTIVES.fullmatch(name):
                 collective = self._described(name, local)  # the outermost of one call's frames
             module = module or self._module_of(local.get("self"))

@@ -30,6 +30,7 @@ from dtron.plan.beside import beside_fields, measure_beside
 from dtron.plan.hardware import FILES, Hardware, hardware, of_device
 from dtron.plan.machine import Calibration, link_fields, measure_device, measure_links
 from dtron.plan.report import table
+from dtron.rendezvous import meet
 from dtron.runtime import Place, process_group
 
 
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
 def measure_machine(base: Hardware, place: Place) -> Calibration:
     """Measure the machine. All ranks call it; times are those of each."""
     device = place.device
-    with process_group(place, 600):
+    with process_group(place, 600, meet(place, 600).store):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         made = measure_device(base, device)

@@ -24,7 +24,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29500
 """Of the rendezvous, on the first host."""
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without it agents lend the ranks of every attempt one store, with the addresses of the last."""
+"""Without it an agent that comes back never learns the address of the store that others share."""
 
 
 def no_namespaces() -> str:
@@ -47,12 +47,16 @@ def until(done: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 class Hosts:
-    """One or two network namespaces, removed with all their processes at the end."""
+    """One or two network namespaces, removed with all their processes at the end.
 
-    def __init__(self, n: int, logs: Path) -> None:
+    Args:
+        shared_store: agents lend the ranks of all attempts one store, as by default.
+    """
+
+    def __init__(self, n: int, logs: Path, shared_store: bool = False) -> None:
         self.names = [f"dtron-{os.getpid()}-{i}" for i in range(n)]
         self.devices = [f"dt{os.getpid()}-{i}" for i in range(n)] if n == 2 else ["lo"]
-        self.logs = logs
+        self.logs, self.store = logs, {} if shared_store else FRESH_STORE
         self.agents: list[subprocess.Popen | None] = [None] * n
 
     def __enter__(self) -> "Hosts":
@@ -91,7 +95,7 @@ class Hosts:
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{PORT}", "--rdzv-id", job]
         conf = f"is_host={int(host == 0)},join_timeout=120,read_timeout=120"
         command += ["--rdzv-conf", conf, "--max-restarts", "1000", "--monitor-interval", "0.2"]
-        env = {**os.environ, **FRESH_STORE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **self.store, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env |= {"GLOO_SOCKET_IFNAME": self.devices[host], "CUDA_VISIBLE_DEVICES": ""}
         with self.log(host).open("a") as out:
             self.agents[host] = subprocess.Popen(

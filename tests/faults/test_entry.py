@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dtron import entry
 from tests.faults.test_launch import ENV, write
 from tests.test_architecture import ROOT
 
@@ -44,6 +45,41 @@ def test_a_signal_before_training_is_one_line(
     assert process.returncode == 128 + number
     early = f"{number.name}: stopped outside of training, nothing to save\n"
     assert told in (early, "")  # the log has the line where the process group is being made
+
+
+@pytest.mark.parametrize(
+    ("parent", "command", "signals"),
+    [
+        (1, b"/sbin/init\0", [signal.SIGTERM]),
+        (1, b"/usr/bin/tini\0--\0sleep\0", [signal.SIGTERM]),
+        (1, b"/opt/venv/bin/torchrun\0train.py\0", []),  # a container's first process
+        (1, b"python3\0start.py\0", []),  # which calls torchrun
+        (1, None, []),  # hidepid
+        (4711, b"bash\0", []),
+    ],
+)
+def test_a_launcher_that_died_before_its_rank_began(
+    monkeypatch: pytest.MonkeyPatch,
+    parent: int,
+    command: bytes | None,
+    signals: list[signal.Signals],
+) -> None:
+    def read(path: Path) -> bytes:
+        assert path == Path("/proc/1/cmdline")
+        if command is None:
+            raise FileNotFoundError
+        return command
+
+    sent, asked = [], []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(entry.os, "getppid", lambda: parent)
+    monkeypatch.setattr(entry.os, "kill", lambda _, number: sent.append(number))
+    monkeypatch.setattr(Path, "read_bytes", read)
+    library = type("Library", (), {"prctl": lambda *_: asked.append(_[1:])})
+    monkeypatch.setattr(entry.ctypes, "CDLL", lambda _: library())
+    entry._end_with_launcher()
+    assert sent == signals
+    assert asked == [(1, signal.SIGTERM)]
 
 
 def test_ctrl_c_in_another_command_is_one_line(tmp_path: Path) -> None:

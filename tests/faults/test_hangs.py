@@ -14,7 +14,7 @@ import torch
 from dtron.bench.run import end
 from dtron.config import RunConfig
 from dtron.faults.signals import EXIT_UNSAVED
-from dtron.faults.watchdog import EXIT_HUNG
+from dtron.faults.watchdog import EXIT_HUNG, Watchdog
 from dtron.runsaves import Saving
 from dtron.trainer import Trainer
 from tests.faults.processes import finish, start, told
@@ -130,23 +130,25 @@ def test_ranks_that_wait_for_a_dead_one_end_soon_after_the_signal(tmp_path: Path
 
 STOPPED = """
 import os, signal, sys
-from dtron import cli, runtime, trainer
+from dtron import cli, rendezvous, runtime, trainer
 
 def stop(*_, **__):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 if os.environ["RANK"] == STOPS:
-    if WHERE == "process group":
+    if WHERE == "rendezvous":
+        rendezvous._Meeting.host_store = rendezvous._Meeting.join_store = stop
+    elif WHERE == "process group":
         runtime.dist.init_process_group = stop
     else:
         trainer.apply_passes = stop
 sys.exit(cli.main())
 """
-"""train.py, of whose ranks one stops before it meets the others, or while it builds the model."""
+"""train.py, of whose ranks one stops while it meets the others, or while it builds the model."""
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("where", ["process group", "build"])
+@pytest.mark.parametrize("where", ["rendezvous", "process group", "build"])
 def test_a_rank_that_stops_at_the_start_is_named(tmp_path: Path, rank: int, where: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(STOPPED.replace("STOPS", repr(str(rank))).replace("WHERE", repr(where)))
@@ -172,6 +174,41 @@ def test_a_rank_that_stops_at_the_start_is_named(tmp_path: Path, rank: int, wher
     others = [str(each) for each in range(3) if each != rank]
     assert f"hang: no report of ranks {rank}: " in lines[-1]
     assert f"hang: ranks {', '.join(others)} wait in a collective" in text
-    assert "hang: the start has not ended for" in text
+    phase = "rendezvous" if where == "rendezvous" else "start"
+    assert f"hang: the {phase} has not ended for" in text
     assert "Traceback" not in text
-    assert (tmp_path / f"run/hangs/start/rank-{others[0]}.txt").exists()
+    assert (tmp_path / f"run/hangs/{phase}/rank-{others[0]}.txt").exists()
+
+
+@pytest.mark.parametrize(("phase", "ends"), [("rendezvous", False), ("start", True)])
+def test_hangs_of_another_run_end_no_rendezvous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, ends: bool
+) -> None:
+    """It may have the same directory, until this one has the lock."""
+    ended = threading.Event()
+    monkeypatch.setattr(Watchdog, "_report_and_exit", lambda *_: ended.set())
+    watchdog = Watchdog(1, tmp_path, 0, 2)
+    watchdog.begin(phase)
+    (tmp_path / "start").mkdir()
+    assert ended.wait(2) == ends
+    watchdog.end()
+
+
+def test_an_error_of_a_start_is_explained_under_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether another rank has failed is asked of a store, which may not answer."""
+    watched = []
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such layer")
+
+    def explain(trainer: Trainer, *_: object) -> None:
+        assert trainer.watchdog is not None
+        watched.append(trainer.watchdog._thread.is_alive())
+
+    monkeypatch.setattr(Trainer, "_build", fail)
+    monkeypatch.setattr(Trainer, "_explained", explain)
+    with pytest.raises(RuntimeError, match="no such layer"):
+        Trainer(tiny(tmp_path / "run")).fit()
+    assert watched == [True]

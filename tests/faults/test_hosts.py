@@ -257,7 +257,7 @@ def test_kills(
     tmp_path: Path, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture, n: int
 ) -> None:
     option = pytestconfig.option
-    with Hosts(n, tmp_path) as hosts:
+    with Hosts(n, tmp_path, shared_store=True) as hosts:
         soak = Kills(hosts, tmp_path, option.soak_seed, steps=80, calm=8)
         try:
             soak.until(time.monotonic() + 30 * option.soak_minutes, option.soak_kills // 2)

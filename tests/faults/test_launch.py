@@ -66,6 +66,7 @@ def test_hosts_that_share_a_store_are_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for hosts, warnings in (("1", 0), ("2", 1)):
         monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
         warn_of_shared_store(Place(rank=0, local_rank=0, world_size=2))
@@ -107,6 +108,48 @@ def test_torchrun_exits_0_when_it_is_warned_before_training(tmp_path: Path) -> N
     assert "SIGUSR1: stopping before training begins" in told
     assert rows(tmp_path / "run") == []
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def lives(process: int, parent: int = 0) -> bool:
+    """Whether a process runs, and is a child of another one."""
+    try:
+        state, of = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return False
+    return state != "Z" and (not parent or int(of) == parent)
+
+
+def children(agent: int) -> list[int]:
+    """Live processes that an agent has started."""
+    found = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [process for process in found if lives(process, agent)]
+
+
+def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+    """The same command, started at once, waits for them and goes on where they have ended."""
+    keys = {"checkpoint__resume": "latest", "checkpoint__interval": 10**6}
+    words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=10**6, **keys)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", *words]
+    metrics, before = tmp_path / "run/metrics.jsonl", list[int]()
+    for _ in range(3):
+        done = len(rows(tmp_path / "run")) if metrics.exists() else 0
+        process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL)
+        try:
+            wait_for_rows(metrics, done + 5)
+            assert not any(map(lives, before))
+            before = children(process.pid)
+            assert len(before) == 2
+        finally:
+            process.kill()
+            process.wait()
+    deadline = time.monotonic() + 60
+    while any(map(lives, before)):
+        assert time.monotonic() < deadline, "ranks outlive torchrun"
+        time.sleep(0.1)
+    last = len(rows(tmp_path / "run"))
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, last + 1))
+    assert (tmp_path / "run/checkpoints/latest").read_text() == f"step-{last}\n"
 
 
 STANDINS = {
