@@ -162,7 +162,7 @@ class ObjectStore:
                 known = sizes.get("content-length", "0") if self.command == "HEAD" else str(size)
                 self.send_header("Content-Length", known)
                 self.end_headers()
-                self.wfile.write(sent)
+                self.wfile.write(sent if self.command != "HEAD" else b"")
                 self.close_connection |= fault == "truncate"
 
             def log_message(self, format: str, *args: Any) -> None:
