@@ -232,9 +232,10 @@ class Remote:
         with self._errors(), contextlib.suppress(FileNotFoundError):
             if paths:
                 self._files.rm(paths, recursive=seen is None)
-        for path in paths if seen is not None else ():
-            del seen.sizes[path]
-            seen.contents.pop(path, None)
+        if seen is not None:
+            for path in paths:
+                del seen.sizes[path]
+                seen.contents.pop(path, None)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
