@@ -138,6 +138,8 @@ def _refuse(error: DtronError) -> int:
     """Print an error once. One that all ranks have is printed by the first rank of a host, which
     ends; torchrun ends the others, which print only if that does not happen, because the error is
     theirs alone. A failure of one rank is printed by that rank, and by no other."""
+    import torch.distributed as dist  # not before --help, which needs no torch
+
     from dtron.runtime import Place
 
     place = Place.of_environment()
@@ -152,7 +154,7 @@ def _refuse(error: DtronError) -> int:
         print(f"error on rank {place.rank}: {error}", file=sys.stderr, flush=True)
     if isinstance(error, NoProgressError) and "TORCHELASTIC_RUN_ID" in os.environ:
         os.kill(os.getppid(), signal.SIGTERM)  # or torchrun would restart all ranks again
-    if place.world_size > 1 and (alone or isinstance(error, PeerError)):
+    if place.world_size > 1 and (alone or isinstance(error, PeerError) or dist.is_initialized()):
         sys.stdout.flush()
         os._exit(1)  # threads that wait for other ranks in a collective would abort this one
     return 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dtron.errors import CheckpointError, ConfigError, cause_of
-from dtron.remote import Remote
+from dtron.remote import Remote, UnreachableError
 from dtron.untrusted import JSON_BYTES, parse, read_bytes
 
 Location = Path | Remote
@@ -30,9 +30,11 @@ def read(path: Location, limit: int = JSON_BYTES) -> bytes:
 
 
 def read_json(path: Location, limit: int = JSON_BYTES) -> dict[str, Any]:
-    """An object in a file of at most `limit` bytes. Raises CheckpointError."""
+    """An object in a file of at most `limit` bytes. Raises CheckpointError; UnreachableError."""
     try:
         content = parse(read(path, limit))
+    except UnreachableError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {cause_of(error, path)}") from None
     if not isinstance(content, dict):
@@ -89,6 +91,12 @@ def is_file(path: Location) -> bool:
         raise CheckpointError(f"{path}: {cause_of(error, path)}") from None
 
 
+def listed(folder: Location) -> Location:
+    """A folder of a store with a snapshot of what is in it, which saves requests; another folder
+    itself. Raises UnreachableError."""
+    return folder.listed() if isinstance(folder, Remote) else folder
+
+
 def names_in(folder: Location) -> list[str]:
     """What is in a folder; nothing if it is not there. Raises OSError."""
     if isinstance(folder, Remote):
@@ -127,11 +135,19 @@ def _still_there(_act: Any, _path: str, info: tuple[Any, BaseException, Any]) ->
         raise info[1]
 
 
-def delete(path: Location) -> None:
-    """Delete a file, or a folder with all that is in it. Raises OSError."""
-    if isinstance(path, Remote):
-        path.delete()
-    elif path.is_dir() and not path.is_symlink():
+def delete(*paths: Location) -> None:
+    """Delete files, or folders with all that is in them, of a disk or of one store. Raises
+    OSError."""
+    remote = [path for path in paths if isinstance(path, Remote)]
+    if remote:
+        remote[0].delete(*remote[1:])
+    for path in paths:
+        if isinstance(path, Path):
+            _delete_local(path)
+
+
+def _delete_local(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, onerror=_still_there)
     else:
         with contextlib.suppress(FileNotFoundError):

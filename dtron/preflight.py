@@ -5,14 +5,16 @@ for it, so that an error is found and told once.
 """
 
 import contextlib
+import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 
 from dtron.config import RunConfig, Schedule, fields
 from dtron.data import (
@@ -26,8 +28,8 @@ from dtron.data import (
     wait_for,
 )
 from dtron.data.sources import BY_POSITION, SPLIT
-from dtron.errors import CheckpointError, ConfigError, cause_of
-from dtron.files import Location, location
+from dtron.errors import CheckpointError, ConfigError, DtronError, cause_of
+from dtron.files import Location, listed, location
 from dtron.flops import n_parameters
 from dtron.initial import Initial, check_same_model, check_tokenizer, open_initial
 from dtron.models import MODELS
@@ -40,7 +42,9 @@ from dtron.parallelisms.fsdp import DTYPES
 from dtron.parallelisms.offload import host_memory
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan
-from dtron.published import Facts, check_model, complete, find, read_facts
+from dtron.published import PROBE, Facts, check_model, complete, find, read_facts
+from dtron.remote import Remote
+from dtron.rendezvous import Rendezvous
 from dtron.resolve import host_warnings, resolve
 from dtron.rundir import RunDir
 from dtron.runtime import Place, check_writable
@@ -71,6 +75,10 @@ class Checked:
     """`checkpoint.resume`, or `latest` where torchrun has restarted the job."""
     tiers: list[Tier]
     """Where checkpoints go."""
+    folders: list[Location]
+    """Theirs, as they were found."""
+    by_rank_0: bool
+    """Rank 0 alone has looked for the checkpoint, in a store."""
     checkpoint: Location | None
     facts: Facts | None
     initial: Initial | None
@@ -83,10 +91,13 @@ class Checked:
         return self.facts is not None and self.facts.step >= self.steps and lasting
 
 
-def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
+def preflight(
+    config: RunConfig, place: Place, rendezvous: Rendezvous | None = None, starts: bool = True
+) -> Checked:
     """Check a run against this machine.
 
     Args:
+        rendezvous: of all ranks, which call it together; None: of this process alone.
         starts: the model will be built here, so that this machine has to hold it.
     Raises:
         ConfigError, DataError, CheckpointError: the first thing that cannot work.
@@ -112,14 +123,18 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
     rundir = RunDir(config.run.dir)
     tiers = tiers_of(config)
     goes_on = _goes_on(rundir, place)
-    resume, checkpoint, facts = _resumed(config, model, goes_on, tiers)
-    if resume == "latest" and checkpoint is None and (noted := rundir.noted_checkpoint()):
-        raise CheckpointError(
-            f"checkpoint.resume = 'latest' finds no checkpoint in {tiers[-1].folder}, but this run "
-            f"wrote {noted}; mount or restore its file system, or start afresh with "
-            "checkpoint.resume= (empty)"
-        )
-    _check_tiers(config, place, tiers, checkpoint, goes_on)
+
+    def look() -> Resumed:
+        return _look(config, model, place, tiers, goes_on, probe=starts)
+
+    by_rank_0 = rendezvous is not None and place.world_size > 1 and _in_stores(config, tiers)
+    if rendezvous is not None and by_rank_0:
+        if place.rank > 0 and isinstance(tiers[-1].folder, Remote):
+            tiers[-1].folder.connect()  # while rank 0 looks
+        found = _look_once(look, rendezvous, config.checkpoint.timeout_seconds)
+    else:
+        found = look()
+    resume, checkpoint, facts = found.resume, found.checkpoint, found.facts
     initial = None
     if config.checkpoint.initial and not checkpoint:
         initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
@@ -149,6 +164,8 @@ def preflight(config: RunConfig, place: Place, starts: bool = True) -> Checked:
         data,
         resume,
         tiers,
+        found.folders,
+        by_rank_0,
         checkpoint,
         facts,
         initial,
@@ -167,15 +184,90 @@ def _goes_on(rundir: RunDir, place: Place) -> bool:
     return False
 
 
+class Resumed(NamedTuple):
+    """How this attempt resumes, and from what."""
+
+    resume: str
+    checkpoint: Location | None
+    facts: Facts | None
+    folders: list[Location]
+    """The tiers', as they were found."""
+
+
+def _look(
+    config: RunConfig,
+    model: DecoderConfig,
+    place: Place,
+    tiers: Sequence[Tier],
+    goes_on: bool,
+    probe: bool,
+) -> Resumed:
+    """Look for the checkpoint to resume, where checkpoints can be written."""
+    _check_tiers(config, place, tiers)
+    if probe and place.rank == 0 and isinstance(tiers[-1].folder, Remote):
+        _check_store(config.checkpoint.dir, tiers[-1].folder)
+    try:
+        folders = [listed(tier.folder) for tier in tiers]
+    except OSError as error:
+        raise _cannot_look(config.checkpoint.resume, error) from error
+    resume, checkpoint, facts = _resumed(config, model, goes_on, folders)
+    noted = RunDir(config.run.dir).noted_checkpoint()
+    if resume == "latest" and checkpoint is None and noted:
+        raise CheckpointError(
+            f"checkpoint.resume = 'latest' finds no checkpoint in {tiers[-1].folder}, but this run "
+            f"wrote {noted}; mount or restore its file system, or start afresh with "
+            "checkpoint.resume= (empty)"
+        )
+    _check_unused(config, folders, checkpoint if owner(tiers, checkpoint) else None, goes_on)
+    return Resumed(resume, checkpoint, facts, folders)
+
+
+def _in_stores(config: RunConfig, tiers: Sequence[Tier]) -> bool:
+    """Whether all places to look for checkpoints are stores, which all ranks see alike."""
+    resume = config.checkpoint.resume
+    places = [tier.folder for tier in tiers]
+    places += [location(resume)] if resume not in ("", "latest") else []
+    return all(isinstance(each, Remote) for each in places)
+
+
+def _look_once(look: Callable[[], Resumed], rendezvous: Rendezvous, seconds: float) -> Resumed:
+    """What rank 0 finds, on all ranks. Raises what it raises there, on all of them."""
+    name, found, failure = "checkpoint", None, None
+    if rendezvous.place.rank == 0:
+        try:
+            found = look()
+        except DtronError as error:
+            failure = error
+    said = {"error": str(failure)} if failure else {}
+    if found is not None:
+        facts = asdict(found.facts) if found.facts else None
+        said = {"resume": found.resume, "at": str(found.checkpoint or ""), "facts": facts}
+    heard = json.loads(rendezvous.of_rank_0(name, json.dumps(said), seconds))
+    if failure is not None:
+        raise failure
+    if found is not None:
+        return found
+    if "error" in heard:
+        raise CheckpointError(heard["error"])
+    facts = TypeAdapter(Facts).validate_python(heard["facts"]) if heard["facts"] else None
+    return Resumed(heard["resume"], location(heard["at"]) if heard["at"] else None, facts, [])
+
+
+def _cannot_look(resume: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint.resume = {resume!r}: checkpoints cannot be looked for: {error}; start again "
+        "when that works"
+    )
+
+
 def _resumed(
-    config: RunConfig, model: DecoderConfig, goes_on: bool, tiers: Sequence[Tier]
+    config: RunConfig, model: DecoderConfig, goes_on: bool, folders: Sequence[Location]
 ) -> tuple[str, Location | None, Facts | None]:
     """How this attempt resumes, and from what.
 
     The first attempt of a job takes what `checkpoint.resume` says. One that torchrun has restarted
     goes on from what the job has written, and if that is nothing, does as the first.
     """
-    folders = [tier.folder for tier in tiers]
     if goes_on:
         found = find_checkpoint(config, model, "latest", folders)
         if found[0] is not None:
@@ -201,7 +293,7 @@ def find_checkpoint(
     try:
         checkpoint = find(resume, folders)
     except OSError as error:
-        raise CheckpointError(f"checkpoints cannot be looked for: {error}") from error
+        raise _cannot_look(resume, error) from error
     if checkpoint is None:
         return None, None
     facts = checked_facts(config, model, checkpoint)
@@ -233,15 +325,9 @@ def checked_facts(config: RunConfig, model: DecoderConfig, checkpoint: Location)
     return facts
 
 
-def _check_tiers(
-    config: RunConfig,
-    place: Place,
-    tiers: Sequence[Tier],
-    checkpoint: Location | None,
-    goes_on: bool,
-) -> None:
-    """Refuse tiers that cannot do what they are for, or hold another run's checkpoints."""
-    options, own = config.checkpoint, owner(tiers, checkpoint)
+def _check_tiers(config: RunConfig, place: Place, tiers: Sequence[Tier]) -> None:
+    """Refuse tiers that cannot do what they are for."""
+    options = config.checkpoint
     if options.fast_dir and not options.fast_interval:
         raise ConfigError(
             f"checkpoint.fast_dir = {options.fast_dir!r} needs checkpoint.fast_interval; set the "
@@ -256,11 +342,33 @@ def _check_tiers(
     for key, folder in (("dir", options.dir), ("fast_dir", options.fast_dir)):
         if folder and isinstance(where := location(folder), Path):
             _check_folder(f"checkpoint.{key}", where)
+
+
+def _check_store(url: str, folder: Remote) -> None:
+    """Refuse a store to which nothing can be written. What is written is deleted by a save."""
+    try:
+        (folder / PROBE).write_bytes(b"\n")
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.dir = {url!r} cannot be written: {cause_of(error, folder)}; make the "
+            "bucket, set credentials that may list, read, write and delete there, or set another "
+            "checkpoint.dir"
+        ) from error
+
+
+def _check_unused(
+    config: RunConfig, folders: Sequence[Location], own: Location | None, goes_on: bool
+) -> None:
+    """Refuse folders that hold another run's checkpoints.
+
+    Args:
+        own: what this run resumes from them.
+    """
     local = RunDir(config.run.dir).checkpoints  # which is set aside
-    for tier in tiers:
-        if own is None and tier.folder != local and _used(tier.folder) and not goes_on:
+    for folder in folders:
+        if own is None and folder != local and _used(folder) and not goes_on:
             raise ConfigError(
-                f"{tier.folder} holds checkpoints of an earlier start; set "
+                f"{folder} holds checkpoints of an earlier start; set "
                 "checkpoint.resume=latest to go on from them, delete them, or use another folder"
             )
 

@@ -26,6 +26,7 @@ from dtron.files import (
     appear,
     delete,
     is_file,
+    listed,
     location,
     make_folder,
     names_in,
@@ -33,6 +34,7 @@ from dtron.files import (
     read_json,
     sync_directory,
 )
+from dtron.remote import Remote, UnreachableError
 from dtron.storage import INDEX, corrupt, missing_or_short, read_index
 from dtron.untrusted import INDEX_BYTES
 
@@ -40,6 +42,8 @@ log = logging.getLogger("dtron")
 FACTS = "dtron.json"
 _ABANDONED = "abandoned.json"
 """The name of FACTS where training went on from an earlier step."""
+PROBE = "latest.partial"
+"""A start writes it to a store, to see that it can; the next save deletes it."""
 _STEP = re.compile(r"[0-9]{1,18}")
 _OWN = re.compile(r"rank-\d+\.safetensors|(index|dtron|abandoned)\.json(\.partial)?")
 RESUME = "set checkpoint.resume ="
@@ -82,6 +86,16 @@ class Facts:
         return not self.data
 
 
+def share(path: Location, group: dist.ProcessGroup) -> Location:
+    """Give all ranks what rank 0 has listed and read of a checkpoint in a store. All of them call
+    it together."""
+    if not isinstance(path, Remote):
+        return path
+    known = [path.known()]
+    dist.broadcast_object_list(known, src=0, group=group)
+    return path.knowing(known[0])
+
+
 def write_facts(path: Location, facts: Facts) -> None:
     """Make a checkpoint of a folder that holds all else. Raises OSError."""
     content = asdict(facts)
@@ -95,6 +109,7 @@ def read_facts(path: Location) -> Facts:
 
     Raises:
         CheckpointError: it or the index cannot be read, or their checksum differs.
+        UnreachableError: a store does not answer.
     """
     content = read_json(path / FACTS)
     found = content.pop("sha256", None)
@@ -102,6 +117,8 @@ def read_facts(path: Location) -> Facts:
         if found != _checksum(path, content):
             raise CheckpointError(f"{path}: {FACTS} or {INDEX} is corrupt: their SHA-256 differs")
         return TypeAdapter(Facts).validate_python(content)
+    except UnreachableError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except ValidationError as error:
@@ -115,11 +132,14 @@ def _checksum(path: Location, facts: dict[str, Any]) -> str:
 
 
 def problem(path: Location) -> str | None:
-    """What is wrong with a checkpoint, as far as names, sizes and what it says of itself tell."""
+    """What is wrong with a checkpoint, as far as names, sizes and what it says of itself tell.
+    Raises UnreachableError."""
     try:
         read_facts(path)
         if wrong := missing_or_short(path, read_index(path).files):
             return f"{path}: {wrong}"
+    except UnreachableError:  # it may be as good as any
+        raise
     except CheckpointError as error:
         return str(error)
     return None
@@ -170,7 +190,7 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
 
 def _within(path: Location | str) -> Location | None:
     """The checkpoint that a path is, or the newest good one below it."""
-    where = location(path)
+    where = listed(location(path))
     if is_file(where / FACTS):
         return where
     return newest_good([where / "checkpoints", where])
@@ -207,7 +227,7 @@ def newest_good(
 
 def newest_first(folders: Sequence[Location]) -> list[Location]:
     """All checkpoints of a run; those of one step in the order of their folders."""
-    found = [path for folder in folders for path in complete(folder)]
+    found = [path for folder in folders for path in complete(listed(folder))]
     return sorted(found, key=lambda path: -step_of(path))
 
 
@@ -294,7 +314,7 @@ def begin(folder: Location, kept: Collection[Location] = ()) -> None:
     Raises:
         OSError
     """
-    clear(folder.parent, kept)
+    delete(*_left_over(folder.parent, kept))
     if folder in kept or (folder / FACTS).exists():
         raise CheckpointError(f"{folder} is there already")
     if foreign := _foreign(folder):
@@ -319,13 +339,15 @@ def retire(
 ) -> None:
     """Delete what is older than the `keep` newest, but for steps that `keep_every` divides, the
     one just written and `kept`; and what was abandoned. Raises OSError."""
-    clear(checkpoints, {newest, *kept}, abandoned=True)
-    if not keep:
-        return
-    for old in sorted(complete(checkpoints), key=step_of)[:-keep]:
-        spared = old == newest or old in kept
-        if not spared and not (keep_every and step_of(old) % keep_every == 0):
-            withdraw(old)
+    old = sorted(complete(checkpoints), key=step_of)[:-keep] if keep else []
+    spared = {path for path in old if keep_every and step_of(path) % keep_every == 0}
+    old = [path for path in old if path not in {newest, *kept, *spared}]
+    if not isinstance(checkpoints, Remote):  # where one request deletes all
+        for path in old:
+            delete(path / FACTS)
+    probe = checkpoints / PROBE
+    left = _left_over(checkpoints, {newest, *kept}, abandoned=True)
+    delete(*old, *left, *([probe] if probe.exists() else []))
 
 
 def withdraw(folder: Location) -> None:
@@ -348,17 +370,15 @@ def abandon_after(checkpoints: Location, step: int) -> None:
             delete(path / FACTS)
 
 
-def clear(checkpoints: Location, kept: Collection[Location] = (), abandoned: bool = False) -> None:
-    """Delete what runs that were killed have left half-written or half-deleted, and on demand what
-    was abandoned, but `kept`. Raises OSError."""
-    for name in names_in(checkpoints):
-        path = checkpoints / name
-        if path in kept or not (step_of(path) or name == "latest.partial"):
-            continue
-        if _foreign(path) or (path / FACTS).exists():
-            continue
-        if abandoned or not (path / _ABANDONED).exists():
-            delete(path)
+def _left_over(
+    checkpoints: Location, kept: Collection[Location] = (), abandoned: bool = False
+) -> list[Location]:
+    """What runs that were killed have left half-written or half-deleted, and on demand what was
+    abandoned, but `kept`. Raises OSError."""
+    steps = (checkpoints / name for name in names_in(checkpoints))
+    left = [path for path in steps if step_of(path) and path not in kept]
+    left = [path for path in left if not (_foreign(path) or (path / FACTS).exists())]
+    return [path for path in left if abandoned or not (path / _ABANDONED).exists()]
 
 
 def complete(checkpoints: Location) -> list[Location]:

@@ -1,28 +1,63 @@
 """Folders and files in stores that fsspec knows: `s3://`, `gs://`, `memory://`, `file://`, ...
 
 A `Remote` has the part of pathlib's interface that checkpoints need. Object stores cannot rename,
-and show an object when all of it is there; nothing here relies on more. Listings are never cached,
-since other processes write too.
+and show an object when all of it is there; nothing here relies on more. Requests are retried by the
+store's own library. Listings are not cached behind the caller's back, since other processes write
+too: `listed` takes a snapshot, which answers for as long as the caller keeps it.
 """
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import IO, Any
 
-from dtron.errors import ConfigError
+from dtron.errors import CheckpointError, ConfigError
 
+HEAD_BYTES = 8 << 20
+"""Read by one request where a file begins; the whole of a small file."""
+_BLOCK_BYTES = 64 << 20
+"""Read together, in parts of _PART_BYTES at the same time."""
+_PART_BYTES = 16 << 20
+_GAP_BYTES = 1 << 20
+"""Read too, to save a request."""
+_MOST_HEADS = 16
 _EXTRA = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+
+
+class UnreachableError(CheckpointError, OSError):
+    """A store that does not answer, or refuses to: nothing is known about what it holds."""
+
+
+@dataclass
+class Snapshot:
+    """What was in a folder of a store when it was listed, kept up to date by this process's own
+    changes through the same snapshot."""
+
+    sizes: dict[str, int]
+    """Bytes of each file, by path."""
+    contents: dict[str, bytes] = field(default_factory=dict)
+    """Of small files that were read or written."""
+    heads: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
+    """How files of tensors begin, of those that were read last."""
+
+    def below(self, path: str) -> list[str]:
+        """Paths of a file, or of all files in a folder."""
+        return [each for each in self.sizes if each == path or each.startswith(f"{path}/")]
 
 
 class Remote:
     """A path in a store.
 
+    Args:
+        seen: answers instead of the store, for this path and those made of it.
     Raises:
-        OSError: from every method that reaches the store, whatever its library raises.
+        FileNotFoundError: from every method that reads.
+        UnreachableError: from every method, whatever the store's library raises.
     """
 
-    def __init__(self, files: Any, path: str) -> None:
-        self._files, self._path = files, path.rstrip("/")
+    def __init__(self, files: Any, path: str, seen: Snapshot | None = None) -> None:
+        self._files, self._path, self._seen = files, path.rstrip("/"), seen
 
     @classmethod
     def of(cls, url: str) -> "Remote":
@@ -48,7 +83,7 @@ class Remote:
         return cls(files, path)
 
     def __truediv__(self, name: str) -> "Remote":
-        return Remote(self._files, f"{self._path}/{name}")
+        return Remote(self._files, f"{self._path}/{name}", self._seen)
 
     def __str__(self) -> str:
         return self._files.unstrip_protocol(self._path)
@@ -70,30 +105,68 @@ class Remote:
     @property
     def parent(self) -> "Remote":
         """The folder that holds it."""
-        return Remote(self._files, self._path.rsplit("/", 1)[0])
+        return Remote(self._files, self._path.rsplit("/", 1)[0], self._seen)
 
     def with_name(self, name: str) -> "Remote":
         """Another one of the same folder."""
         return self.parent / name
 
+    def listed(self) -> "Remote":
+        """The same path with a snapshot of all that is in it: one request for 1000 files."""
+        if self._seen is not None or getattr(self._files, "local_file", False):
+            return self
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            found = self._files.find(self._path, detail=True)
+            sizes = {path: int(info["size"]) for path, info in found.items()}
+            return Remote(self._files, self._path, Snapshot(sizes))
+        return Remote(self._files, self._path, Snapshot({}))
+
+    def connect(self) -> None:
+        """Set up the store's library, which takes some of them half a second; asks for nothing."""
+        with self._errors():
+            getattr(self._files, "connect", lambda: None)()
+
+    def known(self) -> Snapshot | None:
+        """What its snapshot has of it, to send to other ranks."""
+        if self._seen is None:
+            return None
+        sizes = {path: self._seen.sizes[path] for path in self._seen.below(self._path)}
+        contents = self._seen.contents
+        return Snapshot(sizes, {path: contents[path] for path in sizes if path in contents})
+
+    def knowing(self, seen: Snapshot | None) -> "Remote":
+        """The same path with another rank's snapshot."""
+        return Remote(self._files, self._path, seen)
+
     def exists(self) -> bool:
         """Whether it is there."""
-        with self._told():
+        if self._seen is not None:
+            return bool(self._seen.below(self._path))
+        with self._errors():
             return self._files.exists(self._path)
 
     def is_file(self) -> bool:
         """Whether it is there and no folder."""
-        with self._told():
+        if self._seen is not None:
+            return self._path in self._seen.sizes
+        with self._errors():
             return self._files.isfile(self._path)
 
     def size(self) -> int:
         """Bytes of a file."""
-        with self._told():
+        if self._seen is not None:
+            if self._path not in self._seen.sizes:
+                raise FileNotFoundError(f"{self} is not there")
+            return self._seen.sizes[self._path]
+        with self._errors():
             return int(self._files.size(self._path))
 
     def names(self) -> list[str]:
         """What is in a folder; nothing if it is not there."""
-        with self._told():
+        if self._seen is not None:
+            below = (path[len(self._path) + 1 :] for path in self._seen.below(self._path))
+            return sorted({path.split("/")[0] for path in below} - {""})
+        with self._errors():
             try:
                 found = self._files.ls(self._path, detail=False)
             except FileNotFoundError:
@@ -102,41 +175,119 @@ class Remote:
 
     def open(self, mode: str = "rb") -> IO[bytes]:
         """Open a file, to read it or to write a new one."""
-        with self._told():
+        with self._errors():
             return self._files.open(self._path, mode)
 
-    def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
-        """A file, or a part of it."""
-        with self._told():
-            return self._files.cat_file(self._path, start=start, end=end)
+    def read_bytes(self, start: int, end: int) -> bytes:
+        """A part of a file; less where the file ends before."""
+        starts = list(range(start, end, _PART_BYTES))
+        ends = [*starts[1:], end]
+        with self._errors():
+            if len(starts) < 2:
+                return self._files.cat_file(self._path, start=start, end=end) if starts else b""
+            paths = [self._path] * len(starts)
+            return b"".join(self._files.cat_ranges(paths, starts, ends, on_error="raise"))
 
     def read_whole(self, limit: int) -> bytes:
         """A file. Raises OSError: also where it has more than `limit` bytes."""
+        if self._seen is not None and self._path in self._seen.contents:
+            return self._seen.contents[self._path]
         if (size := self.size()) > limit:
             raise OSError(f"{self} has {size} bytes, and at most {limit} are read")
-        return self.read_bytes(0, size)
+        content = self.read_bytes(0, size)
+        if len(content) != size:
+            raise UnreachableError(f"{self}: the store gave {len(content)} of {size} bytes")
+        if self._seen is not None:
+            self._seen.contents[self._path] = content
+        return content
 
-    def read_into(self, start: int, buffer: memoryview) -> int:
-        """Fill a buffer with what is there from `start` on; the number of bytes that were read."""
-        data = self.read_bytes(start, start + len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    def head(self) -> bytes:
+        """The first HEAD_BYTES of a file; a snapshot keeps them."""
+        heads = self._seen.heads if self._seen is not None else OrderedDict[str, bytes]()
+        if self._path not in heads:
+            heads[self._path] = self.read_bytes(0, min(self.size(), HEAD_BYTES))
+            while len(heads) > _MOST_HEADS:
+                heads.popitem(last=False)
+        return heads[self._path]
+
+    def blocks(self) -> Iterator[bytes]:
+        """A whole file, bit by bit."""
+        yield self.head()
+        for start in range(HEAD_BYTES, size := self.size(), _BLOCK_BYTES):
+            yield self.read_bytes(start, min(start + _BLOCK_BYTES, size))
 
     def write_bytes(self, data: bytes) -> None:
         """Write a file, which is there when all of it is."""
-        with self._told():
+        with self._errors():
             self._files.pipe_file(self._path, data)
+        if self._seen is not None:
+            self._seen.sizes[self._path], self._seen.contents[self._path] = len(data), data
 
-    def delete(self) -> None:
-        """Delete a file, or a folder and all that is in it; what is not there is no error."""
-        with self._told(), contextlib.suppress(FileNotFoundError):
-            self._files.rm(self._path, recursive=True)
+    def delete(self, *others: "Remote") -> None:
+        """Delete files, and folders with all that is in them; what is not there is no error. With a
+        snapshot one request deletes 1000 files."""
+        paths, seen = [each._path for each in (self, *others)], self._seen
+        if seen is not None:
+            paths = [file for path in paths for file in seen.below(path)]
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            if paths:
+                self._files.rm(paths, recursive=seen is None)
+        if seen is not None:
+            for path in paths:
+                del seen.sizes[path]
+                seen.contents.pop(path, None)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors(self) -> Iterator[None]:
         try:
             yield
-        except OSError:
+        except FileNotFoundError:
             raise
         except Exception as error:  # libraries of stores raise classes of their own
-            raise OSError(f"{self}: {str(error) or type(error).__name__}") from error
+            reason = str(error) or type(error).__name__
+            raise UnreachableError(f"{self}: {reason}") from error
+
+
+class RemoteFile:
+    """A file of tensors in a store, read by few requests: its head by one, then the parts that were
+    announced, those that lie together at once."""
+
+    def __init__(self, where: Remote) -> None:
+        self._where, self._head = where, where.head()
+        self._planned: list[tuple[int, int]] = []
+        self._start, self._block = 0, b""
+
+    def size(self) -> int:
+        """Bytes."""
+        return self._where.size()
+
+    def plan(self, parts: list[tuple[int, int]]) -> None:
+        """Announce what will be read, (start, end) each, in ascending order."""
+        self._planned = []
+        for start, end in parts:
+            begun, ended = self._planned[-1] if self._planned else (0, 0)
+            if start <= ended + _GAP_BYTES and max(end, ended) - begun <= _BLOCK_BYTES and begun:
+                self._planned[-1] = begun, max(end, ended)
+            elif end > len(self._head) and end - start <= _BLOCK_BYTES:
+                self._planned.append((start, end))
+
+    def read_into(self, start: int, buffer: memoryview) -> int:
+        """Fill a buffer with what is there from `start` on; the number of bytes that were read."""
+        filled = 0
+        while filled < len(buffer):
+            first = start + filled
+            data = self._read(first, min(start + len(buffer), first + _BLOCK_BYTES))
+            buffer[filled : filled + len(data)] = data
+            filled += len(data)
+            if not data:
+                break
+        return filled
+
+    def _read(self, start: int, end: int) -> bytes | memoryview:
+        if end <= len(self._head):
+            return self._head[start:end]
+        if not self._start <= start <= end <= self._start + len(self._block):
+            around = (each for each in self._planned if each[0] <= start <= end <= each[1])
+            self._start, last = next(around, (start, end))
+            self._block = self._where.read_bytes(self._start, last)
+        return memoryview(self._block)[start - self._start : end - self._start]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dtron.errors import CheckpointError
-from dtron.files import Location, check_mounted, mount_of, read, write_synced
+from dtron.files import Location, check_mounted, listed, mount_of, read, write_synced
 from dtron.published import FACTS, Facts, begin, problem, publish, retire, withdraw
 from dtron.runtime import new_host_group
 from dtron.saveplan import KeptPlan
@@ -38,6 +38,7 @@ from dtron.writer import WriterProcess
 log = logging.getLogger("dtron")
 
 
+_NOBODY = -1
 Committed = Callable[[Location], object]
 
 
@@ -57,6 +58,8 @@ class Saver:
         self.group = new_host_group(2 * seconds + 60)
         self.seconds, self.committed = seconds, committed
         self._mount = mount_of(folder)
+        self._listed: Location | None = None
+        """The folder of checkpoints as the first rank found it for this save."""
 
     def write(
         self,
@@ -116,27 +119,45 @@ class Saver:
             self.first(lambda: self._begin(folder, kept))
             begun = True  # before, what is there is another save's
             self._check_shared(folder)
-            act(folder)
-            self.first(lambda: self._complete(folder, facts))
+            seen = self._listed / folder.name if self._listed is not None else folder
+            act(seen)
+            self._on(self._looks(folder), lambda: self._check_files(folder))
+            self.first(lambda: self._complete(seen, facts))
         except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
             if begun and dist.get_rank() == 0:
                 with contextlib.suppress(OSError):
-                    self._limited(lambda: withdraw(folder))
+                    self._limited(lambda: withdraw(tier.folder / folder.name))
+            self._listed = None
             cause = why(error) if isinstance(error, dcp.CheckpointException) else error
             raise CheckpointError(f"{folder} could not be written: {cause}") from error
         log.info("checkpoint: %s in %.1f s", folder, time.monotonic() - started)
         try:
-            self.first(lambda: retire(tier.folder, folder, tier.keep, tier.keep_every, kept))
+            self.first(lambda: retire(seen.parent, folder, tier.keep, tier.keep_every, kept))
         except CheckpointError as error:  # the new one is written all the same
             log.warning("%s: an older checkpoint could not be deleted: %s", folder, error)
+        finally:
+            self._listed = None
 
     def _begin(self, folder: Location, kept: Collection[Location]) -> None:
         check_mounted(folder, self._mount)
-        begin(folder, kept)
+        if self._listed is None:
+            self._listed = listed(folder.parent)
+        begin(self._listed / folder.name, kept)
+
+    def _looks(self, folder: Location) -> int:
+        """The rank that looks for all ranks' files: of a store the last one, since the first has
+        more requests to make; it need not look for its own, which the store has confirmed."""
+        last = dist.get_world_size() - 1
+        return 0 if isinstance(folder, Path) else last or _NOBODY
+
+    def _check_files(self, folder: Location) -> None:
+        folder = listed(folder)
+        there = (folder / INDEX).exists()
+        wrong = missing_or_short(folder, read_files(folder)) if there else f"{INDEX} is missing"
+        if wrong:
+            raise CheckpointError(f"{wrong}; all ranks have to reach the same {folder.parent}")
 
     def _complete(self, folder: Location, facts: Facts) -> None:
-        if wrong := missing_or_short(folder, read_files(folder)):
-            raise CheckpointError(f"{wrong}; all ranks have to reach the same {folder.parent}")
         publish(folder, facts)
         if self.committed is not None:
             self.committed(folder)
@@ -146,8 +167,10 @@ class Saver:
         found: list[bool] = [False]
 
         def look() -> None:
-            whole = (folder / FACTS).exists() and problem(folder) is None
-            found[0] = whole and _index(folder) == _index(source)
+            self._listed = listed(folder.parent)
+            there = self._listed / folder.name
+            whole = (there / FACTS).exists() and problem(there) is None
+            found[0] = whole and _index(there) == _index(source)
 
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):
@@ -157,7 +180,10 @@ class Saver:
 
     def first(self, act: Callable[[], None]) -> None:
         """Act on the first rank while the others wait; a failure there is raised on all."""
-        self._everyone(act if dist.get_rank() == 0 else lambda: None)
+        self._on(0, act)
+
+    def _on(self, rank: int, act: Callable[[], None]) -> None:
+        self._everyone(act if dist.get_rank() == rank else lambda: None)
 
     def _everyone(self, act: Callable[[], None]) -> None:
         """Act on every rank; the first failure is raised on all. Raises CheckpointError."""

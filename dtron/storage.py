@@ -8,11 +8,12 @@ DTensors; this is its storage. A file is written one tensor after the other, has
 synced. Of the ranks that hold the same part one writes it.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
@@ -38,11 +40,12 @@ from torch.futures import Future
 
 from dtron.errors import CheckpointError, cause_of
 from dtron.files import Location, plain_name, read_json, size_of, write_synced
-from dtron.remote import Remote
+from dtron.remote import Remote, UnreachableError
 from dtron.tensorfile import (
     DTYPE_NAMES,
     DTYPES_BY_NAME,
     Described,
+    StoredTensor,
     StoredTensors,
     TensorFile,
     Written,
@@ -295,10 +298,13 @@ def _overlap(boxes: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None
 
 
 def missing_or_short(folder: Location, files: Mapping[str, Written]) -> str | None:
-    """What is wrong with the files of a checkpoint, told by their sizes; None: nothing."""
+    """What is wrong with the files of a checkpoint, by their sizes; None: nothing. Raises
+    UnreachableError."""
     for name, written in files.items():
         try:
             size = size_of(folder / name)
+        except UnreachableError:
+            raise
         except OSError as error:
             return f"{name} is missing ({error.strerror or error})"
         if size != written.bytes:
@@ -307,24 +313,44 @@ def missing_or_short(folder: Location, files: Mapping[str, Written]) -> str | No
 
 
 def corrupt(folder: Location, files: Mapping[str, Written], group: dist.ProcessGroup) -> list[str]:
-    """What is wrong with the files of a checkpoint, told by their content: all ranks call it
-    together, each reads some of the files, and all get the same answer."""
+    """What is wrong with the files of a checkpoint, by their content: all ranks call it together,
+    each reads some of the files, and all get the same answer.
+
+    Raises:
+        UnreachableError: on all ranks; a store does not answer one of them.
+    """
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
-    mine = sorted(files)[rank::n_ranks]
-    wrong = [why for name in mine if (why := _differs(folder / name, files[name]))]
-    gathered: list[list[str]] = [[]] * n_ranks
-    dist.all_gather_object(gathered, wrong, group=group)
-    return [why for rank_wrong in gathered for why in rank_wrong]
+    mine, wrong, unreachable = sorted(files)[rank::n_ranks], list[str](), ""
+    try:
+        wrong = [why for name in mine if (why := _differs(folder / name, files[name]))]
+    except UnreachableError as error:
+        unreachable = str(error)
+    gathered: list[tuple[list[str], str]] = [([], "")] * n_ranks
+    dist.all_gather_object(gathered, (wrong, unreachable), group=group)
+    for other, (_, reason) in enumerate(gathered):
+        if reason:  # which does not make an older checkpoint the newest good one
+            raise UnreachableError(f"rank {other}: {reason}")
+    return [why for rank_wrong, _ in gathered for why in rank_wrong]
 
 
 def _differs(path: Location, written: Written) -> str | None:
     try:
-        opened = path.open() if isinstance(path, Remote) else open_regular(path)
-        with opened as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        found = _sha256(path)
+    except UnreachableError:
+        raise
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror or error})"
     return None if found == written.sha256 else f"{path.name} is corrupt: its SHA-256 differs"
+
+
+def _sha256(path: Location) -> str:
+    if isinstance(path, Remote):
+        content = hashlib.sha256()
+        for block in path.blocks():
+            content.update(block)
+        return content.hexdigest()
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 class StoredReader(dcp.StorageReader):
@@ -354,9 +380,7 @@ class StoredReader(dcp.StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy what this rank needs into its tensors, converted to their dtype."""
         for item in plan.items:
-            start = item.storage_offsets
-            region = tuple(slice(o, o + n) for o, n in zip(start, item.lengths, strict=True))
-            part = self.part(item.storage_index, region)
+            part = self.part(item.storage_index, region_of(item))
             planner.resolve_tensor(item).detach().copy_(part)
         done: Future[None] = Future()
         done.set_result(None)
@@ -365,6 +389,12 @@ class StoredReader(dcp.StorageReader):
     def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
         """A region of one stored part."""
         raise NotImplementedError
+
+
+def region_of(item: ReadItem) -> tuple[slice, ...]:
+    """What of a stored part is read."""
+    pairs = zip(item.storage_offsets, item.lengths, strict=True)
+    return tuple(slice(start, start + n) for start, n in pairs)
 
 
 class ShardReader(StoredReader):
@@ -404,16 +434,38 @@ class ShardReader(StoredReader):
                 out[tuple(target)] = part
         return out
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what this rank needs into its tensors, file by file and in their order."""
+        files: dict[str, list[tuple[ReadItem, StoredTensor, tuple[slice, ...]]]] = {}
+        for item in plan.items:
+            with self._reading(item.storage_index) as name:
+                part = item, self._stored(item.storage_index), region_of(item)
+                files.setdefault(name, []).append(part)
+        for name, parts in files.items():
+            parts.sort(key=lambda part: part[1].extent(part[2]))
+            self._open[name].plan([(stored, region) for _, stored, region in parts])
+        items = [item for parts in files.values() for item, _, _ in parts]
+        return super().read_data(replace(plan, items=items), planner)
+
     def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
         """A region of one stored part. Raises CheckpointError: the file does not hold it as the
         index says."""
+        with self._reading(index):
+            return self._stored(index)[region]
+
+    def _stored(self, index: MetadataIndex) -> StoredTensor:
+        name = self.index.places[index]
+        if name not in self._open:
+            self._open[name] = StoredTensors(self.folder / name)
+        stored = self._open[name].get_slice(_key(index))
+        self._check(index, stored.get_dtype(), stored.get_shape(), name)
+        return stored
+
+    @contextlib.contextmanager
+    def _reading(self, index: MetadataIndex) -> Iterator[str]:
         name = self.index.places[index]
         try:
-            if name not in self._open:
-                self._open[name] = StoredTensors(self.folder / name)
-            stored = self._open[name].get_slice(_key(index))
-            self._check(index, stored.get_dtype(), stored.get_shape(), name)
-            return stored[region]
+            yield name
         except (OSError, ValueError) as error:
             where = self.folder / name
             raise CheckpointError(f"{where} cannot be read: {cause_of(error, where)}") from None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dtron.errors import shorten
-from dtron.remote import Remote
+from dtron.remote import Remote, RemoteFile
 from dtron.untrusted import MB, open_regular, parse
 from dtron.writer import HashedFile
 
@@ -42,6 +42,7 @@ DTYPES_BY_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_N
 _MOST_HEADER = 32 * MB  # of which JSON makes 25 times that in memory
 _MOST_ELEMENTS = 2**56
 _AT_ONCE = 64 * MB
+_SMALL = MB
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,12 @@ class Written:
 
 def order_of(tensors: Mapping[str, Described]) -> list[str]:
     """Names as they lie in a file: wide elements first, so that all lie at multiples of their
-    size."""
-    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    size; of those small tensors first, so that a store gives them by one request."""
+
+    def place(name: str) -> tuple[int, bool]:
+        return -tensors[name].dtype.itemsize, tensors[name].nbytes > _SMALL
+
+    return sorted(tensors, key=place)
 
 
 def header_of(tensors: Mapping[str, Described], metadata: Mapping[str, str] | None = None) -> str:
@@ -187,7 +192,7 @@ class StoredTensors:
     """
 
     def __init__(self, where: Path | Remote) -> None:
-        self._where: Readable = where if isinstance(where, Remote) else LocalFile(where)
+        self._where = RemoteFile(where) if isinstance(where, Remote) else LocalFile(where)
         size = self._where.size()
         length = int.from_bytes(self._read(0, min(size, 8)), "little")
         if not 2 <= length <= min(size - 8, _MOST_HEADER):
@@ -218,6 +223,11 @@ class StoredTensors:
             raise ValueError(f"{name} has another size than its shape says")
         return StoredTensor(self._where, self._begin + first, entry["dtype"], shape)
 
+    def plan(self, parts: Sequence[tuple["StoredTensor", tuple[slice, ...]]]) -> None:
+        """Announce regions of tensors that will be read, in this order."""
+        if isinstance(self._where, RemoteFile):
+            self._where.plan([tensor.extent(region) for tensor, region in parts])
+
     def _read(self, start: int, length: int) -> bytes:
         content = bytearray(length)
         if self._where.read_into(start, memoryview(content)) != length:
@@ -238,6 +248,12 @@ class StoredTensor:
     def get_shape(self) -> list[int]:
         """Its shape."""
         return self._shape
+
+    def extent(self, region: tuple[slice, ...]) -> tuple[int, int]:
+        """Where the rows of a region begin and end in the file."""
+        row = math.prod(self._shape[1:]) * DTYPES_BY_NAME[self._dtype].itemsize
+        first, last = (region[0].start, region[0].stop) if region else (0, 1)
+        return self._begin + first * row, self._begin + last * row
 
     def __getitem__(self, region: tuple[slice, ...]) -> torch.Tensor:
         """A region of it, read in whole rows; dims that `region` lacks are read whole. Raises

@@ -54,6 +54,7 @@ from dtron.published import (
     agree,
     check_agreement,
     check_content,
+    share,
     write_facts,
 )
 from dtron.rendezvous import meet
@@ -109,7 +110,7 @@ class Trainer:
         self.attempts.met(self.rendezvous.token)
         self.lock = RunLock(self.rundir.path, self.rendezvous, config.run.wait_seconds)
         try:
-            self.checked = preflight(config, self.place)
+            self.checked = preflight(config, self.place, self.rendezvous)
             facts = self.checked.facts
             self.attempts.begin(facts.step if facts else 0, config.faults.max_attempts)
         except BaseException:
@@ -195,6 +196,9 @@ class Trainer:
         gc.disable()  # collections come at the same step on all ranks
         try:
             self._train(stop)
+        except CheckpointError:  # all ranks raise it: the last save could not be written
+            stop.end()
+            raise
         except TrainingError:  # all ranks raise it: what they began to save is completed
             with self.guards.saving(self.step):
                 self.saving.try_wait()
@@ -302,6 +306,10 @@ class Trainer:
     def _agree_on_checkpoint(self) -> None:
         """All ranks resume the same state, each from a tier where it sees it."""
         checked, config = self.checked, self.config
+        if checked.by_rank_0 and checked.checkpoint is not None:
+            shared = share(checked.checkpoint, self.host_group)
+            self.checked = replace(checked, checkpoint=shared)
+            return
         if checked.resume != "latest" or len(checked.tiers) == 1:
             check_agreement(checked.checkpoint, self.host_group)
             return
@@ -371,8 +379,8 @@ class Trainer:
         own = owner(self.checked.tiers, checkpoint) is not None
         if first:
             self.rundir.open(config.to_toml(), facts.step if own and facts else None)
-            for tier in self.checked.tiers:
-                abandon_after(tier.folder, self.step if own else 0)
+            for folder in self.checked.folders:
+                abandon_after(folder, self.step if own else 0)
             self.rundir.begun.write_text(self.place.job)
         said = RunFacts(
             config,

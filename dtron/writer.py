@@ -62,8 +62,11 @@ class HashedFile:
         return self._bytes, self._hash.hexdigest()
 
     def abandon(self) -> None:
-        """Close what will not be completed."""
-        with contextlib.suppress(OSError):
+        """Close what will not be completed; a store does not get it."""
+        with contextlib.suppress(Exception):
+            if "://" in self.target and not self._file.closed and hasattr(self._file, "discard"):
+                self._file.discard()
+                self._file.closed = True  # closing it, also by its collector, would upload it
             self._file.close()
 
 

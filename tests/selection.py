@@ -12,8 +12,9 @@ import re
 import pytest
 
 FULL_FILES = (
-    # need transformers or datasets, which the extra `test` does not bring
+    # need transformers, datasets or moto, which the extra `test` does not bring
     "checkpoints/test_convert.py",
+    "checkpoints/test_stores.py",
     "data/test_data_hf.py",
     "models/test_hf.py",
     "models/test_moe_references.py",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from dtron import files, published, saving
+from dtron import files, published, remote, saving
 from dtron.config import RunConfig
 from dtron.convert import convert_parser, to_hf_from
 from dtron.errors import CheckpointError, ConfigError
@@ -34,7 +34,7 @@ from dtron.published import (
 )
 from dtron.remote import Remote
 from dtron.storage import read_index, untiled
-from dtron.tensorfile import Described, StoredTensors, TensorFile
+from dtron.tensorfile import Described, StoredTensors, TensorFile, order_of
 from dtron.tiers import tiers_of
 from dtron.trainer import Trainer
 from tests.checkpoints.test_damage import fit_and_listen, flipped
@@ -470,7 +470,52 @@ def test_a_store_shows_a_checkpoint_when_its_manifest_is_there() -> None:
     retire(folder, folder / "step-3", 1, 0)
     assert not files.names_in(path)
     with pytest.raises(OSError, match="nothing"):
-        (folder / "nothing").read_bytes()
+        (folder / "nothing").read_whole(10)
+
+
+def test_what_is_announced_is_read_by_few_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head by one request, tensors that lie together by one, a large one by several parts."""
+    pytest.importorskip("fsspec")
+    sizes = {"HEAD_BYTES": 4096, "_BLOCK_BYTES": 8192, "_PART_BYTES": 2048, "_GAP_BYTES": 64}
+    for name, size in sizes.items():
+        monkeypatch.setattr(remote, name, size)
+    asked, read_bytes = [], Remote.read_bytes
+
+    def counted(self: Remote, start: int, end: int) -> bytes:
+        asked.append((start, end))
+        return read_bytes(self, start, end)
+
+    monkeypatch.setattr(Remote, "read_bytes", counted)
+    tensors = {"large": torch.randn(5000)} | {f"x{i}": torch.randn(300, 2) for i in range(6)}
+    described = {name: Described(t.dtype, t.shape) for name, t in tensors.items()}
+    file = TensorFile(tmp_path / "x.safetensors", described, {})
+    for name in file.order:
+        file.write(name, tensors[name])
+    file.close()
+    where = location("memory://bucket/x.safetensors")
+    assert isinstance(where, Remote)
+    where.write_bytes((tmp_path / "x.safetensors").read_bytes())
+    stored = StoredTensors(where.parent.listed() / where.name)
+    assert asked == [(0, 4096)]  # where small tensors lie too
+    parts = [
+        (stored.get_slice(n), tuple(slice(0, s) for s in tensors[n].shape)) for n in file.order
+    ]
+    stored.plan(parts)
+    for name, (part, region) in zip(file.order, parts, strict=True):
+        assert torch.equal(part[region], tensors[name]), name
+    assert len(asked) == 1 + 3 + 2  # the large one is longer than a block
+    content = b"".join((where.parent.listed() / where.name).blocks())
+    assert content == (tmp_path / "x.safetensors").read_bytes()
+
+
+def test_small_tensors_come_first_in_a_file() -> None:
+    """So that a store gives them together with the header."""
+    large, small = Described(torch.float32, (10**6,)), Described(torch.float32, ())
+    half = Described(torch.bfloat16, (2,))
+    tensors = {"a": large, "a.step": small, "h": half, "b": large, "b.step": small}
+    assert order_of(tensors) == ["a.step", "b.step", "a", "b", "h"]
 
 
 def test_regions_of_a_file_in_a_store(tmp_path: Path) -> None:
