@@ -25,7 +25,8 @@ def test_the_notebook_of_the_plug_in_runs(tmp_path: Path) -> None:
         else:
             code.append(cell)
     command = [sys.executable, "-c", "\n".join(code)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ours = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ours}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
