@@ -8,7 +8,7 @@
         after 4. What is measured goes to plan_measured.json at once, and a row that is there is not
         run again. A measurement that is broken off ends its run.
     python -m benchmarks.plan_layouts compare [--hardware ROW]
-        prints the table of docs/planning.md; with a row, such as a file of `dtron plan calibrate`,
+        prints the table of PLANNING.md; with a row, such as a file of `dtron plan calibrate`,
         of predictions by that row in place of those in plan_layouts.json
 
 --layouts FILE takes another drawing, whose measurements are in FILE with `measured` for `layouts`.

@@ -1,4 +1,4 @@
-"""Predictions by the row h200 beside the runs of RESULTS.md, as docs/planning.md has them.
+"""Predictions by the row h200 beside the runs of RESULTS.md, as benchmarks/PLANNING.md has them.
 
     python -m benchmarks.plan_rows
 

@@ -535,7 +535,9 @@ def choose_backend(
             `torch.use_deterministic_algorithms(True)`, which the caller sets.
         context: methods of context parallelism by which it has to attend, if there are several cp
             ranks.
-        window, softcap, sinks: as in DecoderConfig.
+        window: as in DecoderConfig.
+        softcap: likewise.
+        sinks: likewise.
     Raises:
         ConfigError: no such row, or it cannot do what is asked; names the reason and the rows
             that can.

@@ -167,8 +167,8 @@ def pipeline(
             rank as the schedule takes. Modules that no stage names are in all. Where the mesh has
             pp = 1 the model stays whole.
         schedule: a row of `parallelisms.schedules.SCHEDULES`.
-        units, blocks, placements, parallel, dtype, recompute, compile, init, convert, context,
-            experts: as for `parallelize`.
+
+    All other arguments are those of `parallelize`.
 
     Raises:
         PlacementError: as `parallelize`; a module in two stages, or a parameter in none.

@@ -58,7 +58,7 @@ BESIDE = (
     ("copy", "reduce_scatter", 0.850, 0.531),
 )
 """Of two H200, torch 2.11.0+cu130, 2026-11-23, by `dtron.plan.beside`: means of the table in
-docs/planning.md. Taken for other rows too, which were not measured."""
+benchmarks/PLANNING.md. Taken for other rows too, which were not measured."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,10 @@ from dtron.plan.resolved import Resolved
 from dtron.plan.simulate import Disorder, slowest_of
 from dtron.plan.steptime import predict
 
-WIDTH, HEIGHT, LEFT = 760, 340, 70
+WIDTH, HEIGHT, LEFT, RIGHT = 760, 340, 70, 60
+LINE = 14
+"""Pixels from one label to the next."""
+COLOURS = ("#3d7fd0", "#c96f16", "#2f9c8d", "#7b5bb8")
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def draw(curves: dict[str, list[Point]], title: str) -> str:
     points = [point for curve in curves.values() for point in curve]
     most = 1.1 * max(point.speed for point in points)
     first, last = (f(point.gpus for point in points).bit_length() for f in (min, max))
-    step = (WIDTH - LEFT - 30) / max(1, last - first)
+    step = (WIDTH - LEFT - RIGHT) / max(1, last - first)
 
     def at(point: Point) -> tuple[float, float]:
         x = LEFT + (point.gpus.bit_length() - first) * step
@@ -78,18 +81,33 @@ def draw(curves: dict[str, list[Point]], title: str) -> str:
     for gpus in sorted({point.gpus for point in points}):
         x, _ = at(Point(gpus, 0))
         parts.append(f'<text x="{x:.0f}" y="{HEIGHT - 22}" text-anchor="middle">{gpus:,}</text>')
-    colours = ("#3d7fd0", "#c96f16", "#2f9c8d", "#7b5bb8")
+    labels: list[tuple[float, float, str]] = []
     for i, (name, curve) in enumerate(curves.items()):
+        colour = COLOURS[i % len(COLOURS)]
         line = " ".join("{:.1f},{:.1f}".format(*at(point)) for point in curve)
-        colour = colours[i % len(colours)]
         style = f'fill="none" stroke="{colour}" stroke-width="2"'
         parts.append(f'<polyline points="{line}" {style}/>')
         parts.append(f'<text x="{LEFT + i * 220}" y="40" fill="{colour}">{name}</text>')
-        for point in (curve[0], curve[-1]):
+        for point, anchor, shift in ((curve[0], "end", -6), (curve[-1], "start", 6)):
             x, y = at(point)
-            parts.append(f'<text x="{x:.0f}" y="{y - 6:.0f}">{point.speed:,.0f}</text>')
+            text = f"{point.speed:,.0f}"
+            if (x + shift, text) in {(label[0], label[2]) for label in labels}:
+                continue
+            y = free(x + shift, y + 4, labels)
+            labels.append((x + shift, y, text))
+            place = f'x="{x + shift:.0f}" y="{y:.0f}" text-anchor="{anchor}"'
+            parts.append(f'<text {place} fill="{colour}">{text}</text>')
     parts.append(f'<text x="{LEFT}" y="{HEIGHT - 5}">GPUs; tok/s of each, predicted</text>')
     return "".join([*parts, "</svg>\n"])
+
+
+def free(x: float, y: float, labels: Sequence[tuple[float, float, str]]) -> float:
+    """The first height from y downwards at which a label at x overlaps no other."""
+    taken = sorted(other for at, other, _ in labels if at == x)
+    for other in taken:
+        if abs(other - y) < LINE:
+            y = other + LINE
+    return y
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

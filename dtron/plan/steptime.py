@@ -13,7 +13,7 @@
     update     norm, clip and AdamW, at the rate of memory
     host       what the host needs to issue the step longer than the device to do all of this
 
-Which constants were fitted, and to which runs, is in docs/planning.md. Times are known for
+Which constants were fitted, and to which runs, is in benchmarks/PLANNING.md. Times are known for
 bfloat16, and float8 over it; a run in float32 is refused a time.
 """
 

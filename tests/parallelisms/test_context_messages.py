@@ -1,4 +1,4 @@
-"""What a rank sends for one attention: the formulas and figures of docs/context.md, counted."""
+"""What a rank sends for one attention: formulas and figures of docs/context-details.md, counted."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from dtron.parallelisms.context import ContextAttention, Split, shape_of
 from tests.harness import run_ranks
 from tests.parallelisms.test_context import groups
 
-PAGE = Path(__file__).parents[2] / "docs" / "context.md"
+PAGE = Path(__file__).parents[2] / "docs" / "context-details.md"
 BATCH, TOKENS, HEADS, SIZE = 2, 32, 8, 4
 Sent = dict[str, int]
 """Bytes by collective."""

@@ -101,8 +101,8 @@ def test_the_parallel_part_of_the_example_is_ten_lines_at_most() -> None:
 
 
 def page() -> tuple[str, str]:
-    """The first script of docs/context.md: its module, and the part that makes it parallel."""
-    text = (ROOT / "docs" / "context.md").read_text()
+    """The first script of docs/context-plug-in.md: its module, and what makes it parallel."""
+    text = (ROOT / "docs" / "context-plug-in.md").read_text()
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     module, rest = code.split("dist.init_process_group()\n")
     return module, rest

@@ -145,7 +145,7 @@ GROWING = [
     ),
 ]
 """Configs, overrides, GPUs and GiB that the first rank's allocator had reserved by the rules of
-`expandable_segments:True` (docs/planning.md)."""
+`expandable_segments:True` (benchmarks/PLANNING.md)."""
 
 
 @pytest.mark.parametrize(("config", "overrides", "world", "gib"), GROWING)
