@@ -109,12 +109,12 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
     cache = open_or_build(corpus, tokenizer, path)
     _warn_of_copies(data, corpus, cache)
     train, held_out = split(cache.n_documents, data.validation_fraction, cache.copies)
-    opened = _Opened(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
+    opened = Opened(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
     return opened.training(train, seed), opened.validation(held_out)
 
 
 @dataclass(frozen=True)
-class _Opened:
+class Opened:
     """Tokens in memory or in a file, to be packed as `data.packing` says."""
 
     data: Data
@@ -196,7 +196,7 @@ def _open_stream(data: Data, seq_len: int) -> Sources:
     texts = held_out_texts(stream, data.validation_fraction)
     encoded = [ids for ids in encode_documents(tokenizer, texts) if ids]
     tokens, offsets = join(encoded)
-    opened = _Opened(data, tokens, offsets, seq_len, tokenizer.eos_id)
+    opened = Opened(data, tokens, offsets, seq_len, tokenizer.eos_id)
     validation = opened.validation(np.arange(len(encoded)))
     settings = {
         "seq_len": seq_len,
