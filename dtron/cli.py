@@ -52,9 +52,9 @@ def _train(config: RunConfig) -> None:
     trainer = Trainer(config)
     try:
         if trainer.place.device.type == "cpu":  # a GPU's allocator fails with an error
-            from dtron.plan.remedies import check_host_memory  # other runs need no planner
+            from dtron.plan.remedies import check_step_memory  # other runs need no planner
 
-            check_host_memory(config, trainer.place)
+            check_step_memory(config, trainer.place)
         trainer.fit()
     except OutOfMemoryError as error:
         from dtron.plan.remedies import remedies

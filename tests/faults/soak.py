@@ -30,6 +30,7 @@ from dtron.writer import WriterProcess
 from tests.checkpoints.faulty_writer import fail_at
 from tests.checkpoints.test_saving import FAULTY
 from tests.faults.processes import finish, start, told
+from tests.faults.trajectory import NEAR, complete_rows, worst_difference
 from tests.test_trainer import fit, rows, tiny
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -40,8 +41,6 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"parallel__cp": 2, "parallel__dp_replicate": 2}),
 ]
 """Ranks and degrees; the first one is the undisturbed run's."""
-NEAR = 1e-4
-"""Of losses in another layout, relative."""
 _KINDS = ("time", "time", "time", "save", "save", "disk")
 _COMMON = {
     "train__micro_batch": 1,
@@ -202,26 +201,12 @@ class Soak:
 
     def _early(self, config: RunConfig) -> bool:
         """Whether something may still happen: a few steps may be done until it does."""
-        path = Path(config.run.dir) / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return not lines or json.loads(lines[-1])["step"] < self.steps - self.calm - 4
+        found = complete_rows(Path(config.run.dir))
+        return not found or found[-1]["step"] < self.steps - self.calm - 4
 
     def _compare(self, run_dir: Path, same: bool) -> None:
         """Each row there, also of steps that will be trained again, with the undisturbed run's."""
-        if not (run_dir / "metrics.jsonl").exists():
-            return
-        seen: set[int] = set()
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:  # half-written when it was killed
-                continue
-            wanted = self.wanted[row["step"]]
-            assert row["step"] not in seen, f"step {row['step']} comes twice"
-            seen.add(row["step"])
-            assert row["batch"] == wanted["batch"], f"step {row['step']} has another batch"
-            apart = abs(row["loss"] - wanted["loss"]) / wanted["loss"]
-            self.counts.worst = max(self.counts.worst, apart)
-            assert apart <= (0 if same else NEAR), f"step {row['step']}: {apart}"
-        assert seen == set(range(1, len(seen) + 1)), "a step is missing"
-        self.counts.steps += len(seen)
+        found = complete_rows(run_dir)
+        worst = worst_difference(found, self.wanted, 0.0 if same else NEAR)
+        self.counts.worst = max(self.counts.worst, worst)
+        self.counts.steps += len(found)

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from dtron.faults.signals import EXIT_UNSAVED
 from dtron.faults.watchdog import EXIT_HUNG
 from dtron.runsaves import Saving
 from dtron.trainer import Trainer
-from tests.faults.processes import finish, start, told
+from tests.faults.processes import finish, start, told, torchrun
 from tests.faults.test_launch import ENV, write
 from tests.test_trainer import tiny
 
@@ -152,9 +151,8 @@ def test_a_rank_that_stops_at_the_start_is_named(tmp_path: Path, rank: int, wher
     script.write_text(STOPPED.replace("STOPS", repr(str(rank))).replace("WHERE", repr(where)))
     keys = {"faults__hang_seconds": 15.0, "train__global_batch": 6}
     words = write(tmp_path / "c.toml", tmp_path / "run", **keys)[1:]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.Popen(
-        [*command, "--nproc-per-node", "3", str(script), *words],
+        torchrun(3, script, *words),
         env=ENV,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -331,7 +331,41 @@ def inference_first() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("act", [backward_after_all_is_gone, inference_first])
+def second_model_while_one_rank_still_holds_the_first() -> None:
+    """As the garbage collector does it: when a model in a cycle is freed differs by rank."""
+    rows, offsets = drawn("random", dist.get_rank())
+    held = SymmetricMemory(dist.group.WORLD, 2, 1, 2.0)  # type: ignore[arg-type]
+    held.finish(held.begin(rows, offsets, layer_of(held, "layer")), lambda x, _: 2 * x)
+    if dist.get_rank() == 0:
+        del held
+        gc.collect()
+    for _ in range(2):
+        found = doubled(rows, offsets)
+        assert torch.equal(found[: offsets[-1]], 2 * rows[: offsets[-1]])
+
+
+def two_models_in_turn() -> None:
+    """Of one group: neither sees rows, layers or notes of the other."""
+    rows, offsets = drawn("random", dist.get_rank())
+    both = [SymmetricMemory(dist.group.WORLD, 2, 1, 2.0) for _ in range(2)]  # type: ignore[arg-type]
+    layers = [layer_of(dispatcher, "layer") for dispatcher in both]
+    assert [layer.number.item() for layer in layers] == [0, 0]
+    for _ in range(2):
+        pending = [d.begin(rows * i, offsets, layers[i]) for i, d in enumerate(both)]
+        for i, dispatcher in enumerate(both):
+            found = dispatcher.finish(pending[i], lambda x, _: 2 * x)
+            assert torch.equal(found[: offsets[-1]], 2 * i * rows[: offsets[-1]])
+
+
+OWN_MODELS = [
+    backward_after_all_is_gone,
+    inference_first,
+    second_model_while_one_rank_still_holds_the_first,
+    two_models_in_turn,
+]
+
+
+@pytest.mark.parametrize("act", OWN_MODELS)
 def test_what_models_of_ones_own_do(act: Callable[[], None]) -> None:
     run_ranks(2, act)
 
