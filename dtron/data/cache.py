@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -77,18 +77,28 @@ class TokenFile:
         return self._length
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Tokens of a slice without a step. Raises DataError: they are no longer there."""
+        """Tokens of a slice without a step. Raises DataError: as `read`."""
         start, stop, _ = part.indices(self._length)
-        tokens = np.empty(max(stop - start, 0), self.dtype)
-        if not len(tokens):
-            return tokens
-        buffer, filled, size = tokens.data.cast("B"), 0, self.dtype.itemsize
-        while filled < len(buffer):
-            n = os.preadv(self._file.fileno(), [buffer[filled:]], start * size + filled)
-            if not n:
-                raise DataError(f"{self._path} has become shorter; {_DELETE}")
-            filled += n
-        if tokens.max() >= self._vocab_size:
+        return self.read([(start, max(start, stop))])
+
+    def read(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Tokens [start, stop) of each span, one span after another, checked at once: a check of
+        each document takes up to a fifth of the loader's time.
+
+        Raises:
+            DataError: they are no longer there, or are none of the tokenizer's.
+        """
+        size, filled = self.dtype.itemsize, 0
+        tokens = np.empty(sum(stop - start for start, stop in spans), self.dtype)
+        buffer = memoryview(tokens).cast("B") if len(tokens) else memoryview(b"")
+        for start, stop in spans:
+            at, end = start * size, stop * size
+            while at < end:
+                n = os.preadv(self._file.fileno(), [buffer[filled : filled + end - at]], at)
+                if not n:
+                    raise DataError(f"{self._path} has become shorter; {_DELETE}")
+                at, filled = at + n, filled + n
+        if len(tokens) and tokens.max() >= self._vocab_size:
             raise DataError(
                 f"{self._path} holds the token {tokens.max()}, which the tokenizer "
                 f"does not have; {_DELETE}"
