@@ -1,7 +1,7 @@
 """Everything that can be refused before the process group starts.
 
 Each rank checks what is cheap; the first rank of each host prepares the data, and the others wait
-for it, so that an error is found and told once.
+for it, so that an error is found and printed once.
 """
 
 import contextlib

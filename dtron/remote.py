@@ -78,22 +78,22 @@ class Remote:
 
     def exists(self) -> bool:
         """Whether it is there."""
-        with self._told():
+        with self._renamed_errors():
             return self._files.exists(self._path)
 
     def is_file(self) -> bool:
         """Whether it is there and no folder."""
-        with self._told():
+        with self._renamed_errors():
             return self._files.isfile(self._path)
 
     def size(self) -> int:
         """Bytes of a file."""
-        with self._told():
+        with self._renamed_errors():
             return int(self._files.size(self._path))
 
     def names(self) -> list[str]:
         """What is in a folder; nothing if it is not there."""
-        with self._told():
+        with self._renamed_errors():
             try:
                 found = self._files.ls(self._path, detail=False)
             except FileNotFoundError:
@@ -102,12 +102,12 @@ class Remote:
 
     def open(self, mode: str = "rb") -> IO[bytes]:
         """Open a file, to read it or to write a new one."""
-        with self._told():
+        with self._renamed_errors():
             return self._files.open(self._path, mode)
 
     def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
         """A file, or a part of it."""
-        with self._told():
+        with self._renamed_errors():
             return self._files.cat_file(self._path, start=start, end=end)
 
     def read_whole(self, limit: int) -> bytes:
@@ -124,16 +124,16 @@ class Remote:
 
     def write_bytes(self, data: bytes) -> None:
         """Write a file, which is there when all of it is."""
-        with self._told():
+        with self._renamed_errors():
             self._files.pipe_file(self._path, data)
 
     def delete(self) -> None:
         """Delete a file, or a folder and all that is in it; what is not there is no error."""
-        with self._told(), contextlib.suppress(FileNotFoundError):
+        with self._renamed_errors(), contextlib.suppress(FileNotFoundError):
             self._files.rm(self._path, recursive=True)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _renamed_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError:

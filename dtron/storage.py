@@ -65,7 +65,7 @@ class _Place(NamedTuple):
 
 
 WriteFile = Callable[[Location, Mapping[str, Described], Callable[[str], torch.Tensor]], Written]
-"""Writes a safetensors file of tensors that it is told of and may then get, one after the other."""
+"""Writes a safetensors file of tensors that are announced first and follow one after the other."""
 
 
 def write_here(
@@ -293,7 +293,7 @@ def _overlap(boxes: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None
 
 
 def missing_or_short(folder: Location, files: Mapping[str, Written]) -> str | None:
-    """What is wrong with the files of a checkpoint, told by their sizes; None: nothing."""
+    """What is wrong with the files of a checkpoint, by their sizes; None: nothing."""
     for name, written in files.items():
         try:
             size = size_of(folder / name)
@@ -305,7 +305,7 @@ def missing_or_short(folder: Location, files: Mapping[str, Written]) -> str | No
 
 
 def corrupt(folder: Location, files: Mapping[str, Written], group: dist.ProcessGroup) -> list[str]:
-    """What is wrong with the files of a checkpoint, told by their content: all ranks call it
+    """What is wrong with the files of a checkpoint, by their content: all ranks call it
     together, each reads some of the files, and all get the same answer."""
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
     mine = sorted(files)[rank::n_ranks]

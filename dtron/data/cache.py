@@ -90,7 +90,7 @@ class TokenFile:
         """
         size, filled = self.dtype.itemsize, 0
         tokens = np.empty(sum(stop - start for start, stop in spans), self.dtype)
-        buffer = memoryview(tokens).cast("B") if len(tokens) else memoryview(b"")
+        buffer = tokens.data.cast("B") if len(tokens) else memoryview(b"")
         for start, stop in spans:
             at, end = start * size, stop * size
             while at < end:

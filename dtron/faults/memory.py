@@ -46,11 +46,11 @@ class MemoryInUse:
         place, used, peak, free = self._figures()
         asked = _asked(str(error))
         module = module_of(error.__traceback__, modules)
-        told = f"out of memory on {when}" + (f", in {module}" if module else "")
+        message = f"out of memory on {when}" + (f", in {module}" if module else "")
         requested = f" {size(asked)} were requested, with" if asked else ""
-        told += f":{requested} {size(used)} in use (at most {size(peak)}) and {size(free)} free"
+        message += f":{requested} {size(used)} in use (at most {size(peak)}) and {size(free)} free"
         room = min(used + free, used + asked - 1) if asked else used + free
-        return OutOfMemoryError(f"{told} on {place}", max(peak, used + asked), room)
+        return OutOfMemoryError(f"{message} on {place}", max(peak, used + asked), room)
 
     def _figures(self) -> tuple[str, float, float, float]:
         """Where the tensors are, and bytes there: in use, the most so far, free for this rank."""

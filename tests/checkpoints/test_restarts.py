@@ -32,9 +32,9 @@ def test_killed_ranks_are_restarted_from_the_newest_good_checkpoint(tmp_path: Pa
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = done.stdout + done.stderr
-    assert "starting afresh" in told
-    resumed = re.findall(r"resumed from \S+/(step-\d+) in \d+\.\d s$", told, re.MULTILINE)
+    messages = done.stdout + done.stderr
+    assert "starting afresh" in messages
+    resumed = re.findall(r"resumed from \S+/(step-\d+) in \d+\.\d s$", messages, re.MULTILINE)
     assert len(resumed) == 2
     assert resumed[1] == "step-4"  # that of step 6 was half-written
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

@@ -46,7 +46,7 @@ def finish(processes: list[Any], seconds: float = 120) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def told(folder: Path) -> str:
+def output(folder: Path) -> str:
     """What all ranks have printed."""
     return "".join(path.read_text() for path in sorted(folder.glob("*.log")))
 

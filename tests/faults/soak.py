@@ -29,7 +29,7 @@ from dtron.trainer import Trainer
 from dtron.writer import WriterProcess
 from tests.checkpoints.faulty_writer import fail_at
 from tests.checkpoints.test_saving import FAULTY
-from tests.faults.processes import finish, start, told
+from tests.faults.processes import finish, output, start
 from tests.faults.trajectory import NEAR, complete_rows, worst_difference
 from tests.test_trainer import fit, rows, tiny
 
@@ -127,7 +127,7 @@ class Soak:
         self.random = random.Random(seed)
         self.counts = Counts()
         whole = start(4, folder / "whole", fit, self._config("undisturbed", LAYOUTS[0]))
-        assert finish(whole, 600) == [0] * 4, told(folder / "whole")
+        assert finish(whole, 600) == [0] * 4, output(folder / "whole")
         self.wanted = {row["step"]: row for row in rows(folder / "undisturbed")}
         assert len(self.wanted) == steps
 
@@ -184,7 +184,7 @@ class Soak:
             if due and self._early(config) and not killed:
                 processes[rank].kill()
                 killed = True
-            assert time.monotonic() - begun < 300, told(folder)
+            assert time.monotonic() - begun < 300, output(folder)
         ended = [process.exitcode for process in processes if process.exitcode is not None]
         codes = finish(processes, 60 if all(code == 0 for code in ended) else 0)
         counts.kills += (
@@ -193,10 +193,10 @@ class Soak:
             and any(code == -signal.SIGKILL for code in ended)
         )
         counts.inside_saves += kind == "save" and -signal.SIGKILL in ended
-        refused = "could not be written" in told(folder)
+        refused = "could not be written" in output(folder)
         counts.full_disks += refused and kind == "disk"
         good = all(code == 0 for code in codes)
-        assert good or killed or kind == "save" or refused, told(folder)
+        assert good or killed or kind == "save" or refused, output(folder)
         return good
 
     def _early(self, config: RunConfig) -> bool:

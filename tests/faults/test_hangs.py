@@ -16,7 +16,7 @@ from dtron.faults.signals import EXIT_UNSAVED
 from dtron.faults.watchdog import EXIT_HUNG
 from dtron.runsaves import Saving
 from dtron.trainer import Trainer
-from tests.faults.processes import finish, start, told, torchrun
+from tests.faults.processes import finish, output, start, torchrun
 from tests.faults.test_launch import ENV, write
 from tests.test_trainer import tiny
 
@@ -41,7 +41,7 @@ def test_a_hang_is_reported_with_rank_collective_and_module(tmp_path: Path) -> N
     config = tiny(tmp_path / "run", parallel__tp=2, faults__hang_seconds=5.0)
     processes = start(4, tmp_path / "ranks", sleep_in_a_step, config)
     assert finish(processes) == [EXIT_HUNG] * 4
-    text = told(tmp_path / "ranks")
+    text = output(tmp_path / "ranks")
     assert "hang: step 3 has not ended for" in text
     assert "hang: ranks 0, 1, 3 wait in a collective" in text
     assert "hang: rank 2 is in sleep_in_a_step.<locals>" in text
@@ -73,7 +73,7 @@ def test_a_save_that_does_not_end_by_the_deadline_is_abandoned(tmp_path: Path) -
     config = tiny(tmp_path / "run", train__steps=20, faults__stop_seconds=2)
     processes = start(2, tmp_path / "ranks", save_for_ever, config)
     assert finish(processes) == [EXIT_UNSAVED] * 2
-    assert "rank 1: not done 2 seconds after SIGTERM (faults.stop_seconds)" in told(
+    assert "rank 1: not done 2 seconds after SIGTERM (faults.stop_seconds)" in output(
         tmp_path / "ranks"
     )
 
@@ -123,7 +123,7 @@ def test_ranks_that_wait_for_a_dead_one_end_soon_after_the_signal(tmp_path: Path
     begun = time.monotonic()
     assert finish(processes) == [EXIT_HUNG, -signal.SIGKILL, EXIT_HUNG]
     assert time.monotonic() - begun < 30
-    text = told(tmp_path / "ranks")
+    text = output(tmp_path / "ranks")
     assert "rank 2: another rank is gone, and this one has not ended for 5 seconds" in text
 
 

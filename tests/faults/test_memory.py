@@ -76,9 +76,9 @@ def test_errors_of_allocators_are_recognised() -> None:
 
 def test_the_error_names_what_was_requested_and_the_room() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has ...")
-    told = MemoryInUse(ranks=1).explain(error, "rank 3, step 7", {})
-    assert str(told).startswith("out of memory on rank 3, step 7: 20.5 GiB were requested, with ")
-    assert told.needed >= 20.5 * 2**30 > told.room - 2**30
+    output = MemoryInUse(ranks=1).explain(error, "rank 3, step 7", {})
+    assert str(output).startswith("out of memory on rank 3, step 7: 20.5 GiB were requested, with ")
+    assert output.needed >= 20.5 * 2**30 > output.room - 2**30
 
 
 def test_a_batch_beyond_memory_is_refused_before_it_is_allocated(
@@ -86,10 +86,10 @@ def test_a_batch_beyond_memory_is_refused_before_it_is_allocated(
 ) -> None:
     batch = ["train.global_batch=1048576", "train.micro_batch=1048576", f"run.dir={tmp_path}/run"]
     assert main(["--config", QUICKSTART, *batch]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("error: train.micro_batch = 1048576: a step needs about 1")
-    assert "of this machine's memory are available; use train.micro_batch = " in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("error: train.micro_batch = 1048576: a step needs about 1")
+    assert "of this machine's memory are available; use train.micro_batch = " in output
+    assert output.count("\n") == 1
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,7 +385,7 @@ def exceeded(capacity: float, least: int = 1) -> tuple[Tensor, str]:
     return out, said
 
 
-def test_lost_rows_are_nan_and_told() -> None:
+def test_lost_rows_are_nan_and_reported() -> None:
     for rank, (out, said) in enumerate(run_ranks(4, exceeded, 1.5)):
         fits = rank * ROWS + torch.arange(ROWS) < 1.5 * ROWS
         assert torch.equal(out[fits], 2 * drawn("one expert", rank)[0][fits])
@@ -440,7 +440,7 @@ def have_uneven_rows(dispatcher: SymmetricMemory) -> None:
     assert all(int(table.max()) < 2 * 8 for table in slots)  # the smaller one's, too
 
 
-def test_the_first_layer_that_lacks_rows_is_told() -> None:
+def test_the_first_layer_that_lacks_rows_is_named() -> None:
     """Those behind it get NaN, and what their routers make of it."""
     (said, _) = run_ranks(2, told_of, lose_in_two_layers)
     assert (
@@ -448,7 +448,7 @@ def test_the_first_layer_that_lacks_rows_is_told() -> None:
     )
 
 
-def test_different_numbers_of_rows_are_told() -> None:
+def test_different_numbers_of_rows_are_reported() -> None:
     (said, other) = run_ranks(2, told_of, have_uneven_rows)
     assert said == other
     assert "different numbers of rows for the experts of blocks.0.experts" in said

@@ -125,10 +125,10 @@ def test_a_plan_says_that_deepep_was_not_looked_for(capsys: pytest.CaptureFixtur
     """It is told of runs that need it alone."""
     command = ["plan", "--config", str(CONFIGS / "deepseek_v3.toml"), "--world-size", "1024"]
     words = ["parallel.dispatcher=deepep", "parallel.ep=8"]
-    told = "not looked for: the package deep_ep"
+    messages = "not looked for: the package deep_ep"
     for more, times in ((words, 1), (words[1:], 0)):
         commands([*command, *more])
-        assert capsys.readouterr().out.count(told) == times
+        assert capsys.readouterr().out.count(messages) == times
     assert len(planned("deepseek_v3", 1024, *words)["unchecked"]) == 1
 
 
@@ -267,10 +267,10 @@ def test_predictions_in_a_stage_of_their_own_are_refused_with_what_fits() -> Non
     keys += ["parallel.tp=1", "parallel.ep=8", "parallel.stages_per_rank=2"]
     keys += ["train.global_batch=256"]  # torch lists an order in quadratic time
 
-    def told(layout: str) -> list[str]:
+    def messages(layout: str) -> list[str]:
         chosen = [*keys, f"parallel.pp_layout={layout}"]
         return reasons(RunConfig.load(CONFIGS / "deepseek_v3.toml", chosen), 128)
 
-    (reason,) = told("Et*3|(tt|)*29,m|L")
+    (reason,) = messages("Et*3|(tt|)*29,m|L")
     assert "has m in another stage than L" in reason
-    assert not told("Et*3|(tt|)*29|mL")
+    assert not messages("Et*3|(tt|)*29|mL")
