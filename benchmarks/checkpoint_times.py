@@ -313,7 +313,7 @@ def _forget(folder: Path) -> None:
 
 
 def _table(figures: dict[str, Any]) -> list[str]:
-    return [f"{figures[key]:10.3f}  {told}" for key, told in TABLE if key in figures]
+    return [f"{figures[key]:10.3f}  {label}" for key, label in TABLE if key in figures]
 
 
 def _torchrun(ranks: int) -> list[str]:

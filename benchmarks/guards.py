@@ -21,12 +21,12 @@ STEPS = 24
 def measure(config: RunConfig) -> dict[str, float]:
     """Median seconds of a plain step, of a sampled one, and of each guard's work."""
     seconds: dict[str, list[float]] = {"plain step": [], "sampled step": []}
-    for owner, name, told in (
+    for owner, name, label in (
         (Spikes, "observe", "spikes: each step"),
         (Replicas, "differences", "replicas: a comparison"),
         (Guards, "alive", "watchdog: each step"),
     ):
-        _timed(owner, name, seconds.setdefault(told, []))
+        _timed(owner, name, seconds.setdefault(label, []))
     trainer = Trainer(config)
     one_step = trainer._one_step
 
@@ -39,7 +39,7 @@ def measure(config: RunConfig) -> dict[str, float]:
 
     trainer._one_step = timed  # type: ignore[method-assign]
     trainer.fit()
-    return {told: statistics.median(values) for told, values in seconds.items()}
+    return {label: statistics.median(values) for label, values in seconds.items()}
 
 
 def _timed(owner: type, name: str, kept: list[float]) -> None:
@@ -75,8 +75,8 @@ def main() -> None:
         found = run_ranks(
             2, measure, RunConfig.load("configs/quickstart.toml", overrides), seconds=500
         )
-    for told, value in found[0].items():
-        print(f"{told:24} {value * 1e3:9.3f} ms")
+    for label, value in found[0].items():
+        print(f"{label:24} {value * 1e3:9.3f} ms")
 
 
 if __name__ == "__main__":

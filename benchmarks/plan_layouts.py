@@ -123,11 +123,11 @@ def measure(layout: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]
     options += ["--warmup", str(WARM_UP), "--steps", str(STEPS)]
     command = [sys.executable, "-m", "dtron", "bench", *options, "--out", str(out), CONFIG]
     command += layout["overrides"]
-    code, told = ended(command)
+    code, output = ended(command)
     try:
         (point,) = json.loads((HERE.parent / out / "bench.json").read_text())["points"]
     except (OSError, ValueError):  # it ended before it wrote anything
-        return {"failed": f"exit status {code}: {told.strip()[-300:]}"}
+        return {"failed": f"exit status {code}: {output.strip()[-300:]}"}
     figures = point["figures"]
     if not figures:
         return {"failed": point["runs"][0]["reason"]}
@@ -140,14 +140,14 @@ def ended(command: list[str]) -> tuple[int, str]:
     process = subprocess.Popen(
         command, cwd=HERE.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    # By default a process that is told to end would leave what it has started.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    # By default a process that is asked to end would leave what it has started.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     try:
-        told, _ = process.communicate()
+        output, _ = process.communicate()
     finally:
         signal.signal(signal.SIGTERM, before)
         end(process)
-    return process.returncode, told
+    return process.returncode, output
 
 
 def chosen(
@@ -174,8 +174,8 @@ def measure_all(layouts: list[dict[str, Any]], which: list[int], file: Path, lim
             partial = file.with_suffix(".partial")  # a killed run leaves the old file or the new
             partial.write_text(json.dumps(rows, indent=1) + "\n")
             partial.replace(file)
-        told = ", ".join(f"{key} {value}" for key, value in found[i].items())
-        print(f"{i:3} {layouts[i]['label']}: {told}", flush=True)
+        output = ", ".join(f"{key} {value}" for key, value in found[i].items())
+        print(f"{i:3} {layouts[i]['label']}: {output}", flush=True)
 
 
 def measured(file: Path) -> dict[int, dict[str, Any]]:

@@ -91,12 +91,12 @@ def main() -> None:
         config = RunConfig.load(CONFIGS / f"{row.config}.toml", row.overrides.split())
         run = Resolved.of(config, row.world)
         found = predict(run, hardware("h100"))
-        told = found.tokens_per_second_per_gpu if row.tokens else found.flops["full"] / 1e12
+        predicted = found.tokens_per_second_per_gpu if row.tokens else found.flops["full"] / 1e12
         right, unit = (row.tokens, "tok/s") if row.tokens else (row.tflops, "TFLOP/s")
-        errors.append(abs(told / right - 1))
+        errors.append(abs(predicted / right - 1))
         gib = worst(memory(run)).reserved / 2**30
         print(
-            f"| {row.name} | {right:,.0f} {unit} | {told:,.0f} | {told / right - 1:+.1%} "
+            f"| {row.name} | {right:,.0f} {unit} | {predicted:,.0f} | {predicted / right - 1:+.1%} "
             f"| {gib:.0f} |"
         )
     print(f"\nmean error {sum(errors) / len(errors):.1%}")

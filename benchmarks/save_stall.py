@@ -5,7 +5,7 @@
 One process trains a Llama on random tokens on this machine's device and saves after every `--every`
 steps; `thread` is `async` but for the process: this one writes. A stop is the time inside
 `Checkpointer.save`, and what the next update waits for the copy.
-Step times beside a running save are told too: what copying and writing take of the processor is no
+Step times during a save are reported too: what copying and writing take of the processor is no
 stop, but it is not free.
 """
 

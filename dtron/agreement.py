@@ -76,12 +76,12 @@ def _difference(name: str, found: list[tuple[str, dict[str, Any]]]) -> str:
     by_value: dict[str, list[int]] = {}
     for rank, (_, values) in enumerate(found):
         by_value.setdefault(json.dumps(values.get(name)), []).append(rank)
-    told = []
+    groups = []
     for value, ranks in by_value.items():
         hosts = ", ".join(dict.fromkeys(found[rank][0] for rank in ranks))
         word = "rank" if len(ranks) == 1 else "ranks"
-        told.append(f"{value} on {word} {', '.join(map(str, ranks))} ({hosts})")
-    return f"{name}: {', '.join(told)}"
+        groups.append(f"{value} on {word} {', '.join(map(str, ranks))} ({hosts})")
+    return f"{name}: {', '.join(groups)}"
 
 
 def _installed(package: str) -> str | None:

@@ -53,9 +53,9 @@ def _train(config: RunConfig) -> None:
     trainer = Trainer(config)
     try:
         if trainer.place.device.type == "cpu":  # a GPU's allocator fails with an error
-            from dtron.plan.remedies import check_host_memory  # other runs need no planner
+            from dtron.plan.remedies import check_step_memory  # other runs need no planner
 
-            check_host_memory(config, trainer.place)
+            check_step_memory(config, trainer.place)
         trainer.fit()
     except OutOfMemoryError as error:
         from dtron.plan.remedies import remedies
@@ -111,7 +111,7 @@ def _to_reader(command: Callable[[], int]) -> int:
     """Run what prints, until its reader has closed the pipe, as `| head` does."""
     try:
         status = command()
-        sys.stdout.flush()  # here, where a closed pipe can be told
+        sys.stdout.flush()  # here, where a closed pipe can be reported
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
         return _CLOSED
@@ -130,7 +130,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 
 def _commands_help() -> str:
-    lines = [f"  {name:8}{told}" for name, (_, told) in COMMANDS.items()]
+    lines = [f"  {name:8}{summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(["usage: dtron COMMAND ...; dtron COMMAND --help", "", *lines])
 
 

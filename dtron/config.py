@@ -37,7 +37,10 @@ from dtron.sections import (
     Section,
     Train,
 )
-from dtron.untrusted import TOML_BYTES, parse, parse_toml, read_text
+from dtron.untrusted import TOML_BYTES, parse, parse_toml, read_text_or_pipe
+
+_PIPE_SECONDS = 10.0
+"""In which a config from a pipe has to end."""
 
 __all__ = [
     "DEGREES",
@@ -92,7 +95,7 @@ class RunConfig(Section):
         overrides: Sequence[str] = (),
         complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> "RunConfig":
-        """Read a TOML file and apply `section.key=value` overrides in order.
+        """Read a TOML file, or a pipe with TOML, and apply `section.key=value` overrides in order.
 
         Args:
             complete: fills in what `checkpoint.initial` knows (`dtron.initial.completed`).
@@ -100,7 +103,7 @@ class RunConfig(Section):
             ConfigError: the file is missing or not TOML, or a key or value is not legal.
         """
         try:
-            values = parse_toml(read_text(path, TOML_BYTES))
+            values = parse_toml(read_text_or_pipe(path, TOML_BYTES, _PIPE_SECONDS))
         except FileNotFoundError:
             raise ConfigError(f"--config {path}: no such file") from None
         except (OSError, ValueError) as error:

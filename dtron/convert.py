@@ -86,14 +86,14 @@ def convert_parser() -> argparse.ArgumentParser:
     """What `dtron convert` takes."""
     parser = ArgumentParser(prog="dtron convert", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    told = "a Hugging Face folder becomes a checkpoint for checkpoint.initial"
-    one = commands.add_parser("from-hf", help=told, description=told)
+    summary = "a Hugging Face folder becomes a checkpoint for checkpoint.initial"
+    one = commands.add_parser("from-hf", help=summary, description=summary)
     one.add_argument("folder", type=Path, help="config.json and safetensors files")
     one.add_argument("out", type=Path, help="a folder that is not there yet")
     one.add_argument("--dtype", choices=_DTYPES, help="of the checkpoint; default: as it is stored")
     one.set_defaults(run=lambda given: from_hf_folder(given.folder, given.out, given.dtype))
-    told = "a checkpoint becomes a folder that transformers loads"
-    two = commands.add_parser("to-hf", help=told, description=told)
+    summary = "a checkpoint becomes a folder that transformers loads"
+    two = commands.add_parser("to-hf", help=summary, description=summary)
     two.add_argument("checkpoint", help="a checkpoint, or a run, whose newest is taken; or its URL")
     two.add_argument("out", type=Path, help="a folder that is not there yet")
     two.add_argument("--dtype", choices=_DTYPES, help="of the files; default: as it is stored")

@@ -85,7 +85,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """Whose mistakes are ConfigErrors."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises what is told as any other mistake."""
+        """Raises what is reported as any other user error."""
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 

@@ -73,12 +73,12 @@ class Float8Plan:
         """
         if self.settings.filter != "auto" or self.why_emulated(device, dtype):
             return self
-        told: list[Any] = [None]
+        found: list[Any] = [None]
         if dist.get_rank(group) == 0:
-            told = [measure(self.shapes.values(), self.recipe, dtype, device)]
-            log.info("float8.filter = auto:\n%s", table(told[0]))
-        dist.broadcast_object_list(told, group=group, group_src=0)
-        return self.of_those_that_gain(told[0])
+            found = [measure(self.shapes.values(), self.recipe, dtype, device)]
+            log.info("float8.filter = auto:\n%s", table(found[0]))
+        dist.broadcast_object_list(found, group=group, group_src=0)
+        return self.of_those_that_gain(found[0])
 
     def of_those_that_gain(self, worth: Mapping[Shape, Worth]) -> "Float8Plan":
         """The same with fewer layers. Raises ConfigError where none is left."""
@@ -189,15 +189,15 @@ class Float8Plan:
         """Tell the log how many layers there are, and whether they are emulated."""
         settings = self.settings
         log.info("float8: %s, %d linear layers", self.recipe.name, len(self.layers))
-        told = [
+        found = [
             key
             for key in ("output", "experts", "all_gather", "gather_inputs")
             if getattr(settings, key)
         ]
         if settings.scaling == "delayed":
             log.info("float8: scales by the last %d steps", settings.amax_history)
-        if told:
-            log.info("float8: %s", ", ".join(told))
+        if found:
+            log.info("float8: %s", ", ".join(found))
         if why := self.why_emulated(device, dtype):
             log.warning("float8 is emulated: %s; it rounds alike and is slower than none", why)
         elif self.experts and (why := why_emulated(EXPERTS, device, dtype)):

@@ -1,7 +1,7 @@
 """Everything that can be refused before the process group starts.
 
 Each rank checks what is cheap; the first rank of each host prepares the data, and the others wait
-for it, so that an error is found and told once.
+for it, so that an error is found and printed once.
 """
 
 import contextlib
@@ -27,8 +27,10 @@ from dtron.data import (
     prepare,
     wait_for,
 )
+from dtron.data.cache import STALE_SECONDS
 from dtron.data.sources import BY_POSITION, SPLIT
 from dtron.errors import CheckpointError, ConfigError, DtronError, cause_of
+from dtron.faults.memory import check_host_memory, size
 from dtron.files import Location, listed, location
 from dtron.flops import n_parameters
 from dtron.initial import Initial, check_same_model, check_tokenizer, open_initial
@@ -39,7 +41,6 @@ from dtron.models.contract import check_family, counted_as_decoder
 from dtron.optim import learning_rate, warmup_steps
 from dtron.parallelisms import deepep, symmetric_dispatch
 from dtron.parallelisms.fsdp import DTYPES
-from dtron.parallelisms.offload import host_memory
 from dtron.parallelisms.pipeline import Layout
 from dtron.precision import Float8Plan
 from dtron.published import PROBE, Facts, check_model, complete, find, read_facts
@@ -53,7 +54,6 @@ from dtron.untrusted import MB, read_text
 
 log = logging.getLogger("dtron")
 
-_SIGN_SECONDS = 60.0
 """The least that a process may take to show that it prepares the data."""
 
 
@@ -146,7 +146,7 @@ def preflight(
         _check_writable(rundir.path)
         prepare(config.data)
     else:
-        wait_for(config.data, max(_SIGN_SECONDS, config.parallel.timeout_seconds))
+        wait_for(config.data, max(STALE_SECONDS, config.parallel.timeout_seconds))
     train, validation = open_data(config.data, seq_len=config.train.seq_len, seed=config.train.seed)
     data = identity_of(config.data, tokenizer)
     if checkpoint and facts:
@@ -411,24 +411,23 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
 
 
 def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None:
-    """Without GPUs a run's state is in the host's memory: told where it takes half of what is
-    available, refused where the host has less. Activations come on top."""
+    """Without GPUs a run's state is in the host's memory: warn where it takes half of what is
+    available, refuse it where it takes more than that. Activations are not counted."""
     moments = 2 * DTYPES[config.optim.moments].itemsize if config.optim.name == "adamw" else 0
     copies = config.degrees(place.world_size)["dp_replicate"]
     each = 4 + 4 + moments  # weights and gradients are float32
     needed = n_parameters(model) * each * copies * place.local_world_size / place.world_size
-    total, available = host_memory()
-    told = (
+    what = (
         f"this machine has no GPU: weights, gradients and moments of {n_parameters(model):,} "
-        f"parameters take {needed / 2**30:.1f} GiB of its memory, activations not counted"
+        f"parameters take {size(needed)} of its memory, without activations"
     )
-    if total and needed > total:
-        raise ConfigError(
-            f"{told}, and it has {total / 2**30:.1f} GiB; start on GPUs, or with a smaller "
-            "model.size. dtron plan tells what the run needs without building it"
-        )
+    fix = (
+        "start on GPUs, or with a smaller model.size; dtron plan lists what the run needs without "
+        "building it"
+    )
+    available = check_host_memory(needed, what, lambda _: fix)
     if needed > available / 2 and place.local_rank == 0:
-        log.warning("%s; %.1f GiB are available", told, available / 2**30)
+        log.warning("%s; %s are available", what, size(available))
 
 
 def model_facts(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:

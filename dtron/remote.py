@@ -115,7 +115,7 @@ class Remote:
         """The same path with a snapshot of all that is in it: one request for 1000 files."""
         if self._seen is not None or getattr(self._files, "local_file", False):
             return self
-        with self._errors(), contextlib.suppress(FileNotFoundError):
+        with self._renamed_errors(), contextlib.suppress(FileNotFoundError):
             found = self._files.find(self._path, detail=True)
             sizes = {path: int(info["size"]) for path, info in found.items()}
             return Remote(self._files, self._path, Snapshot(sizes))
@@ -123,7 +123,7 @@ class Remote:
 
     def connect(self) -> None:
         """Set up the store's library, which takes some of them half a second; asks for nothing."""
-        with self._errors():
+        with self._renamed_errors():
             getattr(self._files, "connect", lambda: None)()
 
     def known(self) -> Snapshot | None:
@@ -142,14 +142,14 @@ class Remote:
         """Whether it is there."""
         if self._seen is not None:
             return bool(self._seen.below(self._path))
-        with self._errors():
+        with self._renamed_errors():
             return self._files.exists(self._path)
 
     def is_file(self) -> bool:
         """Whether it is there and no folder."""
         if self._seen is not None:
             return self._path in self._seen.sizes
-        with self._errors():
+        with self._renamed_errors():
             return self._files.isfile(self._path)
 
     def size(self) -> int:
@@ -158,7 +158,7 @@ class Remote:
             if self._path not in self._seen.sizes:
                 raise FileNotFoundError(f"{self} is not there")
             return self._seen.sizes[self._path]
-        with self._errors():
+        with self._renamed_errors():
             return int(self._files.size(self._path))
 
     def names(self) -> list[str]:
@@ -166,7 +166,7 @@ class Remote:
         if self._seen is not None:
             below = (path[len(self._path) + 1 :] for path in self._seen.below(self._path))
             return sorted({path.split("/")[0] for path in below} - {""})
-        with self._errors():
+        with self._renamed_errors():
             try:
                 found = self._files.ls(self._path, detail=False)
             except FileNotFoundError:
@@ -175,14 +175,14 @@ class Remote:
 
     def open(self, mode: str = "rb") -> IO[bytes]:
         """Open a file, to read it or to write a new one."""
-        with self._errors():
+        with self._renamed_errors():
             return self._files.open(self._path, mode)
 
     def read_bytes(self, start: int, end: int) -> bytes:
         """A part of a file; less where the file ends before."""
         starts = list(range(start, end, _PART_BYTES))
         ends = [*starts[1:], end]
-        with self._errors():
+        with self._renamed_errors():
             if len(starts) < 2:
                 return self._files.cat_file(self._path, start=start, end=end) if starts else b""
             paths = [self._path] * len(starts)
@@ -218,7 +218,7 @@ class Remote:
 
     def write_bytes(self, data: bytes) -> None:
         """Write a file, which is there when all of it is."""
-        with self._errors():
+        with self._renamed_errors():
             self._files.pipe_file(self._path, data)
         if self._seen is not None:
             self._seen.sizes[self._path], self._seen.contents[self._path] = len(data), data
@@ -229,7 +229,7 @@ class Remote:
         paths, seen = [each._path for each in (self, *others)], self._seen
         if seen is not None:
             paths = [file for path in paths for file in seen.below(path)]
-        with self._errors(), contextlib.suppress(FileNotFoundError):
+        with self._renamed_errors(), contextlib.suppress(FileNotFoundError):
             if paths:
                 self._files.rm(paths, recursive=seen is None)
         if seen is not None:

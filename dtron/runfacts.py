@@ -88,8 +88,8 @@ class RunFacts:
         if plan is None:
             return None
         why = plan.why_emulated(self.place.device, DTYPES[self.config.train.dtype])
-        told = {"recipe": plan.recipe.name, "emulated": why or False, "layers": list(plan.layers)}
-        return {**told, "experts": list(plan.experts)}
+        shown = {"recipe": plan.recipe.name, "emulated": why or False, "layers": list(plan.layers)}
+        return {**shown, "experts": list(plan.experts)}
 
     def announce(self, facts: dict[str, Any]) -> None:
         """Tell of the run in the log, by what `gather` gave."""
@@ -98,8 +98,8 @@ class RunFacts:
         if facts["experts"]:
             apart = ("edp_shard", "ep", "etp")
             split = {axis: n for axis, n in facts["experts"].items() if axis in apart and n > 1}
-            told = ", ".join(f"{axis} {n}" for axis, n in split.items()) or "whole"
-            wide += f"{'; ' if wide else ''}experts: {told}"
+            shown = ", ".join(f"{axis} {n}" for axis, n in split.items()) or "whole"
+            wide += f"{'; ' if wide else ''}experts: {shown}"
             wide += ", their rows in float8" if self.config.float8.dispatch else ""
         if facts["context"]:
             wide += f", attention by {' and '.join(dict.fromkeys(facts['context']['methods']))}"

@@ -194,9 +194,9 @@ class Saver:
             failure = str(error) or type(error).__name__
         failures: list[str | None] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(failures, failure, group=self.group)
-        for rank, told in enumerate(failures):
-            if told is not None:
-                raise CheckpointError(f"rank {rank}: {told}")
+        for rank, message in enumerate(failures):
+            if message is not None:
+                raise CheckpointError(f"rank {rank}: {message}")
 
     def _limited(self, act: Callable[[], None]) -> None:
         """Call what may wait for a disk. Raises TimeoutError, an OSError, and leaves it."""
@@ -241,7 +241,7 @@ def _copy_files(source: Location, folder: Location, process: WriterProcess) -> N
 
 
 def why(error: dcp.CheckpointException) -> CheckpointError:
-    """What went wrong on the first rank where something did, as a user is told."""
+    """What went wrong on the first rank where something did, as a user sees it."""
     rank, (cause, _) = next(iter(sorted(error.failures.items())))
     if isinstance(cause, CheckpointError):
         return cause

@@ -140,7 +140,9 @@ class Staging:
         assert self._process is not None, "nothing was copied"
         order, base = order_of(tensors), self._memory.bytes.data_ptr()
         copies = ((get(name), tensors[name]) for name in order)
-        parts = [(copy.data_ptr() - base, told.nbytes) for copy, told in copies if told.nbytes]
+        parts = [
+            (copy.data_ptr() - base, source.nbytes) for copy, source in copies if source.nbytes
+        ]
         return Written(*self._process.write(str(target), header_of(tensors), parts))
 
     def end(self) -> None:

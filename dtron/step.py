@@ -60,8 +60,8 @@ class TrainStep:
             it (`Applied.loss_in_head`), what the model gives comes in place of the logits.
         dropout_seed: seed of the dropout masks; None if the model has no dropout.
         guard: may object to a step for its loss.
-        after_update: what depends on the new weights, such as their float8 scales; it is told
-            whether the step was taken, by a bool on the device.
+        after_update: what depends on the new weights, such as their float8 scales; it gets
+            whether the step was taken, as a bool on the device.
         further_weight: of the loss of multi-token prediction; its gradient alone is added.
     """
 

@@ -69,7 +69,7 @@ class _Place(NamedTuple):
 
 
 WriteFile = Callable[[Location, Mapping[str, Described], Callable[[str], torch.Tensor]], Written]
-"""Writes a safetensors file of tensors that it is told of and may then get, one after the other."""
+"""Writes a safetensors file of tensors that are announced first and follow one after the other."""
 
 
 def write_here(

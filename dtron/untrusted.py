@@ -1,16 +1,18 @@
 """Files that anyone may have written: regular ones alone, of a bounded size, with bounded content.
 
 A FIFO, a device, a sparse file or a text of a million brackets can be in the place of any file that
-a run reads. What is wrong is an OSError or a ValueError here; the caller names the file in an error
-of its own. Nothing is mapped into memory: a mapped file that is truncated ends the process
-(SIGBUS), while reading it is an error.
+a run reads; a pipe is read only as a config. What is wrong is an OSError or a ValueError here; the
+caller names the file in an error of its own. Nothing is mapped into memory: a mapped file that is
+truncated ends the process (SIGBUS), while reading it is an error.
 """
 
 import errno
 import json
 import os
 import re
+import select
 import stat
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +74,34 @@ def read_bytes(path: Path | str, limit: int) -> bytes:
     if len(content) != size:
         raise OSError(errno.EIO, "it changed while it was read", str(path))
     return content
+
+
+def read_text_or_pipe(path: Path | str, limit: int, seconds: float) -> str:
+    """A whole file in UTF-8, or all that comes from a pipe: of a shell's `<(command)`, of stdin. A
+    FIFO, which has a name, is none: nobody may ever write to it.
+
+    Raises:
+        OSError: as `read_text`; a pipe has more than `limit` bytes, or no end for `seconds`.
+        ValueError: it is not UTF-8.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (ValueError, OSError):
+        return read_text(path, limit)  # which says what is wrong
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        named = os.path.exists(os.path.realpath(path))
+        if named or not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return read_text(path, limit)
+        content, deadline = bytearray(), time.monotonic() + seconds
+        while len(content) <= limit:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([file], [], [], left)[0]:
+                reason = f"a pipe that has not ended for {seconds:g} s; write it to a file"
+                raise OSError(errno.ETIMEDOUT, reason, str(path))
+            if not (part := file.read(MB)):
+                return content.decode()
+            content += part
+    raise OSError(errno.EFBIG, f"a pipe of more than {limit} bytes", str(path))
 
 
 def read_text(path: Path | str, limit: int) -> str:

@@ -47,12 +47,12 @@ def _product(name: str, product: Product | None, y: int) -> list[str]:
     parts = [f'<text x="12" y="{y + SIDE / 2:.0f}">{name}</text>']
     for number, (title, cast) in enumerate(zip(OPERANDS[name], casts, strict=True)):
         x = LEFT + number * (SIDE + GAP)
-        parts.append(f'<text x="{x}" y="{y - 6}">{title}, {_told(cast)}</text>')
+        parts.append(f'<text x="{x}" y="{y - 6}">{title}, {_caption(cast)}</text>')
         parts += _tiles(cast, x, y)
     return parts
 
 
-def _told(cast: Cast | None) -> str:
+def _caption(cast: Cast | None) -> str:
     return "high precision" if cast is None else DTYPES[cast.dtype]
 
 

@@ -531,7 +531,7 @@ def choose_backend(
         head_dim: width of a head.
         documents: attention has to stay inside documents.
         dropout: attention weights are dropped.
-        deterministic: two runs have to give the same bits. The kernels themselves are told by
+        deterministic: two runs have to give the same bits. The kernels themselves are set by
             `torch.use_deterministic_algorithms(True)`, which the caller sets.
         context: methods of context parallelism by which it has to attend, if there are several cp
             ranks.

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dtron.errors import ConfigError, config_error
 from dtron.models.rules import broken_rules, either
+from dtron.sections import MOST_LAYERS
 
-MOST_LAYERS = 10_000
 MOST_FACTOR = 1e30
 
 

@@ -10,7 +10,7 @@ Only `experts` may be elsewhere: expert parallelism replaces their `begin`, whic
 and their `finish`, which waits for them. What all tokens take is computed in between, while rows
 travel. A block calls all of these in turn, so that a graph that breaks at the experts breaks there
 alone.
-In bfloat16 nothing waits for the device: the rows of each expert are told by offsets, int32 (E,),
+In bfloat16 nothing waits for the device: the rows of each expert are given by offsets, int32 (E,),
 which are on it. Row r belongs to expert e where offsets[e - 1] <= r < offsets[e], with
 offsets[-1] = 0.
 

@@ -221,7 +221,7 @@ def _blame(
     """`rank 0 is at 0B0 and waits for 1B0 or 1I0 of rank 1; rank 1 ...`."""
     rank_of = {result(action): rank for rank, row in enumerate(todo) for action in row}
     position = {action: rank for rank, row in enumerate(todo) for action in row}
-    told = []
+    waiting = []
     for action in stuck:
         stage, kind, m = next(want for want in needs(action, n_stages) if want not in done)
         names = [Kind.BACKWARD, Kind.INPUT] if kind is Kind.INPUT else [kind]
@@ -234,5 +234,5 @@ def _blame(
             where = "which the same rank has later"
         else:
             where = f"of rank {holder}"
-        told.append(f"rank {rank} is at {action} and waits for {wanted} {where}")
-    return "; ".join(told[:4]) + ("; ..." if len(told) > 4 else "")
+        waiting.append(f"rank {rank} is at {action} and waits for {wanted} {where}")
+    return "; ".join(waiting[:4]) + ("; ..." if len(waiting) > 4 else "")

@@ -78,8 +78,8 @@ def draw_mesh(views: Views, n_experts: int) -> str:
                 axes = ", ".join(names)
                 parts.append(f'<text x="{x}" y="{TOP - 10}" font-size="10">{axes}</text>')
         parts.append(_held(views, rank, n_experts, LEFT + 310, y))
-    told = "Coloured: what a rank computes. Framed: what it keeps of that between steps."
-    parts.append(f'<text x="{LEFT}" y="{height - 14}">{told}</text>')
+    caption = "Coloured: what a rank computes. Framed: what it keeps of that between steps."
+    parts.append(f'<text x="{LEFT}" y="{height - 14}">{caption}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -30,6 +30,7 @@ waited for, and the halves of the new one hold nothing that is wanted.
 Shapes: P ranks, R rows of each, the same on all; N rows of the result, D width, E experts.
 """
 
+import itertools
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, finalize
@@ -48,11 +49,27 @@ computes between `set_off` and `arrived` stays there, forward, backward and with
 blocks of such a model get them."""
 
 
+_NUMBERS = itertools.count()
+_MAILBOXES: MutableMapping[str, "Mailbox"] = WeakValueDictionary()
+"""By name, since operators take no objects but tensors. A mailbox belongs to what made it, and a
+backward that is due; names are not used again."""
+
+
 class Mailbox:
-    """What each rank of a group puts, all ranks pull; one for all layers, of `mailbox_of`."""
+    """What each rank of a group puts, all ranks pull: one for all layers of a model.
+
+    Each model makes one, on all ranks of the group, and keeps it as long as it calls the operators.
+    Models do not share one: its memory grows by a collective, which one rank would enter and
+    another not, where the garbage collector has freed an earlier model on one of them alone.
+
+    Attributes:
+        name: by which operators find it; the same on all ranks that have made as many.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self.name = f"{group.group_name}.{next(_NUMBERS)}"
+        _MAILBOXES[self.name] = self
         self.layers = 0
         """How many there are to note something of."""
         self._growing = GrowingMemory(group)
@@ -177,35 +194,22 @@ def _placeholder(pull: _Pull, rows: Tensor, n_rows: int) -> Tensor:
     return found
 
 
-_MAILBOXES: MutableMapping[str, Mailbox] = WeakValueDictionary()
-"""By the process group's name, since operators take no objects but tensors: as torch finds groups
-by their names, and gone with the last that uses one."""
-
-
-def mailbox_of(group: dist.ProcessGroup) -> Mailbox:
-    """The group's own, to be kept by whoever calls the operators; made by all ranks together."""
-    found = _MAILBOXES.get(group.group_name)
-    if found is None or found.group is not group:  # else of a group that was destroyed
-        found = _MAILBOXES[group.group_name] = Mailbox(group)
-    return found
-
-
 @torch.library.custom_op("dtron::peers_exchange", mutates_args=())
-def exchange(numbers: Tensor, senders: Tensor, group: str) -> Tensor:
+def exchange(numbers: Tensor, senders: Tensor, mailbox: str) -> Tensor:
     """Everybody's numbers.
 
     Args:
         numbers: int32 (E,).
         senders: int64 (P,), the ranks of the group in order.
-        group: name of the process group.
+        mailbox: its name.
     Returns:
         int32 (P, E).
     """
-    return _MAILBOXES[group].moved(numbers.unsqueeze(0), senders, 1).wait()
+    return _MAILBOXES[mailbox].moved(numbers.unsqueeze(0), senders, 1).wait()
 
 
 @exchange.register_fake
-def _(numbers: Tensor, senders: Tensor, group: str) -> Tensor:
+def _(numbers: Tensor, senders: Tensor, mailbox: str) -> Tensor:
     return numbers.new_empty(senders.shape[0], numbers.shape[0])
 
 
@@ -221,7 +225,7 @@ class Moving(NamedTuple):
     the rows put: autograd wants gradients to have the shape of what they are gradients of."""
     back: Tensor
     back_parts: int
-    group: str
+    mailbox: str
     back_float8: bool
 
 
@@ -231,7 +235,7 @@ def set_off(
     parts: int,
     back: Tensor,
     back_parts: int,
-    group: str,
+    mailbox: str,
     layer: Tensor | None = None,
     number: Tensor | None = None,
     *,
@@ -245,14 +249,14 @@ def set_off(
         slots: int64 (N,), as in `dtron/kernels/peers.py`, which sums `parts` neighbours.
         back: int64 (R,), where among all ranks' results the gradient of each row is.
         back_parts: neighbours that each have a part of it.
-        group: name of the process group.
+        mailbox: its name.
         layer, number: int64 (1,), to be noted by the way, for `Mailbox.noted`; outside of what the
             compiler knows, which copies what it sees changed.
         float8, back_float8: rows, and gradients, are put in float8 (`dtron/kernels/wire.py`) and
             cast back by what pulls them; not where neighbours are summed.
     """
-    rows, ticket = _move(rows, slots, parts, group, layer, number, float8)
-    return Moving(rows, ticket, back, back_parts, group, back_float8)
+    rows, ticket = _move(rows, slots, parts, mailbox, layer, number, float8)
+    return Moving(rows, ticket, back, back_parts, mailbox, back_float8)
 
 
 def arrived(moving: Moving) -> Tensor:
@@ -270,15 +274,15 @@ def _move(
     rows: Tensor,
     slots: Tensor,
     parts: int,
-    group: str,
+    mailbox: str,
     layer: Tensor | None = None,
     number: Tensor | None = None,
     float8: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    mailbox = _MAILBOXES[group]
+    found = _MAILBOXES[mailbox]
     if layer is not None and number is not None:
-        mailbox.note(layer, number)
-    pull = mailbox.moved(rows, slots, parts, float8)
+        found.note(layer, number)
+    pull = found.moved(rows, slots, parts, float8)
     return _placeholder(pull, rows, len(slots)), _without_memory(rows)
 
 
@@ -331,16 +335,16 @@ class _Arrive(torch.autograd.Function):
         ticket: Tensor,
         back: Tensor,
         back_parts: int,
-        group: str,
+        mailbox: str,
         back_float8: bool,
     ) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.settings = back_parts, group, back_float8
+        ctx.settings = back_parts, mailbox, back_float8
         return torch.ops.dtron.peers_arrived(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (back,) = ctx.saved_tensors
-        parts, group, float8 = ctx.settings
-        returning, _ = _move(gradients[0], back, parts, group, float8=float8)
+        parts, mailbox, float8 = ctx.settings
+        returning, _ = _move(gradients[0], back, parts, mailbox, float8=float8)
         return None, returning, None, None, None, None

@@ -13,7 +13,7 @@ kept apart; the first block's backward fetches the last block of the stage's nex
 
 `saved_tensors_hooks` around the block's forward see what autograd saves: under full recomputation
 the block's inputs, in a compiled block what its graph saves. What selective recomputation keeps
-eagerly is in a cache of its own, which `Offload.watch` is told of.
+eagerly is in a cache of its own, which `Offload.watch` gets.
 
 Storages are copied, each once a call, whatever views of it are saved. What another holds anyway
 stays: parameters (FSDP's gathered ones too) and buffers of the block, inputs that are leaves of the

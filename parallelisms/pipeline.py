@@ -10,7 +10,7 @@ construction. Executing it is a loop over that list, one short method an action:
 Sends and receives are posted without waiting and run beside the computation; a receive is waited
 for by the action that reads it. An output is let go once it is sent: the backward needs only its
 place in the graph. Hidden states are plain local tensors, under sequence parallelism the rank's
-part of them. What a stage's output looks like is told to the next one with the first micro-batch.
+part of them. What a stage's output looks like is sent to the next one with the first micro-batch.
 
 FSDP: parameters are gathered by the first micro-batch of a step and kept (zero 1, 2), or by each
 forward and backward (zero 3). Where the backward is whole, gradients are reduced inside it, layer

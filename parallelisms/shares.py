@@ -92,20 +92,20 @@ def draw(shares: Shares, title: str) -> str:
     ]
     for rank in range(shares.cp):
         mine = [token for token in tokens if shares.rank(token) == rank]
-        told = f"{shares.pairs[rank]} pairs"
-        parts.append(_row(f"rank {rank}", rank + 1, step, shares, mine, told))
+        label = f"{shares.pairs[rank]} pairs"
+        parts.append(_row(f"rank {rank}", rank + 1, step, shares, mine, label))
     parts += [_borders(shares, step), _caption(shares, height - 14)]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _row(
-    name: str, number: int, step: float, shares: Shares, tokens: Sequence[int], told: str
+    name: str, number: int, step: float, shares: Shares, tokens: Sequence[int], label: str
 ) -> str:
     """A line of the picture: its name, its tokens in their places, and a word on the right."""
     y = TOP + ROW * number
     parts = [
         f'<text x="8" y="{y + 17}">{name}</text>',
-        f'<text x="{WIDTH - RIGHT + 8}" y="{y + 17}">{told}</text>',
+        f'<text x="{WIDTH - RIGHT + 8}" y="{y + 17}">{label}</text>',
         f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{ROW - 2}" '
         'fill="#f0f0f0"/>',
     ]

@@ -51,7 +51,7 @@ from torch import Tensor
 from dtron.errors import ConfigError, TrainingError
 from dtron.kernels.peers import LOST, NONE
 from dtron.kernels.wire import converts
-from dtron.parallelisms.mailbox import Moving, arrived, exchange, mailbox_of, move, set_off
+from dtron.parallelisms.mailbox import Mailbox, Moving, arrived, exchange, move, set_off
 from dtron.parallelisms.peer_memory import check_host
 
 LEAST = 4096
@@ -176,14 +176,14 @@ class SymmetricMemory:
         fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
         check_host(group, 'parallel.dispatcher = "symmetric_memory"', "experts", fix)
         self.ep, self.etp, self.capacity, self.float8 = ep, etp, capacity, float8
-        self.mailbox, self.name = mailbox_of(group), group.group_name
+        self.mailbox = Mailbox(group)
         self._layers: dict[str, int] = {}
 
     def layer(self, fqn: str, device: torch.device) -> _Layer:
         """See Dispatcher."""
         check_device(device, self.float8)
-        number = self._layers.setdefault(fqn, self.mailbox.layers)
-        self.mailbox.layers = max(self.mailbox.layers, number + 1)
+        number = self._layers.setdefault(fqn, len(self._layers))
+        self.mailbox.layers = len(self._layers)
         group = self.mailbox.group
         numbers = ([number], [group.rank()], list(range(group.size())))
         return _Layer(*(torch.tensor(each, device=device) for each in numbers))
@@ -192,7 +192,7 @@ class SymmetricMemory:
         """See Dispatcher."""
         most = rows_at_most(len(rows), self.ep, self.etp, self.capacity)
         numbers = torch.cat([offsets, offsets.new_full((1,), len(rows))])
-        numbers = exchange(numbers, layer.ranks, self.name)
+        numbers = exchange(numbers, layer.ranks, self.mailbox.name)
         ways = ways_of(numbers[:, :-1], layer.rank, self.etp, len(rows), most)
         uneven = (numbers[:, -1] != len(rows)).any()
         ways = ways._replace(  # neither of which may be out of anybody's memory
@@ -201,7 +201,7 @@ class SymmetricMemory:
         exceeded = torch.where(ways.n_rows > most, ways.n_rows * _NUMBERS + len(rows), 0)
         exceeded = torch.where(uneven, _UNEVEN, exceeded)
         there = (ways.there, 1, ways.back, self.etp)
-        noted = (self.name, layer.number, exceeded)
+        noted = (self.mailbox.name, layer.number, exceeded)
         return _Travelling(set_off(rows, *there, *noted, float8=self.float8), ways)
 
     def finish(self, pending: _Travelling, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -215,11 +215,11 @@ class SymmetricMemory:
                 "too, of any value"
             )
         back = (ways.back, self.etp, ways.there, 1)
-        return move(results, *back, self.name, back_float8=self.float8)
+        return move(results, *back, self.mailbox.name, back_float8=self.float8)
 
     def check(self, device: torch.device) -> None:
         """See Dispatcher."""
-        noted = self.mailbox.noted(device)[list(self._layers.values())]
+        noted = self.mailbox.noted(device)
         most = torch.cat([noted, noted.new_zeros(1)]).amax()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         if not most.item():
@@ -231,9 +231,9 @@ class SymmetricMemory:
         ]
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
-        raise TrainingError(self._told(of_ranks))
+        raise TrainingError(self._explain(of_ranks))
 
-    def _told(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
+    def _explain(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
         """Of the first layer that lacked rows: routers of those behind it saw its NaN."""
         found = [(entry, rank) for rank, entries in enumerate(of_ranks) for entry in entries]
         first = min((fqn for (fqn, *_), _ in found), key=_in_order)

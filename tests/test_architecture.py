@@ -28,6 +28,7 @@ ALLOWED = {
         "dtron.kernels",
         "dtron.errors",
         "dtron.parallelisms.placement",
+        "dtron.sections",
         "dtron.files",
         "dtron.tensorfile",
         "dtron.torch_internals",

@@ -1,8 +1,14 @@
 """The configuration: what is read, refused and written back."""
 
+import os
+import subprocess
+import sys
+import threading
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -266,6 +272,48 @@ def test_a_key_can_be_unset(tmp_path: Path) -> None:
     file.write_text("train = 5\n")
     with pytest.raises(ConfigError, match="train is not a table"):
         RunConfig.load(file, ["train.steps="])
+
+
+def from_pipe(write: Callable[[int], object], seconds: float = 10.0) -> RunConfig:
+    """As bash's <(command) gives it; the writing end is open while `write` runs."""
+    ours, theirs = os.pipe()
+    writer = threading.Thread(target=lambda: (write(theirs), os.close(theirs)))
+    writer.start()
+    try:
+        with patch("dtron.config._PIPE_SECONDS", seconds):
+            return RunConfig.load(f"/dev/fd/{ours}")
+    finally:
+        os.close(ours)
+        writer.join()
+
+
+def test_a_config_from_a_pipe() -> None:
+    def slowly(pipe: int) -> None:
+        for part in (b"[train]\n", b"steps = 7\n", b"# " + b"x" * 200_000):
+            os.write(pipe, part)
+            time.sleep(0.1)
+
+    assert from_pipe(slowly).train.steps == 7
+    with pytest.raises(ConfigError, match=r"/dev/fd/\d+: .*not ended for 0\.3 s; write"):
+        from_pipe(lambda _: time.sleep(1), 0.3)
+    with (
+        patch("dtron.config.TOML_BYTES", 1000),
+        pytest.raises(ConfigError, match="than 1000 bytes"),
+    ):
+        from_pipe(lambda pipe: os.write(pipe, b"#" * 2000))
+
+
+def test_a_named_fifo_is_no_config(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo: not a regular file"):
+        RunConfig.load(tmp_path / "fifo")
+
+
+def test_a_config_from_stdin(tmp_path: Path) -> None:
+    code = "from dtron.config import RunConfig; print(RunConfig.load('/dev/stdin').train.steps)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input="[train]\nsteps = 7\n", capture_output=True, text=True)
+    assert done.stdout == "7\n", done.stderr
 
 
 def test_a_section_that_is_a_value_is_named(tmp_path: Path) -> None:

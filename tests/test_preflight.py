@@ -261,7 +261,7 @@ def test_a_checkpoint_that_is_older_than_a_field_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "world", "host", "told"),
+    ("parallel", "world", "host", "messages"),
     [
         ({"tp": 16}, 32, 8, "parallel.tp = 16 spans hosts of 8 ranks"),
         ({"tp": 16}, 32, 8, "use parallel.tp = 8, and parallel.pp, dp_shard or dp_replicate"),
@@ -284,10 +284,10 @@ def test_a_checkpoint_that_is_older_than_a_field_of_the_model() -> None:
     ],
 )
 def test_axes_that_cross_hosts_are_reported(
-    parallel: dict, world: int, host: int, told: str
+    parallel: dict, world: int, host: int, messages: str
 ) -> None:
     (found,) = host_warnings(config(**parallel), world, host)
-    assert told in found
+    assert messages in found
 
 
 @pytest.mark.parametrize(
@@ -309,8 +309,10 @@ def test_axes_that_may_cross_hosts_are_not_reported(parallel: dict, world: int, 
 def test_a_start_and_a_plan_report_tp_across_hosts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("dtron.preflight.log.warning", lambda form, *rest: told.append(form % rest))
+    messages: list[str] = []
+    monkeypatch.setattr(
+        "dtron.preflight.log.warning", lambda form, *rest: messages.append(form % rest)
+    )
     start = config(tp=4)
     start = start.model_copy(
         update={
@@ -319,7 +321,7 @@ def test_a_start_and_a_plan_report_tp_across_hosts(
         }
     )
     preflight(start, Place(rank=0, local_rank=0, world_size=4, local_world_size=2))
-    assert [line for line in told if "parallel.tp = 4 spans hosts of 2 ranks" in line]
+    assert [line for line in messages if "parallel.tp = 4 spans hosts of 2 ranks" in line]
     planned = plan(start, 4, replace(hardware("h100"), host=2, domain=2))
     assert "use parallel.tp = 2" in planned["warnings"][0]
     shown = Console(width=200, file=io.StringIO(), record=True)

@@ -16,7 +16,7 @@ These add up to the window. Inside them, and not to be added:
                             work (name, grid, block, shapes) with less than 5%. Kernels that
                             never run alone have no such median and add nothing; `compared` is
                             the share of the overlapped kernels' time that has one. On a CPU it is
-                            not told.
+                            not known.
 
 The time of communication includes waiting for ranks that are late: NCCL's kernels spin. All
 numbers are means over the traced steps; then mean, smallest and largest of the ranks.

@@ -137,9 +137,9 @@ def run_all(
             beside = out / f"{order:03}-{against.peer.name}"
             outcome.against = run_peer(against.peer, outcome, against.extra, options, beside)
         # The reason is printed once, under the table.
-        told = outcome.status if outcome.reason else _brief(outcome, options)
+        summary = outcome.status if outcome.reason else _brief(outcome, options)
         console.print(
-            f"[{order + 1}/{len(jobs)}] {point.label}: {told}", markup=False, soft_wrap=True
+            f"[{order + 1}/{len(jobs)}] {point.label}: {summary}", markup=False, soft_wrap=True
         )
         yield outcome
 

@@ -133,7 +133,7 @@ class Loader:
         batches = []
         for offset in range(0, self._global_batch, stride):
             rows = range(first + offset, first + offset + self._micro_batch)
-            batches.append(_stack(self._source.sequence, rows))
+            batches.append(stacked(self._source.sequence, rows))
         self._next += self._global_batch
         return batches
 
@@ -179,7 +179,7 @@ def validation_batches(
 
     for batch in range(math.ceil(n / stride)):
         first = batch * stride + dp_rank * micro_batch
-        yield _stack(read, range(first, first + micro_batch))
+        yield stacked(read, range(first, first + micro_batch))
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
@@ -200,19 +200,20 @@ def _move_documents(
     return {key: tuple(_move(x, device) for x in row) for key, row in documents.items()}
 
 
-def _stack(read: Callable[[int], Packed], rows: range) -> Batch:
+def stacked(read: Callable[[int], Packed], rows: range) -> Batch:
+    """A Batch of the sequences `rows`."""
     packed = [read(k) for k in rows]
     masked = packed[0].documents is not None
     return Batch(
-        tokens=_stacked(packed, "tokens"),
-        labels=_stacked(packed, "labels"),
+        tokens=_field(packed, "tokens"),
+        labels=_field(packed, "labels"),
         sequence=torch.tensor(list(rows), dtype=torch.int64),
-        positions=_stacked(packed, "positions") if masked else None,
-        documents=_stacked(packed, "documents") if masked else None,
+        positions=_field(packed, "positions") if masked else None,
+        documents=_field(packed, "documents") if masked else None,
         padding=sum(row.padding for row in packed),
-        pieces=_stacked(packed, "pieces") if packed[0].pieces is not None else None,
+        pieces=_field(packed, "pieces") if packed[0].pieces is not None else None,
     )
 
 
-def _stacked(packed: list[Packed], name: str) -> Tensor:
+def _field(packed: list[Packed], name: str) -> Tensor:
     return torch.from_numpy(np.stack([getattr(row, name) for row in packed]))

@@ -19,11 +19,13 @@ it. A document that began in an earlier sequence starts again at position 0.
 Legend: T tokens a sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from dtron.data.cache import TokenFile
 from dtron.data.order import shuffle
 from dtron.errors import DataError
 
@@ -79,6 +81,13 @@ class Tokens(Protocol):
     def __getitem__(self, part: slice, /) -> np.ndarray:
         """Those of a slice."""
         ...
+
+
+def read_spans(tokens: Tokens, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Tokens [start, stop) of each span, one span after another."""
+    if isinstance(tokens, TokenFile):
+        return tokens.read(spans)
+    return np.concatenate([tokens[start:stop] for start, stop in spans])
 
 
 class TrainingSource(Protocol):
@@ -139,8 +148,7 @@ class Tape:
         Returns:
             int64 (length,), and how many of them each successive document gave.
         """
-        window = np.empty(length, np.int64)
-        lengths: list[int] = []
+        spans: list[tuple[int, int]] = []
         document = int(np.searchsorted(self._starts, start, side="right")) - 1
         filled = 0
         while filled < length:
@@ -148,11 +156,11 @@ class Tape:
             count = end - start - filled
             source = int(self._offsets[self._order[document]])
             source += start + filled - int(self._starts[document])
-            window[filled : filled + count] = self._tokens[source : source + count]
-            lengths.append(count)
+            spans.append((source, source + count))
             filled += count
             document += 1
-        return window, lengths
+        window = read_spans(self._tokens, spans).astype(np.int64)
+        return window, [stop - start for start, stop in spans]
 
 
 class ShuffledDocuments:

@@ -38,6 +38,7 @@ from dtron.data.packing import (
     Waste,
     number_documents,
     number_pieces,
+    read_spans,
 )
 
 
@@ -202,13 +203,16 @@ class Plan:
     def _lay(self, chosen: np.ndarray) -> Packed:
         tokens = np.full(self._seq_len, self._eos_id, np.int64)
         labels = np.full(self._seq_len, IGNORE, np.int64)
-        pieces, filled = self._pieces, 0
+        pieces, filled, read = self._pieces, 0, 0
         starts, lengths = pieces.starts[chosen].tolist(), pieces.lengths[chosen].tolist()
-        for start, length, goes_on in zip(starts, lengths, pieces.go_on[chosen], strict=True):
-            window = self._tokens[start : start + length + int(goes_on)]
+        more = pieces.go_on[chosen].tolist()  # the label of a piece's last token lies behind it
+        columns = list(zip(starts, lengths, more, strict=True))
+        windows = read_spans(self._tokens, [(at, at + n + goes_on) for at, n, goes_on in columns])
+        for _, length, goes_on in columns:
+            window = windows[read : read + length + goes_on]
             tokens[filled : filled + length] = window[:length]
             labels[filled : filled + len(window) - 1] = window[1:]
-            filled += length
+            filled, read = filled + length, read + len(window)
         numbers = number_pieces(lengths, self._seq_len)
         if not self._mask:
             return Packed(tokens, labels, None, None, numbers)

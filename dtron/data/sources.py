@@ -18,10 +18,11 @@ from dtron.config import Data
 from dtron.data.cache import (
     TokenCache,
     cache_path,
-    last_sign,
+    heartbeat,
+    last_heartbeat,
     open_cache,
     open_or_build,
-    preparing,
+    remove_stale,
 )
 from dtron.data.documents import Corpus, files_corpus
 from dtron.data.hf import HfStream, hf_corpus, stream_name
@@ -59,7 +60,8 @@ def prepare(data: Data) -> TokenCache | None:
     if _is_stream(data):
         return None
     corpus, tokenizer, path = _locate(data)
-    with preparing(path):
+    remove_stale(path.parent)
+    with heartbeat(path):
         return open_or_build(corpus, tokenizer, path)
 
 
@@ -75,18 +77,18 @@ def wait_for(data: Data, silent_seconds: float) -> None:
     """Return once another process has prepared the data.
 
     Raises:
-        DataError: for so long there has been no sign of a process that does.
+        DataError: for so long there has been no heartbeat of a process that does.
     """
     if _is_stream(data):
         return
     corpus, tokenizer, path = _locate(data)
-    sign, since = last_sign(path), time.monotonic()
+    known, since = last_heartbeat(path), time.monotonic()
     while open_cache(path, tokenizer) is None:
-        if (last := last_sign(path)) != sign:
-            sign, since = last, time.monotonic()
+        if (last := last_heartbeat(path)) != known:
+            known, since = last, time.monotonic()
         if time.monotonic() - since > silent_seconds:
             raise DataError(
-                f"the first rank of this host does not tokenize {corpus.name}: no sign of it for "
+                f"the first rank of this host does not tokenize {corpus.name}: no heartbeat for "
                 f"{silent_seconds:g} s, and {path} is not there; look at that process, which is "
                 "stopped or has not started"
             )
@@ -109,12 +111,12 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
     cache = open_or_build(corpus, tokenizer, path)
     _warn_of_copies(data, corpus, cache)
     train, held_out = split(cache.n_documents, data.validation_fraction, cache.copies)
-    opened = _Opened(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
+    opened = Opened(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
     return opened.training(train, seed), opened.validation(held_out)
 
 
 @dataclass(frozen=True)
-class _Opened:
+class Opened:
     """Tokens in memory or in a file, to be packed as `data.packing` says."""
 
     data: Data
@@ -196,7 +198,7 @@ def _open_stream(data: Data, seq_len: int) -> Sources:
     texts = held_out_texts(stream, data.validation_fraction)
     encoded = [ids for ids in encode_documents(tokenizer, texts) if ids]
     tokens, offsets = join(encoded)
-    opened = _Opened(data, tokens, offsets, seq_len, tokenizer.eos_id)
+    opened = Opened(data, tokens, offsets, seq_len, tokenizer.eos_id)
     validation = opened.validation(np.arange(len(encoded)))
     settings = {
         "seq_len": seq_len,

@@ -120,8 +120,8 @@ class Attempts:
         if not self._cause:
             return {}
         parts = seconds_of(self._moments)
-        told = ", ".join(f"{seconds:.1f} s {part}" for part, seconds in parts.items())
-        log.info("recovered in %.1f s: %s", sum(parts.values()), told)
+        listed = ", ".join(f"{seconds:.1f} s {part}" for part, seconds in parts.items())
+        log.info("recovered in %.1f s: %s", sum(parts.values()), listed)
         self._cause = ""
         return {"recovery_seconds": sum(parts.values())}
 

@@ -119,19 +119,19 @@ class Guards:
             self.stragglers.report(step)
         if self.replicas is not None and step % self.options.replicas_interval == 0:
             self._compare(self.replicas, step)
-        return self._told(step) if self.spikes is not None else None
+        return self._read_spike(step) if self.spikes is not None else None
 
     def _compare(self, replicas: Replicas, step: int) -> None:
         found = replicas.differences()
         if not found:
             return
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        told = f"silent corruption by step {step}: {found[0]}{more}"
+        message = f"silent corruption by step {step}: {found[0]}{more}"
         if self.options.on_corruption == "stop":
-            raise TrainingError(f"{told}; resume from a checkpoint of before, without that rank")
-        log.error("%s (faults.on_corruption)", told)
+            raise TrainingError(f"{message}; resume from a checkpoint of before, without that rank")
+        log.error("%s (faults.on_corruption)", message)
 
-    def _told(self, step: int) -> Spike | None:
+    def _read_spike(self, step: int) -> Spike | None:
         assert self.spikes is not None, "there is something to read"
         found = self.spikes.read(before=step)
         acts = {"warn": "", "skip_data": "; the step was not taken", "rollback": "; going back"}

@@ -2,13 +2,13 @@
 
 import re
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 import torch
 from torch import nn
 
-from dtron.errors import OutOfMemoryError
+from dtron.errors import ConfigError, OutOfMemoryError
 from dtron.parallelisms.offload import host_memory
 
 _TEXTS = re.compile("out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", re.I)
@@ -46,11 +46,11 @@ class MemoryInUse:
         place, used, peak, free = self._figures()
         asked = _asked(str(error))
         module = module_of(error.__traceback__, modules)
-        told = f"out of memory on {when}" + (f", in {module}" if module else "")
+        message = f"out of memory on {when}" + (f", in {module}" if module else "")
         requested = f" {size(asked)} were requested, with" if asked else ""
-        told += f":{requested} {size(used)} in use (at most {size(peak)}) and {size(free)} free"
+        message += f":{requested} {size(used)} in use (at most {size(peak)}) and {size(free)} free"
         room = min(used + free, used + asked - 1) if asked else used + free
-        return OutOfMemoryError(f"{told} on {place}", max(peak, used + asked), room)
+        return OutOfMemoryError(f"{message} on {place}", max(peak, used + asked), room)
 
     def _figures(self) -> tuple[str, float, float, float]:
         """Where the tensors are, and bytes there: in use, the most so far, free for this rank."""
@@ -89,6 +89,27 @@ def _asked(text: str) -> float:
     """Bytes of the allocation that failed; 0: it does not say."""
     found = _ASKED.search(text)
     return float(found[1]) * 1024 ** _UNITS.index(found[2]) if found else 0.0
+
+
+def check_host_memory(needed: float, what: str, fix: Callable[[float], str]) -> float:
+    """Refuse what needs more memory than a host without GPUs has available: Linux would kill it.
+
+    Args:
+        needed: bytes of all ranks of the host.
+        what: the beginning of the error: what needs them.
+        fix: its end, given the bytes that are available.
+    Returns:
+        The bytes that are available.
+    Raises:
+        ConfigError: there are fewer.
+    """
+    _, available = host_memory()
+    if needed > available:
+        raise ConfigError(
+            f"{what}, but {size(available)} of this machine's memory are available; "
+            f"{fix(available)}"
+        )
+    return available
 
 
 def size(n_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""A run that is told to stop: all ranks end at one step, save, and exit 0 before a deadline.
+"""A run that is asked to stop: all ranks end at one step, save, and exit 0 before a deadline.
 
 A rank that is signalled tells the others by a 1-element all-reduce a step, read one step late, so
 that nothing waits. The deadline runs from the signal, also while the main thread is inside a
@@ -49,12 +49,12 @@ class Deadline:
 
     Args:
         seconds: 0 for no deadline.
-        told: what is said then, with `rank`, `seconds` and `why` in braces.
+        message: what is printed then, with `rank`, `seconds` and `why` in braces.
         code: of the exit.
     """
 
-    def __init__(self, seconds: float, told: str, code: int) -> None:
-        self.seconds, self.told, self.code = seconds, told, code
+    def __init__(self, seconds: float, message: str, code: int) -> None:
+        self.seconds, self.message, self.code = seconds, message, code
         self._timer: threading.Timer | None = None
         self._over = False
 
@@ -73,13 +73,13 @@ class Deadline:
 
     def _end(self, why: str) -> None:
         rank = os.environ.get("RANK", "0")
-        told = self.told.format(rank=rank, seconds=self.seconds, why=why)
-        print(f"{told}, exit code {self.code}", file=sys.stderr, flush=True)
+        message = self.message.format(rank=rank, seconds=self.seconds, why=why)
+        print(f"{message}, exit code {self.code}", file=sys.stderr, flush=True)
         os._exit(self.code)
 
 
 class Peers:
-    """Whether all ranks live, asked once some of them are told to stop.
+    """Whether all ranks live, asked once some of them are asked to stop.
 
     When a rank dies, torchrun tells the others to stop. These may wait for it inside a kernel,
     which does not see that it is dead, until torchrun kills them 30 seconds later. A collective on
@@ -194,7 +194,7 @@ class StopSignal:
         self.__exit__()
 
     def _catch(self, *numbers: signal.Signals) -> None:
-        for number in numbers:  # the rest is the thread's, which is told in any case
+        for number in numbers:  # the rest is the thread's, which hears of it in any case
             previous = signal.signal(number, lambda *_: self.request())
             self._previous.setdefault(number, previous)
         self._caught |= set(numbers)

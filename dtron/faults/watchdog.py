@@ -198,22 +198,22 @@ class Watchdog:
         where = self.where(step, late, failed)
         phase = self._phase
         name, of = (phase, f"the {phase}") if phase else (f"step-{step}", f"step {step}")
-        told = f"hang: {of} has not ended for {late:.0f} seconds: {where}"
-        self._record(told)
+        message = f"hang: {of} has not ended for {late:.0f} seconds: {where}"
+        self._record(message)
         folder = self.folder / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank-{self.rank}.txt"
             with path.open("w") as file:
-                file.write(json.dumps(where.__dict__) + "\n" + told + "\n")
+                file.write(json.dumps(where.__dict__) + "\n" + message + "\n")
                 enqueued = flight_recorder(self.groups)
                 file.writelines(f"enqueued and not done: {line}\n" for line in enqueued)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-            told += f"; stacks: {path}"
+            message += f"; stacks: {path}"
         except OSError as error:
-            told += f"; its stacks could not be written: {error}"
-        print(told, file=sys.stderr, flush=True)
+            message += f"; its stacks could not be written: {error}"
+        print(message, file=sys.stderr, flush=True)
         time.sleep(_START_GATHER_SECONDS if phase else _GATHER_SECONDS)
         since = time.time() - late - _EARLIER
         if _claims(folder / "summary", since):

@@ -202,7 +202,7 @@ def _flash_backward(
 def _flash_inputs(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None
 ) -> tuple[list[Tensor], list[Any]]:
-    """Tensors as the kernel takes them, and what it is told of their lengths."""
+    """Tensors as the kernel takes them, and what it gets of their lengths."""
     inputs = [x.contiguous() for x in (q, k, v)]
     if segments is None:
         return inputs, [None, None, q.shape[1], k.shape[1]]

@@ -1,1 +1,1 @@
-"""What a run needs and how fast it will be, told without a GPU; `dtron plan` prints it."""
+"""What a run needs and how fast it will be, estimated without a GPU; `dtron plan` prints it."""

@@ -165,7 +165,7 @@ def _mixture(model: DecoderConfig) -> list[Saved]:
         * (2 if gated else 1),
         Saved("experts", k * model.expert_dim, "columns", arrived=True, read=True),
         Saved("experts", k * model.dim, "tokens", PRODUCT),
-        # Eager recomputation keeps what it is told to: of the last product what is sent back, too.
+        # Eager recomputation keeps what its policy names: of the last product the combine, too.
         Saved("experts", k * model.dim, "tokens", (), eager=True, arrived=True, pulled=True),
     ]
     if gated:

@@ -50,7 +50,7 @@ _SHAPE = ("kind", "bytes", "ranks", "inside")
 def as_text(row: Hardware, made: Calibration, base: str, kept: Sequence[str], suffix: str) -> str:
     """The file's text: fields of the row first, then what was measured."""
     values = {key: _rounded(value) for key, value in asdict(row).items()}
-    told = {"base": base, "kept": list(kept), "versions": versions()}
+    origin = {"base": base, "kept": list(kept), "versions": versions()}
     lists = {key: getattr(made, key) for key in ("products", "attention", "collectives", "beside")}
     lists["collectives"] = [
         each | {"row_says": row.alone(*(each[name] for name in _SHAPE))}
@@ -62,7 +62,7 @@ def as_text(row: Hardware, made: Calibration, base: str, kept: Sequence[str], su
         if rows
     }
     if suffix == ".json":
-        return json.dumps({**values, "calibration": {**told, **measured}}, indent=1) + "\n"
+        return json.dumps({**values, "calibration": {**origin, **measured}}, indent=1) + "\n"
     lines = []
     for key, value in values.items():
         old = ", ".join(entry for entry in kept if entry.split("[")[0] == key)
@@ -73,7 +73,7 @@ def as_text(row: Hardware, made: Calibration, base: str, kept: Sequence[str], su
         "",
         "[calibration]",
         f"base = {toml_value(base)}",
-        f"kept = {toml_value(told['kept'])}",
+        f"kept = {toml_value(origin['kept'])}",
     ]
     lines += ["", "[calibration.versions]"]
     lines += [f"{toml_value(key)} = {toml_value(value)}" for key, value in versions().items()]

@@ -31,7 +31,7 @@ def plan_parser() -> argparse.ArgumentParser:
     """Arguments of `dtron plan`."""
     parser = ArgumentParser(
         prog="dtron plan",
-        description="What a run needs and how fast it will be, told without a GPU. `dtron plan "
+        description="What a run needs and how fast it will be, without a GPU. `dtron plan "
         "calibrate` measures this machine for --hardware.",
     )
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="a TOML file")

@@ -48,11 +48,11 @@ def exact(config: RunConfig, world_size: int) -> dict[str, Any]:
     traced = traceable(config, world_size)
     run = Resolved.of(traced, world_size)
     found = traces(traced, world_size, distinct(run))
-    told = memory(run)
+    estimate = memory(run)
     return {
         "notes": list(notes(config, traced, world_size)),
         "micro_batches": run.micro_batches,
-        "ranks": [compared(run, told[each.place["pp"]], each) for each in found],
+        "ranks": [compared(run, estimate[each.place["pp"]], each) for each in found],
         "seconds": time.perf_counter() - start,
     }
 
@@ -160,16 +160,16 @@ def _receive(pipe: Connection) -> Traced:
     return found
 
 
-def compared(run: Resolved, told: RankMemory, found: Traced) -> dict[str, Any]:
+def compared(run: Resolved, estimate: RankMemory, found: Traced) -> dict[str, Any]:
     """A rank's figures, each a pair {exact, predicted}."""
     # Sums over micro-batches are whole, and reduced into shards as large as the parameters'.
     pairs = {
-        "parameters": (found.parameters, told.classes["parameters"]),
-        "gradients": (found.gradients, told.classes["parameters"]),
-        "optimizer": (found.optimizer, told.classes["optimizer"]),
-        "peak": (found.peak, told.peak),
+        "parameters": (found.parameters, estimate.classes["parameters"]),
+        "gradients": (found.gradients, estimate.classes["parameters"]),
+        "optimizer": (found.optimizer, estimate.classes["optimizer"]),
+        "peak": (found.peak, estimate.peak),
     }
-    made, planned = counted(run, found), predicted(run, told.rank)
+    made, planned = counted(run, found), predicted(run, estimate.rank)
     return {
         "rank": found.rank,
         "place": dict(found.place),
@@ -270,6 +270,12 @@ def _table(title: str, headings: Sequence[str], named: int) -> Table:
 
 
 def _cells(pair: dict[str, float], unit: float, form: str) -> tuple[str, str, str]:
-    real, told = pair["exact"], pair["predicted"]
-    apart = "equal" if real == told else "missed" if not told else "absent" if not real else ""
-    return format(real / unit, form), format(told / unit, form), apart or f"{told / real - 1:+.2%}"
+    real, estimate = pair["exact"], pair["predicted"]
+    apart = (
+        "equal" if real == estimate else "missed" if not estimate else "absent" if not real else ""
+    )
+    return (
+        format(real / unit, form),
+        format(estimate / unit, form),
+        apart or f"{estimate / real - 1:+.2%}",
+    )

@@ -23,7 +23,7 @@ from dtron.resolve import reasons
 _VARIED = ("tp", "pp", "cp", "ep", "etp", "stages_per_rank")
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 2, 4)
 BATCH = "train.global_batch"
-_NEAR = 3  # layouts told
+_NEAR = 3  # layouts listed
 _TRIES = 120
 
 
@@ -88,7 +88,7 @@ def _apart(
 def _nearest(
     config: RunConfig, world_size: int, found: tuple[str, ...], hardware: Hardware | None
 ) -> Iterator[dict[str, Any]]:
-    told = 0
+    n_near = 0
     changes = [*_changes(config), *_batches(config, world_size, found)]
     changes += _inside_hosts(config, world_size, found)
     for _, change in sorted(changes, key=lambda pair: pair[0])[:_TRIES]:
@@ -99,8 +99,8 @@ def _nearest(
         if hardware is not None and any(far_memory(run, hardware)):
             continue
         yield change
-        told += 1
-        if told == _NEAR:
+        n_near += 1
+        if n_near == _NEAR:
             return
 
 

@@ -94,7 +94,7 @@ def expandable(run: Resolved, rank: int) -> float:
 
 
 def least(run: Resolved, hardware: Hardware) -> tuple[float, ...]:
-    """What `reserved` of each pipeline rank cannot be below, told much faster; empty if the run
+    """What `reserved` of each pipeline rank cannot be below, computed much faster; empty if the run
     cannot fit."""
     found: list[float] = []
     for rank in range(run.degrees["pp"]) if _host_fits(run, hardware) else ():

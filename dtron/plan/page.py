@@ -37,11 +37,11 @@ def page(
     """
     title = f"{_model(run, plan)} on {run.world_size} x {hardware.name}"
     time = plan["time"]
-    told = (
+    text = (
         f"Predicted, not measured: {number(time['step_seconds'])} s a step, "
         f"{time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, MFU {time['mfu']['full']:.1%} (full)."
     )
-    parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{told}</p>", _degrees(plan["parallel"])]
+    parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{text}</p>", _degrees(plan["parallel"])]
     parts += [f"<p>{html.escape(parameters(plan['memory']))}. {costs(plan['cost'])}.</p>"]
     parts += ["<h2>Time of a step</h2>", _time(time)]
     parts += ["<h2>Memory by pipeline rank</h2>", _memory(plan["memory"])]
@@ -126,9 +126,9 @@ def _memory(memory: dict[str, Any]) -> str:
         parts.append(f'<text x="4" y="{y + 15}">pp rank {rank["rank"]}</text>')
         for colour, name in zip(COLOURS, CLASSES, strict=True):
             size = rank["classes"][name]
-            told = f"<title>{name}: {size / GIB:.1f} GiB</title>"
+            text = f"<title>{name}: {size / GIB:.1f} GiB</title>"
             shape = f'x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{_ROW - 5}"'
-            parts.append(f'<rect {shape} fill="{colour}">{told}</rect>')
+            parts.append(f'<rect {shape} fill="{colour}">{text}</rect>')
             x += size * scale
         parts.append(f'<text x="{x + 4:.0f}" y="{y + 15}">{rank["reserved"] / GIB:.1f}</text>')
     end, bottom = _LEFT + limit * scale, 8 + len(ranks) * _ROW
@@ -139,11 +139,11 @@ def _memory(memory: dict[str, Any]) -> str:
         x, y = _LEFT + column * (_WIDTH - _LEFT) // _LEGEND, bottom + 32 + row * 18
         parts.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{x + 14}" y="{y + 10}">{name}</text>')
-    told = (
+    text = (
         "<p>The most of each class, which are not all there at once. Numbers are the GiB that the "
         f"allocator holds; the dashed line is {limit / GIB:.1f} GiB, which have to hold them.</p>"
     )
-    return _svg(bottom + 32 + 18 * -(-len(CLASSES) // _LEGEND), parts) + told
+    return _svg(bottom + 32 + 18 * -(-len(CLASSES) // _LEGEND), parts) + text
 
 
 def _pipeline(times: Timeline, run: Resolved, time: dict[str, Any]) -> str:

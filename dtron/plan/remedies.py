@@ -6,10 +6,9 @@ from typing import Any
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.faults.memory import size
+from dtron.faults.memory import check_host_memory, size
 from dtron.models import MODELS
 from dtron.models.contract import counted_as_decoder
-from dtron.parallelisms.offload import host_memory
 from dtron.plan.memory import RankMemory, memory
 from dtron.plan.resolved import Resolved
 from dtron.runtime import Place
@@ -28,8 +27,8 @@ def most_memory(config: RunConfig, world_size: int) -> RankMemory:
     return max(memory(Resolved.of(config, world_size)), key=lambda rank: rank.peak)
 
 
-def check_host_memory(config: RunConfig, place: Place) -> None:
-    """Refuse a run on CPUs whose step needs more memory than is available: Linux would kill it.
+def check_step_memory(config: RunConfig, place: Place) -> None:
+    """Refuse a run on CPUs whose step needs more memory than is available.
 
     Raises:
         ConfigError: names what would fit.
@@ -38,16 +37,14 @@ def check_host_memory(config: RunConfig, place: Place) -> None:
         return  # of another module, whose memory is not known
     needed = most_memory(config, place.world_size)
     here = place.local_world_size
-    _, available = host_memory()
-    if needed.peak * here <= available:
-        return
     classes = sorted(needed.classes.items(), key=lambda item: -item[1])[:_AT_MOST]
     most = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in classes)
     ranks = f" on each of {here} ranks" if here > 1 else ""
-    raise ConfigError(
+    check_host_memory(
+        needed.peak * here,
         f"train.micro_batch = {config.train.micro_batch}: a step needs about {size(needed.peak)}"
-        f"{ranks} ({most}), but {size(available)} of this machine's memory are available; "
-        f"{remedies(config, place.world_size, available / here)}"
+        f"{ranks} ({most})",
+        lambda available: remedies(config, place.world_size, available / here),
     )
 
 

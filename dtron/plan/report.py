@@ -104,8 +104,8 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
 def parameters(memory: dict[str, Any]) -> str:
     """All, and of a mixture those that a token meets."""
     total, active = memory["parameters"], memory["active_parameters"]
-    told = f"{_count(total)} parameters"
-    return told if active == total else f"{told}, {_count(active)} active"
+    text = f"{_count(total)} parameters"
+    return text if active == total else f"{text}, {_count(active)} active"
 
 
 def _count(n: float) -> str:

@@ -110,7 +110,7 @@ def search(
         float8: look at float8 too, which changes what is trained.
         processes: that look at layouts, on which nothing found depends; 0: as many as processors,
             at most `workers.PROCESSES`. Where processes cannot be forked this one does all.
-        tell: is told every TELL_EVERY seconds how far the search is.
+        tell: called every TELL_EVERY seconds with how far the search is.
     Raises:
         ConfigError: no layout is legal and fits; tells how many were looked at. Or there are no
             rates for what is asked for.
@@ -133,7 +133,7 @@ def search(
             if tell and time.monotonic() - last > TELL_EVERY:
                 last = time.monotonic()
                 waiting = f"{len(space.queue):,} wait"
-                tell(f"{len(best)} of the best {most} found; {space.told()}, {waiting}")
+                tell(f"{len(best)} of the best {most} found; {space.progress()}, {waiting}")
     best.sort(key=lambda found: -found.time.tokens_per_second_per_gpu)  # a bound may be close
     counts = space.counts
     for entry in space.queue:
@@ -142,8 +142,8 @@ def search(
         limit = hardware.room / (1 - headroom)
         raise ConfigError(
             f"--search found no legal layout of {world} GPUs that fits {limit / 2**30:.0f} GiB, "
-            f"of which --headroom leaves {headroom:.0%} free ({space.told()}); use more GPUs, or "
-            "another train.global_batch"
+            f"of which --headroom leaves {headroom:.0%} free ({space.progress()}); use more GPUs, "
+            "or another train.global_batch"
         )
     seen = [found.point for found in best]
     for entry in sorted(space.queue):
@@ -276,7 +276,7 @@ class _Space:
         label = _label(entry.choice)
         return Found(label, run, worst(sorted(held, key=lambda each: each.rank)), entry.timed.time)
 
-    def told(self) -> str:
+    def progress(self) -> str:
         """How many layouts are what."""
         return ", ".join(f"{n:,} {what}" for what, n in self.counts.items())
 

@@ -234,7 +234,7 @@ class _Built:
         )
 
     def _expect_shapes(self, pipeline: Pipeline) -> None:
-        """What a stage gives is what all are told to expect."""
+        """What a stage gives is what all expect."""
         train, mesh = self.config.train, self.assembly.mesh
         tokens = self.batches[0].tokens.shape
         between = mesh.size("tp") if self.config.parallel.sequence_parallel else 1

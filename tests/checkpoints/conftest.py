@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.fixture
-def told() -> Iterator[list[str]]:
+def reports() -> Iterator[list[str]]:
     """What is logged in this process."""
     messages: list[str] = []
     log = logging.getLogger("dtron")

@@ -86,7 +86,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_names_and_sizes_tell_is_found_before_anything_starts(
     tmp_path: Path,
     trained: Path,
-    told: list[str],
+    reports: list[str],
     damage: Callable[[Path], None],
     named: str,
 ) -> None:
@@ -102,7 +102,7 @@ def test_what_names_and_sizes_tell_is_found_before_anything_starts(
     facts = Trainer(tiny(run, checkpoint__resume="latest")).checked.facts
     assert facts is not None
     assert facts.step == 2
-    assert any(named in message and "step-4" in message for message in told), told
+    assert any(named in message and "step-4" in message for message in reports), reports
 
 
 def test_a_corrupt_file_is_named_and_the_checkpoint_before_is_taken(
@@ -121,9 +121,9 @@ def test_a_corrupt_file_is_named_and_the_checkpoint_before_is_taken(
     assert "step-2" in error
     found = run_ranks(2, fit_and_listen, tiny(run, checkpoint__resume="latest"))
     assert [error for _, error in found] == [None, None]
-    told = found[0][0]
-    assert any(named in message and "step-4" in message for message in told), told
-    assert any(message.startswith("resumed from") and "step-2" in message for message in told)
+    reports = found[0][0]
+    assert any(named in message and "step-4" in message for message in reports), reports
+    assert any(message.startswith("resumed from") and "step-2" in message for message in reports)
     assert losses(run) == losses(trained)
 
 
@@ -146,9 +146,9 @@ def test_sizes_alone_are_compared_without_verify(tmp_path: Path, trained: Path) 
     shutil.copytree(trained, run)
     flipped(run / "checkpoints/step-6")
     settings = {"checkpoint__resume": "latest", "checkpoint__verify": False, "train__steps": 7}
-    (told, error), _ = run_ranks(2, fit_and_listen, tiny(run, **settings))
+    (reports, error), _ = run_ranks(2, fit_and_listen, tiny(run, **settings))
     assert error is None
-    assert any(message.startswith("resumed from") and "step-6" in message for message in told)
+    assert any(message.startswith("resumed from") and "step-6" in message for message in reports)
 
 
 def lacks(tensors: dict[str, Any]) -> None:

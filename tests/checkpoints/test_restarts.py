@@ -4,9 +4,9 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.faults.processes import torchrun
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
 from tests.test_trainer import fit, losses, tiny
@@ -21,11 +21,10 @@ def test_killed_ranks_are_restarted_from_the_newest_good_checkpoint(tmp_path: Pa
     )
     (tmp_path / "config.toml").write_text(config.to_toml())
     deaths = [[1, 3, "step"], [2, 6, "save"]]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "4", "--max-restarts", "3", "--monitor-interval", "0.1"]
-    command += [str(ROOT / "tests/checkpoints/mortal.py"), str(tmp_path / "config.toml")]
+    options = ("--max-restarts", 3, "--monitor-interval", 0.1)
+    script = ROOT / "tests/checkpoints/mortal.py"
     done = subprocess.run(
-        [*command, json.dumps(deaths)],
+        torchrun(4, *options, script, tmp_path / "config.toml", json.dumps(deaths)),
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -33,9 +32,9 @@ def test_killed_ranks_are_restarted_from_the_newest_good_checkpoint(tmp_path: Pa
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = done.stdout + done.stderr
-    assert "starting afresh" in told
-    resumed = re.findall(r"resumed from \S+/(step-\d+) in \d+\.\d s$", told, re.MULTILINE)
+    messages = done.stdout + done.stderr
+    assert "starting afresh" in messages
+    resumed = re.findall(r"resumed from \S+/(step-\d+) in \d+\.\d s$", messages, re.MULTILINE)
     assert len(resumed) == 2
     assert resumed[1] == "step-4"  # that of step 6 was half-written
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

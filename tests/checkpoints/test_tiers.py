@@ -40,7 +40,7 @@ from dtron.trainer import Trainer
 from tests.checkpoints.test_damage import fit_and_listen, flipped
 from tests.checkpoints.test_saving import fit_with_faults, steps
 from tests.faults.processes import finish, start
-from tests.faults.processes import told as told_by
+from tests.faults.processes import output as output_of
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
 from tests.test_trainer import fit, losses, rows, same_checkpoint, tiny
@@ -80,9 +80,9 @@ def make(folder: Path, step: int) -> Path:
     file = TensorFile(path / "rank-0.safetensors", {"x": Described(torch.float32, (2, 3))}, {})
     file.write("x", torch.full((2, 3), float(step)))
     written = file.close()
-    told = {"bytes": written.bytes, "sha256": written.sha256}
+    facts = {"bytes": written.bytes, "sha256": written.sha256}
     entry = {"dtype": "F32", "shape": [2, 3], "parts": [[[0, 0], [2, 3], "rank-0.safetensors"]]}
-    index = {"format": 1, "files": {"rank-0.safetensors": told}, "tensors": {"x": entry}}
+    index = {"format": 1, "files": {"rank-0.safetensors": facts}, "tensors": {"x": entry}}
     (path / "index.json").write_text(json.dumps(index))
     return path
 
@@ -183,9 +183,9 @@ def test_the_process_that_writes_ends_with_its_parent(tmp_path: Path) -> None:
     raise AssertionError(f"{pid} lives on")
 
 
-@pytest.mark.parametrize(("act", "told"), [("die", "has died"), ("hang", "timeout_seconds = 3")])
+@pytest.mark.parametrize(("act", "reason"), [("die", "has died"), ("hang", "timeout_seconds = 3")])
 def test_a_process_or_a_disk_that_fails_costs_one_checkpoint(
-    tmp_path: Path, act: str, told: str
+    tmp_path: Path, act: str, reason: str
 ) -> None:
     run = tmp_path / "run"
     config = tiny(
@@ -196,7 +196,7 @@ def test_a_process_or_a_disk_that_fails_costs_one_checkpoint(
     said = [message for message in found[0] if "could not be written" in message]
     assert len(said) == 1
     assert "step-4 could not be written: rank 1: " in said[0]
-    assert told in said[0]
+    assert reason in said[0]
     assert steps(run) == [2, 6]
 
 
@@ -246,14 +246,14 @@ def test_a_restarted_attempt_goes_on_from_what_the_job_has_written(
         monkeypatch.delenv("TORCHELASTIC_RUN_ID")
 
 
-def test_a_finished_run_says_so_and_verifies_nothing(tmp_path: Path, told: list[str]) -> None:
+def test_a_finished_run_says_so_and_verifies_nothing(tmp_path: Path, reports: list[str]) -> None:
     run = tmp_path / "run"
     run_ranks(1, fit, tiny(run, train__steps=2))
     file = run / "checkpoints/step-2/rank-0.safetensors"
     file.write_bytes(bytes(len(file.read_bytes())))
     Trainer(tiny(run, train__steps=2, checkpoint__resume="latest")).fit()
     assert not dist.is_initialized()
-    assert any("the run is finished" in message for message in told)
+    assert any("the run is finished" in message for message in reports)
 
 
 def test_a_finished_run_with_tiers_is_copied_once(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_a_run_that_dies_while_its_last_checkpoint_is_copied(
         if (half / "rank-0.safetensors").exists():
             break
         time.sleep(0.1)
-    assert finish(processes, 1) == [-signal.SIGKILL] * 2, told_by(tmp_path / "ranks")
+    assert finish(processes, 1) == [-signal.SIGKILL] * 2, output_of(tmp_path / "ranks")
     assert [path.name for path in half.iterdir()] == ["rank-0.safetensors"]
     assert steps(run) == [2]
     before = losses(run)

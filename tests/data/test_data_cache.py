@@ -2,6 +2,9 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ from dtron.data.cache import cache_path, open_or_build
 from dtron.data.documents import Corpus
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.errors import DataError
+from tests.test_architecture import ROOT
 
 MakeData = Callable[..., Data]
 
@@ -167,7 +171,7 @@ def test_waiting_for_a_process_that_shows_that_it_runs(
     make_data: MakeData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as it takes, and no longer than it runs."""
-    monkeypatch.setattr(cache, "SIGN_SECONDS", 0.2)
+    monkeypatch.setattr(cache, "HEARTBEAT_SECONDS", 0.2)
     data, slow = make_data(["one"]), cache.open_or_build
 
     def build(*arguments: Any) -> TokenCache:
@@ -185,13 +189,69 @@ def test_waiting_for_a_process_that_shows_that_it_runs(
 
 def test_waiting_for_another_process(make_data: MakeData) -> None:
     data = make_data(["one"])
-    with pytest.raises(DataError, match=r"no sign of it for 0\.1 s"):
+    with pytest.raises(DataError, match=r"no heartbeat for 0\.1 s"):
         wait_for(data, 0.1)
     builder = threading.Thread(target=lambda: (time.sleep(0.1), prepare(data)))
     builder.start()
     wait_for(data, 10)
     assert is_ready(data)
     builder.join()
+
+
+STOPPED = """
+import sys, time
+from pathlib import Path
+from dtron import entry
+entry._end_on_signals()
+from dtron.data import cache, prepare
+from dtron.config import Data
+
+def stuck(texts):
+    yield ["one"]
+    Path(sys.argv[2], "began").touch()
+    time.sleep(600)
+
+cache._batches = stuck
+prepare(Data(paths=[sys.argv[1]], cache_dir=sys.argv[2], validation_fraction=0.0))
+"""
+"""As train.py, which never ends to tokenize."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_tokenizing_leaves_no_files(
+    make_data: MakeData, tmp_path: Path, number: signal.Signals
+) -> None:
+    (path,), directory = make_data(["one"]).paths, tmp_path / "caches"
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, path, str(directory)], cwd=ROOT)
+    deadline = time.monotonic() + 120
+    while not (directory / "began").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert {Path(name).suffix for name in os.listdir(directory)} == {"", ".tmp", ".preparing"}
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
+    assert os.listdir(directory) == ["began"]
+
+
+def test_what_a_killed_build_left_is_removed(make_data: MakeData) -> None:
+    """Once its heartbeat is old; nothing else in the folder."""
+    data = make_data(["one"])
+    directory = Path(data.cache_dir)
+    keys = [f"{i:032x}" for i in range(2)]
+    folders = [directory / f"{key}.{keys[0]}.tmp" for key in keys]
+    others = [directory / name for name in ("mine.tmp", f"{keys[0]}.tmp", f"{keys[0]}.preparing.1")]
+    for folder in (*folders, *others):
+        folder.mkdir(parents=True)
+    beats = [directory / f"{key}.preparing" for key in keys]
+    for file in beats:
+        file.touch()
+    for file in (folders[0], beats[0], folders[1], *others):
+        os.utime(file, (0, time.time() - 2 * cache.STALE_SECONDS))
+    prepare(data)
+    assert not folders[0].exists()
+    assert not beats[0].exists()
+    assert all(path.exists() for path in (folders[1], beats[1], *others))
 
 
 def test_the_cache_says_what_it_holds(make_data: MakeData) -> None:

@@ -141,8 +141,8 @@ def test_a_path_given_twice_leaks_no_held_out_document(
     tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor do two files that share documents; each document fills one sequence here."""
-    told: list[str] = []
-    monkeypatch.setattr(sources.logger, "warning", lambda form, *rest: told.append(form % rest))
+    messages: list[str] = []
+    monkeypatch.setattr(sources.logger, "warning", lambda form, *rest: messages.append(form % rest))
     path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     rows = [json.dumps({"text": text[:7].ljust(7, ".")}) + "\n" for text in texts]
     path.write_text("".join(rows))
@@ -153,10 +153,10 @@ def test_a_path_given_twice_leaks_no_held_out_document(
         n, leaked = held_out_in_training(config)
         assert n >= 5
         assert leaked == 0
-    assert "40 of 80 documents are copies of others" in told[0]
-    assert f"data.paths names {path} more than once" in told[0]
-    assert "20 of 60 documents are copies" in told[1]
-    assert "more than once" not in told[1]
+    assert "40 of 80 documents are copies of others" in messages[0]
+    assert f"data.paths names {path} more than once" in messages[0]
+    assert "20 of 60 documents are copies" in messages[1]
+    assert "more than once" not in messages[1]
 
 
 def test_a_checkpoint_with_copies_split_by_position_is_refused(

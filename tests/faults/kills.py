@@ -12,7 +12,6 @@ the run goes on in another layout. Nothing happens in a run's last steps.
 """
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.hosts import Hosts
+from tests.faults.trajectory import complete_rows, worst_difference
 from tests.test_architecture import ROOT
 
 KEYS = {
@@ -51,8 +51,6 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"parallel.tp": 2}),
 ]
 """Ranks of all hosts, and degrees."""
-NEAR = 1e-4
-"""Of losses in another layout than one process, relative."""
 _MOMENTS = ("start", "save", "time", "time")
 _SECONDS = 240
 """In which a restarted run has to go on, on a machine that does other things too."""
@@ -65,32 +63,13 @@ def words(run_dir: Path, **more: Any) -> list[str]:
     return ["--config", "configs/quickstart.toml", *(f"{k}={v}" for k, v in keys.items())]
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """Complete rows of a run's metrics, which may be written at this moment."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 def alone(run_dir: Path, steps: int) -> dict[int, dict[str, Any]]:
     """Rows by step of one process that nothing happens to."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "train.py", *words(run_dir, train__steps=steps)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {row["step"]: row for row in rows(run_dir)}
-
-
-def worst_difference(found: list[dict[str, Any]], wanted: dict[int, dict[str, Any]]) -> float:
-    """Compare rows with those of another run: no step lost or repeated, equal batches. Gives the
-    largest relative difference of a loss."""
-    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
-    for row in found:
-        assert row["batch"] == wanted[row["step"]]["batch"], f"step {row['step']}: another batch"
-    losses = [(row["loss"], wanted[row["step"]]["loss"]) for row in found]
-    worst = max((abs(loss - other) / other for loss, other in losses), default=0.0)
-    assert worst <= NEAR, f"losses differ by {worst}"
-    return worst
+    return {row["step"]: row for row in complete_rows(run_dir)}
 
 
 @dataclass
@@ -162,11 +141,11 @@ class Kills:
                 break
             for host in range(len(self.hosts.names)):
                 self.hosts.kill(host)
-            self._compare(rows(run_dir))
+            self._compare(complete_rows(run_dir))
             layout = self.random.choice([other for other in LAYOUTS if other != layout])
             self.counts.layouts += 1
         assert set(self.hosts.wait(600)) == {0}, self.hosts.logged()[-6000:]
-        found = rows(run_dir)
+        found = complete_rows(run_dir)
         assert len(found) == self.steps
         self._compare(found)
         self.counts.runs += 1

@@ -1,4 +1,5 @@
-"""Ranks that may die: as tests/harness.py starts them, with their exit codes and output."""
+"""Ranks under torchrun; ranks that may die: as tests/harness.py starts them, with exit codes and
+output."""
 
 import datetime
 import multiprocessing
@@ -13,6 +14,12 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import _PRELOAD
+
+
+def torchrun(n: int, *words: object) -> list[str]:
+    """The command of n ranks on this host: torchrun's options, the script and its arguments."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*command, "--nproc-per-node", str(n), *map(str, words)]
 
 
 def start(n: int, folder: Path, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -39,7 +46,7 @@ def finish(processes: list[Any], seconds: float = 120) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def told(folder: Path) -> str:
+def output(folder: Path) -> str:
     """What all ranks have printed."""
     return "".join(path.read_text() for path in sorted(folder.glob("*.log")))
 

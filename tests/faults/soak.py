@@ -29,7 +29,8 @@ from dtron.trainer import Trainer
 from dtron.writer import WriterProcess
 from tests.checkpoints.faulty_writer import fail_at
 from tests.checkpoints.test_saving import FAULTY
-from tests.faults.processes import finish, start, told
+from tests.faults.processes import finish, output, start
+from tests.faults.trajectory import NEAR, complete_rows, worst_difference
 from tests.test_trainer import fit, rows, tiny
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -40,8 +41,6 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"parallel__cp": 2, "parallel__dp_replicate": 2}),
 ]
 """Ranks and degrees; the first one is the undisturbed run's."""
-NEAR = 1e-4
-"""Of losses in another layout, relative."""
 _KINDS = ("time", "time", "time", "save", "save", "disk")
 _COMMON = {
     "train__micro_batch": 1,
@@ -128,7 +127,7 @@ class Soak:
         self.random = random.Random(seed)
         self.counts = Counts()
         whole = start(4, folder / "whole", fit, self._config("undisturbed", LAYOUTS[0]))
-        assert finish(whole, 600) == [0] * 4, told(folder / "whole")
+        assert finish(whole, 600) == [0] * 4, output(folder / "whole")
         self.wanted = {row["step"]: row for row in rows(folder / "undisturbed")}
         assert len(self.wanted) == steps
 
@@ -185,7 +184,7 @@ class Soak:
             if due and self._early(config) and not killed:
                 processes[rank].kill()
                 killed = True
-            assert time.monotonic() - begun < 300, told(folder)
+            assert time.monotonic() - begun < 300, output(folder)
         ended = [process.exitcode for process in processes if process.exitcode is not None]
         codes = finish(processes, 60 if all(code == 0 for code in ended) else 0)
         counts.kills += (
@@ -194,34 +193,20 @@ class Soak:
             and any(code == -signal.SIGKILL for code in ended)
         )
         counts.inside_saves += kind == "save" and -signal.SIGKILL in ended
-        refused = "could not be written" in told(folder)
+        refused = "could not be written" in output(folder)
         counts.full_disks += refused and kind == "disk"
         good = all(code == 0 for code in codes)
-        assert good or killed or kind == "save" or refused, told(folder)
+        assert good or killed or kind == "save" or refused, output(folder)
         return good
 
     def _early(self, config: RunConfig) -> bool:
         """Whether something may still happen: a few steps may be done until it does."""
-        path = Path(config.run.dir) / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return not lines or json.loads(lines[-1])["step"] < self.steps - self.calm - 4
+        found = complete_rows(Path(config.run.dir))
+        return not found or found[-1]["step"] < self.steps - self.calm - 4
 
     def _compare(self, run_dir: Path, same: bool) -> None:
         """Each row there, also of steps that will be trained again, with the undisturbed run's."""
-        if not (run_dir / "metrics.jsonl").exists():
-            return
-        seen: set[int] = set()
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:  # half-written when it was killed
-                continue
-            wanted = self.wanted[row["step"]]
-            assert row["step"] not in seen, f"step {row['step']} comes twice"
-            seen.add(row["step"])
-            assert row["batch"] == wanted["batch"], f"step {row['step']} has another batch"
-            apart = abs(row["loss"] - wanted["loss"]) / wanted["loss"]
-            self.counts.worst = max(self.counts.worst, apart)
-            assert apart <= (0 if same else NEAR), f"step {row['step']}: {apart}"
-        assert seen == set(range(1, len(seen) + 1)), "a step is missing"
-        self.counts.steps += len(seen)
+        found = complete_rows(run_dir)
+        worst = worst_difference(found, self.wanted, 0.0 if same else NEAR)
+        self.counts.worst = max(self.counts.worst, worst)
+        self.counts.steps += len(found)

@@ -37,14 +37,14 @@ def test_a_signal_before_training_is_one_line(
     wait_until_it_began(process)
     time.sleep(seconds)
     process.send_signal(number)
-    told = process.communicate(timeout=120)[1]
+    output = process.communicate(timeout=120)[1]
     if process.returncode == 0:  # it trains by now, and has saved
         assert (tmp_path / "run/checkpoints/latest").exists()
-        assert told == ""
+        assert output == ""
         return
     assert process.returncode == 128 + number
     early = f"{number.name}: stopped outside of training, nothing to save\n"
-    assert told in (early, "")  # the log has the line where the process group is being made
+    assert output in (early, "")  # the log has the line where the process group is being made
 
 
 @pytest.mark.parametrize(

@@ -124,11 +124,11 @@ def test_the_step_of_a_spike_or_of_a_nan_is_not_taken(
     every = {**WATCHED, "checkpoint__interval": 1, "faults__on_spike": "skip_data", **changes}
     run_ranks(ranks, act, tiny(tmp_path / "run", train__steps=8, **every))
     checkpoints = tmp_path / "run/checkpoints"
-    told = rows(tmp_path / "run")
+    output = rows(tmp_path / "run")
     if act is fit_spiking:
-        assert told[6]["loss"] > 2 * told[5]["loss"]
+        assert output[6]["loss"] > 2 * output[5]["loss"]
     else:
-        assert (told[6]["grad_norm"], told[7]["skipped"]) == (None, 1)
+        assert (output[6]["grad_norm"], output[7]["skipped"]) == (None, 1)
     before, spiked, after = (trained(checkpoints / f"step-{n}") for n in (6, 7, 8))
     assert any("expert_bias" in name for name in before) == ("experts" in layout)
     assert all(torch.equal(value, spiked[name]) for name, value in before.items())

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from dtron.faults.signals import EXIT_UNSAVED
 from dtron.faults.watchdog import EXIT_HUNG, Watchdog
 from dtron.runsaves import Saving
 from dtron.trainer import Trainer
-from tests.faults.processes import finish, start, told
+from tests.faults.processes import finish, output, start, torchrun
 from tests.faults.test_launch import ENV, write
 from tests.test_trainer import tiny
 
@@ -42,7 +41,7 @@ def test_a_hang_is_reported_with_rank_collective_and_module(tmp_path: Path) -> N
     config = tiny(tmp_path / "run", parallel__tp=2, faults__hang_seconds=5.0)
     processes = start(4, tmp_path / "ranks", sleep_in_a_step, config)
     assert finish(processes) == [EXIT_HUNG] * 4
-    text = told(tmp_path / "ranks")
+    text = output(tmp_path / "ranks")
     assert "hang: step 3 has not ended for" in text
     assert "hang: ranks 0, 1, 3 wait in a collective" in text
     assert "hang: rank 2 is in sleep_in_a_step.<locals>" in text
@@ -74,7 +73,7 @@ def test_a_save_that_does_not_end_by_the_deadline_is_abandoned(tmp_path: Path) -
     config = tiny(tmp_path / "run", train__steps=20, faults__stop_seconds=2)
     processes = start(2, tmp_path / "ranks", save_for_ever, config)
     assert finish(processes) == [EXIT_UNSAVED] * 2
-    assert "rank 1: not done 2 seconds after SIGTERM (faults.stop_seconds)" in told(
+    assert "rank 1: not done 2 seconds after SIGTERM (faults.stop_seconds)" in output(
         tmp_path / "ranks"
     )
 
@@ -124,7 +123,7 @@ def test_ranks_that_wait_for_a_dead_one_end_soon_after_the_signal(tmp_path: Path
     begun = time.monotonic()
     assert finish(processes) == [EXIT_HUNG, -signal.SIGKILL, EXIT_HUNG]
     assert time.monotonic() - begun < 30
-    text = told(tmp_path / "ranks")
+    text = output(tmp_path / "ranks")
     assert "rank 2: another rank is gone, and this one has not ended for 5 seconds" in text
 
 
@@ -154,9 +153,8 @@ def test_a_rank_that_stops_at_the_start_is_named(tmp_path: Path, rank: int, wher
     script.write_text(STOPPED.replace("STOPS", repr(str(rank))).replace("WHERE", repr(where)))
     keys = {"faults__hang_seconds": 15.0, "train__global_batch": 6}
     words = write(tmp_path / "c.toml", tmp_path / "run", **keys)[1:]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.Popen(
-        [*command, "--nproc-per-node", "3", str(script), *words],
+        torchrun(3, script, *words),
         env=ENV,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

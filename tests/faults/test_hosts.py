@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.faults.hosts import PORT, Hosts, no_namespaces, until
-from tests.faults.kills import Kills, alone, rows, words, worst_difference
+from tests.faults.kills import Kills, alone, words
+from tests.faults.trajectory import complete_rows, worst_difference
 
 pytestmark = [
     pytest.mark.soak,
@@ -51,13 +52,13 @@ class Run:
 
     def reach(self, step: int) -> None:
         """Wait until a step is done."""
-        until(lambda: len(rows(self.dir)) >= step, 300, f"no step {step}")
+        until(lambda: len(complete_rows(self.dir)) >= step, 300, f"no step {step}")
 
     def ends_as(self, wanted: Wanted) -> None:
         """Wait for its end: all steps are there once, as without any fault."""
         assert self.hosts.wait(600) == [0, 0], self.hosts.logged()[-6000:]
-        assert len(rows(self.dir)) == STEPS
-        worst_difference(rows(self.dir), wanted)
+        assert len(complete_rows(self.dir)) == STEPS
+        worst_difference(complete_rows(self.dir), wanted)
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ def test_a_deleted_run_directory(run: Run, wanted: Wanted) -> None:
     run.reach(10)
     shutil.rmtree(run.dir)
     assert run.hosts.wait() == [0, 0], run.hosts.logged()[-6000:]
-    found = rows(run.dir)
+    found = complete_rows(run.dir)
     steps = [row["step"] for row in found]
     assert steps == list(range(steps[0], STEPS + 1))
     assert all(row["batch"] == wanted[row["step"]]["batch"] for row in found)
@@ -221,7 +222,7 @@ def test_checkpoints_that_are_unmounted(
         until(lambda: "finds no checkpoint in" in run.hosts.logged(), 300, "not refused")
         run.hosts.kill(0)
         run.hosts.kill(1)
-        assert len(rows(run.dir)) == STEPS or on_error == "stop"
+        assert len(complete_rows(run.dir)) == STEPS or on_error == "stop"
         assert not list(folder.iterdir())
         subprocess.run(["mount", "--bind", tmp_path / "kept", folder], check=True)
         run.start()

@@ -42,9 +42,9 @@ def test_torchrun_exits_0_after_slurms_warning(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
     wait_for_rows(tmp_path / "run/metrics.jsonl", 3)
     process.send_signal(signal.SIGUSR1)
-    told, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert "SIGUSR1: stopping after the next step, with a checkpoint" in told
+    assert "SIGUSR1: stopping after the next step, with a checkpoint" in output
     last = rows(tmp_path / "run")[-1]["step"]
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step-{last}\n"
 
@@ -103,9 +103,9 @@ def test_torchrun_exits_0_when_it_is_warned_before_training(tmp_path: Path) -> N
     (parent,) = {int(Path(f"/proc/{rank}/stat").read_text().split()[3]) for rank in ranks}
     os.kill(parent, signal.SIGUSR1)
     process.send_signal(signal.SIGUSR1)
-    told, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, told
-    assert "SIGUSR1: stopping before training begins" in told
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "SIGUSR1: stopping before training begins" in output
     assert rows(tmp_path / "run") == []
     assert not (tmp_path / "run/checkpoints").exists()
 
@@ -215,8 +215,8 @@ def test_two_hosts_that_lose_each_other_go_on(tmp_path: Path) -> None:
         text=True,
         timeout=500,
     )
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told[-5000:]
-    assert "resumed from" in told
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-5000:]
+    assert "resumed from" in output
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert json.loads((tmp_path / "run/run.json").read_text())["start_step"] > 0

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from dtron.errors import ConfigError
 from dtron.faults.memory import MemoryInUse, is_out_of_memory
 from dtron.plan import remedies
 from dtron.runtime import Place
+from tests.faults.processes import torchrun
 from tests.faults.test_launch import ENV, write
 from tests.test_architecture import ROOT
 from tests.test_trainer import rows
@@ -43,9 +43,8 @@ def test_out_of_memory_is_one_message_of_all_ranks(tmp_path: Path, ranks: str) -
     script.write_text(FAILING.replace("RANKS", repr(ranks)))
     keys = {"train__steps": 20, "checkpoint__interval": 2}
     words = write(tmp_path / "c.toml", tmp_path / "run", **keys)[1:]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(script), *words],
+        torchrun(2, script, *words),
         env=ENV,
         capture_output=True,
         text=True,
@@ -77,9 +76,9 @@ def test_errors_of_allocators_are_recognised() -> None:
 
 def test_the_error_names_what_was_requested_and_the_room() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has ...")
-    told = MemoryInUse(ranks=1).explain(error, "rank 3, step 7", {})
-    assert str(told).startswith("out of memory on rank 3, step 7: 20.5 GiB were requested, with ")
-    assert told.needed >= 20.5 * 2**30 > told.room - 2**30
+    output = MemoryInUse(ranks=1).explain(error, "rank 3, step 7", {})
+    assert str(output).startswith("out of memory on rank 3, step 7: 20.5 GiB were requested, with ")
+    assert output.needed >= 20.5 * 2**30 > output.room - 2**30
 
 
 def test_a_batch_beyond_memory_is_refused_before_it_is_allocated(
@@ -87,10 +86,10 @@ def test_a_batch_beyond_memory_is_refused_before_it_is_allocated(
 ) -> None:
     batch = ["train.global_batch=1048576", "train.micro_batch=1048576", f"run.dir={tmp_path}/run"]
     assert main(["--config", QUICKSTART, *batch]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("error: train.micro_batch = 1048576: a step needs about 1")
-    assert "of this machine's memory are available; use train.micro_batch = " in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("error: train.micro_batch = 1048576: a step needs about 1")
+    assert "of this machine's memory are available; use train.micro_batch = " in output
+    assert output.count("\n") == 1
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +97,12 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
     needed = remedies.most_memory(config, 2).peak
     place = Place(rank=0, local_rank=0, world_size=2, local_world_size=2)
     for available, refused in ((2 * needed + 1, False), (2 * needed - 1, True)):
-        monkeypatch.setattr(remedies, "host_memory", lambda free=available: (free, free))
+        monkeypatch.setattr("dtron.faults.memory.host_memory", lambda free=available: (free, free))
         if not refused:
-            remedies.check_host_memory(config, place)
+            remedies.check_step_memory(config, place)
             continue
         with pytest.raises(ConfigError, match=r"on each of 2 ranks \(activations .*recompute.mode"):
-            remedies.check_host_memory(config, place)
+            remedies.check_step_memory(config, place)
 
 
 def test_what_is_advised_fits() -> None:

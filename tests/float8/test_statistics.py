@@ -45,8 +45,8 @@ def test_steps_that_report_name_every_layer(tmp_path: Path, settings: dict) -> N
     common |= {"model__override__head_dim": 16, **settings}
     run_ranks(2, fit, tiny(tmp_path / "with", **common, float8__report_interval=2))
     run_ranks(2, fit, tiny(tmp_path / "without", **common))
-    told, plain = rows(tmp_path / "with"), rows(tmp_path / "without")
-    assert [row["loss"] for row in told] == [row["loss"] for row in plain]
+    messages, plain = rows(tmp_path / "with"), rows(tmp_path / "without")
+    assert [row["loss"] for row in messages] == [row["loss"] for row in plain]
     layers = json.loads((tmp_path / "with" / "run.json").read_text())["float8"]["layers"]
     assert len(layers) == 2 * 7
     expected = {
@@ -55,7 +55,7 @@ def test_steps_that_report_name_every_layer(tmp_path: Path, settings: dict) -> N
         for operand in ("input", "weight", "grad")
         for key in KEYS
     }
-    for row in told:
+    for row in messages:
         found = {key for key in row if key.startswith("float8/")}
         assert found == (expected if row["step"] % 2 == 0 else set())
         for key in found:

@@ -12,6 +12,9 @@ float8: one process runs the same recipe over the same micro-batches. In float32
 orders round a few elements to another float8 number, so equality is shown in float64, where none
 does. Recipes whose scales follow a rank's own tokens or columns are not equal under cp and tp:
 there gradients are as far from those without float8, in dB, as one process's are, within 1 dB.
+
+Moments in bfloat16: one process keeps them so too, over whole parameters. For the same reason these
+cases are float64; tests/kernels/test_adamw.py compares the update itself with torch's.
 """
 
 import functools
@@ -24,13 +27,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtron.config import Compile, Data, Float8, Model, Optim, Parallel, Recompute, RunConfig, Train
-from dtron.data import Batch
+from dtron.data import Batch, TrainingSource
+from dtron.data.loader import stacked
+from dtron.data.sources import Opened
 from dtron.errors import DtronError
 from dtron.float8 import RECIPES, convert
 from dtron.float8.delayed import DelayedScales
@@ -41,12 +47,13 @@ from dtron.models import MODELS, Backend, DecoderConfig, build_model, choose_bac
 from dtron.models.dropout import token_keys
 from dtron.models.moe import Experts
 from dtron.models.router import Router, routers, update_expert_bias
-from dtron.optim import build_optimizer
+from dtron.optim import build_optimizer, update
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context import Context
 from dtron.parallelisms.expert import ExpertLayers
 from dtron.parallelisms.fsdp import DTYPES, Policy
+from dtron.parallelisms.gradients import clip_scale
 from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline import Layout
@@ -61,6 +68,9 @@ OPTIMIZERS = {
     "sgd": Optim(name="sgd", lr=0.5),
     # eps of the size of gradients: where one is nearly 0, m / sqrt(v) would be rounding
     "adamw": Optim(name="adamw", lr=0.02, eps=1e-4, weight_decay=0.3),
+    "narrow_adamw": Optim(
+        name="adamw", lr=0.02, eps=1e-4, weight_decay=0.3, moments="bfloat16", beta2=0.95
+    ),
 }
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 FIGURE = 1e-6
@@ -129,8 +139,10 @@ class Case:
     documents: bool = False
     padded: bool = False
     """Rows end in padding, each in another number of tokens, some in none."""
+    packing: Literal["", "cut", "best_fit", "pad"] = ""
+    """Rows are documents of 1 to T + 3 tokens, packed as in training; empty: random tokens."""
     steps: int = 2
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "narrow_adamw"] = "sgd"
     float8: Float8 = Float8()
 
     def __post_init__(self) -> None:
@@ -172,6 +184,7 @@ class Case:
             "seq_len",
             "documents",
             "padded",
+            "packing",
             "steps",
             "optimizer",
         )
@@ -194,7 +207,7 @@ class Case:
                 max_grad_norm=MAX_NORM,
                 seed=SEED,
             ),
-            data=Data(mask_documents=self.documents),
+            data=Data(mask_documents=self.documents, packing=self.packing or "cut"),
             optim=OPTIMIZERS[self.optimizer],
             recompute=self.recompute,
             compile=self.compile,
@@ -242,6 +255,8 @@ def rows_of(case: Case) -> dict[str, set[str]]:
         "dispatcher": {parallel.dispatcher} if parallel.ep > 1 else set(),
         "recipe": {case.float8.recipe},
         "recompute": {case.recompute.mode},
+        "packing": {case.packing},
+        "optimizer": {case.optimizer},
     }
 
 
@@ -295,6 +310,10 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
     """
     shape = (case.sequences, case.seq_len)
     vocabulary = {**SIZES[case.model], **case.override}["vocab_size"]
+    if case.packing:
+        source = packed_documents(case.packing, case.documents, case.seq_len, vocabulary)
+        first = step * case.sequences
+        return stacked(source.sequence, range(first + rows.start, first + rows.stop))
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(vocabulary, shape, generator=generator)
     labels = torch.randint(vocabulary, shape, generator=generator)
@@ -317,6 +336,17 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
     number = sequence[:, 0] + step * case.sequences
     batch = Batch(tokens[part], labels[part], number[part], positions, documents)
     return replace(batch, pieces=pieces)
+
+
+@functools.cache
+def packed_documents(packing: str, masked: bool, seq_len: int, vocabulary: int) -> TrainingSource:
+    """Documents of one token (EOS, which is 0), of a few, of a sequence and of more than one."""
+    lengths = np.tile([1, 1, seq_len + 3, 2, 5, 1, seq_len - 1, 7, seq_len, 3], 10)
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    tokens = np.random.default_rng(SEED).integers(1, vocabulary, offsets[-1])
+    tokens[offsets[1:] - 1] = 0
+    data = Data.model_validate({"packing": packing, "mask_documents": masked})
+    return Opened(data, tokens, offsets, seq_len, 0).training(np.arange(len(lengths)), SEED)
 
 
 def reference(case: Case, device_type: str = "cpu") -> dict[str, Any]:
@@ -439,8 +469,7 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
             loss.backward()
         if step == 0:
             gradients = {k: on_host(p.grad) for k, p in model.named_parameters()}  # type: ignore[arg-type]
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
+        norms.append(_clip_and_update(case, model, optimizer))
         if scales is not None:
             scales.update()
         n_batches = len(range(0, case.sequences, at_once))
@@ -460,8 +489,10 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
 
 
 def _torch_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's own, over whole parameters."""
+    """torch's own, over whole parameters; with narrow moments, which torch lacks, dtron's."""
     options = OPTIMIZERS[case.optimizer]
+    if options.moments == "bfloat16":
+        return build_optimizer(model.named_parameters(), options)
     if case.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=options.lr)
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -474,6 +505,18 @@ def _torch_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
         eps=options.eps,
         weight_decay=options.weight_decay,
     )
+
+
+def _clip_and_update(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Returns the norm of all gradients before."""
+    options = OPTIMIZERS[case.optimizer]
+    if options.moments == "bfloat16":  # the same float32 factors: else moments round differently
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        update(optimizer, clip_scale(norm, MAX_NORM), options.lr)
+    else:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+    return norm.item()
 
 
 def _mean_loss(found: Sequence[Router], i: int) -> float:

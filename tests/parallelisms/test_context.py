@@ -164,8 +164,8 @@ def announced(method: CpMethod, kv_heads: int) -> None:
         (context_attention_backward, (grad, q, k, v, *outputs, *settings)),
     ):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            told = operator(*args)
-        for real, fake in zip(operator(*args), told, strict=True):
+            messages = operator(*args)
+        for real, fake in zip(operator(*args), messages, strict=True):
             assert (real.shape, real.stride()) == (fake.shape, fake.stride())
 
 

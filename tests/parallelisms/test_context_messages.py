@@ -116,7 +116,7 @@ def test_the_figures_of_the_documentation() -> None:
         r"^\| `(\w+)`[^|]* \| (\d+) MiB \| (\d+) MiB \|", PAGE.read_text(), re.MULTILINE
     )
     assert [name for name, _, _ in rows] == ["ring", "all_gather", "ulysses", "hierarchical"]
-    for name, *told in rows:
+    for name, *messages in rows:
         shape = shape_of(name, 8)
         ways = formulas(name, 131_072 // 8, 32, 8, 128, 2, shape.outer, shape.inner)
-        assert [int(x) for x in told] == [sum(way.values()) / 2**20 for way in ways], name
+        assert [int(x) for x in messages] == [sum(way.values()) / 2**20 for way in ways], name

@@ -262,8 +262,8 @@ def test_old_gpus_are_refused_before_the_start(
             "float8": {"dispatch": True},
         }
     )
-    told = pytest.raises(ConfigError, match=r"compute capability 8\.9")
-    with told if refused else nullcontext():
+    messages = pytest.raises(ConfigError, match=r"compute capability 8\.9")
+    with messages if refused else nullcontext():
         _check_device(run, torch.device("cuda"))
     _check_device(run, torch.device("cpu"))
 

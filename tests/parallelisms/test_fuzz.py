@@ -66,10 +66,12 @@ def features(case: Case) -> set[str]:
         **{"chunks": case.loss_chunks > 1, "offload": case.recompute.offload},
         **{"documents": case.documents, "padding": case.padded},
         **{"AdamW": case.optimizer == "adamw", "compile": case.compile.enable},
+        **{"narrow moments": case.optimizer == "narrow_adamw"},
         **{"recompute": case.recompute.mode != "none", "step reduction": parallel.reduce == "step"},
         "split backward": layout is not None and layout.splits_backward,
     }
     found |= {name for name, has in more.items() if has}
+    found |= {f"packing {case.packing}"} if case.packing else set()
     return found | (set(parallel.cp_methods()) if parallel.cp > 1 else set())
 
 
@@ -84,6 +86,7 @@ def draw_case(random: random.Random, model: str) -> Case:
     if degrees["cp"] > 1:
         seq_len = 2 * degrees["cp"] * degrees["tp"] * random.choice([2, 3])
     compiled = random.random() < 0.06
+    packed = random.random() < 0.5
     return Case(
         model,
         world=world,
@@ -105,8 +108,9 @@ def draw_case(random: random.Random, model: str) -> Case:
         loss_chunks=random.choice([1, 1, 1, 3]),
         seq_len=seq_len,
         documents=random.random() < 0.3,
-        padded=random.random() < 0.3,
-        optimizer=random.choice(["sgd", "adamw"]),
+        padded=not packed and random.random() < 0.4,
+        packing=random.choice(["cut", "best_fit", "pad"]) if packed else "",
+        optimizer=random.choice(["sgd", "adamw", "narrow_adamw"]),
     )
 
 

@@ -75,13 +75,13 @@ def test_megatrons_example() -> None:
     stages = parse_layout("Et*3|(tt|)*29,m|L", 61, 32, n_prediction_layers=1)
     ranks = stage_ranks("loop", 16, 2)
 
-    def told(stage: Stage) -> str:
+    def messages(stage: Stage) -> str:
         parts = [("embedding", stage.embedding), ("mtp", stage.prediction_layers)]
         parts += [(f"{len(stage.layers)} decoder", len(stage.layers)), ("loss", stage.head)]
         return " + ".join(name for name, held in parts if held)
 
     rows = [
-        [told(stage) for stage, holder in zip(stages, ranks, strict=True) if holder == rank]
+        [messages(stage) for stage, holder in zip(stages, ranks, strict=True) if holder == rank]
         for rank in range(16)
     ]
     table = [(len(list(same)), row) for row, same in groupby(rows)]

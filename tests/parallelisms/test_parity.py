@@ -15,6 +15,7 @@ from typing import Any, Literal
 import pytest
 
 from dtron.config import Compile, CpMethod, Parallel, Recompute
+from dtron.data.pieces import PACKERS
 from dtron.models import MODELS
 from dtron.parallelisms.actions import Kind
 from dtron.parallelisms.schedules import SCHEDULES, order_of, write_csv
@@ -34,6 +35,7 @@ from tests.parallelisms.parity import (
 )
 
 MOST_RANKS, MOST_EXPERT_RANKS = 8, 4
+V, LOOP = "ZBVZeroBubble", "Interleaved1F1B"
 EAGER = Compile(enable=True, backend="aot_eager")
 
 Axes = dict[str, list[dict[str, Any]]]
@@ -113,6 +115,31 @@ EXPERT_AXES: Axes = {
     "dtype": [{}, {"dtype": "float64"}],
 }
 
+# Packed documents and narrow moments, with all that is pooled over tokens, on at most four ranks.
+POOLED = {"balance": "global_batch", "balance_coefficient": 0.5, "z_loss": 0.1}
+PADDED = {**LIMITED, "capacity_pad": True}
+PACKED_AXES: Axes = {
+    "model": [{"model": "deepseek_v3"}],
+    "packing": [{"packing": name} for name in ("cut", *PACKERS)],
+    "documents": [{}, {"documents": True}],
+    "pooled": [
+        {},
+        {"override": POOLED},
+        {"override": {**LIMITED, "balance": "micro_batch", "z_loss": 0.1}},
+        {"override": PADDED},
+        {"override": SINKHORN},
+        {"override": MTP},
+    ],
+    "data": [{}, {"parallel": {"dp_shard": 2}}],
+    "experts": [{}, {"parallel": {"ep": 2}}],
+    "width": [{}, {"parallel": {"etp": 2}}],
+    "tensor": [{}, {"parallel": {"tp": 2}}],
+    "context": [{}, {"parallel": {"cp": 2}}],
+    "pipeline": [{}, *[{"parallel": {"pp": 2, "schedule": name}} for name in ("1F1B", V)]],
+    "micro_batch": [{}, {"micro_batch": 2}],
+    "optimizer": [{}, {"optimizer": "narrow_adamw", "dtype": "float64", "steps": 3}],
+}
+
 
 def shallow(case: Case) -> Case:
     """Without a pipeline, a first, a middle and a last layer, unless layers differ."""
@@ -141,6 +168,11 @@ def case_of(choice: Choice, axes: Axes = AXES, micro_batches: int = 0) -> Case:
 def expert_case_of(choice: Choice) -> Case:
     """The same of two micro-batches."""
     return case_of(choice, EXPERT_AXES, 2)
+
+
+def packed_case_of(choice: Choice) -> Case:
+    """The same of packed documents."""
+    return case_of(choice, PACKED_AXES, 2)
 
 
 def pairs(choice: Choice) -> set[tuple[int, int, int, int]]:
@@ -194,9 +226,9 @@ def choose(
 
 CHOICES = choose(AXES, case_of, MOST_RANKS)
 EXPERT_CHOICES = choose(EXPERT_AXES, expert_case_of, MOST_EXPERT_RANKS)
+PACKED_CHOICES = choose(PACKED_AXES, packed_case_of, MOST_EXPERT_RANKS)
 
 # What the pairs above do not meet.
-V, LOOP = "ZBVZeroBubble", "Interleaved1F1B"
 
 
 def offloaded(mode: str) -> Recompute:
@@ -217,11 +249,9 @@ ALL_DENSE: dict[str, Any] = {
 }
 SELECTIVE = Recompute(mode="selective")
 OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
-PADDED = {**LIMITED, "capacity_pad": True}
 YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 40.0, "rope_original_context": 16}
 SCORED = {**YARN, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0}
 """Scores that are not those of 1 / sqrt(K), as all sizes of DeepSeek-V3 have them."""
-POOLED = {"balance": "global_batch", "balance_coefficient": 0.5, "z_loss": 0.1}
 PADDED_LAYOUTS: list[tuple[int, Parallel, dict[str, Any]]] = [
     (2, Parallel(dp_shard=2), {"micro_batch": 2}),
     (2, Parallel(cp=2), {"documents": True}),
@@ -506,7 +536,11 @@ def representatives(cases: Sequence[Case]) -> set[str]:
     return {str(case) for case in chosen}
 
 
-PAIRED = [*map(case_of, CHOICES), *map(expert_case_of, EXPERT_CHOICES)]
+PAIRED = [
+    *map(case_of, CHOICES),
+    *map(expert_case_of, EXPERT_CHOICES),
+    *map(packed_case_of, PACKED_CHOICES),
+]
 SHALLOW = [shallow(case) for case in SPECIAL]
 DEFAULT = representatives([*PAIRED, *SHALLOW, *FLOAT8])
 
@@ -520,8 +554,12 @@ def rows(cases: Sequence[Case]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("axes", "choices", "make"),
-    [(AXES, CHOICES, case_of), (EXPERT_AXES, EXPERT_CHOICES, expert_case_of)],
-    ids=["dense", "experts"],
+    [
+        (AXES, CHOICES, case_of),
+        (EXPERT_AXES, EXPERT_CHOICES, expert_case_of),
+        (PACKED_AXES, PACKED_CHOICES, packed_case_of),
+    ],
+    ids=["dense", "experts", "packed"],
 )
 def test_any_two_settings_meet(
     axes: Axes, choices: list[Choice], make: Callable[[Choice], Case]

@@ -330,15 +330,15 @@ def refused_on_tp() -> dict[str, str]:
 
 
 def test_what_tensor_parallelism_refuses() -> None:
-    told = run_ranks(2, refused_on_tp)[0]
-    assert "'blokcs.*.norm1' matches no module; did you mean blocks." in told["typo"]
-    assert "'block.*' matches no module; did you mean block" in told["unit"]
-    assert "head.norm.weight is covered by no row" in told["uncovered"]
-    assert "does not divide the 127 rows of blocks.0.mlp.0.weight" in told["divides"]
-    assert "needs `placements`" in told["none"]
-    assert "scale is a parameter, not a module" in told["parameter"]
-    assert "scale is covered by no row" in told["root"]
-    assert "covered by two rows" in told["twice"]
+    messages = run_ranks(2, refused_on_tp)[0]
+    assert "'blokcs.*.norm1' matches no module; did you mean blocks." in messages["typo"]
+    assert "'block.*' matches no module; did you mean block" in messages["unit"]
+    assert "head.norm.weight is covered by no row" in messages["uncovered"]
+    assert "does not divide the 127 rows of blocks.0.mlp.0.weight" in messages["divides"]
+    assert "needs `placements`" in messages["none"]
+    assert "scale is a parameter, not a module" in messages["parameter"]
+    assert "scale is covered by no row" in messages["root"]
+    assert "covered by two rows" in messages["twice"]
 
 
 def refused_on_pp() -> dict[str, str]:
@@ -383,17 +383,17 @@ def refused_on_pp() -> dict[str, str]:
 
 
 def test_what_a_pipeline_refuses() -> None:
-    told = run_ranks(2, refused_on_pp)[0]
-    assert "parallelize takes whole models; use pipeline" in told["whole"]
-    assert "pp = 2 needs `stages`" in told["none"]
-    assert "stage 1 names no module" in told["empty"]
-    assert "3 stages on pp = 2 ranks: schedule '1F1B' takes 1 a rank; give 2" in told["many"]
-    assert "2 stages on pp = 2 ranks: schedule 'ZBVZeroBubble' takes 2 a rank" in told["few"]
-    assert "unknown; did you mean 1F1B?" in told["schedule"]
-    assert "'haed' matches no module; did you mean head" in told["typo"]
-    assert "head.norm.weight is in no pipeline stage" in told["left"]
-    assert "blocks.1 is in stage 0 and in stage 1" in told["twice"]
-    assert "scale is the root's own" in told["root"]
-    assert "micro_batches = 3 does not cut" in told["rows"]
-    assert "takes at least 2 x parallel.pp micro-batches" in told["rule"]
-    assert "8 rows and targets 4" in told["targets"]
+    messages = run_ranks(2, refused_on_pp)[0]
+    assert "parallelize takes whole models; use pipeline" in messages["whole"]
+    assert "pp = 2 needs `stages`" in messages["none"]
+    assert "stage 1 names no module" in messages["empty"]
+    assert "3 stages on pp = 2 ranks: schedule '1F1B' takes 1 a rank; give 2" in messages["many"]
+    assert "2 stages on pp = 2 ranks: schedule 'ZBVZeroBubble' takes 2 a rank" in messages["few"]
+    assert "unknown; did you mean 1F1B?" in messages["schedule"]
+    assert "'haed' matches no module; did you mean head" in messages["typo"]
+    assert "head.norm.weight is in no pipeline stage" in messages["left"]
+    assert "blocks.1 is in stage 0 and in stage 1" in messages["twice"]
+    assert "scale is the root's own" in messages["root"]
+    assert "micro_batches = 3 does not cut" in messages["rows"]
+    assert "takes at least 2 x parallel.pp micro-batches" in messages["rule"]
+    assert "8 rows and targets 4" in messages["targets"]

@@ -272,7 +272,7 @@ def test_a_pipeline_equals_one_process() -> None:
 def refusals() -> dict[str, str]:
     mesh = Mesh(cp=2)
 
-    def told(context: Context | None) -> str:
+    def messages(context: Context | None) -> str:
         with pytest.raises((ConfigError, PlacementError)) as error:
             parallelize(Staged(), mesh, units="blocks.*", dtype="float32", context=context)
         return str(error.value)
@@ -294,23 +294,23 @@ def refusals() -> dict[str, str]:
         "heads": called(keys.transpose(1, 2)),
         "row": called(keys, (torch.zeros(2, 2, 2),)),
         "documents": called(keys, torch.zeros(1, 16)),
-        "kernel": told(Context("blocks.*.core", kernel="flash")),
-        "none": told(None),
-        "pattern": told(Context("blocks.*.cores")),
-        "methods": told(Context("blocks.*.core", ("ring", "ulysses"))),
-        "composite": told(Context("blocks.*.core", ("hierarchical",))),
+        "kernel": messages(Context("blocks.*.core", kernel="flash")),
+        "none": messages(None),
+        "pattern": messages(Context("blocks.*.cores")),
+        "methods": messages(Context("blocks.*.core", ("ring", "ulysses"))),
+        "composite": messages(Context("blocks.*.core", ("hierarchical",))),
         "length": str(split.value),
     }
 
 
 def test_what_is_refused() -> None:
-    told = run_ranks(2, refusals)[0]
-    assert "cp = 2 needs `context`: which modules attend" in told["none"]
-    assert "'blocks.*.cores' matches no module; did you mean blocks." in told["pattern"]
-    assert "2 methods of context parallelism for 4 modules that attend" in told["methods"]
-    assert 'use "ring" or "ulysses"' in told["composite"]
-    assert "use a multiple such as 24" in told["length"]
-    assert "takes q (B, t, H, K) and k (B, t, G, K), not (1, 8, 4, 16)" in told["heads"]
-    assert "by 'ring' is the whole dict that Split.tables gave" in told["row"]
-    assert told["documents"] == told["row"]
-    assert "kernel 'flash' needs GPUs; on a cpu use \"math\"" in told["kernel"]
+    messages = run_ranks(2, refusals)[0]
+    assert "cp = 2 needs `context`: which modules attend" in messages["none"]
+    assert "'blocks.*.cores' matches no module; did you mean blocks." in messages["pattern"]
+    assert "2 methods of context parallelism for 4 modules that attend" in messages["methods"]
+    assert 'use "ring" or "ulysses"' in messages["composite"]
+    assert "use a multiple such as 24" in messages["length"]
+    assert "takes q (B, t, H, K) and k (B, t, G, K), not (1, 8, 4, 16)" in messages["heads"]
+    assert "by 'ring' is the whole dict that Split.tables gave" in messages["row"]
+    assert messages["documents"] == messages["row"]
+    assert "kernel 'flash' needs GPUs; on a cpu use \"math\"" in messages["kernel"]

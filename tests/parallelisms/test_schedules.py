@@ -99,10 +99,10 @@ def test_small_orders_by_hand() -> None:
 
 
 def test_actions_are_written_as_torch_writes_them() -> None:
-    told = [Action(0, Kind.FORWARD, 3), Action(2, Kind.INPUT, 1), Action(1, Kind.SEND_F, 0)]
-    assert [str(action) for action in told] == ["0F3", "2I1", "1SEND_F0"]
+    messages = [Action(0, Kind.FORWARD, 3), Action(2, Kind.INPUT, 1), Action(1, Kind.SEND_F, 0)]
+    assert [str(action) for action in messages] == ["0F3", "2I1", "1SEND_F0"]
     assert str(Action(0, Kind.REDUCE)) == "0REDUCE_GRAD"
-    for action in told:
+    for action in messages:
         assert str(_Action.from_str(str(action))) == str(action)
 
 

@@ -331,7 +331,41 @@ def inference_first() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("act", [backward_after_all_is_gone, inference_first])
+def second_model_while_one_rank_still_holds_the_first() -> None:
+    """As the garbage collector does it: when a model in a cycle is freed differs by rank."""
+    rows, offsets = drawn("random", dist.get_rank())
+    held = SymmetricMemory(dist.group.WORLD, 2, 1, 2.0)  # type: ignore[arg-type]
+    held.finish(held.begin(rows, offsets, layer_of(held, "layer")), lambda x, _: 2 * x)
+    if dist.get_rank() == 0:
+        del held
+        gc.collect()
+    for _ in range(2):
+        found = doubled(rows, offsets)
+        assert torch.equal(found[: offsets[-1]], 2 * rows[: offsets[-1]])
+
+
+def two_models_in_turn() -> None:
+    """Of one group: neither sees rows, layers or notes of the other."""
+    rows, offsets = drawn("random", dist.get_rank())
+    both = [SymmetricMemory(dist.group.WORLD, 2, 1, 2.0) for _ in range(2)]  # type: ignore[arg-type]
+    layers = [layer_of(dispatcher, "layer") for dispatcher in both]
+    assert [layer.number.item() for layer in layers] == [0, 0]
+    for _ in range(2):
+        pending = [d.begin(rows * i, offsets, layers[i]) for i, d in enumerate(both)]
+        for i, dispatcher in enumerate(both):
+            found = dispatcher.finish(pending[i], lambda x, _: 2 * x)
+            assert torch.equal(found[: offsets[-1]], 2 * i * rows[: offsets[-1]])
+
+
+OWN_MODELS = [
+    backward_after_all_is_gone,
+    inference_first,
+    second_model_while_one_rank_still_holds_the_first,
+    two_models_in_turn,
+]
+
+
+@pytest.mark.parametrize("act", OWN_MODELS)
 def test_what_models_of_ones_own_do(act: Callable[[], None]) -> None:
     run_ranks(2, act)
 
@@ -351,7 +385,7 @@ def exceeded(capacity: float, least: int = 1) -> tuple[Tensor, str]:
     return out, said
 
 
-def test_lost_rows_are_nan_and_told() -> None:
+def test_lost_rows_are_nan_and_reported() -> None:
     for rank, (out, said) in enumerate(run_ranks(4, exceeded, 1.5)):
         fits = rank * ROWS + torch.arange(ROWS) < 1.5 * ROWS
         assert torch.equal(out[fits], 2 * drawn("one expert", rank)[0][fits])
@@ -406,7 +440,7 @@ def have_uneven_rows(dispatcher: SymmetricMemory) -> None:
     assert all(int(table.max()) < 2 * 8 for table in slots)  # the smaller one's, too
 
 
-def test_the_first_layer_that_lacks_rows_is_told() -> None:
+def test_the_first_layer_that_lacks_rows_is_named() -> None:
     """Those behind it get NaN, and what their routers make of it."""
     (said, _) = run_ranks(2, told_of, lose_in_two_layers)
     assert (
@@ -414,7 +448,7 @@ def test_the_first_layer_that_lacks_rows_is_told() -> None:
     )
 
 
-def test_different_numbers_of_rows_are_told() -> None:
+def test_different_numbers_of_rows_are_reported() -> None:
     (said, other) = run_ranks(2, told_of, have_uneven_rows)
     assert said == other
     assert "different numbers of rows for the experts of blocks.0.experts" in said

@@ -169,8 +169,8 @@ def test_the_table_of_the_documentation() -> None:
     assert {name for name, _, _ in rows} == set(SCHEDULES)
     for name, v, figures in rows:
         found = [timeline(name, p, int(v), m) for p, m in ((8, 32), (4, 8))]
-        told = [(f"{t.bubble_of_total:.2%}", f"{max(t.peak_activations):g}") for t in found]
-        assert figures.split(" | ") == [*told[0], *told[1]], name
+        messages = [(f"{t.bubble_of_total:.2%}", f"{max(t.peak_activations):g}") for t in found]
+        assert figures.split(" | ") == [*messages[0], *messages[1]], name
 
 
 def test_the_examples_of_the_documentation(

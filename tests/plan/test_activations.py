@@ -97,9 +97,9 @@ def test_bytes_that_a_compiled_block_keeps(name: str, layer: int, mode: str) -> 
     mixture = layer >= config.n_dense_layers
     saved = block(config, "mixture" if mixture else "dense")
     rows = [row for row in saved if row.eager is not True and mode in row.modes]
-    told = sum(row.width * (4 if row.wide else 2) for row in rows)
+    messages = sum(row.width * (4 if row.wide else 2) for row in rows)
     real = saved_bytes(name, layer, mode)
-    assert told == pytest.approx(real, rel=MIXTURES if mixture else 0)
+    assert messages == pytest.approx(real, rel=MIXTURES if mixture else 0)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
@@ -120,8 +120,8 @@ def test_what_waits_for_weight_gradients(name: str, layer: int, compiled: bool) 
         torch.autograd.backward([out], [torch.randn_like(out)])
     config = model_config(name, "debug")
     kind = "mixture" if layer >= config.n_dense_layers else "dense"
-    told = [row for row in block(config, kind) if row.read], output_gradients(config, kind)
-    for rows, field in zip(told, ("x", "grad"), strict=True):
+    messages = [row for row in block(config, kind) if row.read], output_gradients(config, kind)
+    for rows, field in zip(messages, ("x", "grad"), strict=True):
         storages = [getattr(item, field).untyped_storage() for item in gradients._queues[0]]
         real = {each.data_ptr(): each.nbytes() // (B * T) for each in storages}
         assert sorted(real.values()) == sorted(2 * row.width for row in rows), field

@@ -228,25 +228,25 @@ def test_rows_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         hardware(str(file))
     text = as_text(H200, Calibration(), "h200", [], ".toml")
-    for change, told in (
+    for change, messages in (
         (("copy =", "copies ="), "unknown key copies; did you mean copy"),
         (("copy =", "# copy ="), "copy is required"),
         (("copy = 4", "copy = -4"), "copy = -42"),
         (("copy = 4", "copy = = 4"), "row.toml"),
     ):
         file.write_text(text.replace(*change))
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=messages):
             hardware(str(file))
 
 
 def test_arguments_of_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, told in (
+    for words, messages in (
         (["--out", "row.txt"], "has to end in .toml or .json"),
         (["--out", str(tmp_path / "none" / "row.toml")], "there is no folder"),
         (["--base", "h20"], "did you mean h200"),
     ):
         assert commands(["plan", "calibrate", *words]) == 1
-        assert told in capsys.readouterr().err
+        assert messages in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ CASES = [
 ]
 
 
-def told(case: Case, axis: str) -> Counts:
+def messages(case: Case, axis: str) -> Counts:
     run = Resolved.of(case.config(), case.world)
     found: Counts = defaultdict(lambda: {"count": 0, "bytes": 0})
     for each in collectives(run, 0):
@@ -47,7 +47,7 @@ def told(case: Case, axis: str) -> Counts:
 @pytest.mark.parametrize(("case", "axis"), CASES, ids=str)
 def test_collectives_of_a_step(case: Case, axis: str) -> None:
     real = run_ranks(case.world, count_accumulation, case, axis)[0]
-    planned = told(case, axis)
+    planned = messages(case, axis)
     if not case.parallel.sequence_parallel:
         # Beside these: one sum of norms' gradients a step.
         summed = [counts["all_reduce"]["bytes"] for counts in (real, planned)]

@@ -158,12 +158,12 @@ def test_what_peers_read_is_memory_of_a_rank_and_spares_time() -> None:
     """A share of the largest unit, norm and head, and all of its gradients, of which then the
     allocator has no copy to send."""
     head = 2 * (128256 * 4096 + 4096)
-    told = {}
+    messages = {}
     for copies in ("false", "true"):
         overrides = f"parallel.reduce_by=all_to_all parallel.copy_engines={copies}"
         run = Resolved.of(RunConfig.load(LLAMA, overrides.split()), 4)
-        told[copies] = worst(memory(run)).classes, predict(run, hardware("h200"))
-    (plain, slower), (copied, faster) = told["false"], told["true"]
+        messages[copies] = worst(memory(run)).classes, predict(run, hardware("h200"))
+    (plain, slower), (copied, faster) = messages["false"], messages["true"]
     assert copied["buffers"] - plain["buffers"] == head + head // 4
     assert plain["reduction"] - copied["reduction"] == head
     assert 0.9 * slower.step < faster.step < slower.step

@@ -97,7 +97,7 @@ def test_no_layout_needs_less_than_its_least_bytes(overrides: str, world: int) -
 
 @pytest.mark.parametrize(("overrides", "world"), DRAWN)
 def test_no_rank_takes_less_than_its_bound(overrides: str, world: int) -> None:
-    """Which is told without the allocator's holes, of ten layouts that are drawn."""
+    """Computed without the allocator's holes, of ten layouts that are drawn."""
     config = RunConfig.load(ROOT / "configs/llama3_8b.toml", overrides.split())
     large = hardware("h200", memory=1e15, host_memory=1e18)
     space = _Space(config, Resolved.model_of(config), world, large)
@@ -277,19 +277,19 @@ def test_steps_that_were_measured(overrides: str, world: int, seconds: float) ->
 
 
 @pytest.mark.parametrize(
-    ("overrides", "row", "told"),
+    ("overrides", "row", "messages"),
     [
         ("train.dtype=float32", "h100", "train.dtype = 'float32' has no rates"),
         ("float8.recipe=mxfp8", "h100", "'mxfp8' is emulated"),
         ("float8.recipe=tensorwise", "a100", "emulated on a100"),
     ],
 )
-def test_what_has_no_rates_has_no_time(overrides: str, row: str, told: str) -> None:
+def test_what_has_no_rates_has_no_time(overrides: str, row: str, messages: str) -> None:
     config = RunConfig.load(ROOT / "configs/llama3_8b.toml", [*SMALL, *overrides.split()])
     found = plan(config, 4, hardware(row))
     assert found["time"] is found["cost"] is None
-    assert told in found["no_time"]
-    with pytest.raises(ConfigError, match=told):
+    assert messages in found["no_time"]
+    with pytest.raises(ConfigError, match=messages):
         search(config, 4, hardware(row))
 
 
@@ -482,10 +482,10 @@ def test_a_reader_that_goes_ends_it_quietly(how: list[str]) -> None:
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
-    told = process.stderr.read()
+    messages = process.stderr.read()
     assert process.wait() == 141
-    assert "Error" not in told
-    assert "Traceback" not in told
+    assert "Error" not in messages
+    assert "Traceback" not in messages
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
