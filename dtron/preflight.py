@@ -238,19 +238,19 @@ def _look_once(look: Callable[[], Resumed], rendezvous: Rendezvous, seconds: flo
             found = look()
         except DtronError as error:
             failure = error
-    said = {"error": str(failure)} if failure else {}
+    answer = {"error": str(failure)} if failure else {}
     if found is not None:
         facts = asdict(found.facts) if found.facts else None
-        said = {"resume": found.resume, "at": str(found.checkpoint or ""), "facts": facts}
-    heard = json.loads(rendezvous.of_rank_0(name, json.dumps(said), seconds))
+        answer = {"resume": found.resume, "at": str(found.checkpoint or ""), "facts": facts}
+    answer = json.loads(rendezvous.broadcast_from_rank_0(name, json.dumps(answer), seconds))
     if failure is not None:
         raise failure
     if found is not None:
         return found
-    if "error" in heard:
-        raise CheckpointError(heard["error"])
-    facts = TypeAdapter(Facts).validate_python(heard["facts"]) if heard["facts"] else None
-    return Resumed(heard["resume"], location(heard["at"]) if heard["at"] else None, facts, [])
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    facts = TypeAdapter(Facts).validate_python(answer["facts"]) if answer["facts"] else None
+    return Resumed(answer["resume"], location(answer["at"]) if answer["at"] else None, facts, [])
 
 
 def _cannot_look(resume: str, error: OSError) -> CheckpointError:

@@ -238,7 +238,7 @@ class Remote:
                 seen.contents.pop(path, None)
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _renamed_errors(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError:
