@@ -15,6 +15,7 @@ FULL_FILES = (
     # need transformers or datasets, which the extra `test` does not bring
     "checkpoints/test_convert.py",
     "data/test_data_hf.py",
+    "faults/test_clusters.py",  # skypilot, kubernetes-validate
     "models/test_hf.py",
     "models/test_moe_references.py",
     "models/test_references.py",
@@ -73,6 +74,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_rank_that_stops_at_the_start_is_named": "process group-0",
     },
     "faults/test_launch.py": {
+        "test_host_py_stops_with_a_checkpoint": NONE,
         "test_torchrun_exits_0_after_slurms_warning": NONE,
         "test_torchrun_exits_0_when_it_is_warned_before_training": NONE,
         "test_two_hosts_that_lose_each_other_go_on": NONE,

@@ -128,7 +128,9 @@ class StopSignal:
     """
 
     def __init__(self, seconds: float = 0, failure: FirstFailure | None = None) -> None:
-        self._failure = failure
+        self.launcher_lost = False
+        """After `end`: whether torchrun has been killed on a host (`dtron.entry`)."""
+        self._failure, self._launcher = failure, os.getppid()
         self._group: dist.ProcessGroup | None = None
         self._raised = False
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
@@ -182,6 +184,10 @@ class StopSignal:
         """All is done and saved: signals are again what they were."""
         if self._pending is not None and self._pending[0] is not None:
             self._pending[0].wait()
+        if self._group is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+            lost = torch.tensor([int(os.getppid() != self._launcher)])
+            dist.all_reduce(lost, dist.ReduceOp.MAX, group=self._group)
+            self.launcher_lost = bool(lost.item())
         if self._peers is not None:
             self._peers.end()
         self.__exit__()
