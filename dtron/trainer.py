@@ -23,7 +23,7 @@ from dtron.collectives import CollectiveCounter
 from dtron.config import RunConfig
 from dtron.data import Batch, Loader, validation_batches
 from dtron.data.fingerprint import BITS, fingerprint
-from dtron.errors import CheckpointError, DtronError, PeerError, TrainingError
+from dtron.errors import CheckpointError, DtronError, PeerError, RankError, TrainingError
 from dtron.faults.attempts import LOST_PEER, Attempts
 from dtron.faults.failure import FirstFailure, is_of_lost_peer
 from dtron.faults.guards import Guards, modules_of
@@ -448,6 +448,11 @@ class Trainer:
         self._write_times()
         if finished:
             self._finish()
+        elif stop.launcher_lost:  # exit status 0 would end the run for torchrun of other hosts
+            raise RankError(
+                f"torchrun has ended on a host; all ranks have saved step {self.step} and stop, "
+                "for torchrun of the other hosts to start them again"
+            )
         if self.place.rank == 0:
             self.rundir.begun.unlink(missing_ok=True)
         log.info("run directory: %s", self.rundir.path)

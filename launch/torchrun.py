@@ -11,6 +11,8 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_LOST = 69
+"""Exit status where agents of other hosts, or their store, are not there; host.py tries again."""
 
 
 def main() -> int:
@@ -27,12 +29,17 @@ def main() -> int:
 
 
 def _run() -> int:
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    if level is None and "LOGLEVEL" not in os.environ:  # torch reads it when it is imported
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # a lost store is a page of C++ frames
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
+    if level is None:
+        os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # ranks have their own
     try:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as error:
@@ -41,7 +48,9 @@ def _run() -> int:
         return _end(f"rank {rank} ended first, with exit code {failure.exitcode}", code)
     except SignalException as error:
         return _end(f"stopped by {error.sigval.name}", 128 + error.sigval)
-    except (DistError, RendezvousError, ValueError) as error:  # a port in use, wrong arguments
+    except (DistError, RendezvousError) as error:  # also a port in use
+        return _end(str(error).splitlines()[0], _LOST)
+    except ValueError as error:  # wrong arguments
         return _end(str(error).splitlines()[0], 1)
     return 0
 

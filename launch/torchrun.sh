@@ -13,13 +13,15 @@ set -u
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 python=$(dirname "$(command -v torchrun)")/python # the environment's
 [ -x "$python" ] || python=python3
-(trap '' USR1; exec setsid "$python" "$(dirname "$0")/torchrun.py" "$@") &
-agent=$!
+agent=
 stopping=
 stop() {
+    [ -n "$agent" ] || return
     if pkill -USR1 -P "$agent"; then stopping=yes; elif [ -z "$stopping" ]; then kill -TERM "$agent"; fi
 }
 trap stop USR1 TERM INT
+(trap '' USR1; exec setsid "$python" "$(dirname "$0")/torchrun.py" "$@") &
+agent=$!
 while true; do
     wait "$agent"
     code=$?

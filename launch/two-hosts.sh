@@ -4,10 +4,9 @@
 #
 #     launch/two-hosts.sh --config configs/quickstart.toml run.dir=/tmp/two-hosts
 #
-# Both torchruns have to see the loss of the other: parallel.timeout_seconds is when the ranks do,
-# and the agents restart them when the cable is back.
+# Both hosts have to see the loss of the other: parallel.timeout_seconds is when the ranks do, and
+# the agents restart them when the cable is back.
 set -eu
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # as in torchrun.sh
 id=$$
 a=dtron-a-$id b=dtron-b-$id
 run=""
@@ -17,7 +16,7 @@ for word in "$@"; do case $word in run.dir=*) run=${word#run.dir=} ;; esac; done
 ip netns add "$a"
 ip netns add "$b"
 clean() {
-    kill -- ${agents:-} 2>/dev/null || true
+    kill -- ${hosts:-} 2>/dev/null || true
     ip netns del "$a"
     ip netns del "$b"
 }
@@ -25,23 +24,21 @@ trap clean EXIT
 ip link add "va$id" netns "$a" type veth peer name "vb$id" netns "$b"
 ip -n "$a" addr add 10.77.0.1/24 dev "va$id"
 ip -n "$b" addr add 10.77.0.2/24 dev "vb$id"
-for host in "$a" "$b"; do ip -n "$host" link set lo up; done
+for space in "$a" "$b"; do ip -n "$space" link set lo up; done
 ip -n "$a" link set "va$id" up
 ip -n "$b" link set "vb$id" up
 
-host() { # namespace, address, device, node
+host() { # namespace, address, device, node rank
     local space=$1 address=$2 device=$3 node=$4
     shift 4
-    GLOO_SOCKET_IFNAME=$device ip netns exec "$space" torchrun \
-        --nnodes 2 --nproc-per-node 1 --node-rank "$node" --local-addr "$address" \
-        --max-restarts 5 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29500 --rdzv-id two \
-        --rdzv-conf "is_host=$((1 - node)),join_timeout=120,read_timeout=120" \
-        train.py "$@" checkpoint.resume=latest parallel.timeout_seconds=15
+    GLOO_SOCKET_IFNAME=$device exec ip netns exec "$space" python3 launch/host.py \
+        --nnodes 2 --node-rank "$node" --head 10.77.0.1 --local-addr "$address" --nproc-per-node 1 \
+        train.py "$@" parallel.timeout_seconds=15
 }
 host "$a" 10.77.0.1 "va$id" 0 "$@" &
 first=$!
 host "$b" 10.77.0.2 "vb$id" 1 "$@" &
-agents="$first $!"
+hosts="$first $!"
 
 until [ -e "$run/checkpoints/latest" ]; do
     kill -0 "$first"

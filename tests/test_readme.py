@@ -151,7 +151,7 @@ def test_extras_that_are_named_exist() -> None:
     assert {"flash", "hf", "remote"} <= named <= extras.keys()
 
 
-@pytest.mark.parametrize("page", ["faults.md", "security.md"])
+@pytest.mark.parametrize("page", ["clusters.md", "faults.md", "security.md"])
 def test_tests_that_a_page_names_exist(page: str) -> None:
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
     known = "".join(f"{path.name}\n{path.read_text()}" for path in files)

@@ -135,7 +135,9 @@ class StopSignal:
         failure: FirstFailure | None = None,
         received: Callable[[], None] = lambda: None,
     ) -> None:
-        self._failure, self._on_signal = failure, received
+        self.launcher_lost = False
+        """After `end`: whether torchrun has been killed on a host (`dtron.entry`)."""
+        self._failure, self._on_signal, self._launcher = failure, received, os.getppid()
         self._group: dist.ProcessGroup | None = None
         self._raised = False
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
@@ -189,6 +191,10 @@ class StopSignal:
         """All is done and saved: signals are again what they were."""
         if self._pending is not None and self._pending[0] is not None:
             self._pending[0].wait()
+        if self._group is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+            lost = torch.tensor([int(os.getppid() != self._launcher)])
+            dist.all_reduce(lost, dist.ReduceOp.MAX, group=self._group)
+            self.launcher_lost = bool(lost.item())
         if self._peers is not None:
             self._peers.end()
         self.__exit__()

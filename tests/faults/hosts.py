@@ -51,9 +51,19 @@ class Hosts:
 
     Args:
         shared_store: agents lend the ranks of all attempts one store, as by default.
+        kept: agents are started, and started again, by launch/host.py.
+        nnodes: of torchrun; empty: all of them.
     """
 
-    def __init__(self, n: int, logs: Path, shared_store: bool = False) -> None:
+    def __init__(
+        self,
+        n: int,
+        logs: Path,
+        shared_store: bool = False,
+        kept: bool = False,
+        nnodes: str = "",
+    ) -> None:
+        self.kept, self.nnodes = kept, nnodes or str(n)
         self.names = [f"dtron-{os.getpid()}-{i}" for i in range(n)]
         self.devices = [f"dt{os.getpid()}-{i}" for i in range(n)] if n == 2 else ["lo"]
         self.logs, self.store = logs, {} if shared_store else FRESH_STORE
@@ -89,12 +99,17 @@ class Hosts:
         """Start torchrun on one host; its output is added to `log(host)`."""
         address = ADDRESSES[host] if len(self.names) == 2 else "127.0.0.1"
         head = ADDRESSES[0] if len(self.names) == 2 else "127.0.0.1"
-        command = ["ip", "netns", "exec", self.names[host], sys.executable, "-m"]
-        command += ["torch.distributed.run", "--nnodes", str(len(self.names))]
-        command += ["--nproc-per-node", str(ranks), "--local-addr", address]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{PORT}", "--rdzv-id", job]
-        conf = f"is_host={int(host == 0)},join_timeout=120,read_timeout=120"
-        command += ["--rdzv-conf", conf, "--max-restarts", "1000", "--monitor-interval", "0.2"]
+        command = ["ip", "netns", "exec", self.names[host], sys.executable]
+        own = ["--nnodes", self.nnodes, "--nproc-per-node", str(ranks)]
+        own += ["--local-addr", address]
+        if self.kept:
+            own += ["--node-rank", str(host), "--head", head, "--port", str(PORT), "--id", job]
+            command += ["launch/host.py", *own]
+        else:
+            conf = f"is_host={int(host == 0)},join_timeout=120,read_timeout=120"
+            own += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{PORT}"]
+            own += ["--rdzv-id", job, "--rdzv-conf", conf, "--max-restarts", "1000"]
+            command += ["-m", "torch.distributed.run", *own, "--monitor-interval", "0.2"]
         env = {**os.environ, **self.store, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env |= {"GLOO_SOCKET_IFNAME": self.devices[host], "CUDA_VISIBLE_DEVICES": ""}
         with self.log(host).open("a") as out:
@@ -135,15 +150,33 @@ class Hosts:
 
     # -- faults -----------------------------------------------------------------------------
 
+    def processes(self, host: int) -> list[int]:
+        """Everything that runs on a host."""
+        listed = ["ip", "netns", "pids", self.names[host]]
+        return [
+            int(pid)
+            for pid in subprocess.run(listed, capture_output=True, text=True).stdout.split()
+        ]
+
+    def kill_agent(self, host: int) -> None:
+        """SIGKILL torchrun alone, under launch/host.py."""
+        for pid in self.processes(host):
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if words[1].endswith("launch/torchrun.py"):
+                os.kill(pid, signal.SIGKILL)
+
+    def stop(self, host: int) -> None:
+        """SIGTERM what was started on a host."""
+        agent = self.agents[host]
+        assert agent is not None
+        agent.terminate()
+
     def kill(self, host: int) -> None:
         """SIGKILL everything that runs on a host."""
         for _ in range(3):  # what was started meanwhile too
-            listed = subprocess.run(
-                ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True
-            )
-            for pid in listed.stdout.split():
+            for pid in self.processes(host):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         agent, self.agents[host] = self.agents[host], None
         if agent is not None:
             agent.wait()

@@ -123,7 +123,7 @@ def test_a_port_in_use_is_one_line_under_torchrun(tmp_path: Path, busy_port: int
     words = write(tmp_path / "c.toml", tmp_path / "run")
     port = ["--rdzv-backend", "static", "--master-port", str(busy_port)]
     done = launched("--nnodes", "1", *port, "--rdzv-endpoint", f"localhost:{busy_port}", *words)
-    assert done.returncode == 1
+    assert done.returncode == 69  # as where another host is not there
     (line,) = done.stderr.splitlines()
     assert line.startswith("torchrun: ")
     assert str(busy_port) in line

@@ -121,6 +121,79 @@ def test_the_head_is_killed(run: Run, wanted: Wanted) -> None:
     assert "resumed from" in run.hosts.logged()
 
 
+# -- launch/host.py -------------------------------------------------------------------------
+
+LONG = 10**6
+
+
+def seconds_to_resume(run: Run, before: int) -> float:
+    """Until a step is done after the run has resumed once more than before."""
+    begun = time.monotonic()
+    until(lambda: resumed(run) > before, 300, "not resumed")
+    done = len(rows(run.dir))
+    until(lambda: len(rows(run.dir)) != done, 300, "no step is made")
+    return time.monotonic() - begun
+
+
+def resumed(run: Run) -> int:
+    return run.hosts.logged().count("resumed from")
+
+
+def has_all_batches_once(run: Run) -> None:
+    found = rows(run.dir)
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    assert len({row["batch"] for row in found}) == len(found)
+
+
+@pytest.mark.parametrize("host", [0, 1], ids=["head", "worker"])
+@pytest.mark.parametrize("fault", ["agent", "host"])
+def test_host_py_takes_back_what_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture, host: int, fault: str
+) -> None:
+    """Ten times: torchrun alone, or everything on a host, which is started again at once."""
+    with Hosts(2, tmp_path, kept=True) as hosts:
+        run, seconds = Run(hosts, tmp_path), []
+        run.start(train__steps=LONG)
+        for _ in range(10):
+            run.reach(len(rows(run.dir)) + 10)
+            before = resumed(run)
+            if fault == "agent":
+                hosts.kill_agent(host)
+            else:
+                hosts.cut()  # a dead host says nothing
+                hosts.kill(host)
+                time.sleep(2)
+                hosts.mend()
+                run.start_host(host)
+            seconds.append(seconds_to_resume(run, before))
+        for each in (0, 1):
+            hosts.stop(each)
+        assert hosts.wait(120) == [143, 143]
+        has_all_batches_once(run)
+        with capsys.disabled():
+            print(f"\n{fault} {host}: seconds to the next step {[round(s, 1) for s in seconds]}")
+
+
+def test_host_py_goes_on_with_fewer_hosts_and_with_more(tmp_path: Path) -> None:
+    with Hosts(2, tmp_path, kept=True, nnodes="1:2") as hosts:
+        run = Run(hosts, tmp_path)
+        run.start(train__steps=LONG)
+        run.reach(10)
+        assert "2 ranks on" in hosts.logged()
+        hosts.cut()
+        hosts.kill(1)
+        until(lambda: "1 ranks on" in hosts.logged(), 300, "does not shrink")
+        run.reach(len(rows(run.dir)) + 10)
+        hosts.mend()
+        run.start_host(1)
+        until(lambda: hosts.logged().count("2 ranks on") == 2, 300, "does not grow")
+        run.reach(len(rows(run.dir)) + 10)
+        for host in (0, 1):
+            hosts.stop(host)
+        assert hosts.wait(120) == [143, 143]
+        has_all_batches_once(run)
+
+
 LISTEN = (
     "import socket, sys, time; s = socket.create_server(('', int(sys.argv[1]))); time.sleep(999)"
 )

@@ -1,6 +1,8 @@
 """Scripts of launch/: signals reach the ranks through torchrun; two hosts lose each other."""
 
 import contextlib
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -9,12 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from dtron.runtime import Place, warn_of_shared_store
-from tests.faults.hosts import no_namespaces
+from tests.faults.hosts import no_namespaces, until
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
 from tests.test_trainer import fit, losses, rows, tiny
@@ -152,52 +155,186 @@ def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step-{last}\n"
 
 
+def test_ranks_whose_torchrun_was_killed_do_not_end_the_run_elsewhere(tmp_path: Path) -> None:
+    """Two agents on one machine: the other agent's ranks save too, and fail, so that it starts them
+    again; here it may not, and exits."""
+    keys = {"checkpoint__resume": "latest", "checkpoint__interval": 10**6}
+    words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=10**6, **keys)
+    command = [str(ROOT / "launch/torchrun.sh"), "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29872"]
+    command += ["--max-restarts", "0", "--rdzv-conf"]
+    agents = [
+        subprocess.Popen(
+            [*command, f"is_host={int(node == 0)}", *words],
+            cwd=ROOT,
+            env=ENV,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+    try:
+        wait_for_rows(tmp_path / "run/metrics.jsonl", 3)
+        (torchrun,) = children(agents[1].pid)
+        os.kill(torchrun, signal.SIGKILL)
+        errors = agents[0].communicate(timeout=60)[1]
+        assert agents[0].returncode == 1
+        assert "error: torchrun has ended on a host" in errors
+        last = len(rows(tmp_path / "run"))
+        assert (tmp_path / "run/checkpoints/latest").read_text() == f"step-{last}\n"
+    finally:
+        for agent in agents:
+            agent.terminate()
+            agent.wait(60)
+
+
 STANDINS = {
-    "python": f"""#!{sys.executable}
-import subprocess, sys
-rank = 'import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\\n'
-rank += 'open("begun", "w").close(); time.sleep(60); sys.exit(1)'
-sys.exit(subprocess.call([sys.executable, "-c", rank]))
+    "python3": """#!/bin/sh
+[ "$1" = launch/progress.py ] && { cat step; exit; }
+trap 'echo $((BEGAN + 1)) > step; exit 143' USR1
+touch begun
+[ -n "$FAILS" ] && { echo "$FAILS" > step; exit 1; }
+while true; do sleep 0.05; done
 """,
-    "torchrun": "",  # by whose folder its python is found
+    "squeue": """#!/bin/sh
+[ "$5" = %e ] && date -d '+30 seconds' +%FT%T || echo "$STATE"
+""",
     "scontrol": """#!/bin/sh
 [ "$1" = show ] && echo host-0 || echo "$@" >> queued
 """,
     "srun": """#!/bin/sh
+echo $$ > task
 shift
-echo $$ > step
 exec "$@"
 """,
-    # all processes of the step, as with Linux's cgroups
     "scancel": """#!/bin/sh
-for pid in $(cat step) $(pgrep -P "$(cat step)"); do kill -USR1 "$pid"; done
+kill -USR1 "$(cat task)"
 """,
 }
 
 
-@pytest.mark.parametrize("job", ["node", "nodes"])
-def test_a_job_is_queued_again_after_slurms_warning(tmp_path: Path, job: str) -> None:
-    """With stand-ins for torchrun.py and for Slurm's commands, whose names alone are right."""
+@pytest.mark.parametrize(
+    ("fails_at", "state", "queued"),
+    [
+        ("", "RUNNING", True),
+        ("", "COMPLETING", False),
+        ("8", "RUNNING", True),
+        ("7", "RUNNING", False),
+        ("8", "COMPLETING", False),
+    ],
+    ids=["time limit", "cancelled", "failure", "failure without progress", "node failure"],
+)
+def test_a_job_is_queued_again(tmp_path: Path, fails_at: str, state: str, queued: bool) -> None:
+    """launch/slurm.sh with stand-ins for the run, which is at step 7, and for Slurm's commands;
+    test_slurm.py has the real ones."""
     for name, text in STANDINS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "launch").symlink_to(ROOT / "launch")
-    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "host-0", "SLURM_NNODES": "1"}
-    path = {"PATH": f"{tmp_path}:{ENV['PATH']}"}
-    command = ["bash", f"launch/{job}.sbatch", "--config", "my.toml"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env={**ENV, **slurm, **path}, start_new_session=True
-    )
+    (tmp_path / "step").write_text("7")
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "host-0", "SLURM_JOB_NUM_NODES": "1"}
+    slurm |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_NODEID": "0", "STATE": state}
+    path = {"PATH": f"{tmp_path}:{ENV['PATH']}", "FAILS": fails_at, "BEGAN": "7"}
+    command = ["bash", str(ROOT / "launch/slurm.sh"), "--config", "my.toml"]
+    process = subprocess.Popen(command, cwd=tmp_path, env={**ENV, **slurm, **path})
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "begun").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == 0
+        until((tmp_path / "begun").exists, 60, "no run")
+        if not fails_at:
+            process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == (1 if fails_at else 143)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # what would queue it again in any case
-    assert (tmp_path / "queued").read_text() == "requeue 42\n"
+        process.kill()
+    found = (tmp_path / "queued").read_text() if (tmp_path / "queued").exists() else ""
+    assert found == ("requeue 42\n" if queued else "")
+
+
+def host_module() -> ModuleType:
+    """launch/host.py, which is a script."""
+    spec = importlib.util.spec_from_file_location("host", ROOT / "launch/host.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.path.insert(0, str(ROOT / "launch"))
+    try:
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+LOST = 69
+AGENTS: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "ends": ([(0, 9)], 0),
+    "its ranks were stopped elsewhere": ([(0, 3), (0, 9)], 0),
+    "is killed": ([(137, 2), (0, 9)], 0),
+    "loses the head": ([(LOST, 2)] * 5 + [(0, 9)], 0),
+    "fails after progress": ([(1, 1), (1, 2), (1, 3), (1, 4), (0, 9)], 0),
+    "fails without": ([(1, 2), (1, 2), (1, 2), (1, 2)], 1),
+}
+"""By what happens: exit codes of agents, each with the step that the run is at then, of 9; and the
+exit code of host.py."""
+
+
+@pytest.mark.parametrize(("agents", "wanted"), AGENTS.values(), ids=AGENTS)
+def test_an_agent_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, agents: list[tuple[int, int]], wanted: int
+) -> None:
+    module, left, step = host_module(), list(agents), 0
+
+    def run_agent() -> int:
+        nonlocal step
+        code, step = left.pop(0)
+        return code
+
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(module, "newest_step", lambda _: step)
+    monkeypatch.setattr(module, "finished", lambda _: step == 9)
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)  # pytest's stay
+    options = module.parser().parse_args(
+        ["--nnodes", "1", "--node-rank", "0", "--head", "h", "--nproc-per-node", "1"]
+    )
+    host = module.Host(options, [])
+    monkeypatch.setattr(host, "_run_agent", run_agent)
+    assert host.run() == wanted
+    assert len(left) == (1 if wanted else 0)
+
+
+def test_hosts_that_stay_away_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = host_module()
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)
+    words = "--nnodes 1 --node-rank 0 --head h --nproc-per-node 1 --wait-seconds 0 train.py"
+    host = module.Host(module.parser().parse_args(words.split()), ["train.py"])
+    monkeypatch.setattr(host, "_run_agent", lambda: LOST)
+    assert host.run() == 1
+
+
+def test_host_py_stops_with_a_checkpoint(tmp_path: Path) -> None:
+    """And exits with 143, as there are steps left: a scheduler is to start it again."""
+    words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=10**6)
+    command = [sys.executable, "launch/host.py", "--nnodes", "1", "--node-rank", "0"]
+    command += ["--head", "127.0.0.1", "--port", "29871", "--nproc-per-node", "2", *words]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV)
+    wait_for_rows(tmp_path / "run/metrics.jsonl", 3)
+    process.terminate()
+    assert process.wait(120) == 143
+    last = rows(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run/checkpoints/latest").read_text() == f"step-{last}\n"
+
+
+def test_progress_is_read_from_the_run_directory(tmp_path: Path) -> None:
+    words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=9)
+    command = [sys.executable, "launch/progress.py", *words]
+    (tmp_path / "run").mkdir()
+    for text, step in (("", "0"), ('{"checkpoint": "s3://bucket/mine/step-42"}\n', "42")):
+        (tmp_path / "run/committed.json").write_text(text)
+        done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
+        assert done.stdout == f"{step}\n"
+    sys.path.insert(0, str(ROOT / "launch"))
+    try:
+        progress = importlib.import_module("progress")
+    finally:
+        sys.path.pop(0)
+    for row, ended in (('{"step": 8}', False), ('{"step": 8}\n{"step": 9}', True)):
+        (tmp_path / "run/metrics.jsonl").write_text(row)
+        assert progress.finished(words) is ended
 
 
 def test_two_hosts_that_lose_each_other_go_on(tmp_path: Path) -> None:
