@@ -28,7 +28,7 @@ from dtron.writer import HashedFile
 from tests.checkpoints.object_store import BUCKET, ObjectStore, Request, as_rank, object_store
 from tests.checkpoints.test_damage import fit_and_listen
 from tests.faults.processes import finish, start
-from tests.faults.processes import told as told_by
+from tests.faults.processes import output as output_of
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
 from tests.test_trainer import fit, losses, rows, tiny
@@ -213,7 +213,7 @@ def test_a_kill_inside_a_save(
     there += start(
         2, tmp_path / "ranks", as_rank, fit, store.environment, away(run, checkpoint__interval=2)
     )
-    assert finish(there, 100) == [-signal.SIGKILL] * 2, told_by(tmp_path / "ranks")
+    assert finish(there, 100) == [-signal.SIGKILL] * 2, output_of(tmp_path / "ranks")
     store.fault = lambda request: ""
     newest = whole_steps()[-1]
     assert newest == (4 if file == "latest" or (file, act) == ("dtron.json", "") else 2)

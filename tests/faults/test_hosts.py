@@ -130,8 +130,8 @@ def seconds_to_resume(run: Run, before: int) -> float:
     """Until a step is done after the run has resumed once more than before."""
     begun = time.monotonic()
     until(lambda: resumed(run) > before, 300, "not resumed")
-    done = len(rows(run.dir))
-    until(lambda: len(rows(run.dir)) != done, 300, "no step is made")
+    done = len(complete_rows(run.dir))
+    until(lambda: len(complete_rows(run.dir)) != done, 300, "no step is made")
     return time.monotonic() - begun
 
 
@@ -140,7 +140,7 @@ def resumed(run: Run) -> int:
 
 
 def has_all_batches_once(run: Run) -> None:
-    found = rows(run.dir)
+    found = complete_rows(run.dir)
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     assert len({row["batch"] for row in found}) == len(found)
 
@@ -155,7 +155,7 @@ def test_host_py_takes_back_what_is_killed(
         run, seconds = Run(hosts, tmp_path), []
         run.start(train__steps=LONG)
         for _ in range(10):
-            run.reach(len(rows(run.dir)) + 10)
+            run.reach(len(complete_rows(run.dir)) + 10)
             before = resumed(run)
             if fault == "agent":
                 hosts.kill_agent(host)
@@ -183,11 +183,11 @@ def test_host_py_goes_on_with_fewer_hosts_and_with_more(tmp_path: Path) -> None:
         hosts.cut()
         hosts.kill(1)
         until(lambda: "1 ranks on" in hosts.logged(), 300, "does not shrink")
-        run.reach(len(rows(run.dir)) + 10)
+        run.reach(len(complete_rows(run.dir)) + 10)
         hosts.mend()
         run.start_host(1)
         until(lambda: hosts.logged().count("2 ranks on") == 2, 300, "does not grow")
-        run.reach(len(rows(run.dir)) + 10)
+        run.reach(len(complete_rows(run.dir)) + 10)
         for host in (0, 1):
             hosts.stop(host)
         assert hosts.wait(120) == [143, 143]

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.faults.hosts import until
-from tests.faults.kills import alone, rows, words, worst_difference
+from tests.faults.kills import alone, words
 from tests.faults.slurm import NODES, Slurm, no_slurm
+from tests.faults.trajectory import complete_rows, worst_difference
 
 pytestmark = [
     pytest.mark.soak,
@@ -46,7 +47,7 @@ def keys(run: Path, steps: int = STEPS, **more: Any) -> list[str]:
 def reach(slurm: Slurm, job: str, run: Path, step: int) -> None:
     """Wait until a step is done."""
     try:
-        until(lambda: len(rows(run)) >= step, 300, f"no step {step}")
+        until(lambda: len(complete_rows(run)) >= step, 300, f"no step {step}")
     except AssertionError as error:
         raise AssertionError(f"{error}:\n{slurm.log(job)[-6000:]}") from None
 
@@ -54,12 +55,12 @@ def reach(slurm: Slurm, job: str, run: Path, step: int) -> None:
 def ends_as(slurm: Slurm, job: str, run: Path, wanted: dict[int, dict[str, Any]]) -> None:
     """Wait for its end: all steps are there once, as without any fault."""
     slurm.wait(job, "COMPLETED")
-    assert len(rows(run)) == STEPS
-    worst_difference(rows(run), wanted)
+    assert len(complete_rows(run)) == STEPS
+    worst_difference(complete_rows(run), wanted)
 
 
 def has_all_batches_once(run: Path) -> None:
-    found = rows(run)
+    found = complete_rows(run)
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     assert len({row["batch"] for row in found}) == len(found)
 
@@ -91,7 +92,7 @@ def test_a_job_at_its_time_limit_is_queued_again_and_resumes(slurm: Slurm, run: 
     job = slurm.submit(2, keys(run, ENDLESS), ["--time", "4", "--signal", "B:USR1@90"])
     reach(slurm, job, run, 10)
     until(lambda: slurm.show(job, "Restarts") == "1", 300, "not queued again")
-    stopped = len(rows(run))
+    stopped = len(complete_rows(run))
     assert "SIGUSR1: stopping after the next step, with a checkpoint" in slurm.log(job)
     assert (run / "checkpoints/latest").read_text() == f"step-{stopped}\n"
     reach(slurm, job, run, stopped + 10)
@@ -110,7 +111,7 @@ def test_a_job_that_is_cancelled_stays_so(slurm: Slurm, run: Path) -> None:
     time.sleep(20)  # longer than a job that is queued again waits
     assert slurm.show(job, "JobState") == "CANCELLED"
     assert slurm.show(job, "Restarts") == "0"
-    assert (run / "checkpoints/latest").read_text() == f"step-{len(rows(run))}\n"
+    assert (run / "checkpoints/latest").read_text() == f"step-{len(complete_rows(run))}\n"
 
 
 def test_a_job_that_is_queued_again_by_hand_resumes(
@@ -201,7 +202,7 @@ def test_fewer_nodes_where_one_is_lost(slurm: Slurm, run: Path) -> None:
     assert "4 ranks on" in slurm.log(job)
     assert "3 ranks on" in slurm.log(job)
     has_all_batches_once(run)
-    assert len(rows(run)) == STEPS
+    assert len(complete_rows(run)) == STEPS
 
 
 @pytest.mark.parametrize("node", [0, 1], ids=["head", "worker"])
