@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from dtron.config import RunConfig
+from dtron.faults.corruption import Replicas
 from dtron.faults.guards import Guards
-from dtron.faults.replicas import Replicas
 from dtron.faults.spikes import Spikes
-from dtron.trainer import Trainer
+from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
 
 STEPS = 24

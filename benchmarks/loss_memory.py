@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtron.loss import ChunkedLoss, cross_entropy_sum
+from dtron.training.loss import ChunkedLoss, cross_entropy_sum
 
 GIB = 2**30
 

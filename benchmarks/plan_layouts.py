@@ -41,7 +41,7 @@ from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.plan.hardware import Hardware, hardware
 from dtron.plan.memory import memory, worst
-from dtron.plan.resolved import Resolved
+from dtron.plan.run_shape import Resolved
 from dtron.plan.steptime import predict
 
 EACH = 5  # layouts a model

@@ -11,7 +11,7 @@ from pathlib import Path
 from dtron.config import RunConfig
 from dtron.plan.hardware import hardware
 from dtron.plan.memory import memory, worst
-from dtron.plan.resolved import Resolved
+from dtron.plan.run_shape import Resolved
 from dtron.plan.steptime import predict
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from dtron.checkpoint import Checkpointer
+from dtron.checkpoint.async_staging import Staging
+from dtron.checkpoint.checkpointer import Checkpointer
+from dtron.checkpoint.dcp_storage import write_here
+from dtron.checkpoint.directory import Facts
+from dtron.checkpoint.locations import Tier
 from dtron.config import Checkpoint, Optim
 from dtron.models import BACKENDS, MODELS, build_model, model_config
-from dtron.optim import build_optimizer
 from dtron.parallelisms.apply import Applied, Passes, apply_passes
 from dtron.parallelisms.mesh import Mesh
-from dtron.published import Facts
-from dtron.runtime import Place, process_group
-from dtron.staging import Staging
-from dtron.storage import write_here
-from dtron.tiers import Tier
+from dtron.run.process import Place, process_group
+from dtron.training.optim import build_optimizer
 
 
 def main() -> None:

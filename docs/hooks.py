@@ -1,6 +1,6 @@
 """Hooks of MkDocs: pages made at build time, and links out of docs/.
 
-    configuration.md    every key of a run's config, from dtron/sections.py
+    configuration.md    every key of a run's config, from dtron/config/schema.py
     PAGES               Markdown files of the repository outside docs/, such as README.md
 
 A link to any other file of the repository copies that file into the site.
@@ -34,7 +34,7 @@ LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 INTRODUCTION = """# Configuration
 
 One TOML file is one run; `section.key=value` on the command line replaces a key. This page is
-generated from `dtron/sections.py`; `python train.py --help` prints the same.
+generated from `dtron/config/schema.py`; `python train.py --help` prints the same.
 """
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtron.config import RunConfig
     from dtron.parallelisms import Mesh, parallelize
-    from dtron.trainer import Trainer
+    from dtron.training.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Mesh", "RunConfig", "Trainer", "parallelize"]
@@ -17,7 +17,7 @@ __all__ = ["Mesh", "RunConfig", "Trainer", "parallelize"]
 _HOMES = {
     "Mesh": "dtron.parallelisms",
     "RunConfig": "dtron.config",
-    "Trainer": "dtron.trainer",
+    "Trainer": "dtron.training.trainer",
     "parallelize": "dtron.parallelisms",
 }
 

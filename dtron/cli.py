@@ -21,7 +21,7 @@ from dtron.errors import (
     RankError,
     nearest,
 )
-from dtron.versions import warn_untested
+from dtron.setup.versions import warn_untested
 
 _GRACE_SECONDS = 10
 _CLOSED = 141
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: RunConfig) -> None:
-    from dtron.trainer import Trainer  # which needs torch
+    from dtron.training.trainer import Trainer  # which needs torch
 
     trainer = Trainer(config)
     try:
@@ -65,7 +65,9 @@ def _train(config: RunConfig) -> None:
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
-    from dtron.initial import completed  # not before --help and most errors, which need no torch
+    from dtron.checkpoint.initial_weights import (
+        completed,  # not before --help and most errors, which need no torch
+    )
 
     return completed(values)
 
@@ -96,7 +98,9 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _convert(arguments: Sequence[str]) -> int:
-    from dtron.convert import main as convert  # after `dtron --help`, which needs no torch
+    from dtron.checkpoint.convert import (
+        main as convert,  # after `dtron --help`, which needs no torch
+    )
 
     return convert(arguments)
 
@@ -140,7 +144,7 @@ def _refuse(error: DtronError) -> int:
     theirs alone. A failure of one rank is printed by that rank, and by no other."""
     import torch.distributed as dist  # not before --help, which needs no torch
 
-    from dtron.runtime import Place
+    from dtron.run.process import Place
 
     place = Place.of_environment()
     alone = isinstance(error, RankError)

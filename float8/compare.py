@@ -14,7 +14,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from dtron.errors import ConfigError, cause_of
-from dtron.untrusted import TEXT_BYTES, parse, read_text
+from dtron.io.untrusted import TEXT_BYTES, parse, read_text
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 380, 56, 40, 16, 40
 INKS = ("#1f77b4", "#d62728")

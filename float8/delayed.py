@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from dtron.float8.casting import scale_of
 from dtron.float8.linear import Delayed, Float8Linear
-from dtron.torch_internals import norms
+from dtron.kernels.torch_internals import norms
 
 
 class DelayedScales:

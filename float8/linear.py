@@ -2,9 +2,9 @@
 
     output       x8 w8^T       grad_input   g8 w8       grad_weight   g8^T x8
 
-Under tp it works on local tensors, as `parallelisms/tensor.py` splits them. Whoever holds a part of
-an operand that has one scale shares it (`whole` tiles of tensorwise): then every layout of ranks
-computes what one process computes.
+Under tp it works on local tensors, as `parallelisms/tensor/tensor_parallel.py` splits them. Whoever
+holds a part of an operand that has one scale shares it (`whole` tiles of tensorwise): then every
+layout of ranks computes what one process computes.
 
     weight is split       input            weight      grad
     not                   cp               -           cp

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from dtron.config import RunConfig
 from dtron.errors import DtronError
-from dtron.rundir import RunDir
+from dtron.run.directory import RunDir
 
 
 def newest_step(words: Sequence[str]) -> int:

@@ -26,11 +26,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from dtron.errors import ConfigError, nearest
 from dtron.kernels.attention import KERNELS, Tables, document_segments
 from dtron.kernels.flash4 import flash4
+from dtron.kernels.torch_internals import mark_dynamic
 from dtron.models.config import DecoderConfig
 from dtron.models.dropout import AttentionDropout
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope, yarn_mscale
-from dtron.torch_internals import mark_dynamic
 
 Mask = Tensor | BlockMask | Tables | None  # None: causal, nothing else
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dtron.config.schema import MOST_LAYERS
 from dtron.errors import ConfigError, config_error
 from dtron.models.rules import broken_rules, either
-from dtron.sections import MOST_LAYERS
 
 MOST_FACTOR = 1e30
 

@@ -14,10 +14,11 @@ rank, mesh or process group: parallelism is applied to it from outside, by modul
     blocks.<n_layers + k>, .{token_norm,hidden_norm,merge,norm}    with mtp: as a block, and these
 
 Given hidden states instead of tokens it goes on from there, so that a part of it works as a
-pipeline stage once the modules it lacks pass their input through (`parallelisms/stages.py`).
-Between blocks the sequence may be split over ranks: nothing there reads its length from x. Blocks
-of one kind (dense or with experts, with a window or not) differ in nothing but their weights and
-take tensors only, so that torch.compile compiles one for all.
+pipeline stage once the modules it lacks pass their input through
+(`parallelisms/pipeline/stages.py`). Between blocks the sequence may be split over ranks: nothing
+there reads its length from x. Blocks of one kind (dense or with experts, with a window or not)
+differ in nothing but their weights and take tensors only, so that torch.compile compiles one for
+all.
 
 Multi-token prediction: with h the hidden states after the last norm and e the embedding of the
 token k + 1 ahead, prediction block k = 0, 1, ... makes of them

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtron.files import sync_directory, write_synced
+from dtron.io.filesystem import sync_directory, write_synced
+from dtron.io.safetensors_file import Described, TensorFile
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import HuggingFace
 from dtron.models.hf_weights import (
@@ -25,7 +26,6 @@ from dtron.models.hf_weights import (
     their_shapes,
     whole,
 )
-from dtron.tensorfile import Described, TensorFile
 
 
 class Export:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from dtron.errors import CheckpointError, cause_of, nearest
-from dtron.files import plain_name, read_json
+from dtron.io.filesystem import plain_name, read_json
+from dtron.io.safetensors_file import DTYPE_NAMES, DTYPES_BY_NAME, StoredTensors
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import HuggingFace, Name
 from dtron.parallelisms.placement import matches
-from dtron.tensorfile import DTYPE_NAMES, DTYPES_BY_NAME, StoredTensors
 
 log = logging.getLogger("dtron")
 

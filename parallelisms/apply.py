@@ -21,12 +21,9 @@ from torch import nn
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
-from dtron.parallelisms.async_tp import check_rows
 from dtron.parallelisms.compile import compile_activations, compile_blocks
-from dtron.parallelisms.context import Context, apply_context
-from dtron.parallelisms.deferred import COMPILE_OPTIONS, WeightGradients, defer
-from dtron.parallelisms.execution import Accumulation, Execution
-from dtron.parallelisms.expert import (
+from dtron.parallelisms.context.attention import Context, apply_context
+from dtron.parallelisms.expert.expert_parallel import (
     Dispatcher,
     ExpertLayers,
     apply_experts,
@@ -36,19 +33,21 @@ from dtron.parallelisms.expert import (
     refuse_half_compiled,
     stands_apart,
 )
-from dtron.parallelisms.fsdp import DTYPES, Policy, free_gathered, shard
+from dtron.parallelisms.expert.symmetric_exchange import IN_ORDER
+from dtron.parallelisms.fsdp.sharding import DTYPES, Policy, free_gathered, shard
 from dtron.parallelisms.gradients import reduce_replicas
-from dtron.parallelisms.head_loss import HeadLoss, attach_loss
 from dtron.parallelisms.initialize import (
     Initializer,
     broadcast_from_first_rank,
     initialize,
     materialize,
 )
-from dtron.parallelisms.mailbox import IN_ORDER
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 from dtron.parallelisms.offload import SMALLEST, Offload
-from dtron.parallelisms.pipeline import Layout, Pipeline
+from dtron.parallelisms.pipeline.accumulate import Accumulation, Execution
+from dtron.parallelisms.pipeline.executor import Layout, Pipeline
+from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, WeightGradients, defer
+from dtron.parallelisms.pipeline.stages import Cut, SharedWeights, cut, take_stage, uncut
 from dtron.parallelisms.placement import (
     Unit,
     experts,
@@ -58,8 +57,9 @@ from dtron.parallelisms.placement import (
     select_units,
 )
 from dtron.parallelisms.recompute import recompute as apply_recompute
-from dtron.parallelisms.stages import Cut, SharedWeights, cut, take_stage, uncut
-from dtron.parallelisms.tensor import (
+from dtron.parallelisms.tensor.async_tp import check_rows
+from dtron.parallelisms.tensor.head_loss import HeadLoss, attach_loss
+from dtron.parallelisms.tensor.tensor_parallel import (
     Placements,
     Plan,
     Replicas,

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtron.config import DEGREES
+from dtron.kernels.torch_internals import norms
 from dtron.parallelisms.mesh import Mesh, axes_of
-from dtron.torch_internals import norms
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -45,9 +45,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 
 from dtron.errors import ConfigError
+from dtron.kernels.torch_internals import version
 from dtron.parallelisms.functional_collectives import is_pending
 from dtron.parallelisms.placement import leaves
-from dtron.torch_internals import version
 
 SMALLEST = 2**20
 """Storages of fewer bytes stay on the device: a copy costs more than its memory is worth."""

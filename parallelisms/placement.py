@@ -3,8 +3,9 @@
 A pattern is a dotted path in which `*` stands for exactly one component, so that `blocks.*` never
 reaches inside a block. A unit is a pattern, or a tuple of patterns whose modules belong together.
 
-Rows are data that `parallelisms/tensor.py` acts on. Placements are those of DTensor on the tp axis:
-Shard(1) is "split along the sequence", Shard(-1) "along features", Replicate "whole on each rank".
+Rows are data that `parallelisms/tensor/tensor_parallel.py` acts on. Placements are those of DTensor
+on the tp axis: Shard(1) is "split along the sequence", Shard(-1) "along features", Replicate "whole
+on each rank".
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
-from dtron.parallelisms.context import Context
-from dtron.parallelisms.execution import Execution, MicroBatch
-from dtron.parallelisms.expert import ExpertLayers
-from dtron.parallelisms.fsdp import Policy
+from dtron.parallelisms.context.attention import Context
+from dtron.parallelisms.expert.expert_parallel import ExpertLayers
+from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.parallelisms.gradients import clip_scale, global_norm, scale_or_zero_
 from dtron.parallelisms.initialize import Initializer
 from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
-from dtron.parallelisms.pipeline import Layout
+from dtron.parallelisms.pipeline.accumulate import Execution, MicroBatch
+from dtron.parallelisms.pipeline.executor import Layout
+from dtron.parallelisms.pipeline.schedules import Schedule, order_of, schedule_of, stage_ranks
+from dtron.parallelisms.pipeline.stages import cut
 from dtron.parallelisms.placement import Unit
-from dtron.parallelisms.schedules import Schedule, order_of, schedule_of, stage_ranks
-from dtron.parallelisms.stages import cut
-from dtron.parallelisms.tensor import Placements
+from dtron.parallelisms.tensor.tensor_parallel import Placements
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Loss = Callable[[Any, Tensor], Tensor]

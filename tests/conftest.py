@@ -63,7 +63,7 @@ GPU_ORDER = {
     PARITY: 1,
     **dict.fromkeys(("tests/kernels/", "tests/float8/", "tests/models/"), 2),
     **dict.fromkeys((f"{PARITY}::test_compiled", f"{PARITY}::test_document"), 3),
-    **dict.fromkeys(("tests/", "tests/float8/test_fused.py"), 4),
+    **dict.fromkeys(("tests/", "tests/float8/test_float8_async_tp.py"), 4),
 }
 """Places by how a test's name starts; the longest one counts."""
 

@@ -31,7 +31,7 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.utils.tensorboard",
-    "dtron.trainer",
+    "dtron.training.trainer",
     "tests.parallelisms.parity",
     "transformers.models.bert.modeling_bert",  # skipped where it is not installed
     "transformers.models.llama.modeling_llama",

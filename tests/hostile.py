@@ -24,24 +24,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dtron.bench.trace import read_trace
+from dtron.checkpoint.dcp_storage import ShardReader, ShardWriter
+from dtron.checkpoint.directory import Facts, find, read_facts, write_facts
+from dtron.checkpoint.initial_weights import open_initial
 from dtron.config import RunConfig, fields
 from dtron.data import load_tokenizer, open_data, prepare
 from dtron.data.tokenizer import encode_documents
 from dtron.errors import DtronError
 from dtron.float8.compare import read_curve
-from dtron.initial import open_initial
 from dtron.models import BACKENDS, build_model, from_hf, model_config, to_hf
-from dtron.parallelisms.schedules import read_csv
+from dtron.parallelisms.pipeline.schedules import read_csv
 from dtron.plan.hardware import hardware
-from dtron.preflight import preflight
-from dtron.published import Facts, find, read_facts, write_facts
-from dtron.rendezvous import Rendezvous
-from dtron.resolve import resolve
-from dtron.rundir import RunDir
-from dtron.runlock import RunLock
-from dtron.runtime import Place
-from dtron.storage import ShardReader, ShardWriter
-from tests.test_trainer import tiny
+from dtron.run.directory import RunDir
+from dtron.run.lock import RunLock
+from dtron.run.process import Place
+from dtron.run.rendezvous import Rendezvous
+from dtron.setup.preflight import preflight
+from dtron.setup.rules import resolve
+from tests.training.test_trainer import tiny
 
 CPU_SECONDS = 20
 WALL_SECONDS = 300

@@ -32,7 +32,7 @@ FULL_FILES = (
 """Files under tests/ of which no test is in the default run."""
 NONE = ""
 KEPT: dict[str, dict[str, str]] = {
-    "bench/test_peers.py": {
+    "bench/test_frameworks.py": {
         "test_a_pair_is_run_and_compared": NONE,
     },
     "bench/test_run.py": {
@@ -59,7 +59,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_run_of_whole_documents_resumes_under_another_layout": NONE,
         "test_ranks_do_not_change_a_run": "best_fit",
     },
-    "faults/test_attempts.py": {
+    "run/test_attempts.py": {
         "test_a_killed_rank_is_named_and_a_run_without_progress_ends": NONE,
     },
     "faults/test_elastic.py": {
@@ -90,7 +90,7 @@ KEPT: dict[str, dict[str, str]] = {
     "float8/test_checkpoints.py": {
         "test_resumed_runs_go_on_with_their_delayed_scales": NONE,
     },
-    "float8/test_fused.py": {
+    "float8/test_float8_async_tp.py": {
         "test_compiled_blocks_share_one_graph_with_the_operators": NONE,
     },
     "float8/test_gated.py": {
@@ -99,13 +99,13 @@ KEPT: dict[str, dict[str, str]] = {
     "float8/test_statistics.py": {
         "test_steps_that_report_name_every_layer": "settings0",
     },
-    "kernels/test_peers.py": {
+    "kernels/test_peer_gather.py": {
         "test_kernel_equals_formula_in_the_interpreter": NONE,
     },
     "kernels/test_permute.py": {
         "test_kernels_equal_formulas_in_the_interpreter": NONE,
     },
-    "kernels/test_wire.py": {
+    "kernels/test_float8_rows.py": {
         "test_kernels_equal_formulas_in_the_interpreter": NONE,
     },
     "models/test_decoder.py": {
@@ -121,7 +121,7 @@ KEPT: dict[str, dict[str, str]] = {
     "models/test_router.py": {
         "test_recomputation_does_not_count_again": "False",
     },
-    "parallelisms/test_async_tp.py": {
+    "parallelisms/tensor/test_async_tp.py": {
         "test_compiled_blocks_share_one_graph_with_the_operators": NONE,
     },
     "parallelisms/test_bfloat16.py": {
@@ -137,12 +137,12 @@ KEPT: dict[str, dict[str, str]] = {
         "test_depth_adds_no_graph": "^llama-2-tp=2-seq",
         "test_experts_on_other_ranks_break_their_blocks": NONE,
     },
-    "parallelisms/test_deepep.py": {
+    "parallelisms/expert/test_deepep.py": {
         "test_a_buffer_grows": NONE,
         "test_equals_all_to_all": "2-shuffled",
         "test_models_train_alike": NONE,
     },
-    "parallelisms/test_deferred.py": {
+    "parallelisms/pipeline/test_split_backward.py": {
         "test_compiling_what_was_not_deferred_for_it_is_refused": "aot_eager",
         "test_experts_gradients_equal_a_plain_backward": "^-|^aot_eager-torch.float32",
         "test_gradients_equal_a_plain_backward": "^mode=full|^$",
@@ -151,13 +151,13 @@ KEPT: dict[str, dict[str, str]] = {
         ),
         "test_inductor_keeps_what_is_queued": NONE,
     },
-    "parallelisms/test_deferred_experts.py": {
+    "parallelisms/pipeline/test_split_backward_experts.py": {
         "test_split_backwards_equal_whole_ones": NONE,
     },
-    "parallelisms/test_executed.py": {
+    "parallelisms/pipeline/test_executed.py": {
         "test_bubble_of_what_eight_ranks_execute": "^1F1B",
     },
-    "parallelisms/test_expert.py": {
+    "parallelisms/expert/test_expert_parallel.py": {
         "test_a_layer_waits_once_and_sends_rows_both_ways": "1",
         "test_experts_are_split_by_their_own_axes": NONE,
         "test_ranks_with_all_rows_and_with_none": "^qwen3_moe-4-ep=4-seq",
@@ -167,7 +167,7 @@ KEPT: dict[str, dict[str, str]] = {
     "parallelisms/test_float8_bytes.py": {
         "test_shared_scales_are_counted": "cp=2",
     },
-    "parallelisms/test_float8_dispatch.py": {
+    "parallelisms/expert/test_float8_dispatch.py": {
         "test_bytes_of_all_to_alls": "1",
         "test_compiled_layers_equal_eager_ones": NONE,
         "test_dispatchers_by_hand_refuse_too": "old_gpus",
@@ -176,7 +176,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_models_equal_one_process_whose_experts_cast": "^deepseek_v3-2-ep=2-dispatch=True",
         "test_what_is_not_finite_stays_so": "AllToAll",
     },
-    "parallelisms/test_journeys.py": {
+    "parallelisms/draw/test_dispatch.py": {
         "test_ranks_are_those_of_a_mesh": NONE,
     },
     "parallelisms/test_large.py": {
@@ -188,7 +188,7 @@ KEPT: dict[str, dict[str, str]] = {
     "parallelisms/test_parity_gpu.py": {
         "test_the_same_code_on_cpus": "mixtral",
     },
-    "parallelisms/test_peer_memory.py": {
+    "parallelisms/expert/test_peer_memory.py": {
         "test_exchanges_wait_for_the_late": "0",
         "test_gathers_wait_for_the_late": "0",
     },
@@ -203,10 +203,10 @@ KEPT: dict[str, dict[str, str]] = {
         "test_experts_are_chosen_once_under_inductor": NONE,
         "test_what_runs_again": "^(?!compiled)",
     },
-    "parallelisms/test_reduction.py": {
+    "parallelisms/fsdp/test_custom_collectives.py": {
         "test_gradients_of_tensor_parallel_ranks_are_those_of_fsdp": NONE,
     },
-    "parallelisms/test_symmetric_dispatch.py": {
+    "parallelisms/expert/test_symmetric_dispatch.py": {
         "test_bounded_buffers_equal_one_process": NONE,
         "test_calls_of_forwards_backwards_and_recomputation_take_turns": "none-.-eager",
         "test_compiled_blocks_compute_shared_experts_while_rows_travel": NONE,
@@ -239,7 +239,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_rows_come_to_all_ranks_that_share_an_expert": NONE,
         "test_what_is_kept_between_micro_batches_is_in_the_peak": "zero 3",
     },
-    "plan/test_legality.py": {
+    "plan/test_feasibility.py": {
         "test_a_plan_says_that_deepep_was_not_looked_for": NONE,
         "test_deepep_over_several_hosts_is_refused": NONE,
         "test_degrees": "llama3_70b",
@@ -269,22 +269,22 @@ KEPT: dict[str, dict[str, str]] = {
     "test_notebook.py": {
         "test_the_notebook_of_the_plug_in_runs": NONE,
     },
-    "test_loss.py": {
+    "training/test_loss.py": {
         "test_no_such_tensor_in_a_step": "alone|pp",
     },
-    "test_rendezvous.py": {
+    "run/test_rendezvous.py": {
         "test_values_of_a_rank_0_that_stops_or_ends": NONE,
     },
-    "test_routing.py": {
+    "training/test_expert_balancing.py": {
         "test_a_mixture_walks_through_all_layouts": NONE,
         "test_checkpoint_loads_under_other_experts": NONE,
         "test_every_layout_moves_the_biases_of_one_process": "^2-pp=2",
         "test_resumed_run_equals_uninterrupted_bitwise": NONE,
     },
-    "test_steptimes.py": {
+    "run/test_step_times.py": {
         "test_a_graph_from_the_cache_is_counted_once": NONE,
     },
-    "test_trainer.py": {
+    "training/test_trainer.py": {
         "test_a_signal_before_training_ends_all_ranks_before_the_first_step": NONE,
         "test_a_step_never_waits_for_a_value": "mixtral|moments",
         "test_checkpoints_walk_through_all_layouts": NONE,

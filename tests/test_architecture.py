@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dtron import cli, versions
+from dtron import cli
+from dtron.setup import versions
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"dtron": "dtron", "models": "dtron.models"}
@@ -19,53 +20,58 @@ FOLDERS |= {"parallelisms": "dtron.parallelisms", "float8": "dtron.float8"}
 # What each package may import of dtron; "dtron.X" covers everything below it.
 ALLOWED = {
     "dtron.errors": set(),
-    "dtron.sections": set(),
-    "dtron.untrusted": set(),
-    "dtron.config": {"dtron.sections", "dtron.errors", "dtron.untrusted"},
+    "dtron.config.schema": set(),
+    "dtron.io.untrusted": set(),
+    "dtron.config": {"dtron.config.schema", "dtron.errors", "dtron.io.untrusted"},
     "dtron.kernels": {"dtron.errors", "dtron.kernels"},
     "dtron.models": {
         "dtron.models",
         "dtron.kernels",
         "dtron.errors",
         "dtron.parallelisms.placement",
-        "dtron.sections",
-        "dtron.files",
-        "dtron.tensorfile",
-        "dtron.torch_internals",
+        "dtron.config.schema",
+        "dtron.io.filesystem",
+        "dtron.io.safetensors_file",
+        "dtron.kernels.torch_internals",
     },
-    "dtron.files": {"dtron.errors", "dtron.remote", "dtron.untrusted"},
-    "dtron.remote": {"dtron.errors"},
-    "dtron.writer": {"dtron.remote", "dtron.untrusted"},
-    "dtron.tensorfile": {"dtron.errors", "dtron.remote", "dtron.untrusted", "dtron.writer"},
-    "dtron.torch_internals": set(),
-    "dtron.versions": {"dtron.errors"},
+    "dtron.io.filesystem": {"dtron.errors", "dtron.io.remote_path", "dtron.io.untrusted"},
+    "dtron.io.remote_path": {"dtron.errors"},
+    "dtron.io.writer_process": {"dtron.io.remote_path", "dtron.io.untrusted"},
+    "dtron.io.safetensors_file": {
+        "dtron.errors",
+        "dtron.io.remote_path",
+        "dtron.io.untrusted",
+        "dtron.io.writer_process",
+    },
+    "dtron.kernels.torch_internals": set(),
+    "dtron.setup.versions": {"dtron.errors"},
     "dtron.parallelisms": {
         "dtron.parallelisms",
         "dtron.config",
         "dtron.kernels",
         "dtron.errors",
-        "dtron.torch_internals",
-        "dtron.untrusted",
+        "dtron.kernels.torch_internals",
+        "dtron.io.untrusted",
     },
     "dtron.float8": {
         "dtron.float8",
-        "dtron.parallelisms.async_tp",
-        "dtron.parallelisms.fsdp_internals",
+        "dtron.parallelisms.tensor.async_tp",
+        "dtron.parallelisms.fsdp.torch_internals",
         "dtron.parallelisms.functional_collectives",
         "dtron.parallelisms.placement",
         "dtron.kernels",
         "dtron.errors",
-        "dtron.torch_internals",
-        "dtron.untrusted",
+        "dtron.kernels.torch_internals",
+        "dtron.io.untrusted",
     },
     "dtron.faults": {
         "dtron.faults",
         "dtron.parallelisms",
         "dtron.config",
         "dtron.errors",
-        "dtron.step",
+        "dtron.training.step",
     },
-    "dtron.data": {"dtron.data", "dtron.config", "dtron.errors", "dtron.untrusted"},
+    "dtron.data": {"dtron.data", "dtron.config", "dtron.errors", "dtron.io.untrusted"},
 }
 
 
@@ -117,7 +123,12 @@ def test_imports_go_one_way(package: str) -> None:
 
 def test_training_does_not_know_of_the_bench() -> None:
     """The planner's measurement of a machine times by its means."""
-    know = {"dtron.cli", "dtron.plan.beside", "dtron.plan.calibrate", "dtron.plan.machine"}
+    know = {
+        "dtron.cli",
+        "dtron.plan.overlap",
+        "dtron.plan.calibrate",
+        "dtron.plan.measure_hardware",
+    }
     for module, file in MODULES.items():
         if not below(module, "dtron.bench") and module not in know:
             assert not any(below(name, "dtron.bench") for name in imports_of(file)), module
@@ -163,7 +174,7 @@ def test_root_folders_are_not_top_level_packages(folder: str) -> None:
 
 
 def test_importing_models_loads_no_trainer(tmp_path: Path) -> None:
-    code = "import sys, dtron.models; print('dtron.trainer' in sys.modules)"
+    code = "import sys, dtron.models; print('dtron.training.trainer' in sys.modules)"
     result = python(code, tmp_path)
     assert result.stdout.strip() == "False", result.stderr
 
@@ -187,14 +198,14 @@ PRIVATE = {
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_cudnn_attention_backward",
     },
-    "dtron/torch_internals.py": {
+    "dtron/kernels/torch_internals.py": {
         "_dynamo",
         "_foreach_norm",
         "_python_dispatch",
         "_subclasses",
         "_version",
     },
-    "parallelisms/fsdp_internals.py": {
+    "parallelisms/fsdp/torch_internals.py": {
         "_fsdp_param_group",
         "_is_root",
         "_post_accumulate_grad_hooks",

@@ -9,7 +9,7 @@ import pytest
 from dtron.config import RunConfig
 from dtron.data import prepare
 from dtron.errors import ConfigError, DataError
-from dtron.resolve import resolve
+from dtron.setup.rules import resolve
 from tests.harness import _PRELOAD
 from tests.hostile import WALL_SECONDS, cases, serve
 

@@ -14,12 +14,12 @@ from dtron.bench.command import bench_parser
 from dtron.bench.kernels import kernels_parser
 from dtron.bench.run import Options, bench_config
 from dtron.bench.sweep import points
+from dtron.checkpoint.convert import convert_parser
 from dtron.config import RunConfig
-from dtron.convert import convert_parser
 from dtron.plan.calibrate import calibrate_parser
 from dtron.plan.command import plan_parser
-from dtron.plan.resolved import shortened
-from dtron.resolve import check_layout
+from dtron.plan.run_shape import shortened
+from dtron.setup.rules import check_layout
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]

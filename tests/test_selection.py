@@ -9,8 +9,8 @@ import pytest
 from dtron.config import DEGREES, CpMethod, choices
 from dtron.float8 import RECIPES
 from dtron.models import MODELS
-from dtron.parallelisms.expert import DISPATCHERS
-from dtron.parallelisms.schedules import SCHEDULES
+from dtron.parallelisms.expert.expert_parallel import DISPATCHERS
+from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import rows_of
 from tests.selection import COLLECTED, FULL_FILES, KEPT, NONE, only_by_name
 
@@ -21,7 +21,7 @@ FUNCTIONS = (
     "faults/test_elastic.py",
     "faults/test_guards.py",
     "faults/test_hangs.py",
-    "parallelisms/test_deepep.py::test_equals_all_to_all",
+    "parallelisms/expert/test_deepep.py::test_equals_all_to_all",
 )
 """Files and functions: of each test function at least one case is in the default run."""
 BACKENDS = ("sdpa", "math", "flex")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dtron.bench import kernels, report
 from dtron.bench.breakdown import Breakdown, breakdown_table, ceiling, notes, read_breakdown
-from dtron.bench.peers import (
+from dtron.bench.frameworks import (
     LOG_STEPS,
     PEERS,
     Peer,
@@ -156,7 +156,7 @@ def add_breakdown(outcome: Outcome, options: Options, with_ceiling: bool) -> Non
     if not with_ceiling:
         return
     log = Path(outcome.directory) / "ceiling.txt"
-    command = [sys.executable, "-m", "dtron.bench.ceiling"]
+    command = [sys.executable, "-m", "dtron.bench.roofline"]
     files = [str(run / "config.toml"), str(run / "run.json")]
     status = wait_for([*command, *files], log, outcome.environment, options.timeout_seconds)
     text = log.read_text(errors="replace")

@@ -25,12 +25,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dtron.bench.kernel_cases import PROBLEMS, Figures, Problem, Row, Shape, Tensors
 from dtron.bench.measure import copy_rate, device_name, gemm_rate, seconds
-from dtron.bench.problems import PROBLEMS, Figures, Problem, Row, Shape, Tensors
 from dtron.bench.report import share, versions
 from dtron.bench.run import one_line
 from dtron.errors import ArgumentParser, ConfigError, nearest
-from dtron.parallelisms.fsdp import DTYPES
+from dtron.parallelisms.fsdp.sharding import DTYPES
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ little.
     step            median of the timed steps of all repeats
     p10, p90        of the same steps
     tok/s/GPU       global_batch x seq_len / step / ranks; padding counts
-    TFLOP/s         tok/s/GPU x FLOPs a token (dtron/flops.py) in both conventions
+    TFLOP/s         tok/s/GPU x FLOPs a token (models/flops.py) in both conventions
     MFU             that over the device's data-sheet peak; none on unknown hardware
     memory          peak that the allocator had reserved by the end of the timed steps, of the rank
                     with most (on CPU: resident memory of the process)
@@ -40,8 +40,8 @@ import dtron
 from dtron.bench.run import Options, Outcome
 from dtron.bench.sweep import Point
 from dtron.config import RunConfig
-from dtron.flops import Convention, FlopsModel, flops_per_token, peak_flops
 from dtron.models import model_config
+from dtron.models.flops import Convention, FlopsModel, flops_per_token, peak_flops
 
 CONVENTIONS: tuple[Convention, ...] = ("full", "causal")
 

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dtron.checkpoint.initial_weights import completed
 from dtron.config import RunConfig, fields
 from dtron.errors import ConfigError, DtronError
-from dtron.initial import completed
 
 Status = Literal["ok", "refused", "failed"]
 NEVER = 10**9
@@ -162,7 +162,7 @@ def run_point(
     outcome = Outcome(label, "ok", directory=str(directory), environment=dict(environment))
     try:
         resolved, every = bench_config(config, overrides, options, run_dir)
-        from dtron.resolve import check_layout
+        from dtron.setup.rules import check_layout
 
         check_layout(resolved, options.ranks)
     except DtronError as error:

@@ -1,10 +1,10 @@
 """A profiler's trace as spans of classes of work, and the windows of its steps.
 
 GPU traces. A span is a kernel or a copy on the device. Its class comes from its name (CLASSES);
-where the name does not tell, from the phase (`dtron.profile.phase`) in which the host launched it,
-found by the correlation of launch and kernel. A step's window goes from the end of the last kernel
-that the step before launched to the end of its own last one, so that the windows of steps join
-without gaps; the first step of a trace has no step before it and is left out.
+where the name does not tell, from the phase (`dtron.run.profiler.phase`) in which the host launched
+it, found by the correlation of launch and kernel. A step's window goes from the end of the last
+kernel that the step before launched to the end of its own last one, so that the windows of steps
+join without gaps; the first step of a trace has no step before it and is left out.
 
 CPU traces. There are no kernels: a span is the time an operator spends in itself, without the
 operators it calls. It gets the class of an operator around it where that is attention, else its
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from dtron.errors import DataError
-from dtron.profile import MARK
-from dtron.untrusted import TRACE_BYTES, parse, read_bytes
+from dtron.io.untrusted import TRACE_BYTES, parse, read_bytes
+from dtron.run.profiler import MARK
 
 COMMUNICATION = "communication"
 COMPUTE = ("GEMM", "attention", "loss", "optimizer", "copies", "elementwise")

@@ -35,10 +35,10 @@ from types import FrameType
 import numpy as np
 
 from dtron.data.documents import Corpus
-from dtron.data.order import copies_of
+from dtron.data.shuffle import copies_of
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError
-from dtron.untrusted import MB, open_regular, parse, read_bytes, read_text
+from dtron.io.untrusted import MB, open_regular, parse, read_bytes, read_text
 
 FORMAT = 3  # part of KEY: raise it when the files or the handling of documents change
 BATCH_DOCUMENTS = 1024

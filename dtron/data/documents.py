@@ -16,7 +16,7 @@ from typing import Any
 
 from dtron.config import Data
 from dtron.errors import DataError, nearest, shorten
-from dtron.untrusted import MB, open_regular
+from dtron.io.untrusted import MB, open_regular
 
 _MOST_INFLATED = 200
 """How many times its size a .gz may become; text becomes 3 to 20 times as large."""

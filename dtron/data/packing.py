@@ -1,7 +1,7 @@
 """Documents cut into sequences of equal length, and the order of all sequences of a run.
 
-This is `data.packing = "cut"`; `dtron/data/pieces.py` keeps documents whole. The documents of an
-epoch are laid end to end, each closed by EOS, and cut at every T tokens:
+This is `data.packing = "cut"`; `dtron/data/best_fit_packing.py` keeps documents whole. The
+documents of an epoch are laid end to end, each closed by EOS, and cut at every T tokens:
 
     documents   a a a a E b b E c c c c c c E d d d E ...     E = EOS
     sequence 0  a a a a E b                                   T = 6
@@ -26,7 +26,7 @@ from typing import Protocol
 import numpy as np
 
 from dtron.data.cache import TokenFile
-from dtron.data.order import shuffle
+from dtron.data.shuffle import shuffle
 from dtron.errors import DataError
 
 IGNORE = -100  # the label of a token without loss, as in torch.nn.functional.cross_entropy

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dtron.config import Data
+from dtron.data.best_fit_packing import FixedPieces, Plan, ShuffledPieces
 from dtron.data.cache import (
     TokenCache,
     cache_path,
@@ -26,7 +27,6 @@ from dtron.data.cache import (
 )
 from dtron.data.documents import Corpus, files_corpus
 from dtron.data.hf import HfStream, hf_corpus, stream_name
-from dtron.data.order import split
 from dtron.data.packing import (
     OrderedDocuments,
     ShuffledDocuments,
@@ -34,7 +34,7 @@ from dtron.data.packing import (
     TrainingSource,
     ValidationSource,
 )
-from dtron.data.pieces import FixedPieces, Plan, ShuffledPieces
+from dtron.data.shuffle import split
 from dtron.data.stream import StreamedDocuments, StreamedPieces, held_out_texts, join
 from dtron.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from dtron.errors import DataError

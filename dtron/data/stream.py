@@ -24,8 +24,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dtron.data.best_fit_packing import FixedPieces, Plan
 from dtron.data.packing import Packed, State, Waste, pack, refuse_too_short
-from dtron.data.pieces import FixedPieces, Plan
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError
 
@@ -249,7 +249,7 @@ class StreamedPieces:
 
     Args:
         stream, tokenizer, seq_len, held_out: as in StreamedDocuments.
-        packing: a row of dtron.data.pieces.PACKERS.
+        packing: a row of dtron.data.best_fit_packing.PACKERS.
         mask_documents: give positions and documents.
     Raises:
         DataError: a whole pass over the stream has no document.

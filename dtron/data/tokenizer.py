@@ -17,7 +17,7 @@ import tokenizers
 
 from dtron.config import Data
 from dtron.errors import ConfigError, DataError, nearest
-from dtron.untrusted import TEXT_BYTES, read_text
+from dtron.io.untrusted import TEXT_BYTES, read_text
 
 # In order of preference: a chat model's vocabulary holds its turn's end as well as the document's.
 USUAL_EOS = (

@@ -55,7 +55,7 @@ _COLLECTIVES = re.compile(
     "wait_tensor|_wait)[a-z_]*"
 )
 
-_RENDEZVOUS = "dtron/rendezvous.py"
+_RENDEZVOUS = "dtron/run/rendezvous.py"
 """Whose functions wait for other ranks."""
 
 

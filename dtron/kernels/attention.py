@@ -7,7 +7,8 @@ output o and log-sum-exp l of its scores (natural logarithm):
 
 and the backward of one block needs the o and l of *all* keys: p = exp(s - l) and
 ds = p (dp - sum(do o)). So each row of KERNELS is a pair of functions, forward and backward,
-without autograd; context parallelism (`parallelisms/context.py`) calls them block by block.
+without autograd; context parallelism (`parallelisms/context/attention.py`) calls them block by
+block.
 
 Shapes: B sequences, T queries, S keys, H query heads, G key/value heads (H a multiple of G),
 K = head_dim, V width of values; q (B, T, H, K), k (B, S, G, K), v (B, S, G, V), lse (B, H, T) in

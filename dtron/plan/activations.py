@@ -19,7 +19,7 @@ from typing import Literal
 
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS
-from dtron.plan.resolved import Resolved, expert_room, pulls_rows
+from dtron.plan.run_shape import Resolved, expert_room, pulls_rows
 
 NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
 ALL = (NONE, SELECTIVE, ATTENTION, "full")
@@ -179,7 +179,7 @@ def _mixture(model: DecoderConfig) -> list[Saved]:
 @functools.lru_cache(maxsize=64)
 def output_gradients(model: DecoderConfig, kind: str) -> tuple[Saved, ...]:
     """Gradients of the results of a block's products: with the rows of `block` that are `read`
-    what `dtron.parallelisms.deferred` holds where weight gradients are put off."""
+    what `dtron.parallelisms.pipeline.split_backward` holds where weight gradients are put off."""
     gated = ACTIVATIONS[model.activation].gated
     rows = [Saved("merge", model.dim, "tokens")] if kind == "prediction" else []
     q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size

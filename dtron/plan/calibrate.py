@@ -26,12 +26,12 @@ from dtron.bench.measure import device_name
 from dtron.bench.report import versions
 from dtron.config import toml_value
 from dtron.errors import ArgumentParser, ConfigError
-from dtron.plan.beside import beside_fields, measure_beside
 from dtron.plan.hardware import FILES, Hardware, hardware, of_device
-from dtron.plan.machine import Calibration, link_fields, measure_device, measure_links
+from dtron.plan.measure_hardware import Calibration, link_fields, measure_device, measure_links
+from dtron.plan.overlap import beside_fields, measure_beside
 from dtron.plan.report import table
-from dtron.rendezvous import meet
-from dtron.runtime import Place, process_group
+from dtron.run.process import Place, process_group
+from dtron.run.rendezvous import meet
 
 
 def row_of(made: Calibration, base: Hardware, name: str, source: str) -> tuple[Hardware, list[str]]:

@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from dtron.checkpoint.initial_weights import completed
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
-from dtron.initial import completed
 from dtron.models import MODELS
 from dtron.models.contract import check_family
 from dtron.plan.exact import exact, print_exact
 from dtron.plan.hardware import DEFAULT, HARDWARE, hardware, of_device
-from dtron.plan.page import page
+from dtron.plan.html_report import page
+from dtron.plan.plan import plan
 from dtron.plan.report import print_plan, print_search
-from dtron.plan.resolved import Resolved
+from dtron.plan.run_shape import Resolved
 from dtron.plan.search import HEADROOM, search
-from dtron.plan.whole import plan
-from dtron.preflight import preflight
-from dtron.runtime import Place
+from dtron.run.process import Place
+from dtron.setup.preflight import preflight
 
 
 def plan_parser() -> argparse.ArgumentParser:

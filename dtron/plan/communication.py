@@ -1,21 +1,21 @@
 """The collectives of a rank's step: which, how many, how large, over which axis and link.
 
-Sizes are those of `dtron.collectives`: the larger of what goes in and what comes out of one rank.
-tests/plan/test_communication.py compares some with real runs, tests/plan/test_exact.py all axes
-with traces of the real code.
+Sizes are those of `dtron.run.collective_counter`: the larger of what goes in and what comes out of
+one rank. tests/plan/test_communication.py compares some with real runs, tests/plan/test_exact.py
+all axes with traces of the real code.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dtron.config import DEGREES, Degree
-from dtron.kernels.wire import wire_bytes
-from dtron.parallelisms.context import shape_of
+from dtron.kernels.float8_rows import wire_bytes
+from dtron.parallelisms.context.attention import shape_of
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, held, unit, units
-from dtron.plan.resolved import ELEMENT, Resolved, Stage, expert_rows
+from dtron.plan.run_shape import ELEMENT, Resolved, Stage, expert_rows
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from dtron.errors import ConfigError
 from dtron.plan.communication import collectives
 from dtron.plan.memory import RankMemory, memory
 from dtron.plan.report import GIB
-from dtron.plan.resolved import Resolved, shortened
+from dtron.plan.run_shape import Resolved, shortened
 from dtron.plan.tracing import Traced, trace
 
 MICRO_BATCHES = 3

@@ -23,7 +23,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, ValidationErr
 from pydantic.dataclasses import dataclass
 
 from dtron.errors import ConfigError, cause_of, config_error, nearest
-from dtron.untrusted import TOML_BYTES, parse, parse_toml, read_text
+from dtron.io.untrusted import TOML_BYTES, parse, parse_toml, read_text
 
 _TILE = (128, 256)
 FILES = (".toml", ".json")
@@ -57,7 +57,7 @@ BESIDE = (
     ("copy", "all_gather", 0.837, 0.516),
     ("copy", "reduce_scatter", 0.850, 0.531),
 )
-"""Of two H200, torch 2.11.0+cu130, 2026-11-23, by `dtron.plan.beside`: means of the table in
+"""Of two H200, torch 2.11.0+cu130, 2026-11-23, by `dtron.plan.overlap`: means of the table in
 benchmarks/PLANNING.md. Taken for other rows too, which were not measured."""
 
 
@@ -112,11 +112,12 @@ class Hardware:
     issue: NonNegativeFloat = 50e-6
     """Seconds that the host takes to issue a collective: a small one takes as long, alone."""
     beside: tuple[tuple[str, str, PositiveFloat, PositiveFloat], ...] = BESIDE
-    """What work of a kind (`dtron.plan.work.Work`) and a collective leave of each other's rates
-    while both run: (kind, collective, share of its rate that the work has, and the collective)."""
+    """What work of a kind (`dtron.plan.compute_time.Work`) and a collective leave of each other's
+    rates while both run: (kind, collective, share of its rate that the work has, and the
+    collective)."""
     calls: tuple[tuple[str, NonNegativeFloat], ...] = ()
-    """Seconds of the host by kind of call (`dtron.plan.issuing`); none: not measured, and the host
-    is taken to keep up."""
+    """Seconds of the host by kind of call (`dtron.plan.host_overhead`); none: not measured, and the
+    host is taken to keep up."""
 
     @property
     def room(self) -> float:

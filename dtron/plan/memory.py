@@ -25,13 +25,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dtron.parallelisms.actions import Kind, Order
+from dtron.parallelisms.pipeline.schedule_ops import Kind, Order
 from dtron.plan import activations, replay
 from dtron.plan.allocator import Expandable
 from dtron.plan.gather_buffers import Gather, gathered_through
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, held, reductions, units
-from dtron.plan.resolved import ELEMENT, Resolved, Stage, expert_room, expert_rows
+from dtron.plan.run_shape import ELEMENT, Resolved, Stage, expert_room, expert_rows
 
 CLASSES = (
     "parameters",

@@ -20,9 +20,9 @@ from torch import nn
 from dtron.models import MODELS, build_model
 from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig
-from dtron.parallelisms.expert import WIDTHS, shared_dim
-from dtron.parallelisms.tensor import Plan, pad_vocabulary, plan
-from dtron.plan.resolved import Resolved, Stage
+from dtron.parallelisms.expert.expert_parallel import WIDTHS, shared_dim
+from dtron.parallelisms.tensor.tensor_parallel import Plan, pad_vocabulary, plan
+from dtron.plan.run_shape import Resolved, Stage
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dtron.faults.memory import check_host_memory, size
 from dtron.models import MODELS
 from dtron.models.contract import counted_as_decoder
 from dtron.plan.memory import RankMemory, memory
-from dtron.plan.resolved import Resolved
-from dtron.runtime import Place
+from dtron.plan.run_shape import Resolved
+from dtron.run.process import Place
 
 _CHUNKS = 8
 _AT_MOST = 3

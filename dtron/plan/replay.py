@@ -31,14 +31,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dtron.parallelisms.actions import Kind
-from dtron.parallelisms.lowering import add_reductions
 from dtron.parallelisms.offload import SMALLEST
-from dtron.parallelisms.pipeline import Layout
+from dtron.parallelisms.pipeline.executor import Layout
+from dtron.parallelisms.pipeline.lowering import add_reductions
+from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan import activations
 from dtron.plan.allocator import Block, Expandable, Held, Pool
 from dtron.plan.parameters import sizes, units
-from dtron.plan.resolved import ELEMENT, Resolved, Stage
+from dtron.plan.run_shape import ELEMENT, Resolved, Stage
 
 STEPS = 3
 MICRO_BATCHES = 3
@@ -267,7 +267,8 @@ class _Replay:
             self._fold(group, blocks)
 
     def _fold(self, group: _Group, made: list[Block]) -> None:
-        """As `dtron.parallelisms.deferred.fold`: gradients into sums, one after the other."""
+        """As `dtron.parallelisms.pipeline.split_backward.fold`: gradients into sums, one after the
+        other."""
         if group.summed:
             self._free(made)
             return
@@ -277,7 +278,7 @@ class _Replay:
             self._free([block] if wide > size else [])
 
     def _reduce_stage(self, stage: int, last: bool) -> None:
-        """As `dtron.parallelisms.deferred.reduce_gradients`."""
+        """As `dtron.parallelisms.pipeline.split_backward.reduce_gradients`."""
         for unit in reversed(self.stages[stage]):
             for group in reversed(unit.groups):
                 if not group.alone:
@@ -316,7 +317,7 @@ class _Replay:
             self._reduce_group(group, blocks, last)
 
     def _keep_group(self, group: _Group, made: list[Block], last: bool) -> None:
-        """As `dtron.parallelisms.fsdp_internals.bypass_reduction`."""
+        """As `dtron.parallelisms.fsdp.torch_internals.bypass_reduction`."""
         if last or not self.keep:
             self._reshard(group)
         if group.summed and self.sums:  # added as they are

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtron.checkpoint.initial_weights import completed
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
-from dtron.initial import completed
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
-from dtron.plan.resolved import Resolved
+from dtron.plan.run_shape import Resolved
 from dtron.plan.simulate import Disorder, slowest_of
 from dtron.plan.steptime import predict
 

@@ -26,11 +26,11 @@ from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 from dtron.plan.activations import block
+from dtron.plan.feasibility import far_memory
 from dtron.plan.hardware import Hardware
-from dtron.plan.legality import far_memory
 from dtron.plan.memory import MOMENTS, RankMemory, fitting, least, worst
 from dtron.plan.parameters import parts
-from dtron.plan.resolved import ELEMENT, Resolved
+from dtron.plan.run_shape import ELEMENT, Resolved
 from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
 from dtron.plan.workers import Workers, most_processes, pool
 

@@ -14,7 +14,15 @@ from math import inf
 from statistics import NormalDist
 from typing import Any
 
-from dtron.parallelisms.actions import COMPUTE, Kind, Order, Result, Span, needs, result
+from dtron.parallelisms.pipeline.schedule_ops import (
+    COMPUTE,
+    Kind,
+    Order,
+    Result,
+    Span,
+    needs,
+    result,
+)
 
 Link = tuple[str, int]
 """One way of a rank's adapter: ("out", rank) or ("in", rank)."""

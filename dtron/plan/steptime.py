@@ -25,15 +25,15 @@ from typing import Any
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.float8.recipes import RECIPES
-from dtron.parallelisms.actions import Kind
-from dtron.parallelisms.timeline import Timeline
+from dtron.parallelisms.draw.timelines import Timeline
+from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan.communication import Collective, activation_collectives, collectives, gathers
+from dtron.plan.compute_time import Seconds, Work, head, layer, offload_wait, together, total
 from dtron.plan.hardware import Hardware
-from dtron.plan.issuing import host_seconds
+from dtron.plan.host_overhead import host_seconds
 from dtron.plan.parameters import by_keeping, held, reductions, units
-from dtron.plan.resolved import ELEMENT, Resolved, Stage, shortened
+from dtron.plan.run_shape import ELEMENT, Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
-from dtron.plan.work import Seconds, Work, head, layer, offload_wait, together, total
 
 COPIED = 0.1
 """Of the time of a collective by copy engines beside computation, how much it adds. It is fitted to

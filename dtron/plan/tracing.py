@@ -1,8 +1,9 @@
 """One step of one rank as the real code takes it, without its memory and its peers.
 
-The model is built by `dtron.assembly` and the passes on the meta device, under a fake process group
-of the real world size; its storage is fake, and the step is `TrainStep`'s own. A dispatch mode sees
-every operator: it counts collectives, and the bytes of storages from their first to their last use.
+The model is built by `dtron.training.build` and the passes on the meta device, under a fake process
+group of the real world size; its storage is fake, and the step is `TrainStep`'s own. A dispatch
+mode sees every operator: it counts collectives, and the bytes of storages from their first to their
+last use.
 
 What cannot be as on a GPU, and what stands in for it:
 
@@ -28,20 +29,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtron.assembly import Assembly
-from dtron.collectives import CollectiveCounter, namespace_and_name
 from dtron.config import DEGREES, RunConfig
 from dtron.data import Batch
+from dtron.kernels.torch_internals import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from dtron.models.attention import Backend, Mask
 from dtron.models.layers import RMSNorm
 from dtron.models.router import routers
-from dtron.optim import build_optimizer
 from dtron.parallelisms.apply import Applied, apply_passes, build_execution
-from dtron.parallelisms.context import run_context_attention, run_context_attention_backward
-from dtron.parallelisms.deferred import run_grouped_input_gradient, run_linear_input_gradient
-from dtron.parallelisms.expert import AllToAll
-from dtron.parallelisms.fsdp import DTYPES, Policy
-from dtron.parallelisms.fsdp_internals import gathered_buffers, parameter_groups
+from dtron.parallelisms.context.attention import (
+    run_context_attention,
+    run_context_attention_backward,
+)
+from dtron.parallelisms.expert.expert_parallel import AllToAll
+from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
+from dtron.parallelisms.fsdp.torch_internals import gathered_buffers, parameter_groups
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.initialize import materialize
 from dtron.parallelisms.mesh import (
@@ -52,12 +53,18 @@ from dtron.parallelisms.mesh import (
     TOKEN_AXES,
     Mesh,
 )
-from dtron.parallelisms.pipeline import Pipeline
+from dtron.parallelisms.pipeline.executor import Pipeline
+from dtron.parallelisms.pipeline.split_backward import (
+    run_grouped_input_gradient,
+    run_linear_input_gradient,
+)
 from dtron.parallelisms.placement import first_tensor, leaves
-from dtron.resolve import resolve
-from dtron.routing import Routing
-from dtron.step import TrainStep, share_of
-from dtron.torch_internals import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from dtron.run.collective_counter import CollectiveCounter, namespace_and_name
+from dtron.setup.rules import resolve
+from dtron.training.build import Assembly
+from dtron.training.expert_balancing import Routing
+from dtron.training.optim import build_optimizer
+from dtron.training.step import TrainStep, share_of
 
 CPU = torch.device("cpu")
 CLASSES = ("parameters", "optimizer", "gathered", "buffers", "forward", "backward", "update")

@@ -8,7 +8,7 @@ import pytest
 
 from dtron.bench import command
 from dtron.bench.command import main
-from dtron.bench.peers import LOG_STEPS
+from dtron.bench.frameworks import LOG_STEPS
 from dtron.bench.run import NEVER, Outcome
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs/quickstart.toml")

@@ -9,8 +9,8 @@ import pytest
 from dtron.bench.report import figures, loaded_nccl, percentile
 from dtron.bench.run import Options, Outcome
 from dtron.config import RunConfig
-from dtron.flops import FlopsModel, flops_per_token
 from dtron.models import model_config
+from dtron.models.flops import FlopsModel, flops_per_token
 
 CONFIG = RunConfig.of(
     {"model": {"name": "llama", "size": "8b"}, "train": {"global_batch": 8, "seq_len": 8192}}

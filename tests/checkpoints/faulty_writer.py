@@ -10,8 +10,8 @@ import signal
 import sys
 import time
 
-from dtron import writer
-from dtron.writer import HashedFile
+from dtron.io import writer_process as writer
+from dtron.io.writer_process import HashedFile
 
 
 def fail_at(act: str, name: str, beyond: int = 2000) -> None:

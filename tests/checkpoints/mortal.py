@@ -10,9 +10,9 @@ import sys
 import threading
 from typing import Any
 
+from dtron.checkpoint.async_staging import Staging
 from dtron.config import RunConfig
-from dtron.staging import Staging
-from dtron.trainer import Trainer
+from dtron.training.trainer import Trainer
 
 
 def die() -> None:

@@ -11,17 +11,17 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
+from dtron.checkpoint.convert import convert_parser, from_hf_folder, to_hf_folder, to_hf_from
+from dtron.checkpoint.initial_weights import HuggingFaceReader, completed, model_settings
 from dtron.config import RunConfig
-from dtron.convert import convert_parser, from_hf_folder, to_hf_folder, to_hf_from
 from dtron.errors import CheckpointError, ConfigError
-from dtron.initial import HuggingFaceReader, completed, model_settings
+from dtron.io.safetensors_file import TensorFile
 from dtron.models import from_hf, hf_folder, model_config
 from dtron.models.hf_weights import Folder
-from dtron.tensorfile import TensorFile
-from dtron.trainer import Trainer
-from tests import test_trainer
+from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
-from tests.test_trainer import fit, losses, rows
+from tests.training import test_trainer
+from tests.training.test_trainer import fit, losses, rows
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -31,7 +31,7 @@ SHAPE |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 
 
 def tiny(run_dir: Path, **changes: Any) -> RunConfig:
-    """That of test_trainer.py; folders here have no tokenizer, and runs train on bytes."""
+    """That of training/test_trainer.py; folders here have no tokenizer, and runs train on bytes."""
     own = {"checkpoint__allow_data_change": True} if "checkpoint__initial" in changes else {}
     return test_trainer.tiny(run_dir, **own, **changes)
 

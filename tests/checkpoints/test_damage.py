@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from dtron.checkpoint.directory import read_facts, write_facts
 from dtron.errors import CheckpointError
-from dtron.published import read_facts, write_facts
-from dtron.trainer import Trainer
+from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
-from tests.test_trainer import fit, losses, tiny
+from tests.training.test_trainer import fit, losses, tiny
 
 
 def missing(folder: Path) -> None:

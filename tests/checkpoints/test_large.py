@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtron.storage import read_index
-from dtron.tensorfile import StoredTensors, counts, shape_of
+from dtron.checkpoint.dcp_storage import read_index
+from dtron.io.safetensors_file import StoredTensors, counts, shape_of
 
 _GB = 2**30
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.faults.processes import torchrun
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
-from tests.test_trainer import fit, losses, tiny
+from tests.training.test_trainer import fit, losses, tiny
 
 
 def test_killed_ranks_are_restarted_from_the_newest_good_checkpoint(tmp_path: Path) -> None:

@@ -14,18 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from dtron import saving, storage
-from dtron.checkpoint import Checkpointer
+from dtron.checkpoint import dcp_storage as storage
+from dtron.checkpoint import save as saving
+from dtron.checkpoint.async_staging import SharedMemory, Staging
+from dtron.checkpoint.checkpointer import Checkpointer
+from dtron.checkpoint.directory import complete, step_of
+from dtron.checkpoint.save_plan import KeptPlan
 from dtron.errors import CheckpointError, ConfigError
-from dtron.published import complete, step_of
-from dtron.runsaves import Saving
-from dtron.saveplan import KeptPlan
-from dtron.staging import SharedMemory, Staging
-from dtron.trainer import Trainer
-from dtron.writer import WriterProcess
+from dtron.io.writer_process import WriterProcess
+from dtron.training.saves import Saving
+from dtron.training.trainer import Trainer
 from tests.checkpoints.faulty_writer import fail_at
 from tests.harness import run_ranks
-from tests.test_trainer import contents, fit, losses, rows, same_checkpoint, tiny
+from tests.training.test_trainer import contents, fit, losses, rows, same_checkpoint, tiny
 
 FAULTY = Path(__file__).parent / "faulty_writer.py"
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from dtron.checkpoint.directory import Facts, read_facts, write_facts
 from dtron.errors import CheckpointError, DtronError
-from dtron.files import plain_name
+from dtron.io.filesystem import plain_name
 from dtron.models import from_hf
-from dtron.published import Facts, read_facts, write_facts
-from dtron.trainer import Trainer
+from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
 from tests.test_architecture import MODULES
-from tests.test_trainer import fit, tiny
+from tests.training.test_trainer import fit, tiny
 
 
 class Malicious:

@@ -18,20 +18,20 @@ from typing import Any
 
 import pytest
 
+from dtron.checkpoint.directory import complete, problem, step_of
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
-from dtron.files import location
-from dtron.published import complete, problem, step_of
-from dtron.remote import Remote
-from dtron.trainer import Trainer
-from dtron.writer import HashedFile
+from dtron.io.filesystem import location
+from dtron.io.remote_path import Remote
+from dtron.io.writer_process import HashedFile
+from dtron.training.trainer import Trainer
 from tests.checkpoints.object_store import BUCKET, ObjectStore, Request, as_rank, object_store
 from tests.checkpoints.test_damage import fit_and_listen
 from tests.faults.processes import finish, start
 from tests.faults.processes import output as output_of
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
-from tests.test_trainer import fit, losses, rows, tiny
+from tests.training.test_trainer import fit, losses, rows, tiny
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")

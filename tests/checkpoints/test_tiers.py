@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from dtron import files, published, remote, saving
-from dtron.config import RunConfig
-from dtron.convert import convert_parser, to_hf_from
-from dtron.errors import CheckpointError, ConfigError
-from dtron.files import location
-from dtron.published import (
+from dtron.checkpoint import directory as published
+from dtron.checkpoint import save as saving
+from dtron.checkpoint.convert import convert_parser, to_hf_from
+from dtron.checkpoint.dcp_storage import read_index, untiled
+from dtron.checkpoint.directory import (
     Facts,
     agree,
     begin,
@@ -32,18 +31,22 @@ from dtron.published import (
     retire,
     step_of,
 )
-from dtron.remote import Remote
-from dtron.storage import read_index, untiled
-from dtron.tensorfile import Described, StoredTensors, TensorFile, order_of
-from dtron.tiers import tiers_of
-from dtron.trainer import Trainer
+from dtron.checkpoint.locations import tiers_of
+from dtron.config import RunConfig
+from dtron.errors import CheckpointError, ConfigError
+from dtron.io import filesystem as files
+from dtron.io import remote_path as remote
+from dtron.io.filesystem import location
+from dtron.io.remote_path import Remote
+from dtron.io.safetensors_file import Described, StoredTensors, TensorFile, order_of
+from dtron.training.trainer import Trainer
 from tests.checkpoints.test_damage import fit_and_listen, flipped
 from tests.checkpoints.test_saving import fit_with_faults, steps
 from tests.faults.processes import finish, start
 from tests.faults.processes import output as output_of
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
-from tests.test_trainer import fit, losses, rows, same_checkpoint, tiny
+from tests.training.test_trainer import fit, losses, rows, same_checkpoint, tiny
 
 FACTS = Facts(1, 0, 0, 1, 0, {}, {}, {"next": 0})
 
@@ -153,7 +156,7 @@ def test_a_kill_at_any_point_of_publication_leaves_a_good_checkpoint(tmp_path: P
 
 LEADER = """
 import sys, time
-from dtron.writer import WriterProcess
+from dtron.io.writer_process import WriterProcess
 process = WriterProcess()
 (n, sha256) = process.copy(sys.argv[1], sys.argv[2])
 print(process.pid, n, sha256, flush=True)

@@ -8,8 +8,8 @@ import pytest
 
 from dtron.config import Data
 from dtron.data import Packed, TrainingSource, ValidationSource, open_data
-from dtron.data.order import copies_of, hash64, shuffle, split
 from dtron.data.packing import IGNORE
+from dtron.data.shuffle import copies_of, hash64, shuffle, split
 from dtron.errors import DataError
 
 MakeData = Callable[..., Data]

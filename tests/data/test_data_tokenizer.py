@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from dtron.checkpoint.convert import _named_tokenizer, to_hf_from, tokenizer_of
 from dtron.config import Data
-from dtron.convert import _named_tokenizer, to_hf_from, tokenizer_of
 from dtron.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 from dtron.errors import ConfigError, DataError
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import tokenizers
 
+from dtron.checkpoint.directory import read_facts, write_facts
 from dtron.config import RunConfig
 from dtron.data import cache, open_data, sources
 from dtron.errors import ConfigError, DataError
-from dtron.preflight import preflight
-from dtron.published import read_facts, write_facts
-from dtron.runtime import Place
+from dtron.run.process import Place
+from dtron.setup.preflight import preflight
 from tests.harness import run_ranks
-from tests.test_trainer import fit, losses, rows, tiny
+from tests.training.test_trainer import fit, losses, rows, tiny
 
 PLACE = Place(rank=0, local_rank=0, world_size=1)
 

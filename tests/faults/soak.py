@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from dtron.config import RunConfig
-from dtron.runsaves import Saving
-from dtron.trainer import Trainer
-from dtron.writer import WriterProcess
+from dtron.io.writer_process import WriterProcess
+from dtron.training.saves import Saving
+from dtron.training.trainer import Trainer
 from tests.checkpoints.faulty_writer import fail_at
 from tests.checkpoints.test_saving import FAULTY
 from tests.faults.processes import finish, output, start
 from tests.faults.trajectory import NEAR, complete_rows, worst_difference
-from tests.test_trainer import fit, rows, tiny
+from tests.training.test_trainer import fit, rows, tiny
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {}),

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from dtron.config import RunConfig
-from dtron.trainer import Trainer
+from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
-from tests.test_trainer import fit, rows, tiny
+from tests.training.test_trainer import fit, rows, tiny
 
 
 class Until(Trainer):

@@ -15,14 +15,14 @@ import torch
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError, TrainingError
-from dtron.faults.replicas import bit_hash
+from dtron.faults.corruption import bit_hash
 from dtron.faults.spikes import Spikes
 from dtron.faults.stragglers import Stragglers, _CpuWaits, table
-from dtron.runtime import Place
-from dtron.trainer import Trainer
+from dtron.run.process import Place
+from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
-from tests.test_routing import SMALL
-from tests.test_trainer import contents, fit, losses, rows, tiny
+from tests.training.test_expert_balancing import SMALL
+from tests.training.test_trainer import contents, fit, losses, rows, tiny
 
 
 class Planted(Trainer):

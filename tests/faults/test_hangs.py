@@ -14,11 +14,11 @@ from dtron.bench.run import end
 from dtron.config import RunConfig
 from dtron.faults.signals import EXIT_UNSAVED
 from dtron.faults.watchdog import EXIT_HUNG, Watchdog
-from dtron.runsaves import Saving
-from dtron.trainer import Trainer
+from dtron.training.saves import Saving
+from dtron.training.trainer import Trainer
 from tests.faults.processes import finish, output, start, torchrun
 from tests.faults.test_launch import ENV, write
-from tests.test_trainer import tiny
+from tests.training.test_trainer import tiny
 
 
 def sleep_in_a_step(config: RunConfig) -> None:

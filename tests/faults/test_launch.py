@@ -16,11 +16,11 @@ from types import ModuleType
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from dtron.runtime import Place, warn_of_shared_store
+from dtron.run.process import Place, warn_of_shared_store
 from tests.faults.hosts import no_namespaces, until
 from tests.harness import run_ranks
 from tests.test_architecture import ROOT
-from tests.test_trainer import fit, losses, rows, tiny
+from tests.training.test_trainer import fit, losses, rows, tiny
 
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 ENV = {**os.environ, "PATH": PATH, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -12,11 +12,11 @@ from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.faults.memory import MemoryInUse, is_out_of_memory
 from dtron.plan import remedies
-from dtron.runtime import Place
+from dtron.run.process import Place
 from tests.faults.processes import torchrun
 from tests.faults.test_launch import ENV, write
 from tests.test_architecture import ROOT
-from tests.test_trainer import rows
+from tests.training.test_trainer import rows
 
 FAILING = """
 import os, sys, torch

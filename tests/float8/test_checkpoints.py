@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from tests.harness import run_ranks
-from tests.test_trainer import contents, fit, rows, tiny
+from tests.training.test_trainer import contents, fit, rows, tiny
 
 FLOAT8 = {
     "float8__recipe": "tensorwise",

@@ -13,7 +13,7 @@ from dtron.errors import ConfigError
 from dtron.float8 import RECIPES, Float8Linear, ScaleGroups
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.recipes import E4M3, E5M2
-from dtron.resolve import resolve
+from dtron.setup.rules import resolve
 from tests.float8.test_gated import NAMES, pair
 
 E4, E5 = torch.finfo(E4M3).max, torch.finfo(E5M2).max

@@ -14,7 +14,7 @@ from dtron.float8.experts import Float8Grouped, multiply_grouped
 from dtron.float8.products import why_emulated
 from dtron.float8.recipes import E4M3, EXPERTS
 from dtron.kernels.grouped import grouped_gradient, looped_product
-from dtron.resolve import resolve
+from dtron.setup.rules import resolve
 
 LOADS = [(5, 0, 11, 4), (0, 0, 0, 20), (0, 0, 0, 0)]
 

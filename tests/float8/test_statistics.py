@@ -13,7 +13,7 @@ from dtron.float8.compare import compare, draw, main
 from dtron.float8.recipes import E4M3, Cast
 from dtron.float8.statistics import measure
 from tests.harness import run_ranks
-from tests.test_trainer import fit, rows, tiny
+from tests.training.test_trainer import fit, rows, tiny
 
 KEYS = {"sqnr", "underflow", "overflow"}
 

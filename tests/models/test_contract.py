@@ -15,10 +15,10 @@ from dtron.models import MODELS, DecoderConfig, ModelSpec
 from dtron.models.contract import check_family
 from dtron.models.decoder import Decoder
 from dtron.plan.command import main as plan_command
-from dtron.preflight import preflight
-from dtron.resolve import check_layout
-from dtron.runtime import Place
-from dtron.trainer import Trainer
+from dtron.run.process import Place
+from dtron.setup.preflight import preflight
+from dtron.setup.rules import check_layout
+from dtron.training.trainer import Trainer
 
 SIZE = DecoderConfig(vocab_size=264, dim=16, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=32)
 

@@ -12,8 +12,8 @@ from dtron.errors import ConfigError
 from dtron.models import BACKENDS, MODELS, DecoderConfig, build_model
 from dtron.models.decoder import Decoder, init_parameter
 from dtron.models.dropout import token_keys
-from dtron.parallelisms.stages import cut as split
-from dtron.parallelisms.stages import take_stage
+from dtron.parallelisms.pipeline.stages import cut as split
+from dtron.parallelisms.pipeline.stages import take_stage
 from tests.models.build import initialized, small_config, tokens, varied
 
 NAMES = list(MODELS)

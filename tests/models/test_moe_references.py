@@ -242,8 +242,8 @@ def test_logits_and_gradients(name: str) -> None:
 )
 def test_sizes_are_those_of_the_released_configurations(name: str, size: str, kind: str) -> None:
     """Which are the defaults of Hugging Face's."""
-    from dtron.flops import n_parameters
     from dtron.models import model_config
+    from dtron.models.flops import n_parameters
 
     with torch.device("meta"):
         config = getattr(transformers, f"{kind}Config")()

@@ -8,7 +8,7 @@ from typing import Any
 from dtron.config import Compile, Float8, Parallel, Recompute
 from dtron.float8 import RECIPES
 from dtron.models import MODELS
-from dtron.parallelisms.schedules import SCHEDULES
+from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import DENSE, LIMITED, MTP, SIZES, Case
 
 Keys = dict[str, Any]

@@ -41,26 +41,26 @@ from dtron.errors import DtronError
 from dtron.float8 import RECIPES, convert
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import convert_experts
-from dtron.kernels.wire import packed, unpacked
-from dtron.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
+from dtron.kernels.float8_rows import packed, unpacked
 from dtron.models import MODELS, Backend, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
 from dtron.models.moe import Experts
 from dtron.models.router import Router, routers, update_expert_bias
-from dtron.optim import build_optimizer, update
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
-from dtron.parallelisms.context import Context
-from dtron.parallelisms.expert import ExpertLayers
-from dtron.parallelisms.fsdp import DTYPES, Policy
+from dtron.parallelisms.context.attention import Context
+from dtron.parallelisms.expert.expert_parallel import ExpertLayers
+from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
 from dtron.parallelisms.gradients import clip_scale
 from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
-from dtron.parallelisms.pipeline import Layout
-from dtron.precision import Float8Plan
-from dtron.resolve import check_layout, resolve
-from dtron.routing import Routing
-from dtron.step import Loss, TrainStep, evaluate, share_of
+from dtron.parallelisms.pipeline.executor import Layout
+from dtron.setup.float8_plan import Float8Plan
+from dtron.setup.rules import check_layout, resolve
+from dtron.training.expert_balancing import Routing
+from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
+from dtron.training.optim import build_optimizer, update
+from dtron.training.step import Loss, TrainStep, evaluate, share_of
 from tests.harness import run_ranks
 
 MAX_NORM, SEED = 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from dtron.collectives import CollectiveCounter
 from dtron.config import Parallel
-from dtron.loss import VocabularyShard, cross_entropy_sum
 from dtron.models import MODELS
-from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import build_execution
-from dtron.parallelisms.fsdp import Policy
-from dtron.step import TrainStep, as_micro_batch
+from dtron.parallelisms.fsdp.sharding import Policy
+from dtron.run.collective_counter import CollectiveCounter
+from dtron.training.loss import VocabularyShard, cross_entropy_sum
+from dtron.training.optim import build_optimizer
+from dtron.training.step import TrainStep, as_micro_batch
 from tests.harness import run_ranks
 from tests.parallelisms.parity import (
     DENSE,

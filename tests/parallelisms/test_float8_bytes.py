@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from dtron.collectives import CollectiveCounter
 from dtron.config import Float8, Parallel, Recompute
 from dtron.errors import ConfigError
-from dtron.optim import build_optimizer
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import build_execution
-from dtron.parallelisms.fsdp import Policy
-from dtron.step import TrainStep
+from dtron.parallelisms.fsdp.sharding import Policy
+from dtron.run.collective_counter import CollectiveCounter
+from dtron.training.optim import build_optimizer
+from dtron.training.step import TrainStep
 from tests.harness import run_ranks
 from tests.parallelisms.parity import Case, build_loss, build_parallel, float8, micro_batches
 

@@ -15,7 +15,7 @@ import pytest
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.models import MODELS
-from dtron.parallelisms.schedules import SCHEDULES
+from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import SIZES, Case, check
 
 MOST_RANKS, TRIES = 8, 400

@@ -12,13 +12,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.flops import n_parameters
 from dtron.models import MODELS, build_model
 from dtron.models.attention import BACKENDS
+from dtron.models.flops import n_parameters
 from dtron.parallelisms import Mesh, apply
 from dtron.parallelisms.apply import Applied, Passes, apply_passes
-from dtron.parallelisms.expert import ExpertLayers
-from dtron.resolve import check_layout
+from dtron.parallelisms.expert.expert_parallel import ExpertLayers
+from dtron.setup.rules import check_layout
 from tests.harness import run_ranks
 
 CONFIG = Path(__file__).parents[2] / "configs/deepseek_v3.toml"

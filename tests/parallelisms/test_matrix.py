@@ -19,7 +19,7 @@ import torch
 
 from dtron.config import Compile, CpMethod, Parallel, Recompute
 from dtron.models import MODELS
-from dtron.parallelisms.schedules import SCHEDULES
+from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import (
     DENSE,
     SINKHORN,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dtron.parallelisms.offload import Buffer, Offload, _Lane
-from dtron.runtime import seed_everything
+from dtron.run.process import seed_everything
 from tests.models.build import tokens
 from tests.parallelisms.offloaded import (
     CPU,

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import pytest
 
 from dtron.config import Compile, CpMethod, Parallel, Recompute
-from dtron.data.pieces import PACKERS
+from dtron.data.best_fit_packing import PACKERS
 from dtron.models import MODELS
-from dtron.parallelisms.actions import Kind
-from dtron.parallelisms.schedules import SCHEDULES, order_of, write_csv
+from dtron.parallelisms.pipeline.schedule_ops import Kind
+from dtron.parallelisms.pipeline.schedules import SCHEDULES, order_of, write_csv
 from tests.parallelisms.parity import (
     DELAYED,
     DENSE,

@@ -17,18 +17,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Shard
 
-from dtron import loss, optim, routing, step
 from dtron.config import Parallel, Recompute
 from dtron.data import Batch
-from dtron.float8 import casting, delayed, fused
-from dtron.parallelisms import apply, async_tp, context, expert, fsdp, gradients, head_loss, tensor
+from dtron.float8 import async_tp as fused
+from dtron.float8 import casting, delayed
+from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
-from dtron.parallelisms.context import Context
-from dtron.parallelisms.deferred import WeightGradients
+from dtron.parallelisms.context import attention as context
+from dtron.parallelisms.context.attention import Context
+from dtron.parallelisms.expert import expert_parallel as expert
+from dtron.parallelisms.fsdp import sharding as fsdp
 from dtron.parallelisms.gradients import local_gradients
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.offload import Offload
-from dtron.parallelisms.stages import SharedWeights
+from dtron.parallelisms.pipeline.split_backward import WeightGradients
+from dtron.parallelisms.pipeline.stages import SharedWeights
+from dtron.parallelisms.tensor import async_tp, head_loss
+from dtron.parallelisms.tensor import tensor_parallel as tensor
+from dtron.training import expert_balancing as routing
+from dtron.training import loss, optim, step
 from tests.harness import run_ranks
 from tests.parallelisms import parity
 from tests.parallelisms.parity import Case, Outcome, deviations, parallel_run

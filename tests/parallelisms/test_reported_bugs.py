@@ -29,13 +29,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from dtron import checkpoint, optim, step
+from dtron.checkpoint import checkpointer as checkpoint
 from dtron.config import Optim, Parallel, Recompute
 from dtron.data import Batch
 from dtron.models.router import Router
-from dtron.parallelisms import apply, expert, tensor
+from dtron.parallelisms import apply
+from dtron.parallelisms.expert import expert_parallel as expert
 from dtron.parallelisms.mesh import Mesh
-from dtron.parallelisms.pipeline import Pipeline
+from dtron.parallelisms.pipeline.executor import Pipeline
+from dtron.parallelisms.tensor import tensor_parallel as tensor
+from dtron.training import optim, step
 from tests.harness import run_ranks
 from tests.parallelisms import parity
 from tests.parallelisms.parity import MTP, SIZES, Batches, Case, Outcome, deviations, selected
@@ -48,7 +51,7 @@ from tests.parallelisms.test_planted_bugs import (
     local_divisor,
     run_with,
 )
-from tests.test_trainer import contents, fit, losses, tiny
+from tests.training.test_trainer import contents, fit, losses, tiny
 
 VOCABULARY = 64
 """Differs from all other dims of the models."""

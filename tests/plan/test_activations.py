@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtron.config import Recompute, RunConfig
 from dtron.models import MODELS, build_model, choose_backend, model_config
 from dtron.models.rope import rope_table
-from dtron.parallelisms.deferred import defer
+from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
 from dtron.plan.activations import block, output_gradients
-from dtron.plan.resolved import Resolved
-from dtron.plan.work import repeated
+from dtron.plan.compute_time import repeated
+from dtron.plan.run_shape import Resolved
 
 B, T = 2, 64
 LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"

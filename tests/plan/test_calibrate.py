@@ -16,10 +16,9 @@ from dtron.cli import commands
 from dtron.errors import ConfigError, TrainingError
 from dtron.float8 import RECIPES
 from dtron.float8.products import why_emulated
-from dtron.plan.beside import SENT, WORK, beside_fields
 from dtron.plan.calibrate import as_text, measure_machine, row_of
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
-from dtron.plan.machine import (
+from dtron.plan.measure_hardware import (
     KINDS,
     PRODUCTS,
     Calibration,
@@ -29,7 +28,8 @@ from dtron.plan.machine import (
     link_fields,
     rate_of,
 )
-from dtron.runtime import Place
+from dtron.plan.overlap import SENT, WORK, beside_fields
+from dtron.run.process import Place
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]

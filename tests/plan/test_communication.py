@@ -7,7 +7,7 @@ import pytest
 
 from dtron.config import Parallel, Recompute
 from dtron.plan.communication import collectives
-from dtron.plan.resolved import Resolved
+from dtron.plan.run_shape import Resolved
 from tests.harness import run_ranks
 from tests.parallelisms.parity import Case, float8
 from tests.parallelisms.test_collectives import Counts, count_accumulation

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from dtron.config import Optim, Parallel, RunConfig
-from dtron.optim import build_optimizer
 from dtron.parallelisms.apply import build_execution
-from dtron.parallelisms.fsdp import Policy
+from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.plan.hardware import hardware
 from dtron.plan.memory import expandable, memory, worst
-from dtron.plan.resolved import Resolved, shortened
+from dtron.plan.run_shape import Resolved, shortened
 from dtron.plan.steptime import predict
-from dtron.step import TrainStep
+from dtron.training.optim import build_optimizer
+from dtron.training.step import TrainStep
 from tests.harness import run_ranks
 from tests.parallelisms.parity import Case, build_loss, build_parallel, mesh_of, micro_batches
 

@@ -19,7 +19,7 @@ from dtron.plan.memory import (
     worst,
 )
 from dtron.plan.parameters import sizes, units
-from dtron.plan.resolved import Resolved
+from dtron.plan.run_shape import Resolved
 from tests.parallelisms.offloaded import CPU, LAYERS, ORDERS, batch, model_of
 
 LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"

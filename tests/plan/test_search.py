@@ -17,16 +17,18 @@ import pytest
 from dtron.cli import commands
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.parallelisms.actions import Kind
-from dtron.parallelisms.schedules import order_of, stage_ranks
-from dtron.parallelisms.timeline import simulate
+from dtron.parallelisms.draw.timelines import simulate
+from dtron.parallelisms.pipeline.schedule_ops import Kind
+from dtron.parallelisms.pipeline.schedules import order_of, stage_ranks
 from dtron.plan import activations
 from dtron.plan.command import main as plan_command
+from dtron.plan.compute_time import layer, total
 from dtron.plan.hardware import hardware
+from dtron.plan.html_report import ticks
 from dtron.plan.memory import fits, fitting, least, memory, worst
-from dtron.plan.page import ticks
+from dtron.plan.plan import plan
 from dtron.plan.report import changed_keys, number
-from dtron.plan.resolved import Resolved
+from dtron.plan.run_shape import Resolved
 from dtron.plan.search import (
     _choices,
     _least_bytes,
@@ -40,9 +42,7 @@ from dtron.plan.search import (
 )
 from dtron.plan.simulate import Disorder, Traffic, run_order, slowest_of
 from dtron.plan.steptime import predict
-from dtron.plan.whole import plan
-from dtron.plan.work import layer, total
-from dtron.resolve import resolve
+from dtron.setup.rules import resolve
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.override.n_layers=8", "train.seq_len=4096"]

@@ -7,11 +7,11 @@ import pytest
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.plan.communication import collectives
+from dtron.plan.compute_time import attention_flops
 from dtron.plan.hardware import hardware
 from dtron.plan.parameters import held
-from dtron.plan.resolved import Resolved
+from dtron.plan.run_shape import Resolved
 from dtron.plan.steptime import _added, _Phase, _phases, copied_bytes, predict
-from dtron.plan.work import attention_flops
 
 LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"
 PP = "parallel.pp=2 parallel.zero=1 train.micro_batch=1 train.global_batch=16"

@@ -1,0 +1,596 @@
+"""What `dtron bench kernels` times, a problem each: a reference, and the kernels that compute it.
+
+A new kernel adds a row, a new kind of kernel a problem.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from dtron.float8.casting import dequantize, quantize, scale_of
+from dtron.float8.recipes import RECIPES
+from dtron.kernels.adamw import Rates, adamw_
+from dtron.kernels.attention import KERNELS, Score
+from dtron.kernels.float8 import (
+    cast_both,
+    gated_amax,
+    gated_backward_amax,
+    gated_backward_cast,
+    gated_cast,
+)
+from dtron.kernels.float8_rows import packed, unpacked
+from dtron.kernels.grouped import grouped_product
+from dtron.kernels.peer_gather import packed_rows_of_peers, rows_of_peers, rows_of_pointers
+from dtron.kernels.permute import inverse_of, repeated
+from dtron.models import BACKENDS
+from dtron.models.attention import Need
+
+Tensors = Sequence[Tensor]
+Shape = tuple[int, ...]
+Figures = tuple[float, ...]
+"""One number a part of the problem."""
+
+
+def _as_drawn(drawn: Tensors) -> Tensors:
+    return drawn
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel."""
+
+    name: str
+    forward: Callable[[Tensors], Tensors]
+    """Inputs -> outputs."""
+    backward: Callable[[Tensors, Tensors], Tensors] | None
+    """(inputs, outputs) -> gradients; the first output's gradient is the last input. None where
+    the problem has one part."""
+    unavailable: Callable[[torch.device, torch.dtype, Shape], str | None]
+    """Why it cannot run there, or None."""
+    inputs: Callable[[Tensors], Tensors] = _as_drawn
+    """What is drawn -> what it takes: a copy of its own, if it writes to that."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What some kernels compute."""
+
+    modules: tuple[str, ...]
+    """Files of dtron/kernels whose kernels it times."""
+    dims: str
+    """What a shape's numbers are."""
+    shapes: Mapping[str, Shape]
+    """The usual shape by device type."""
+    draw: Callable[[Shape, torch.dtype, torch.device], Tensors]
+    """Inputs, and the gradient of the first output if there is a backward."""
+    flops: Callable[[Shape], Figures]
+    """Operations."""
+    n_bytes: Callable[[Tensors], Figures]
+    """Bytes read and written, of a row's inputs."""
+    reference: str
+    rows: tuple[Row, ...]
+    parts: tuple[str, ...] = ("forward", "backward")
+    """What is timed: the forward by its name, and the backward unless there is none."""
+    compared: int | None = 1
+    """How many outputs are compared; None: all."""
+    dtype: torch.dtype | None = None
+    """Of what is drawn; None: as --dtype says."""
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def _attention_row(name: str) -> Row:
+    kernel = KERNELS[name]
+    (backend,) = (row for row in BACKENDS.values() if row.kernel == name)
+
+    def score(q: Tensor) -> Score:
+        return Score(q.shape[-1] ** -0.5, causal=True)
+
+    def forward(inputs: Tensors) -> Tensors:
+        q, k, v, _ = inputs
+        return kernel.forward(q, k, v, None, score(q))
+
+    def backward(inputs: Tensors, outputs: Tensors) -> Tensors:
+        q, k, v, grad = inputs
+        return kernel.backward(grad, q, k, v, *outputs, None, score(q))
+
+    def unavailable(device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
+        return backend.unavailable(Need(device.type, dtype, shape[-1]))
+
+    return Row(name, forward, backward, unavailable)
+
+
+def _draw_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    batch, length, heads, groups, size = shape
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        torch.randn(batch, length, n, size, generator=generator, device=device).to(dtype)
+        for n in (heads, groups, groups, heads)
+    ]
+
+
+def _attention_flops(shape: Shape) -> tuple[float, float]:
+    """Two products over half of the square; five in the backward, which computes scores again."""
+    batch, length, heads, _, size = shape
+    product = 2 * batch * heads * size * length**2 / 2
+    return 2 * product, 5 * product
+
+
+def _attention_bytes(inputs: Tensors) -> tuple[float, float]:
+    """q, k, v -> out and its log-sum-exp; with both and out's gradient -> three gradients."""
+    q, k, _, _ = inputs
+    lse = q.numel() // q.shape[-1] * 4
+    forward = 2 * q.nbytes + 2 * k.nbytes + lse
+    return forward, forward + 2 * q.nbytes + 2 * k.nbytes
+
+
+# -- AdamW -----------------------------------------------------------------------------------------
+
+# Inputs are n parameters, n gradients, n first and n second moments, and n counts of updates.
+_RATES = Rates(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+_UPDATES = 9.0  # before the first that is timed
+
+
+def _columns(inputs: Tensors) -> list[list[Tensor]]:
+    """Parameters, gradients, first moments, second moments, counts."""
+    n = len(inputs) // 5
+    return [list(inputs[i : i + n]) for i in range(0, 5 * n, n)]
+
+
+def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Parameters are as small as an update is, so that what an update loses shows in them."""
+    count, size = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(scale: float) -> list[Tensor]:
+        empty = (torch.empty(size, device=device, dtype=dtype) for _ in range(count))
+        return [x.normal_(0, scale, generator=generator) for x in empty]
+
+    squares = [x.square_().add_(0.5) for x in normal(1.0)]
+    counts = torch.full((count,), _UPDATES, device=device).unbind()
+    return [*normal(_RATES.lr), *normal(1.0), *normal(1.0), *squares, *counts]
+
+
+def _own_state(moments: torch.dtype) -> Callable[[Tensors], Tensors]:
+    """A copy of all that is updated, moments in that dtype; gradients are shared."""
+
+    def inputs(drawn: Tensors) -> Tensors:
+        parameters, gradients, firsts, squares, counts = _columns(drawn)
+        return [
+            *(x.clone() for x in parameters),
+            *gradients,
+            *(x.to(moments, copy=True) for x in (*firsts, *squares)),
+            *(x.clone() for x in counts),
+        ]
+
+    return inputs
+
+
+def _formula(inputs: Tensors) -> Tensors:
+    """The update as it is written (dtron/kernels/adamw.py), an operator at a time."""
+    columns = _columns(inputs)
+    beta1, beta2 = _RATES.beta1, _RATES.beta2
+    for p, g, m, v, t in zip(*columns, strict=True):
+        t.add_(1)
+        m.copy_(beta1 * m + (1 - beta1) * g)
+        v.copy_(beta2 * v + (1 - beta2) * g * g)
+        root = (v / (1 - beta2**t)).sqrt() + _RATES.eps
+        decayed = p * (1 - _RATES.lr * _RATES.weight_decay)
+        p.copy_(decayed - _RATES.lr * (m / (1 - beta1**t)) / root)
+    return columns[0]
+
+
+def _torch_fused(inputs: Tensors) -> Tensors:
+    parameters, gradients, firsts, squares, counts = _columns(inputs)
+    state = (firsts, squares, [], counts)
+    rates = asdict(_RATES)
+    adamw(parameters, gradients, *state, fused=True, amsgrad=False, maximize=False, **rates)
+    return parameters
+
+
+def _dtron_adamw(inputs: Tensors) -> Tensors:
+    parameters, gradients, firsts, squares, counts = _columns(inputs)
+    scale = torch.ones((), device=parameters[0].device)
+    adamw_(parameters, gradients, firsts, squares, torch.stack(counts), scale, _RATES)
+    return parameters
+
+
+def _needs_triton(device: torch.device, _dtype: torch.dtype, _shape: Shape) -> str | None:
+    """On a CPU there is no kernel to time: `adamw_` is the formula there."""
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    return None if importlib.util.find_spec("triton") else "needs the package triton"
+
+
+def _adamw_flops(shape: Shape) -> Figures:
+    """3 for the first moment, 4 for the second, 8 for the parameter."""
+    count, size = shape
+    return (15.0 * count * size,)
+
+
+def _adamw_bytes(inputs: Tensors) -> Figures:
+    """Gradients are read, all else is read and written: 28 an element, 20 with bfloat16 moments."""
+    parameters, gradients, firsts, squares, _ = _columns(inputs)
+    state = sum(x.nbytes for x in (*parameters, *firsts, *squares))
+    return (2.0 * state + sum(x.nbytes for x in gradients),)
+
+
+_WIDE, _NARROW = _own_state(torch.float32), _own_state(torch.bfloat16)
+
+
+# -- casts to float8 -------------------------------------------------------------------------------
+
+
+def _draw_matrix(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """A matrix, and its scale."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(shape, generator=generator, device=device).to(dtype)
+    return [x, scale_of(x.abs().amax().view(1, 1), _GRADIENT)]
+
+
+def _cast_formula(inputs: Tensors) -> Tensors:
+    """As it is and transposed."""
+    x, scale = inputs
+    done = quantize(x, _GRADIENT, scale=scale).data
+    return done, done.t().contiguous()
+
+
+def _cast_kernel(inputs: Tensors) -> Tensors:
+    return cast_both(*inputs, _GRADIENT.dtype)
+
+
+def _draw_gated(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """gate, up, and the gradient of what they are multiplied to."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(3)]
+
+
+def _gated_formula(inputs: Tensors) -> Tensors:
+    gate, up, _ = inputs
+    hidden = quantize(F.silu(gate.float()) * up.float(), _INPUT)
+    return hidden.data, hidden.scale
+
+
+def _gated_formula_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
+    """Gradients of gate and up, and the output transposed."""
+    gate, up, grad = (x.float() for x in inputs)
+    s = gate.sigmoid()
+    both = (grad * up * s * (1 + gate * (1 - s)), grad * gate * s)
+    found = [quantize(x, _GRADIENT).data for x in both]
+    hidden = quantize(gate * s * up, _INPUT, scale=outputs[1]).data
+    return *found, hidden.t().contiguous()
+
+
+def _gated_kernel(inputs: Tensors) -> Tensors:
+    gate, up, _ = inputs
+    scale = scale_of(gated_amax(gate, up), _INPUT)
+    return gated_cast(gate, up, scale, _INPUT.dtype), scale
+
+
+def _gated_kernel_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
+    scales = scale_of(gated_backward_amax(*inputs), _GRADIENT)
+    gate, up, grad = inputs
+    types = (_GRADIENT.dtype, _INPUT.dtype)
+    return gated_backward_cast(gate, up, grad, scales, outputs[1], *types)
+
+
+def _gated_flops(shape: Shape) -> Figures:
+    """6 for the output and its cast; 20 for both gradients, the output and their casts."""
+    size = shape[0] * shape[1]
+    return 6.0 * size, 20.0 * size
+
+
+def _gated_bytes(inputs: Tensors) -> Figures:
+    """What is read twice, for the largest and for the cast, and one byte for each result."""
+    gate, up, grad = inputs
+    forward = 2.0 * (gate.nbytes + up.nbytes)
+    return forward + gate.numel(), forward + 2 * grad.nbytes + 3 * gate.numel()
+
+
+# -- rows in the order of their experts ------------------------------------------------------------
+
+
+def _draw_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Rows, where each of their copies goes, the inverse of that, and the copies' gradient."""
+    tokens, width, k = shape
+    generator = torch.Generator(device).manual_seed(0)
+    order = torch.randperm(tokens * k, generator=generator, device=device)
+    x, grad = (
+        torch.randn(n, width, generator=generator, device=device).to(dtype)
+        for n in (tokens, tokens * k)
+    )
+    return [x.requires_grad_(), order, inverse_of(order), grad]
+
+
+def _indexed(inputs: Tensors) -> Tensors:
+    x, order, _, _ = inputs
+    return [x.detach()[order // (len(order) // len(x))]]
+
+
+def _indexed_backward(inputs: Tensors, _outputs: Tensors) -> Tensors:
+    x, order, _, grad = inputs
+    return [torch.zeros_like(x).index_add(0, order // (len(order) // len(x)), grad)]
+
+
+def _repeated(inputs: Tensors) -> Tensors:
+    x, order, inverse, _ = inputs
+    return [repeated(x, order, inverse, len(order) // len(x))]
+
+
+def _repeated_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
+    return torch.autograd.grad(outputs[0], inputs[0], inputs[3], retain_graph=True)
+
+
+def _rows_bytes(inputs: Tensors) -> Figures:
+    """Rows and their copies; orders are small beside them."""
+    x, _, _, grad = inputs
+    return (float(x.nbytes + grad.nbytes),) * 2
+
+
+# -- rows out of the memory of several ranks -------------------------------------------------------
+
+
+def _draw_peers(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Rows of each rank, here all of one device, where those of the result lie, and addresses."""
+    ranks, rows, width = shape
+    generator = torch.Generator(device).manual_seed(0)
+    held = torch.randn(ranks, rows, width, generator=generator, device=device).to(dtype)
+    slots = torch.randperm(ranks * rows, generator=generator, device=device)[:rows]
+    return [held, slots, torch.tensor([part.data_ptr() for part in held], device=device)]
+
+
+def _chosen(inputs: Tensors) -> Tensors:
+    held, slots, _ = inputs
+    return [rows_of_peers(held.unbind(), slots)]
+
+
+def _pulled(inputs: Tensors) -> Tensors:
+    held, slots, pointers = inputs
+    out = held.new_empty(len(slots), held.shape[2])
+    rows_of_pointers(pointers, 0, held.shape[1], slots, out)
+    return [out]
+
+
+def _pulled_bytes(inputs: Tensors) -> Figures:
+    """Rows, read and written."""
+    held, slots, _ = inputs
+    return (2.0 * len(slots) * held[0, 0].nbytes,)
+
+
+# -- rows in float8 for a wire ---------------------------------------------------------------------
+
+
+def _carried_formula(inputs: Tensors) -> Tensors:
+    """Cast and back, in the dtype of the inputs; by `quantize` of the same tiles."""
+    (x,) = inputs
+    cast = RECIPES["blockwise"].output.left
+    return [dequantize(quantize(x, cast), torch.float32).to(x.dtype)]
+
+
+def _carried(inputs: Tensors) -> Tensors:
+    (x,) = inputs
+    return [unpacked(packed(x), x.shape[1], x.dtype)]
+
+
+def _draw_carried(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, device=device).to(dtype)]
+
+
+def _carried_bytes(inputs: Tensors) -> Figures:
+    """Rows read and written, and between them a byte an element, twice; scales are small."""
+    (x,) = inputs
+    return (2.0 * x.nbytes + 2.0 * x.numel(),)
+
+
+def _draw_packed_peers(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """As `_draw_peers`, but of rows in float8; and of their width and dtype a row."""
+    held, slots, _ = _draw_peers(shape, dtype, device)
+    wire = packed(held.flatten(0, 1)).unflatten(0, held.shape[:2])
+    pointers = torch.tensor([part.data_ptr() for part in wire], device=device)
+    return [wire, slots, pointers, held[0, :1]]
+
+
+def _packed_chosen(inputs: Tensors) -> Tensors:
+    wire, slots, _, row = inputs
+    return [packed_rows_of_peers(wire.unbind(), slots, row.shape[1], row.dtype)]
+
+
+def _packed_pulled(inputs: Tensors) -> Tensors:
+    wire, slots, pointers, row = inputs
+    out = row.new_empty(len(slots), row.shape[1])
+    rows_of_pointers(pointers, 0, wire.shape[1], slots, out, float8=True)
+    return [out]
+
+
+def _packed_pulled_bytes(inputs: Tensors) -> Figures:
+    """Bytes read, and rows written."""
+    wire, slots, _, row = inputs
+    return (float(len(slots) * (wire.shape[2] + row.nbytes)),)
+
+
+# -- products of experts ---------------------------------------------------------------------------
+
+
+def _draw_experts(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Rows, of which experts have equally many, matrices, where rows end, the output's gradient."""
+    rows, experts, inward, outward = shape
+    generator = torch.Generator(device).manual_seed(0)
+    x, weight, grad = (
+        torch.randn(size, generator=generator, device=device).to(dtype)
+        for size in ((rows, inward), (experts, outward, inward), (rows, outward))
+    )
+    ends = torch.arange(1, experts + 1, device=device).int() * (rows // experts)
+    return [x.requires_grad_(), weight.requires_grad_(), ends, grad]
+
+
+def _batched(inputs: Tensors) -> Tensors:
+    x, weight, *_ = (tensor.detach() for tensor in inputs)
+    return [(x.unflatten(0, (len(weight), -1)) @ weight.mT).flatten(0, 1)]
+
+
+def _batched_backward(inputs: Tensors, _outputs: Tensors) -> Tensors:
+    x, weight, _, grad = (tensor.detach() for tensor in inputs)
+    grads, rows = (tensor.unflatten(0, (len(weight), -1)) for tensor in (grad, x))
+    return [(grads @ weight).flatten(0, 1), grads.mT @ rows]
+
+
+def _grouped(inputs: Tensors) -> Tensors:
+    return [grouped_product(*inputs[:3])]
+
+
+def _grouped_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
+    return torch.autograd.grad(outputs[0], list(inputs[:2]), inputs[3], retain_graph=True)
+
+
+def _experts_flops(shape: Shape) -> Figures:
+    rows, _, inward, outward = shape
+    product = 2.0 * rows * inward * outward
+    return product, 2 * product
+
+
+def _experts_bytes(inputs: Tensors) -> Figures:
+    """Operands and results, once each."""
+    x, weight, _, grad = inputs
+    forward = float(x.nbytes + weight.nbytes + grad.nbytes)
+    return forward, forward + x.nbytes + weight.nbytes
+
+
+_INPUT = RECIPES["tensorwise"].output.left
+_GRADIENT = RECIPES["tensorwise"].grad_input.left
+
+PROBLEMS: dict[str, Problem] = {
+    "attention": Problem(
+        modules=("attention", "flash4"),
+        dims="sequences, tokens, query heads, key/value heads, width of a head",
+        shapes={"cuda": (1, 8192, 32, 8, 128), "cpu": (1, 256, 8, 4, 32)},
+        draw=_draw_attention,
+        flops=_attention_flops,
+        n_bytes=_attention_bytes,
+        reference="math",
+        rows=tuple(_attention_row(name) for name in KERNELS),
+    ),
+    "adamw": Problem(
+        modules=("adamw", "adamw_triton"),
+        dims="tensors, elements of each",
+        # 32 of Llama-3-8B's matrices of 4096 x 14336, each split over 4 GPUs: 470 M elements.
+        shapes={"cuda": (32, 4096 * 14336 // 4), "cpu": (4, 2**20)},
+        draw=_draw_adamw,
+        flops=_adamw_flops,
+        n_bytes=_adamw_bytes,
+        reference="formula",
+        rows=(
+            Row("formula", _formula, None, lambda *_: None, _WIDE),
+            Row("torch, fused", _torch_fused, None, lambda *_: None, _WIDE),
+            Row("dtron, float32 moments", _dtron_adamw, None, _needs_triton, _WIDE),
+            Row("dtron, bfloat16 moments", _dtron_adamw, None, _needs_triton, _NARROW),
+        ),
+        parts=("update",),
+        compared=None,
+        dtype=torch.float32,
+    ),
+    "float8 cast": Problem(
+        modules=("float8", "float8_triton"),
+        dims="tokens, width",
+        shapes={"cuda": (16384, 4096), "cpu": (512, 256)},
+        draw=_draw_matrix,
+        flops=lambda shape: (2.0 * shape[0] * shape[1],),
+        n_bytes=lambda inputs: (inputs[0].nbytes + 2.0 * inputs[0].numel(),),
+        reference="formula",
+        rows=(
+            Row("formula", _cast_formula, None, lambda *_: None),
+            Row("dtron", _cast_kernel, None, _needs_triton),
+        ),
+        parts=("cast",),
+        compared=None,
+    ),
+    "float8 gated": Problem(
+        modules=("float8", "float8_triton"),
+        dims="tokens, hidden width",
+        shapes={"cuda": (16384, 14336), "cpu": (512, 256)},
+        draw=_draw_gated,
+        flops=_gated_flops,
+        n_bytes=_gated_bytes,
+        reference="formula",
+        rows=(
+            Row("formula", _gated_formula, _gated_formula_backward, lambda *_: None),
+            Row("dtron", _gated_kernel, _gated_kernel_backward, _needs_triton),
+        ),
+    ),
+    "permute": Problem(
+        modules=("permute", "permute_triton"),
+        dims="tokens, width, experts of each",
+        shapes={"cuda": (16384, 2048, 6), "cpu": (512, 64, 2)},
+        draw=_draw_rows,
+        flops=lambda shape: (0.0, float(shape[0] * shape[1] * shape[2])),
+        n_bytes=_rows_bytes,
+        reference="indexing",
+        rows=(
+            Row("indexing", _indexed, _indexed_backward, lambda *_: None),
+            Row("dtron", _repeated, _repeated_backward, lambda *_: None),
+        ),
+    ),
+    "peers": Problem(
+        modules=("peers", "peers_triton"),
+        dims="ranks, rows of each and of the result, width",
+        shapes={"cuda": (4, 98304, 2048), "cpu": (4, 512, 64)},
+        draw=_draw_peers,
+        flops=lambda _shape: (0.0,),
+        n_bytes=_pulled_bytes,
+        reference="formula",
+        rows=(
+            Row("formula", _chosen, None, lambda *_: None),
+            Row("dtron", _pulled, None, _needs_triton),
+        ),
+        parts=("pull",),
+        compared=None,
+    ),
+    "float8 rows": Problem(
+        modules=("wire", "wire_triton"),
+        dims="rows, width",
+        shapes={"cuda": (98304, 2048), "cpu": (512, 256)},
+        draw=_draw_carried,
+        flops=lambda shape: (4.0 * shape[0] * shape[1],),
+        n_bytes=_carried_bytes,
+        reference="formula",
+        rows=(
+            Row("formula", _carried_formula, None, lambda *_: None),
+            Row("dtron", _carried, None, lambda *_: None),
+        ),
+        parts=("both casts",),
+    ),
+    "float8 peers": Problem(
+        modules=("peers", "peers_triton", "wire"),
+        dims="ranks, rows of each and of the result, width",
+        shapes={"cuda": (4, 98304, 2048), "cpu": (4, 512, 64)},
+        draw=_draw_packed_peers,
+        flops=lambda _shape: (0.0,),
+        n_bytes=_packed_pulled_bytes,
+        reference="formula",
+        rows=(
+            Row("formula", _packed_chosen, None, lambda *_: None),
+            Row("dtron", _packed_pulled, None, _needs_triton),
+        ),
+        parts=("pull",),
+        compared=None,
+    ),
+    "experts": Problem(
+        modules=("grouped",),
+        dims="rows, experts, width in, width out",
+        shapes={"cuda": (98304, 64, 2048, 1408), "cpu": (512, 4, 64, 32)},
+        draw=_draw_experts,
+        flops=_experts_flops,
+        n_bytes=_experts_bytes,
+        reference="batched",
+        rows=(
+            Row("batched", _batched, _batched_backward, lambda *_: None),
+            Row("grouped", _grouped, _grouped_backward, lambda *_: None),
+        ),
+    ),
+}

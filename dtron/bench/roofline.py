@@ -1,0 +1,162 @@
+"""What a step's classes take alone on one device: the floors of breakdown.py.
+
+    python -m dtron.bench.roofline CONFIG.toml RUN.json
+
+measures them for a run's config (resolved) and its run.json, and prints JSON. It is a process of
+its own, so that the runs of a sweep find the device empty.
+
+Sizes are those of a rank: M = micro_batch x seq_len / cp tokens a product (in chunks, if the loss
+has them), widths over tp, layers and head over pp as a mean of the pipeline's ranks. Products are
+measured one by one, each shape once: y = x w^T, its gradients g w and g^T x. Those of a float8 run,
+of experts and of latent attention have no floor.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtron.bench.measure import copy_rate, device_name, seconds
+from dtron.config import RunConfig
+from dtron.models import BACKENDS, DecoderConfig, model_config
+from dtron.models.attention import varies
+from dtron.models.layers import ACTIVATIONS
+from dtron.parallelisms.fsdp.sharding import DTYPES
+
+# A float32 parameter: gradient read; weight and two moments, of either dtype, read and written.
+_ADAMW_BYTES = {"float32": 28, "bfloat16": 20}
+
+
+@dataclass(frozen=True)
+class Product:
+    """x (m, k) times a weight (n, k), forward and backward, `count` times a step and rank."""
+
+    m: int
+    k: int
+    n: int
+    count: float
+
+    @property
+    def flops(self) -> float:
+        """Of all of them, forward and both gradients."""
+        return 3 * 2 * self.m * self.k * self.n * self.count
+
+
+def products(config: RunConfig, model: DecoderConfig, ranks: int) -> list[Product]:
+    """The matrix products of a rank's step."""
+    parallel, train = config.parallel, config.train
+    micro_batches = config.micro_batches(ranks)
+    tokens = train.micro_batch * train.seq_len // parallel.cp
+    tp = parallel.tp
+    q, kv = model.n_heads * model.head_size // tp, model.n_kv_heads * model.head_size // tp
+    ffn, inward = model.ffn_dim // tp, 2 if ACTIVATIONS[model.activation].gated else 1
+    layers = model.n_layers * micro_batches / parallel.pp
+    chunk = -(-tokens // train.loss_chunks)
+    vocabulary = -(-model.vocab_size // tp)
+    return [
+        Product(tokens, model.dim, q, layers),
+        Product(tokens, model.dim, kv, 2 * layers),
+        Product(tokens, q, model.dim, layers),
+        Product(tokens, model.dim, ffn, inward * layers),
+        Product(tokens, ffn, model.dim, layers),
+        Product(chunk, model.dim, vocabulary, train.loss_chunks * micro_batches / parallel.pp),
+    ]
+
+
+def product_seconds(
+    product: Product, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float, float]:
+    """One forward, and of one backward the gradient of x, and that of the weight."""
+
+    def draw(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, dtype=dtype, device=device)
+
+    x, w, g = (
+        draw(product.m, product.k),
+        draw(product.n, product.k),
+        draw(product.m, product.n),
+    )
+    forward, inputs, weight = (
+        seconds(part, device) for part in (lambda: x @ w.t(), lambda: g @ w, lambda: g.t() @ x)
+    )
+    return forward, inputs, weight
+
+
+def attention_seconds(
+    config: RunConfig, model: DecoderConfig, backend: str, device: torch.device
+) -> float | None:
+    """One forward and backward of all queries over all keys before them; None for documents,
+    windows, caps and sinks, whose work depends on more than the shape."""
+    if config.data.mask_documents or varies(model) or model.attention_dropout:
+        return None
+    dtype, size = DTYPES[config.train.dtype], model.head_size
+    heads = (model.n_heads // config.parallel.tp, model.n_kv_heads // config.parallel.tp)
+    shape = (config.train.micro_batch, config.train.seq_len)
+    q, k, v = (
+        torch.randn(*shape, n, size, dtype=dtype, device=device, requires_grad=True)
+        for n in (heads[0], heads[1], heads[1])
+    )
+    run = BACKENDS[backend].run
+    if config.compile.enable:
+        run = torch.compile(run, backend=config.compile.backend, dynamic=False)
+    gradient = torch.randn(*shape, heads[0], size, dtype=dtype, device=device)
+
+    def both() -> None:
+        out = run(q, k, v, None, size**-0.5)
+        torch.autograd.grad(out, (q, k, v), gradient)
+
+    return seconds(both, device)
+
+
+def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Floors of a run.
+
+    Args:
+        facts: its run.json.
+    Returns:
+        `floors`: milliseconds a step by class; `device`; `copy_bytes_per_second`; and `products`,
+        each with its sizes, its count and its FLOP/s.
+    """
+    model = model_config(config.model.name, config.model.size, config.model.override)
+    dtype = DTYPES[config.train.dtype]
+    floors: dict[str, float] = {}
+    rows = []
+    if not (config.float8.recipe or model.n_experts or model.kv_lora_rank):
+        total = 0.0
+        for product in products(config, model, facts["world_size"]):
+            time = sum(product_seconds(product, dtype, device))
+            total += time * product.count
+            rate = product.flops / product.count / time
+            rows.append({**asdict(product), "flops_per_second": rate})
+        floors["GEMM"] = total * 1e3
+    once = attention_seconds(config, model, facts["attention"], device)
+    if once is not None:
+        calls = model.n_layers * facts["micro_batches"] / config.parallel.pp
+        floors["attention"] = once * calls / config.parallel.cp * 1e3
+    rate = copy_rate(device)
+    if config.optim.name == "adamw":
+        held = facts["parameter_bytes_per_rank"]
+        parameters = sum(held) / len(held) / 4
+        floors["optimizer"] = parameters * _ADAMW_BYTES[config.optim.moments] / rate * 1e3
+    return {
+        "device": device_name(device),
+        "floors": floors,
+        "copy_bytes_per_second": rate,
+        "products": rows,
+    }
+
+
+def main() -> None:
+    """Print the floors of the run that the arguments name."""
+    config = RunConfig.load(sys.argv[1])
+    facts = json.loads(Path(sys.argv[2]).read_text())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(json.dumps(measure(config, facts, device)))
+
+
+if __name__ == "__main__":
+    main()

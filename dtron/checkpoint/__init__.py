@@ -1,0 +1,1 @@
+"""Saving, committing and loading checkpoints."""

@@ -1,0 +1,228 @@
+"""Saving beside training: copies on the host, the process that writes them, the thread that leads.
+
+Weights and moments change in the optimizer's step alone. So copies are made while the next forward
+and backward run, on CUDA by a stream of their own into pinned memory, else by the thread, and only
+the next step waits for them, if they are not there by then. The copies lie in memory that a process
+shares, which hashes and writes them (`writer.py`); the thread waits for it, and for other ranks.
+"""
+
+import itertools
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtron.io.filesystem import Location
+from dtron.io.safetensors_file import Described, Written, header_of, order_of
+from dtron.io.writer_process import WriterProcess
+
+_ALIGNED = 64  # bytes: a line of the processor's cache
+
+
+class SharedMemory:
+    """Memory that another process can read too; pinned where there is a GPU.
+
+    Raises:
+        OSError: there is too little.
+    """
+
+    def __init__(self, size: int) -> None:
+        if hasattr(os, "memfd_create"):  # not bound to the size of /dev/shm
+            self.descriptor = os.memfd_create("dtron-checkpoint")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.descriptor = os.dup(file.fileno())
+        os.ftruncate(self.descriptor, size)
+        self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+        self.bytes.zero_()  # pinning pages that are there keeps CUDA to itself for less long
+        self._pinned = torch.cuda.is_available()
+        if self._pinned:
+            failed = _cuda().cudaHostRegister(self.bytes.data_ptr(), size, 0)
+            if int(failed):
+                raise OSError(f"{size} bytes of host memory cannot be pinned (CUDA error {failed})")
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+    def free(self) -> None:
+        """Give it back; nobody may use it any more."""
+        if self._pinned:
+            _cuda().cudaHostUnregister(self.bytes.data_ptr())
+        os.close(self.descriptor)
+        del self.bytes
+
+
+def _cuda() -> Any:
+    """Functions of CUDA's runtime."""
+    return torch.cuda.cudart()
+
+
+class Staging:
+    """Host memory for a copy of the local parts of some tensors, one piece that is used again each
+    time, and the process that writes files of it."""
+
+    def __init__(self) -> None:
+        self._memory: SharedMemory | None = None
+        self._reserving: Background | None = None
+        self._process: WriterProcess | None = None
+        self._left: list[tuple[Tensor, Tensor]] = []
+        self._host_done = threading.Event()
+        self._host_done.set()
+        self._device_done: torch.cuda.Event | None = None
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin to make room for copies of these tensors, so that a first `start` need not stop
+        training for it: pinning takes seconds for each ten gigabytes."""
+        size = sum(_places({n: _local(t) for n, t in tensors.items()}).values())
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def act() -> None:
+            if gpu is not None:  # a thread begins with the first one
+                torch.cuda.set_device(gpu)
+            self._memory = SharedMemory(size)
+
+        self._reserving = Background(act, daemon=False)  # an interpreter that ends would abort
+
+    @torch.no_grad()
+    def start(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Start to copy; the copies are there when `finish` returns, and last until the next call.
+
+        Args:
+            tensors: by name, plain or DTensors, on any device. They must not change before
+                `before_change` returns.
+        Raises:
+            OSError: there is too little host memory.
+        """
+        here = {name: _local(tensor) for name, tensor in tensors.items()}
+        buffers = self._buffers(here)
+        pairs = [(buffers[name], local) for name, local in here.items()]
+        self._left = [pair for pair in pairs if not pair[1].is_cuda]
+        self._host_done.clear()
+        if on_device := [pair for pair in pairs if pair[1].is_cuda]:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for buffer, local in on_device:
+                    buffer.copy_(local, non_blocking=True)
+            self._device_done = torch.cuda.Event()
+            self._device_done.record(stream)
+        return buffers
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Make what copies are left, and wait for the device's; for the thread that writes them."""
+        try:
+            for buffer, local in self._left:
+                buffer.copy_(local)
+        finally:
+            self._left = []
+            self._host_done.set()
+        if self._device_done is not None:
+            self._device_done.synchronize()
+
+    def before_change(self) -> None:
+        """Wait until the tensors may change: the host for its copies, the device for its own."""
+        self._host_done.wait()
+        if self._device_done is not None:
+            torch.cuda.current_stream().wait_event(self._device_done)
+
+    def write(
+        self, target: Location, tensors: Mapping[str, Described], get: Callable[[str], Tensor]
+    ) -> Written:
+        """Write a safetensors file of copies, in the other process. Raises OSError."""
+        assert self._memory is not None, "nothing was copied"
+        assert self._process is not None, "nothing was copied"
+        order, base = order_of(tensors), self._memory.bytes.data_ptr()
+        copies = ((get(name), tensors[name]) for name in order)
+        parts = [
+            (copy.data_ptr() - base, source.nbytes) for copy, source in copies if source.nbytes
+        ]
+        return Written(*self._process.write(str(target), header_of(tensors), parts))
+
+    def end(self) -> None:
+        """End the process, as when its disk does not answer; the next `start` starts another."""
+        if self._process is not None:
+            self._process.kill()
+        self._process = None
+
+    def _buffers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        sizes = _places(tensors)
+        self._have(sum(sizes.values()))
+        assert self._memory is not None
+        offsets = itertools.accumulate(sizes.values(), initial=0)
+        held = self._memory.bytes
+        cut = {n: held[o : o + tensors[n].nbytes] for n, o in zip(sizes, offsets, strict=False)}
+        return {n: cut[n].view(t.dtype).reshape(t.shape) for n, t in tensors.items()}
+
+    def _have(self, size: int) -> None:
+        """Have memory of this size, and a process that sees it.
+
+        The calling thread has to outlive the process, which Linux ends with it."""
+        reserving, self._reserving = self._reserving, None
+        if reserving is not None:
+            reserving.wait()
+        if self._memory is None or len(self._memory) < size:
+            self.end()
+            if self._memory is not None:
+                self._memory.free()
+            self._memory = SharedMemory(size)
+        if self._process is None or not self._process.alive:
+            self._process = WriterProcess(self._memory.descriptor, len(self._memory))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _places(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Bytes of memory that each takes."""
+    return {n: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for n, tensor in tensors.items()}
+
+
+class Background:
+    """One call in a thread of its own.
+
+    Args:
+        daemon: it ends with the process, as a call may have to that waits for a disk; else the
+            process waits for it.
+    """
+
+    def __init__(self, call: Callable[[], None], daemon: bool = True) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=daemon)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over and has raised."""
+        return self._error is not None
+
+    @property
+    def running(self) -> bool:
+        """Whether it is not over."""
+        return self._thread.is_alive()
+
+    def succeeded(self) -> bool:
+        """Wait for its end; whether it has not raised."""
+        self._thread.join()
+        return self._error is None
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for its end; raises what it has raised, or TimeoutError and leaves it."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error

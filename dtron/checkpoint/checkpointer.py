@@ -1,0 +1,358 @@
+"""The state of a run as it is saved and loaded: weights, optimizer state, random numbers, by FQN.
+
+Tensors and optimizer state carry their global shapes; the step, the data position and the model's
+config are JSON (`published.py`). The optimizer's settings (decay, betas) are not saved: they are
+the config's.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from dtron.checkpoint.async_staging import Background, Staging
+from dtron.checkpoint.dcp_storage import ShardReader, WriteFile, write_here
+from dtron.checkpoint.directory import Facts, step_of, unreadable
+from dtron.checkpoint.locations import Tier, owner
+from dtron.checkpoint.save import Committed, Saver, why
+from dtron.checkpoint.save_plan import KeptPlan
+from dtron.config import Checkpoint
+from dtron.errors import CheckpointError
+from dtron.io.filesystem import Location
+from dtron.io.safetensors_file import Written
+from dtron.io.writer_process import WriterProcess
+from dtron.parallelisms.apply import Applied
+
+log = logging.getLogger("dtron")
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Checkpointer:
+    """Saves and loads the state of one run; all ranks make it together.
+
+    Tensors are stored under their names in the whole model and without padding, so that any layout
+    of ranks and stages reads what any other wrote.
+
+    Args:
+        tiers: where to, the durable one last.
+        applied: the parallelised model.
+        options: the config's section.
+        scales: what delayed float8 scales come from, by FQN, the same on all ranks that have it.
+        committed: called on rank 0 with each complete checkpoint in the durable tier.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        applied: Applied,
+        optimizer: torch.optim.Optimizer,
+        options: Checkpoint,
+        scales: Mapping[str, torch.Tensor] | None = None,
+        committed: Committed | None = None,
+    ) -> None:
+        self.tiers, self.optimizer, self.options = tiers, optimizer, options
+        self.scales = dict(scales or {})
+        copies = len(tiers) > 1
+        seconds = options.timeout_seconds
+        self.saver = Saver(seconds, tiers[0].folder, None if copies else committed)
+        self.copier = Saver(seconds, tiers[-1].folder, committed) if copies else None
+        self.model = nn.ModuleDict({str(stage): part for stage, part in applied.parts.items()})
+        self.names = {
+            f"{stage}.{fqn}": applied.names[fqn]
+            for stage, part in applied.parts.items()
+            for fqn, _ in part.named_parameters(remove_duplicate=False)
+        }
+        self.names |= {  # of routers, whose biases are saved
+            f"{stage}.{fqn}": fqn
+            for stage, part in applied.parts.items()
+            for fqn, _ in part.named_buffers()
+        }
+        self.rows = applied.padded_rows
+        self.plan, self.staging = KeptPlan(), Staging()
+        self._running: Background | None = None
+        self._written: int | None = None
+        """The step that is in the first tier, or on its way there."""
+        self._copying: Background | None = None
+        self._copied: Location | None = None
+        """The checkpoint that is being copied."""
+        self._copies: WriterProcess | None = None
+        optimizer.register_step_pre_hook(lambda *_: self.staging.before_change())
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """For collectives that wait for disks, whose limit is `checkpoint.timeout_seconds`'."""
+        return self.saver.group
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step."""
+        return any(tier.interval and step % tier.interval == 0 for tier in self.tiers)
+
+    def lasts(self, step: int) -> bool:
+        """Whether one is due in the durable tier."""
+        interval = self.tiers[-1].interval
+        return bool(interval) and step % interval == 0
+
+    def save(self, facts: Facts, durable: bool = False) -> None:
+        """Write a checkpoint and publish it; all ranks call it together.
+
+        With `mode = "async"` it returns at once, and the optimizer's next step waits until the
+        state is copied; what is left of an earlier save is waited for first. Copying to the durable
+        tier is waited for neither, but by the next copying.
+
+        Args:
+            durable: copy it to the durable tier though it is not due there.
+        Raises:
+            CheckpointError: this save, or the last one that ran beside training, could not be
+                written; what it left is deleted, and older checkpoints are as they were.
+        """
+        durable = durable or self.lasts(facts.step)
+        if self._running is not None and self._running.running:
+            log.warning("the last checkpoint is still being written: waiting for it")
+        if durable and self._copying is not None and self._copying.running:
+            log.warning("the last checkpoint is still being copied: waiting for it")
+        # Where it fails and training goes on: ranks learn of it at different steps, and all of them
+        # have to begin the next one.
+        self.tried(functools.partial(self._wait_before, durable))
+        if self._written != facts.step:
+            self._written = facts.step
+            self._begin(facts)
+        if durable and len(self.tiers) > 1:
+            self._begin_copy(facts, self._running)
+
+    @property
+    def stops(self) -> bool:
+        """Whether a run ends where a save fails."""
+        return self.options.on_error == "stop"
+
+    def tried(self, act: Callable[[], None]) -> bool:
+        """Save or wait for it; whether that worked. Raises CheckpointError where the run stops."""
+        try:
+            act()
+        except CheckpointError as error:
+            if self.stops:
+                raise
+            log.error("%s; training goes on without it (checkpoint.on_error)", error)
+            return False
+        return True
+
+    def _wait_before(self, durable: bool) -> None:
+        """Wait for what a new save may not run beside."""
+        self._wait_for_write()
+        if durable:  # else ranks learn at different steps whether it has failed
+            self._wait_for_copy()
+
+    def _begin(self, facts: Facts) -> None:
+        """Write a checkpoint to the first tier, or begin to."""
+        flat = self._flat()
+        if self.options.mode == "sync":
+            self._write(flat, facts, write_here)
+            return
+        write = self.staging.write
+        try:
+            self.plan.staged = self.staging.start(flat)
+        except OSError as error:
+            write = functools.partial(_raise, error)  # so that all ranks hear of it
+        self._running = Background(functools.partial(self._write, flat, facts, write))
+
+    def reserve(self) -> None:
+        """Begin to reserve host memory for saves beside training, if there will be any; behind a
+        first step, when the optimizer has its state."""
+        if self.options.mode == "async" and any(tier.interval for tier in self.tiers):
+            self.staging.reserve(self._flat())
+
+    def _flat(self) -> dict[str, Any]:
+        """What a checkpoint holds, by the names under which it is stored."""
+        state = {**self._stored(self._held()), "rng": _get_rng(), "float8": self.scales}
+        return {f"{kind}.{name}": value for kind, v in state.items() for name, value in v.items()}
+
+    def _begin_copy(self, facts: Facts, written: Background | None) -> None:
+        """Copy a checkpoint from the first tier to the last one, when it is `written`."""
+        assert self.copier is not None, "there are several tiers"
+        if self._copies is None or not self._copies.alive:
+            self._copies = WriterProcess()
+        self._copied = self.tiers[0].folder / f"step-{facts.step}"
+        copy = functools.partial(
+            self.copier.copy, self._copied, facts, self.tiers[-1], self._copies
+        )
+
+        def act() -> None:
+            try:
+                if written is None or written.succeeded():
+                    copy()
+            except CheckpointError:
+                self._copies = None  # it was killed, and may wait for a disk
+                raise
+            finally:
+                self._copied = None
+
+        self._copying = Background(act)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save beside training has failed, which `wait` will raise."""
+        return any(each is not None and each.failed for each in (self._running, self._copying))
+
+    def wait(self) -> None:
+        """Wait for what runs beside training. Raises CheckpointError: it failed."""
+        self._wait_for_write()
+        self._wait_for_copy()
+
+    def _wait_for_write(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait()
+
+    def _wait_for_copy(self) -> None:
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.wait()
+
+    def _write(self, flat: dict[str, Any], facts: Facts, write: WriteFile) -> None:
+        kept = [] if self._copied is None else [self._copied]
+        try:
+            self.staging.finish()
+            self.saver.write(flat, facts, self.tiers[0], self.plan, write, kept)
+        except CheckpointError:
+            self.plan = KeptPlan()  # ranks may have got to know different parts of the plan
+            self.staging.end()  # it may wait for a disk
+            self._written = None
+            raise
+
+    def load(self, path: Location) -> None:
+        """Load weights, optimizer state and RNG state in place; all ranks call it together.
+
+        Raises:
+            CheckpointError: a shard is missing or cannot be read, or a tensor has another shape.
+        """
+        held = self._held()
+        state = {**self._stored(held), "rng": _get_rng(), "float8": self.scales}  # read in place
+        try:
+            reader = ShardReader(path)
+            if not all(f"rng.{name}" in reader.index.tensors for name in state["rng"]):
+                log.warning("%s holds no RNG state for this rank; dtron itself needs none", path)
+                del state["rng"]
+            if not all(_holds(reader, f"float8.{fqn}", x) for fqn, x in self.scales.items()):
+                log.warning("%s holds no such history of float8 scales: it begins anew", path)
+                del state["float8"]
+                for history in self.scales.values():
+                    history.zero_()
+            dcp.load(state, storage_reader=reader, process_group=self.group)
+        except dcp.CheckpointException as error:
+            raise unreadable(path, str(why(error))) from error
+        self._fill_copies(held)
+        set_model_state_dict(self.model, held["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, held["optimizer"], options=_FLAT)
+        if "rng" in state:
+            _set_rng(state["rng"])
+        self._written = step_of(path) if owner(self.tiers[:-1], path) else None
+
+    def load_weights(self, reader: dcp.StorageReader, where: Location) -> None:
+        """Load weights alone in place; all ranks call it together.
+
+        Args:
+            reader: knows them by their names in the whole model.
+            where: it reads, for errors.
+        Raises:
+            CheckpointError: a tensor is missing, cannot be read, or has another shape.
+        """
+        # Not of `_held`: asking an optimizer for state that it does not have yet makes it step.
+        held: dict[str, dict[str, Any]] = {"model": get_model_state_dict(self.model)}
+        state = {"model": self._stored({**held, "optimizer": {}})["model"]}
+        try:
+            dcp.load(state, storage_reader=reader, process_group=self.group)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"{where} cannot be loaded: {why(error)}") from error
+        self._fill_copies(held)
+        set_model_state_dict(self.model, held["model"])
+
+    def _held(self) -> dict[str, dict[str, Any]]:
+        """Tensors as this rank holds them, by FQN in `self.model`."""
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT),
+        }
+
+    def _stored(self, held: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The same tensors as they are stored: views, by name; of a tied weight the first."""
+        model: dict[str, Any] = {}
+        for fqn, value in held["model"].items():
+            name = self.names[fqn]
+            model.setdefault(name, self._unpadded(name, value))
+        optimizer: dict[str, Any] = {}
+        for key, value in held["optimizer"].items():
+            kind, fqn, slot = _parts_of(key)
+            if kind == "state":
+                name = self.names[fqn]
+                optimizer.setdefault(f"state.{name}.{slot}", self._unpadded(name, value))
+        return {"model": model, "optimizer": optimizer}
+
+    def _unpadded(self, name: str, value: Any) -> Any:
+        """A view without the padded rows that the last ranks of tp hold."""
+        if name not in self.rows or not isinstance(value, DTensor) or value.dim() == 0:
+            return value
+        local, rows = value.to_local(), self.rows[name]
+        axes = zip(value.device_mesh.get_coordinate() or (), value.placements, strict=True)
+        first = sum(rank * len(local) for rank, placement in axes if placement.is_shard(0))
+        size = torch.Size((rows, *value.shape[1:]))
+        return DTensor.from_local(
+            local[: max(0, rows - first)],
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=size,
+            stride=(value.shape[1], 1),
+        )
+
+    @torch.no_grad()
+    def _fill_copies(self, held: dict[str, dict[str, Any]]) -> None:
+        """Where both stages of a tied weight are here, give the second what the first has read."""
+        for values in held.values():
+            first: dict[tuple[str, str, str], Any] = {}
+            for key, value in values.items():
+                kind, fqn, slot = _parts_of(key) if key not in self.names else ("", key, "")
+                read = first.setdefault((kind, self.names[fqn], slot), value)
+                if isinstance(value, torch.Tensor) and read is not value:
+                    value.copy_(read)
+
+
+def _holds(reader: ShardReader, name: str, like: torch.Tensor) -> bool:
+    """Whether a tensor of this shape is stored."""
+    found = reader.index.tensors.get(name)
+    return found is not None and found.size == like.shape
+
+
+def _raise(error: OSError, *_: Any) -> Written:
+    raise error
+
+
+def _parts_of(key: str) -> tuple[str, str, str]:
+    """`state.0.embed.weight.exp_avg` -> its kind, FQN and slot."""
+    kind, rest = key.split(".", 1)
+    return kind, *rest.rsplit(".", 1)  # type: ignore[return-value]
+
+
+def _get_rng() -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    states = {f"{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng(states: dict[str, torch.Tensor]) -> None:
+    for name, state in states.items():
+        setter = torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state
+        setter(state)

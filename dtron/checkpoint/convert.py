@@ -1,0 +1,298 @@
+"""`dtron convert`: a Hugging Face folder into a checkpoint, and a checkpoint into such a folder.
+
+Alone or under torchrun, whose ranks share the files. A rank holds one tensor at a time. What is
+written appears under its name when it is whole.
+"""
+
+import argparse
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dtron.checkpoint.dcp_storage import ShardReader, ShardWriter
+from dtron.checkpoint.directory import (
+    Facts,
+    check_agreement,
+    check_content,
+    find_weights,
+    read_facts,
+    write_facts,
+)
+from dtron.checkpoint.initial_weights import model_settings, open_initial
+from dtron.checkpoint.save import why
+from dtron.config import RunConfig
+from dtron.data.tokenizer import ByteTokenizer, tokenizer_file
+from dtron.errors import ArgumentParser, CheckpointError, ConfigError
+from dtron.io.filesystem import Location, read_json, sync_directory, write_synced
+from dtron.io.remote_path import Remote
+from dtron.models import BACKENDS, build_model, hf_folder, hf_of
+from dtron.models.hf_export import Export
+from dtron.models.hf_weights import CONFIG, Folder, Region, whole
+from dtron.run.process import Place, process_group, set_up_logging
+from dtron.run.rendezvous import meet
+
+log = logging.getLogger("dtron")
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""What belongs to a model beside its weights; copied as it is."""
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""One of which a tokenizer has."""
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TIMEOUT_SECONDS = 24 * 3600
+_GB = 10**9
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `dtron convert ...`; returns the exit status. Raises DtronError."""
+    given = convert_parser().parse_args(arguments)
+    place = Place.of_environment()
+    set_up_logging(place, Console())
+    store = meet(place, _TIMEOUT_SECONDS).store
+    with process_group(place, _TIMEOUT_SECONDS, store):
+        try:
+            given.run(given)
+        except OSError as error:
+            raise CheckpointError(f"{given.out} cannot be written: {error}") from error
+    return 0
+
+
+def convert_parser() -> argparse.ArgumentParser:
+    """What `dtron convert` takes."""
+    parser = ArgumentParser(prog="dtron convert", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    summary = "a Hugging Face folder becomes a checkpoint for checkpoint.initial"
+    one = commands.add_parser("from-hf", help=summary, description=summary)
+    one.add_argument("folder", type=Path, help="config.json and safetensors files")
+    one.add_argument("out", type=Path, help="a folder that is not there yet")
+    one.add_argument("--dtype", choices=_DTYPES, help="of the checkpoint; default: as it is stored")
+    one.set_defaults(run=lambda given: from_hf_folder(given.folder, given.out, given.dtype))
+    summary = "a checkpoint becomes a folder that transformers loads"
+    two = commands.add_parser("to-hf", help=summary, description=summary)
+    two.add_argument("checkpoint", help="a checkpoint, or a run, whose newest is taken; or its URL")
+    two.add_argument("out", type=Path, help="a folder that is not there yet")
+    two.add_argument("--dtype", choices=_DTYPES, help="of the files; default: as it is stored")
+    two.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="a folder with tokenizer files; default: those beside the run's tokenizer",
+    )
+    two.add_argument("--file-gb", type=float, default=5.0, help="largest file; default: 5")
+    two.set_defaults(run=to_hf_from)
+    return parser
+
+
+class _Streamed(DefaultSavePlanner):
+    """Plans tensors on the meta device and reads each when it is written."""
+
+    def __init__(self, folder: Folder, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self._folder, self._dtype = folder, dtype
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """A whole tensor."""
+        fqn = index.fqn.removeprefix("model.")
+        each = self._folder.ours[fqn]
+        tensor = self._folder.read(fqn, whole(each.shape))
+        return tensor if each.dtype or self._dtype is None else tensor.to(self._dtype)
+
+
+def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
+    """Make a checkpoint that holds weights only; all ranks call it together.
+
+    Raises:
+        CheckpointError: the folder does not hold one of MODELS, whole, or `out` exists.
+        OSError: the disk is full.
+    """
+    source = hf_folder(folder)
+    stored = _DTYPES[dtype] if dtype else None
+    dtypes = source.dtypes
+    state = {
+        f"model.{fqn}": torch.empty(
+            each.shape, dtype=each.dtype or stored or dtypes[fqn], device="meta"
+        )
+        for fqn, each in source.ours.items()
+    }
+    with _appearing(out) as partial:
+        planner = _Streamed(source, stored)
+        try:
+            dcp.save(state, storage_writer=ShardWriter(partial), planner=planner)
+        except dcp.CheckpointException as error:
+            raise why(error) from error
+        if dist.get_rank() == 0:
+            _copy_beside(source.path, partial)
+            model = {"name": source.family, **source.config.model_dump(mode="json")}
+            write_facts(partial, Facts.of_weights(model, dist.get_world_size()))
+    log.info("%s holds the weights of %s; train it with", out, source.path)
+    log.info("  checkpoint.initial=%s %s", out, model_settings(source.family, source.config))
+
+
+def to_hf_from(given: argparse.Namespace) -> None:
+    """`dtron convert to-hf`; all ranks call it together."""
+    if not 0 < given.file_gb < math.inf:
+        raise ConfigError(f"--file-gb {given.file_gb:g} is no size of a file; use one such as 5")
+    path = find_weights(given.checkpoint)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    check_agreement(path, everyone)
+    check_content(path, everyone)
+    tokenizer = _named_tokenizer(given.tokenizer) if given.tokenizer else tokenizer_of(path)
+    to_hf_folder(path, given.out, given.dtype, tokenizer, round(given.file_gb * _GB))
+
+
+def _named_tokenizer(named: Path | str) -> Path | str:
+    """What --tokenizer names: "byte", or the folder of tokenizer files.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if str(named) == "byte":
+        return "byte"
+    folder = tokenizer_file(str(named)).parent
+    files = any((folder / name).is_file() for name in _VOCABULARIES)
+    if not Path(named).expanduser().exists() or not files:
+        raise ConfigError(
+            f"--tokenizer {named} has no tokenizer files; give a folder with one of "
+            f'{", ".join(_VOCABULARIES)}, or "byte"'
+        )
+    return folder
+
+
+def tokenizer_of(checkpoint: Location) -> Path | str | None:
+    """The folder with a checkpoint's tokenizer files, or "byte"; None: it is not known."""
+    if isinstance(checkpoint, Remote):
+        return None
+    if (checkpoint / "tokenizer.json").is_file():
+        return checkpoint
+    run = checkpoint.parent.parent / "config.toml"
+    if not run.is_file():
+        return None
+    named = RunConfig.load(run).data.tokenizer
+    return named if named == "byte" else tokenizer_file(named).parent
+
+
+def to_hf_folder(
+    checkpoint: Location,
+    out: Path,
+    dtype: str | None = None,
+    tokenizer: Path | str | None = None,
+    file_bytes: int = 5 * _GB,
+) -> None:
+    """Write a checkpoint's model for transformers; all ranks call it together.
+
+    Args:
+        checkpoint: a folder step-N.
+        dtype: of the files; None: as it is stored.
+        tokenizer: a folder whose tokenizer files are copied, or "byte".
+    Raises:
+        CheckpointError: it cannot be read, transformers has no such model, or `out` exists.
+        OSError: the disk is full.
+    """
+    initial, facts = open_initial(checkpoint), read_facts(checkpoint)
+    seq_len = facts.settings.get("train.seq_len", 1)
+    config = initial.config
+    if config.positions == "rope":
+        config = config.model_copy(update={"max_seq_len": max(config.max_seq_len, seq_len)})
+    with torch.device("meta"):
+        model = build_model(initial.name, config, BACKENDS["math"])
+    hf, reader = hf_of(initial.name), ShardReader(initial.path)
+
+    def get(fqn: str, region: Region) -> Tensor:
+        return reader.region(f"model.{fqn}", region)
+
+    def dtype_of(fqn: str) -> torch.dtype:
+        return _DTYPES[dtype] if dtype else reader.dtype(f"model.{fqn}")
+
+    export = Export(hf, config, model, dtype_of, get, file_bytes)
+    with _appearing(out) as partial:
+        rank, n_ranks = dist.get_rank(), dist.get_world_size()
+        export.write(partial, range(rank, len(export.files), n_ranks))
+        if rank == 0:
+            if tokenizer is not None:
+                export.config_json |= _add_tokenizer(tokenizer, partial)
+            export.write_json(partial)
+    log.info("%s: %d files for %s", out, len(export.files), hf.architecture)
+    if tokenizer is None:
+        log.info("no tokenizer files: give --tokenizer FOLDER to have them copied")
+
+
+def _add_tokenizer(tokenizer: Path | str, out: Path) -> dict[str, Any]:
+    """Write a tokenizer's files; which tokens begin and end a text, for config.json."""
+    if tokenizer == "byte":
+        return _write_byte_tokenizer(out)
+    _copy_beside(Path(tokenizer), out)
+    config = Path(tokenizer) / CONFIG
+    there = read_json(config) if config.is_file() else {}
+    return {key: there[key] for key in _TOKENS if key in there}
+
+
+def _write_byte_tokenizer(out: Path) -> dict[str, Any]:
+    """dtron's bytes of UTF-8, as the tokenizers library and transformers know them."""
+    eos, eos_id = "<|endoftext|>", ByteTokenizer.eos_id
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {eos: eos_id}
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocabulary, merges=[], byte_fallback=True)
+    )
+    fallback, fuse = tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()
+    tokenizer.decoder = tokenizers.decoders.Sequence([fallback, fuse])  # type: ignore[assignment]
+    tokenizer.add_special_tokens([eos])
+    tokenizer.save(str(out / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+    write_synced(out / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    return {"eos_token_id": eos_id}
+
+
+def _copy_beside(folder: Path, out: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A folder beside `out` for all ranks to write to, which is `out` when they are done.
+
+    Raises:
+        CheckpointError: `out` exists.
+    """
+    out = out.expanduser()
+    partial, first = out.with_name(out.name + ".partial"), dist.get_rank() == 0
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; give another folder")
+    dist.barrier()
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
+        partial.mkdir(parents=True)
+    dist.barrier()
+    yield partial
+    dist.barrier()
+    if first:
+        sync_directory(partial)
+        os.replace(partial, out)
+        sync_directory(out.parent)
+    dist.barrier()

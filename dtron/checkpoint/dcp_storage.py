@@ -1,0 +1,483 @@
+"""How a checkpoint lies on a disk: safetensors files and an index in JSON, and no pickle.
+
+    rank-R.safetensors   what rank R wrote; the part of tensor NAME that begins at 4, 0 is NAME@4,0
+    index.json           size and SHA-256 of each file; dtype, shape and parts of each tensor
+
+`torch.distributed.checkpoint` decides which rank writes and reads what, since its planners know
+DTensors; this is its storage. A file is written one tensor after the other, hashed on the way and
+synced. Of the ranks that hold the same part one writes it.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dtron.errors import CheckpointError, cause_of
+from dtron.io.filesystem import Location, plain_name, read_json, size_of, write_synced
+from dtron.io.remote_path import Remote, UnreachableError
+from dtron.io.safetensors_file import (
+    DTYPE_NAMES,
+    DTYPES_BY_NAME,
+    Described,
+    StoredTensor,
+    StoredTensors,
+    TensorFile,
+    Written,
+    counts,
+    shape_of,
+)
+from dtron.io.untrusted import INDEX_BYTES, open_regular
+
+INDEX = "index.json"
+_MOST_COMPARED = (
+    4 * 10**6
+)  # parts of one tensor with each other, of which a made-up index has too many
+_FORMAT = 1
+
+
+class _Place(NamedTuple):
+    """Where a part of a tensor was written."""
+
+    file: str
+    written: Written
+
+
+WriteFile = Callable[[Location, Mapping[str, Described], Callable[[str], torch.Tensor]], Written]
+"""Writes a safetensors file of tensors that are announced first and follow one after the other."""
+
+
+def write_here(
+    target: Location, tensors: Mapping[str, Described], get: Callable[[str], torch.Tensor]
+) -> Written:
+    """Write a file in this process. Raises OSError."""
+    file = TensorFile(str(target), tensors, {})
+    try:
+        for key in file.order:
+            file.write(key, get(key))
+        return file.close()
+    finally:
+        file.abandon()
+
+
+def without_limit(act: Callable[[], None]) -> None:
+    """Call what may take as long as it takes."""
+    act()
+
+
+class ShardWriter(dcp.StorageWriter):
+    """Writes the files of one checkpoint into a folder that is there already.
+
+    Args:
+        write: writes this rank's file.
+        limited: calls what reaches the disk, and raises OSError when it takes too long.
+    Raises:
+        OSError: from within `dcp.save`, as a CheckpointException on all ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Location,
+        write: WriteFile = write_here,
+        limited: Callable[[Callable[[], None]], None] = without_limit,
+    ) -> None:
+        self.folder, self._write_file, self._limited = folder, write, limited
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing has to be set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank its file."""
+        return [replace(plan, storage_data=name_of_file(r)) for r, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file."""
+        items = {_key(item.index): item for item in plan.items}
+        results: list[WriteResult] = []
+        if items:
+            self._limited(lambda: results.extend(self._write(plan.storage_data, items, planner)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(
+        self, name: str, items: Mapping[str, WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        tensors = {key: _described(item) for key, item in items.items()}
+
+        def get(key: str) -> torch.Tensor:
+            data = planner.resolve_data(items[key])
+            assert isinstance(data, torch.Tensor), f"{key} is no tensor"
+            return data
+
+        place = _Place(name, self._write_file(self.folder / name, tensors, get))
+        return [WriteResult(item.index, tensors[k].nbytes, place) for k, item in items.items()]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index; the coordinator calls it when all files are complete."""
+        places = {result.index: result.storage_data for rank in results for result in rank}
+        files = {place.file: place.written for place in places.values()}
+        table = {
+            "format": _FORMAT,
+            "files": {n: {"bytes": w.bytes, "sha256": w.sha256} for n, w in files.items()},
+            "tensors": {
+                fqn: _entry(fqn, tensor, places)
+                for fqn, tensor in metadata.state_dict_metadata.items()
+            },
+        }
+        text = json.dumps(table, separators=(",", ":")) + "\n"
+        self._limited(lambda: write_synced(self.folder / INDEX, text))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Any path."""
+        return True
+
+
+def name_of_file(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank-{rank}.safetensors"
+
+
+def _key(index: MetadataIndex) -> str:
+    """The name of a part in its file; that of a whole tensor is the tensor's own."""
+    offsets = index.offset or ()
+    return f"{index.fqn}@{','.join(map(str, offsets))}" if any(offsets) else index.fqn
+
+
+def _described(item: WriteItem) -> Described:
+    data = item.tensor_data
+    assert data is not None, f"{item.index.fqn} is no tensor; checkpoints hold nothing else"
+    return Described(data.properties.dtype, tuple(data.chunk.sizes))
+
+
+def _entry(fqn: str, tensor: Any, places: Mapping[MetadataIndex, _Place]) -> dict[str, Any]:
+    assert isinstance(tensor, TensorStorageMetadata), f"{fqn} is no tensor"
+    parts = []
+    for chunk in tensor.chunks:
+        place = places[MetadataIndex(fqn, chunk.offsets)]
+        parts.append([list(chunk.offsets), list(chunk.sizes), place.file])
+    dtype = DTYPE_NAMES[tensor.properties.dtype]
+    return {"dtype": dtype, "shape": list(tensor.size), "parts": parts}
+
+
+@dataclass(frozen=True)
+class Index:
+    """What index.json says."""
+
+    files: dict[str, Written]
+    tensors: dict[str, TensorStorageMetadata]
+    places: dict[MetadataIndex, str]
+    """The file of each part."""
+    sizes: dict[MetadataIndex, torch.Size]
+    """The shape of each part."""
+
+
+def read_index(folder: Location) -> Index:
+    """Read index.json.
+
+    Raises:
+        CheckpointError: it is damaged, names files elsewhere, or the parts of a tensor do not make
+            the tensor; names it.
+    """
+    path = folder / INDEX
+    table = _table(path)
+    files = _files(table, path)
+    try:
+        tensors, places, extents = {}, {}, {}
+        for fqn, entry in table["tensors"].items():
+            chunks = []
+            shape = shape_of(entry["shape"])
+            for offsets, sizes, file in entry["parts"]:
+                begin, extent = torch.Size(counts(offsets)), torch.Size(shape_of(sizes))
+                chunk = ChunkStorageMetadata(begin, extent)
+                chunks.append(chunk)
+                at = MetadataIndex(fqn, chunk.offsets)
+                places[at], extents[at] = files[file] and file, chunk.sizes
+            properties = TensorProperties(dtype=DTYPES_BY_NAME[entry["dtype"]])
+            tensors[fqn] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from None
+    for fqn, tensor in tensors.items():
+        if wrong := untiled(tensor.size, tensor.chunks):
+            raise CheckpointError(f"{path} is damaged: {fqn} of shape {list(tensor.size)} {wrong}")
+    return Index(files, tensors, places, extents)
+
+
+def read_files(folder: Location) -> dict[str, Written]:
+    """The files that index.json names, and nothing more. Raises CheckpointError: it is damaged."""
+    return _files(_table(folder / INDEX), folder / INDEX)
+
+
+def _table(path: Location) -> dict[str, Any]:
+    table = read_json(path, INDEX_BYTES)
+    if table.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {table.get('format')!r}, not {_FORMAT}")
+    return table
+
+
+def _files(table: dict[str, Any], path: Location) -> dict[str, Written]:
+    try:
+        return {
+            plain_name(name, path): Written(counts([f["bytes"]])[0], str(f["sha256"]))
+            for name, f in table["files"].items()
+        }
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from None
+
+
+def untiled(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
+    """Why parts do not make up a tensor, each element once; None: they do."""
+    boxes = []
+    for chunk in chunks:
+        box = [(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=False)]
+        same_rank = len(chunk.offsets) == len(chunk.sizes) == len(shape)
+        if not same_rank or any(
+            a < 0 or b < a or b > n for (a, b), n in zip(box, shape, strict=True)
+        ):
+            return f"has a part that is not inside it, {list(chunk.sizes)} at {list(chunk.offsets)}"
+        if math.prod(chunk.sizes):
+            boxes.append(box)
+    if (overlap := _overlap(boxes)) is not None:
+        return f"has parts that overlap, at {[a for a, _ in overlap]}"
+    missing = math.prod(shape) - sum(math.prod(b - a for a, b in box) for box in boxes)
+    return f"lacks {missing} elements" if missing else None
+
+
+def _overlap(boxes: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None:
+    """A box that overlaps with another; swept along the dim that parts them most, so that a box
+    meets few others."""
+    if not boxes or not boxes[0]:
+        return boxes[1] if len(boxes) > 1 else None
+    along = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
+    active: list[list[tuple[int, int]]] = []
+    left = _MOST_COMPARED
+    for box in sorted(boxes, key=lambda box: box[along]):
+        active = [other for other in active if other[along][1] > box[along][0]]
+        if (left := left - len(active)) < 0:
+            return box
+        for other in active:
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
+                return box
+        active.append(box)
+    return None
+
+
+def missing_or_short(folder: Location, files: Mapping[str, Written]) -> str | None:
+    """What is wrong with the files of a checkpoint, by their sizes; None: nothing. Raises
+    UnreachableError."""
+    for name, written in files.items():
+        try:
+            size = size_of(folder / name)
+        except UnreachableError:
+            raise
+        except OSError as error:
+            return f"{name} is missing ({error.strerror or error})"
+        if size != written.bytes:
+            return f"{name} has {size} bytes, not {written.bytes}"
+    return None
+
+
+def corrupt(folder: Location, files: Mapping[str, Written], group: dist.ProcessGroup) -> list[str]:
+    """What is wrong with the files of a checkpoint, by their content: all ranks call it together,
+    each reads some of the files, and all get the same answer.
+
+    Raises:
+        UnreachableError: on all ranks; a store does not answer one of them.
+    """
+    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
+    mine, wrong, unreachable = sorted(files)[rank::n_ranks], list[str](), ""
+    try:
+        wrong = [why for name in mine if (why := _differs(folder / name, files[name]))]
+    except UnreachableError as error:
+        unreachable = str(error)
+    gathered: list[tuple[list[str], str]] = [([], "")] * n_ranks
+    dist.all_gather_object(gathered, (wrong, unreachable), group=group)
+    for other, (_, reason) in enumerate(gathered):
+        if reason:  # which does not make an older checkpoint the newest good one
+            raise UnreachableError(f"rank {other}: {reason}")
+    return [why for rank_wrong, _ in gathered for why in rank_wrong]
+
+
+def _differs(path: Location, written: Written) -> str | None:
+    try:
+        found = _sha256(path)
+    except UnreachableError:
+        raise
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror or error})"
+    return None if found == written.sha256 else f"{path.name} is corrupt: its SHA-256 differs"
+
+
+def _sha256(path: Location) -> str:
+    if isinstance(path, Remote):
+        content = hashlib.sha256()
+        for block in path.blocks():
+            content.update(block)
+        return content.hexdigest()
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+class StoredReader(dcp.StorageReader):
+    """What readers of any format have in common: they know all tensors when they are made."""
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing has to be set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As planned."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Any path."""
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what this rank needs into its tensors, converted to their dtype."""
+        for item in plan.items:
+            part = self.part(item.storage_index, region_of(item))
+            planner.resolve_tensor(item).detach().copy_(part)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
+        """A region of one stored part."""
+        raise NotImplementedError
+
+
+def region_of(item: ReadItem) -> tuple[slice, ...]:
+    """What of a stored part is read."""
+    pairs = zip(item.storage_offsets, item.lengths, strict=True)
+    return tuple(slice(start, start + n) for start, n in pairs)
+
+
+class ShardReader(StoredReader):
+    """Reads what a ShardWriter has written, under any layout.
+
+    Attributes:
+        index: what is there.
+    Raises:
+        CheckpointError: the index is damaged.
+    """
+
+    def __init__(self, folder: Location) -> None:
+        self.folder, self.index = folder, read_index(folder)
+        self._open: dict[str, StoredTensors] = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """All tensors."""
+        return Metadata(dict(self.index.tensors))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor. Raises CheckpointError: it is missing."""
+        if name not in self.index.tensors:
+            raise CheckpointError(f"{self.folder} holds no {name}")
+        return self.index.tensors[name].properties.dtype
+
+    def region(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        """A region of a tensor, put together of the parts that overlap with it."""
+        out = torch.empty([s.stop - s.start for s in region], dtype=self.dtype(name))
+        for chunk in self.index.tensors[name].chunks:
+            inside, target = [], []
+            for want, first, size in zip(region, chunk.offsets, chunk.sizes, strict=True):
+                low, high = max(want.start, first), min(want.stop, first + size)
+                inside.append(slice(low - first, max(low, high) - first))
+                target.append(slice(low - want.start, max(low, high) - want.start))
+            if all(s.stop > s.start for s in inside):
+                part = self.part(MetadataIndex(name, chunk.offsets), tuple(inside))
+                out[tuple(target)] = part
+        return out
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what this rank needs into its tensors, file by file and in their order."""
+        files: dict[str, list[tuple[ReadItem, StoredTensor, tuple[slice, ...]]]] = {}
+        for item in plan.items:
+            with self._reading(item.storage_index) as name:
+                part = item, self._stored(item.storage_index), region_of(item)
+                files.setdefault(name, []).append(part)
+        for name, parts in files.items():
+            parts.sort(key=lambda part: part[1].extent(part[2]))
+            self._open[name].plan([(stored, region) for _, stored, region in parts])
+        items = [item for parts in files.values() for item, _, _ in parts]
+        return super().read_data(replace(plan, items=items), planner)
+
+    def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
+        """A region of one stored part. Raises CheckpointError: the file does not hold it as the
+        index says."""
+        with self._reading(index):
+            return self._stored(index)[region]
+
+    def _stored(self, index: MetadataIndex) -> StoredTensor:
+        name = self.index.places[index]
+        if name not in self._open:
+            self._open[name] = StoredTensors(self.folder / name)
+        stored = self._open[name].get_slice(_key(index))
+        self._check(index, stored.get_dtype(), stored.get_shape(), name)
+        return stored
+
+    @contextlib.contextmanager
+    def _reading(self, index: MetadataIndex) -> Iterator[str]:
+        name = self.index.places[index]
+        try:
+            yield name
+        except (OSError, ValueError) as error:
+            where = self.folder / name
+            raise CheckpointError(f"{where} cannot be read: {cause_of(error, where)}") from None
+
+    def _check(self, index: MetadataIndex, dtype: str, shape: list[int], file: str) -> None:
+        tensor = self.index.tensors[index.fqn]
+        wanted = (DTYPE_NAMES[tensor.properties.dtype], list(self.index.sizes[index]))
+        if (dtype, list(shape)) != wanted:
+            raise ValueError(f"{index.fqn} is {dtype} {list(shape)} in {file}, not {wanted}")
+
+
+def tensor_metadata(dtype: torch.dtype, shape: Sequence[int]) -> TensorStorageMetadata:
+    """A tensor that is stored in one part."""
+    whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [whole])

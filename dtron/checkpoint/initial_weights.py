@@ -1,0 +1,183 @@
+"""The weights that training starts from: a Hugging Face folder, or a checkpoint of dtron.
+
+Each rank reads the parts of tensors that it holds and no more: `torch.distributed.checkpoint` plans
+which these are, for any layout, and the reader gives them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from dtron.checkpoint.dcp_storage import ShardReader, StoredReader, tensor_metadata
+from dtron.checkpoint.directory import find_weights, read_facts
+from dtron.config import Data
+from dtron.data.tokenizer import Tokenizer, load_tokenizer
+from dtron.errors import CheckpointError, ConfigError
+from dtron.io.filesystem import Location, is_file, location
+from dtron.models import MODELS, hf_folder, model_config
+from dtron.models.config import DecoderConfig
+from dtron.models.hf import differences
+from dtron.models.hf_weights import CONFIG, Folder
+
+INITIAL = "initial"
+"""`model.size` of a model whose shape is that of `checkpoint.initial`."""
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Where initial weights are, and of which model."""
+
+    path: Location
+    name: str
+    """Row of MODELS."""
+    config: DecoderConfig
+    folder: Folder | None
+    """Open, if it is in Hugging Face's format."""
+
+    def reader(self) -> dcp.StorageReader:
+        """What gives its tensors to `dcp.load`."""
+        return ShardReader(self.path) if self.folder is None else HuggingFaceReader(self.folder)
+
+
+class HuggingFaceReader(StoredReader):
+    """A Hugging Face folder as `dcp.load` reads it: every tensor in one part."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """All tensors, under the names that checkpoints give them."""
+        dtypes = self.folder.dtypes
+        return Metadata(
+            {
+                f"model.{fqn}": tensor_metadata(dtypes[fqn], each.shape)
+                for fqn, each in self.folder.ours.items()
+            }
+        )
+
+    def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
+        """A region of a tensor."""
+        return self.folder.read(index.fqn.removeprefix("model."), region)
+
+
+def open_initial(path: str | Location, zero_centered: bool = False) -> Initial:
+    """Find out what a folder holds.
+
+    Args:
+        path: a Hugging Face folder, a checkpoint, or a run.
+        zero_centered: as `Folder`'s.
+    Raises:
+        CheckpointError: it holds neither, or not whole.
+    """
+    where = location(path)
+    if isinstance(where, Path) and is_file(where / CONFIG):
+        folder = hf_folder(where, zero_centered)
+        return Initial(where, folder.family, folder.config, folder)
+    found = find_weights(where, "a Hugging Face folder (with config.json) nor ")
+    model = dict(read_facts(found).model)
+    name = str(model.pop("name", ""))
+    try:
+        return Initial(found, name, DecoderConfig.model_validate(model, strict=False), None)
+    except ValueError as error:
+        raise CheckpointError(f"{found}: its model is not one of this dtron's: {error}") from None
+
+
+def check_same_model(initial: Initial, name: str, config: DecoderConfig) -> None:
+    """Refuse weights of another model, naming what to set. Raises CheckpointError."""
+    if initial.name != name:
+        raise CheckpointError(
+            f"checkpoint.initial = {str(initial.path)!r} is a {initial.name}, not a {name}; "
+            f"set model.name={initial.name}"
+        )
+    given = initial.config if config.mtp else initial.config.model_copy(update={"mtp": 0})
+    unlike = differences(given, config)  # weights that predict further tokens may stay unread
+    if initial.folder is None:
+        kept = initial.config.norm_zero_centered
+        if kept != config.norm_zero_centered:
+            unlike.append(("norm_zero_centered", kept, config.norm_zero_centered))
+    if unlike:
+        wanted = " ".join(f"model.override.{key}={_toml(there)}" for key, there, _ in unlike)
+        raise CheckpointError(
+            f"checkpoint.initial = {str(initial.path)!r} is of another model; set {wanted}"
+        )
+
+
+def model_settings(name: str, config: DecoderConfig) -> str:
+    """`model.*` of a run config for this model: the size that is most like it, and what differs."""
+    unlike = {size: differences(config, model_config(name, size)) for size in MODELS[name].sizes}
+    size = min(unlike, key=lambda each: len(unlike[each]))
+    words = [f"model.override.{key}={_toml(there)}" for key, there, _ in unlike[size]]
+    return " ".join([f"model.name={name}", f"model.size={size}", *words])
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+TOKENIZER = "tokenizer.json"
+_PROBE = "Hello, world 1234! Grüße\n\n  def f(x): return x\t你好 🙂"
+"""Text that tokenizers of different vocabularies encode differently."""
+
+
+def completed(values: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what `checkpoint.initial` knows: the model where `model.size` is "initial", and the
+    tokenizer where none is set.
+
+    Args:
+        values: nested, as read from TOML and the command line; not changed.
+    Returns:
+        The same, or a copy with `model` and `data.tokenizer` set.
+    Raises:
+        ConfigError: `model.size` is "initial" without `checkpoint.initial`.
+        CheckpointError: there is no model.
+    """
+    model, data = values.get("model", {}), values.get("data", {})
+    path, by_initial = values.get("checkpoint", {}).get("initial", ""), model.get("size") == INITIAL
+    if not path:
+        if by_initial:
+            raise ConfigError('model.size = "initial" needs checkpoint.initial')
+        return values
+    if by_initial:
+        initial = open_initial(path)
+        override = {**initial.config.model_dump(mode="json"), **model.get("override", {})}
+        size = next(iter(MODELS[initial.name].sizes))
+        model = {**model, "name": initial.name, "size": size, "override": override}
+    if "tokenizer" not in data and (tokenizer := tokenizer_of(path)):
+        data = {**data, "tokenizer": tokenizer}
+    return {**values, "model": model, "data": data}
+
+
+def tokenizer_of(path: str | Location) -> str:
+    """`data.tokenizer` of a Hugging Face folder, a checkpoint or a run; empty: it has none."""
+    where = location(path)
+    if isinstance(where, Path) and is_file(where / CONFIG):
+        return str(where / TOKENIZER) if is_file(where / TOKENIZER) else ""
+    facts = read_facts(find_weights(where, "a Hugging Face folder (with config.json) nor "))
+    return str(facts.settings.get("data.tokenizer", ""))
+
+
+def check_tokenizer(initial: Initial, tokenizer: Tokenizer, data: Data) -> None:
+    """Refuse another tokenizer than the one that the weights know.
+
+    Raises:
+        ConfigError: texts get other ids, or a Hugging Face folder has no tokenizer and none is set.
+    """
+    known = tokenizer_of(initial.path)
+    if not known and initial.folder is not None and data.tokenizer == "byte":
+        raise ConfigError(
+            f"checkpoint.initial = {str(initial.path)!r} has no {TOKENIZER}; set data.tokenizer to "
+            'that of the model, or checkpoint.allow_data_change=true to train on bytes ("byte")'
+        )
+    if not known or known == data.tokenizer:
+        return
+    theirs = load_tokenizer(data.model_copy(update={"tokenizer": known}))
+    if theirs.encode(_PROBE) != tokenizer.encode(_PROBE) or theirs.eos_id != tokenizer.eos_id:
+        raise ConfigError(
+            f"data.tokenizer = {data.tokenizer!r} is not the tokenizer of checkpoint.initial = "
+            f"{str(initial.path)!r}; set data.tokenizer={known}, leave it out, or set "
+            "checkpoint.allow_data_change=true to train with another one"
+        )

@@ -1,0 +1,56 @@
+"""Where a run's checkpoints are: a durable folder, and before it a faster one if there is one.
+
+With a fast tier (the node's disk, /dev/shm) a checkpoint is written there every few steps, and
+every so many of them are copied on, beside training, to the durable folder or store.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from dtron.config import RunConfig
+from dtron.io.filesystem import Location, location
+from dtron.run.directory import RunDir
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A folder of checkpoints."""
+
+    folder: Location
+    interval: int
+    """Steps between checkpoints; 0: none but the last."""
+    keep: int
+    """How many of the newest are kept; 0: all."""
+    keep_every: int = 0
+    """Steps that this divides are kept beside them; 0: none."""
+
+
+def tiers_of(config: RunConfig) -> list[Tier]:
+    """The tiers of a run, the durable one last. Raises ConfigError: a URL cannot be used."""
+    options, run = config.checkpoint, RunDir(config.run.dir)
+    folder = location(options.dir) if options.dir else run.checkpoints
+    tiers = [Tier(folder, options.interval, options.keep, options.keep_every)]
+    if options.fast_dir:
+        fast = Path(options.fast_dir).expanduser() / _name_of(run.path)
+        tiers.insert(0, Tier(fast, options.fast_interval, options.fast_keep))
+    return tiers
+
+
+def owner(tiers: Sequence[Tier], checkpoint: Location | None) -> Tier | None:
+    """The tier whose checkpoint it is."""
+    if checkpoint is None:
+        return None
+    parent = _resolved(checkpoint.parent)
+    return next((tier for tier in tiers if _resolved(tier.folder) == parent), None)
+
+
+def _resolved(folder: Location) -> Location:
+    return folder.resolve() if isinstance(folder, Path) else folder
+
+
+def _name_of(run: Path) -> str:
+    """Of a run's folder among those of other runs."""
+    path = str(run.resolve())
+    return f"{run.resolve().name}-{sha256(path.encode()).hexdigest()[:8]}"

@@ -1,0 +1,248 @@
+"""Writing checkpoints and publishing them, by all ranks together.
+
+A disk that does not answer ends a save, not a run and not never: what reaches the disk runs in a
+thread that is given up after `checkpoint.timeout_seconds`, which every rank then hears of. So no
+collective waits for a disk longer than that, in a group whose own limit is beyond it; those of
+training keep `parallel.timeout_seconds`.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from dtron.checkpoint.async_staging import Background
+from dtron.checkpoint.dcp_storage import (
+    INDEX,
+    ShardWriter,
+    WriteFile,
+    missing_or_short,
+    read_files,
+)
+from dtron.checkpoint.directory import FACTS, Facts, begin, problem, publish, retire, withdraw
+from dtron.checkpoint.locations import Tier
+from dtron.checkpoint.save_plan import KeptPlan
+from dtron.errors import CheckpointError
+from dtron.io.filesystem import Location, check_mounted, listed, mount_of, read, write_synced
+from dtron.io.safetensors_file import Written
+from dtron.io.untrusted import INDEX_BYTES
+from dtron.io.writer_process import WriterProcess
+from dtron.run.process import new_host_group
+
+log = logging.getLogger("dtron")
+
+
+_NOBODY = -1
+Committed = Callable[[Location], object]
+
+
+class Saver:
+    """Writes checkpoints of one run; all ranks make it and call each method together.
+
+    One for what is written beside training and one for what is copied meanwhile: each has a group
+    of its own, so that their collectives cannot mix.
+
+    Args:
+        seconds: how long a rank's disk may take for one thing.
+        folder: of the checkpoints.
+        committed: called on the first rank with each complete checkpoint.
+    """
+
+    def __init__(self, seconds: int, folder: Location, committed: Committed | None = None) -> None:
+        self.group = new_host_group(2 * seconds + 60)
+        self.seconds, self.committed = seconds, committed
+        self._mount = mount_of(folder)
+        self._listed: Location | None = None
+        """The folder of checkpoints as the first rank found it for this save."""
+
+    def write(
+        self,
+        tensors: dict[str, Any],
+        facts: Facts,
+        tier: Tier,
+        plan: KeptPlan,
+        write: WriteFile,
+        kept: Collection[Location] = (),
+    ) -> None:
+        """Write and publish a checkpoint.
+
+        Args:
+            tensors: by the names under which they are stored.
+            kept: folders that somebody reads.
+        Raises:
+            CheckpointError: on all ranks; it could not be written, and what there is is deleted.
+        """
+
+        def act(folder: Location) -> None:
+            writer = ShardWriter(folder, write, self._limited)
+            dcp.save(tensors, storage_writer=writer, planner=plan, process_group=self.group)
+
+        self._publish(act, facts, tier, kept)
+
+    def copy(self, source: Location, facts: Facts, tier: Tier, process: WriterProcess) -> None:
+        """Copy a checkpoint to another tier and publish it there, if it is not there already. Each
+        rank copies some of the files, and compares what it reads with what was written.
+
+        Raises:
+            CheckpointError: as `write`.
+        """
+
+        if self._is_there(source, tier.folder / source.name):
+            return
+
+        def act(folder: Location) -> None:
+            self._everyone(lambda: _copy_files(source, folder, process))
+            self.first(lambda: write_synced(folder / INDEX, _index(source)))
+
+        try:
+            self._publish(act, facts, tier)
+        except CheckpointError:
+            process.kill()  # it may wait for a disk
+            raise
+
+    def _publish(
+        self,
+        act: Callable[[Location], None],
+        facts: Facts,
+        tier: Tier,
+        kept: Collection[Location] = (),
+    ) -> None:
+        folder, begun = tier.folder / f"step-{facts.step}", False
+        started = time.monotonic()
+        try:
+            self.first(lambda: self._begin(folder, kept))
+            begun = True  # before, what is there is another save's
+            self._check_shared(folder)
+            seen = self._listed / folder.name if self._listed is not None else folder
+            act(seen)
+            self._on(self._looks(folder), lambda: self._check_files(folder))
+            self.first(lambda: self._complete(seen, facts))
+        except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
+            if begun and dist.get_rank() == 0:
+                with contextlib.suppress(OSError):
+                    self._limited(lambda: withdraw(tier.folder / folder.name))
+            self._listed = None
+            cause = why(error) if isinstance(error, dcp.CheckpointException) else error
+            raise CheckpointError(f"{folder} could not be written: {cause}") from error
+        log.info("checkpoint: %s in %.1f s", folder, time.monotonic() - started)
+        try:
+            self.first(lambda: retire(seen.parent, folder, tier.keep, tier.keep_every, kept))
+        except CheckpointError as error:  # the new one is written all the same
+            log.warning("%s: an older checkpoint could not be deleted: %s", folder, error)
+        finally:
+            self._listed = None
+
+    def _begin(self, folder: Location, kept: Collection[Location]) -> None:
+        check_mounted(folder, self._mount)
+        if self._listed is None:
+            self._listed = listed(folder.parent)
+        begin(self._listed / folder.name, kept)
+
+    def _looks(self, folder: Location) -> int:
+        """The rank that looks for all ranks' files: of a store the last one, since the first has
+        more requests to make; it need not look for its own, which the store has confirmed."""
+        last = dist.get_world_size() - 1
+        return 0 if isinstance(folder, Path) else last or _NOBODY
+
+    def _check_files(self, folder: Location) -> None:
+        folder = listed(folder)
+        there = (folder / INDEX).exists()
+        wrong = missing_or_short(folder, read_files(folder)) if there else f"{INDEX} is missing"
+        if wrong:
+            raise CheckpointError(f"{wrong}; all ranks have to reach the same {folder.parent}")
+
+    def _complete(self, folder: Location, facts: Facts) -> None:
+        publish(folder, facts)
+        if self.committed is not None:
+            self.committed(folder)
+
+    def _is_there(self, source: Location, folder: Location) -> bool:
+        """Whether the first rank finds that a checkpoint has been copied before."""
+        found: list[bool] = [False]
+
+        def look() -> None:
+            self._listed = listed(folder.parent)
+            there = self._listed / folder.name
+            whole = (there / FACTS).exists() and problem(there) is None
+            found[0] = whole and _index(there) == _index(source)
+
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                self._limited(look)
+        dist.broadcast_object_list(found, src=0, group=self.group)
+        return found[0]
+
+    def first(self, act: Callable[[], None]) -> None:
+        """Act on the first rank while the others wait; a failure there is raised on all."""
+        self._on(0, act)
+
+    def _on(self, rank: int, act: Callable[[], None]) -> None:
+        self._everyone(act if dist.get_rank() == rank else lambda: None)
+
+    def _everyone(self, act: Callable[[], None]) -> None:
+        """Act on every rank; the first failure is raised on all. Raises CheckpointError."""
+        failure: str | None = None
+        try:
+            self._limited(act)
+        except Exception as error:  # the others wait for word of it
+            failure = str(error) or type(error).__name__
+        failures: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(failures, failure, group=self.group)
+        for rank, message in enumerate(failures):
+            if message is not None:
+                raise CheckpointError(f"rank {rank}: {message}")
+
+    def _limited(self, act: Callable[[], None]) -> None:
+        """Call what may wait for a disk. Raises TimeoutError, an OSError, and leaves it."""
+        try:
+            Background(act).wait(self.seconds)
+        except TimeoutError:
+            raise TimeoutError(
+                "its disk or store did not answer within checkpoint.timeout_seconds = "
+                f"{self.seconds}"
+            ) from None
+
+    def _check_shared(self, folder: Location) -> None:
+        """Every rank must see the directory that rank 0 made. Raises CheckpointError on all."""
+        if not isinstance(folder, Path):
+            return  # stores have no empty folders; whether all files are there is seen at the end
+        unseen = torch.tensor([1])
+
+        def look() -> None:
+            unseen[0] = int(not folder.exists())
+
+        with contextlib.suppress(OSError):
+            self._limited(look)
+        dist.all_reduce(unseen, group=self.group)
+        if unseen.item():
+            raise CheckpointError(
+                f"{int(unseen.item())} ranks do not see {folder}; it must be on a file system that "
+                "all ranks share"
+            )
+
+
+def _index(folder: Location) -> str:
+    """What lies where, with every file's SHA-256."""
+    return read(folder / INDEX, INDEX_BYTES).decode()
+
+
+def _copy_files(source: Location, folder: Location, process: WriterProcess) -> None:
+    written = read_files(source)
+    for name in sorted(written)[dist.get_rank() :: dist.get_world_size()]:
+        copied = Written(*process.copy(str(source / name), str(folder / name)))
+        if copied != written[name]:
+            raise CheckpointError(f"{source / name} is corrupt: its SHA-256 differs")
+
+
+def why(error: dcp.CheckpointException) -> CheckpointError:
+    """What went wrong on the first rank where something did, as a user sees it."""
+    rank, (cause, _) = next(iter(sorted(error.failures.items())))
+    if isinstance(cause, CheckpointError):
+        return cause
+    return CheckpointError(f"rank {rank}: {str(cause) or type(cause).__name__}")

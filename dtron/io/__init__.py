@@ -1,0 +1,1 @@
+"""Files, object stores and the process that writes."""

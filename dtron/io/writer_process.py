@@ -1,0 +1,201 @@
+"""Writing files of checkpoints, hashed on the way: in this process, or in one of its own.
+
+A process of its own competes with training for cores and the disk, not for Python's lock, and can
+be ended when a disk does not answer. It reads what it writes from memory that it shares with its
+parent. It is started by its module's name, so that no script is imported again, and imports the
+standard library alone (and fsspec for URLs). Orders and replies are lines of JSON:
+
+    {"target": PATH, "header": TEXT, "parts": [[offset, bytes], ...]}  ->  {"bytes": N, "sha256": S}
+    {"target": PATH, "source": PATH}                                   ->  the same, or {"error": E}
+
+Its end is its parent's: the kernel kills it on Linux, and its orders end.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dtron.io.untrusted import open_regular
+
+_PIECE = 1 << 24  # bytes hashed and written at once: they are still in the processor's cache
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_NICENESS = 5  # training goes first where cores are short
+
+
+class HashedFile:
+    """A new file.
+
+    Args:
+        target: a path, or a URL.
+    Raises:
+        OSError: from every method; the disk is full, or the file is there or cannot be written.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._hash, self._bytes = hashlib.sha256(), 0
+        self._file = _create(target)
+
+    def put(self, data: bytes | memoryview) -> None:
+        """Append."""
+        view = memoryview(data)
+        while view:
+            n = self._file.write(view[:_PIECE])  # may be short where the disk fills up
+            self._hash.update(view[:n])
+            self._bytes += n
+            view = view[n:]
+
+    def close(self) -> tuple[int, str]:
+        """Wait until the disk or the store has it; its bytes and their SHA-256."""
+        if "://" not in self.target:
+            os.fsync(self._file.fileno())
+        self._file.close()
+        return self._bytes, self._hash.hexdigest()
+
+    def abandon(self) -> None:
+        """Close what will not be completed; a store does not get it."""
+        with contextlib.suppress(Exception):
+            if "://" in self.target and not self._file.closed and hasattr(self._file, "discard"):
+                self._file.discard()
+                self._file.closed = True  # closing it, also by its collector, would upload it
+            self._file.close()
+
+
+def _create(target: str) -> Any:
+    if "://" not in target:
+        return Path(target).open("xb", buffering=0)
+    from dtron.io.remote_path import Remote
+
+    return Remote.of(target).open("wb")
+
+
+def write_file(target: str, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a whole file; its bytes and their SHA-256. Raises OSError."""
+    file = HashedFile(target)
+    try:
+        for piece in pieces:
+            file.put(piece)
+        return file.close()
+    finally:
+        file.abandon()
+
+
+def _content(order: dict[str, Any], memory: memoryview) -> Iterable[bytes | memoryview]:
+    if "source" in order:
+        with open_regular(order["source"]) as source:
+            while piece := source.read(_PIECE):
+                yield piece
+        return
+    header = order["header"].encode()
+    yield len(header).to_bytes(8, "little") + header
+    for offset, size in order["parts"]:
+        yield memory[offset : offset + size]
+
+
+class WriterProcess:
+    """A process that writes files for this one.
+
+    Args:
+        descriptor: of the memory that both share; -1: none.
+        size: its bytes.
+    """
+
+    COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "dtron.io.writer_process")
+
+    def __init__(self, descriptor: int = -1, size: int = 0) -> None:
+        home = str(Path(__file__).resolve().parents[2])
+        paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [*self.COMMAND, str(descriptor), str(size), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[descriptor] if descriptor >= 0 else [],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def write(self, target: str, header: str, parts: list[tuple[int, int]]) -> tuple[int, str]:
+        """Write a file of a header and of parts of the shared memory, (offset, bytes) each.
+
+        Returns:
+            its bytes and their SHA-256.
+        Raises:
+            OSError: it cannot be written, or the process has died.
+        """
+        return self._ask({"target": target, "header": header, "parts": parts})
+
+    def copy(self, source: str, target: str) -> tuple[int, str]:
+        """Copy a file. Returns and raises as `write`."""
+        return self._ask({"target": target, "source": source})
+
+    def _ask(self, order: dict[str, Any]) -> tuple[int, str]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died, which its silence tells
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line.endswith("\n"):
+            status = self._process.wait()
+            raise OSError(f"the process that writes checkpoints has died (exit status {status})")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise OSError(reply["error"])
+        return reply["bytes"], reply["sha256"]
+
+    def kill(self) -> None:
+        """End it; one that waits for a dead disk ends when the kernel lets it."""
+        self._process.kill()
+
+
+def main() -> None:
+    """The process itself: descriptor, size and parent are its arguments."""
+    descriptor, size, parent = (int(word) for word in sys.argv[1:4])
+    _end_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides, and saves on the way
+    os.nice(_NICENESS)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no reply
+    shared = mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b""
+    for line in sys.stdin:
+        replies.write(json.dumps(_obey(json.loads(line), memoryview(shared))) + "\n")
+        replies.flush()
+
+
+def _obey(order: dict[str, Any], memory: memoryview) -> dict[str, Any]:
+    try:
+        n_bytes, sha256 = write_file(order["target"], _content(order, memory))
+    except Exception as error:  # the parent tells it
+        return {"error": str(error) or type(error).__name__}
+    return {"bytes": n_bytes, "sha256": sha256}
+
+
+def _end_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        sys.exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Rows in float8 for a wire, their scales beside them, so that a row is one message.
+
+    a row of D elements -> uint8 (W,):  [ D numbers, E4M3 | ceil(D / 128) scales, float32 | - ]
+
+    scale = max |x| of 1 x 128 elements / 448       x8 = round(x / scale)       x ~ x8 scale
+
+The last scale is of what is left of the row. Scales begin at a multiple of 4 bytes, and W is one of
+16. What is between and behind is anything. A row is rounded by itself: its bytes are the same
+whichever rank casts it, beside whatever others.
+
+Where all 128 are zero, or as small as nothing, the scale is that of `SMALLEST`, so that nothing is
+divided by zero. Where one is infinite or NaN the scale is too, and all 128 are NaN on arrival: a
+step that is not finite stays so. So are finite ones of float64 that no float32 scale reaches, above
+448 x 3.4e38.
+
+Triton kernels on GPUs with float8, which read and write every row once; the same formula in torch
+elsewhere and in float64. `peers.py` has one that casts rows back as it pulls them.
+
+Shapes: N rows, D width, W bytes of a row on the wire.
+Source: the tiles of DeepSeek-V3's activations, arXiv:2412.19437, section 3.3.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dtron.kernels.float8 import SMALLEST, rounded
+
+E4M3 = torch.float8_e4m3fn
+TILE = 128
+"""Elements that share a scale."""
+TILES, WARPS = 16, 4
+"""Of a program, which has so many scales of one row at most."""
+
+
+def scales_at(width: int) -> int:
+    """Where in a row of `width` elements its scales begin, in bytes."""
+    return -(-width // 4) * 4
+
+
+def wire_bytes(width: int) -> int:
+    """W: bytes on the wire of a row of `width` elements."""
+    return -(-(scales_at(width) + 4 * -(-width // TILE)) // 16) * 16
+
+
+def converts(device: torch.device) -> bool:
+    """Whether kernels know E4M3 there: GPUs from Ada on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def packed(rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows as they go.
+
+    Args:
+        rows: (N, D).
+        out: uint8 (N, W), contiguous, to be filled; None: a new one.
+    Returns:
+        uint8 (N, W).
+    """
+    n, width = rows.shape
+    if out is None:
+        out = rows.new_empty(n, wire_bytes(width), dtype=torch.uint8)
+    if _by_triton(rows):
+        return _packed_on_gpu(rows, out)
+    x = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    tiles = torch.nn.functional.pad(x, (0, -width % TILE)).unflatten(1, (-1, TILE))
+    scale = (tiles.abs().amax(2).clamp(min=SMALLEST) / torch.finfo(E4M3).max).float()
+    numbers = rounded(tiles, (1 / scale).unsqueeze(2), E4M3).flatten(1)[:, :width]
+    out[:, :width] = numbers.view(torch.uint8)
+    _scales(out, width).copy_(scale)
+    return out
+
+
+def unpacked(wire: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows as they have come, uint8 (N, W), contiguous: (N, D) in `dtype`."""
+    out = wire.new_empty(len(wire), width, dtype=dtype)
+    if _by_triton(out):
+        return _unpacked_on_gpu(wire, out)
+    wide = torch.promote_types(dtype, torch.float32)
+    scale = _scales(wire, width).repeat_interleave(TILE, 1)[:, :width]
+    return out.copy_(wire[:, :width].view(E4M3).to(wide) * scale)
+
+
+def _scales(wire: Tensor, width: int) -> Tensor:
+    """float32 (N, ceil(D / 128)), where they lie."""
+    first = scales_at(width)
+    return wire[:, first : first + 4 * -(-width // TILE)].view(torch.float32)
+
+
+def _by_triton(rows: Tensor) -> bool:
+    """Kernels compute in float32."""
+    return rows.dtype != torch.float64 and converts(rows.device)
+
+
+def _packed_on_gpu(rows: Tensor, out: Tensor) -> Tensor:
+    from dtron.kernels.float8_rows_triton import packed_kernel  # Triton is a GPU's
+
+    _launch(packed_kernel, rows.contiguous(), out, torch.finfo(E4M3).max, SMALLEST)
+    return out
+
+
+def _unpacked_on_gpu(wire: Tensor, out: Tensor) -> Tensor:
+    from dtron.kernels.float8_rows_triton import unpacked_kernel  # Triton is a GPU's
+
+    _launch(unpacked_kernel, out, wire)
+    return out
+
+
+def _launch(kernel: Any, rows: Tensor, wire: Tensor, *limits: float) -> None:
+    """A program for each row and each TILES of its scales."""
+    if not rows.numel():
+        return
+    width = rows.shape[1]
+    tiles = -(-width // TILE)
+    blocks = min(1 << (tiles - 1).bit_length(), TILES)
+    cast(Any, kernel)[len(rows), -(-tiles // blocks)](
+        *(rows, wire, width, wire.shape[1], scales_at(width), *limits),
+        TILE=TILE,
+        BLOCKS=blocks,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,120 @@
+"""How long the host needs to issue a step.
+
+A GPU computes what the host has queued; where its work is shorter than the host's, it waits. The
+host's work is counted in calls, each of which has a price, whatever its size:
+
+    graph       a call of a compiled graph: by the forward, by recomputation, by the backward
+    parameter   of such a call, each that is a DTensor: torch's runtime takes it apart, and puts its
+                gradient together
+    kernel      one that a graph launches
+    operation   an eager operation, or the backward of one
+    collective  one that computation waits for, with the wait
+    unit        a FSDP unit's hooks, forward and backward, with its gathers and the Python around it
+    reduction   of a unit's gradients; those of what one rank has alone are an operation each
+    counts      the host waits for how many rows there are for each expert
+    update      of one parameter
+
+A block is one graph. Where rows of experts leave the rank by a dispatcher that no graph holds it is
+CUT graphs, with ROUTED eager operations between them. `recompute.mode = "full"`, and every mode of
+an eager block, calls all of them once more.
+KERNELS, ROUTING and ROUTED are what a trace of the 16B mixture launches; other models are counted
+by their products. Copies between host and device, data, logging and a pipeline's own work are left
+out. Prices are of a row of `dtron.plan.hardware`, which says how they were measured.
+"""
+
+from collections.abc import Mapping
+
+from dtron.parallelisms.expert.expert_parallel import in_graphs
+from dtron.plan.communication import collectives
+from dtron.plan.compute_time import products
+from dtron.plan.parameters import parameters, sizes, units
+from dtron.plan.run_shape import Resolved, Stage
+
+CALLS = (
+    "graph",
+    "parameter",
+    "kernel",
+    "operation",
+    "collective",
+    "unit",
+    "reduction",
+    "counts",
+    "update",
+)
+CUT = 4
+"""Graphs of a block with experts on other ranks: before rows leave, beside them, what experts
+compute element by element, and after rows are back."""
+ROUTED = (32, 18)
+"""Eager operations of such a block, forward and backward: sorting, sizes of messages, experts'
+products."""
+KERNELS = (3, 6)
+"""Kernels of a graph for each of its products, which are among them, forward and backward."""
+ROUTING = 39
+"""And of the forward of a router: scores, choice, loads, order of rows."""
+
+
+def host_seconds(run: Resolved, rank: int, prices: Mapping[str, float]) -> float:
+    """The host's time of a pipeline rank's step."""
+    return sum(prices.get(name, 0.0) * count for name, count in calls(run, rank).items())
+
+
+def calls(run: Resolved, rank: int) -> dict[str, float]:
+    """How many calls of each kind a step of a pipeline rank has."""
+    m = run.micro_batches
+    reduces = m if run.policy.reduce_each_micro_batch else 1
+    found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
+    for stage in run.stages_of(rank):
+        every = [unit.kind for unit in units(run, stage)]
+        apart = sum(run.experts_apart and run.has_experts(i) for i in stage.layers)
+        found["unit"] += m * (len(every) + apart)
+        for hooked, keeps in ((len(every), run.keeps_dense), (apart, run.keeps_experts)):
+            found["reduction"] += 0 if keeps else reduces * hooked
+        held = [each for kind in every for each in sizes(run, kind)]
+        kept = [run.keeps_experts if each.apart else run.keeps_dense for each in held]
+        # Casts and sums before a reduction are a unit's, whoever has it.
+        found["operation"] += reduces * sum(kept)
+        found["update"] += len(held)
+        for name, count in _of_stage(run, stage).items():
+            found[name] += m * count
+    sent = collectives(run, rank)
+    waited = ("tp", "cp", "ep", "loss", "step")
+    found["collective"] += sum(c.count for c in sent if c.purpose in waited)
+    return found
+
+
+def _of_stage(run: Resolved, stage: Stage) -> dict[str, float]:
+    """Calls of a micro-batch through blocks and loss."""
+    found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
+    alike: dict[tuple[str, bool], dict[str, float]] = {}
+    for index in stage.layers:
+        kind = run.kind(index), run.recomputes(index)
+        if kind not in alike:
+            alike[kind] = _of_layer(run, index)
+        for name, count in alike[kind].items():
+            found[name] += count
+    if stage.head and run.config.compile.enable:
+        found["graph"] += 2 * (1 + run.model.mtp)
+    return found
+
+
+def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
+    mixture, compiled = run.has_experts(layer), run.config.compile.enable
+    apart = run.experts["ep"] * run.experts["etp"] > 1
+    leaves = mixture and apart and not in_graphs(run.config.parallel.dispatcher)
+    again = run.recomputes(layer) and (run.config.recompute.mode == "full" or not compiled)
+    forwards = 2 if again else 1
+    inside = [p for p in products(run, run.kind(layer)) if not (leaves and p.module == "experts")]
+    forward, backward = (each * len(inside) for each in KERNELS)
+    kernels = forwards * (forward + ROUTING * mixture) + backward
+    found = {"operation": 0.0, "counts": 0.0}
+    if leaves:
+        found["operation"] = forwards * ROUTED[0] + ROUTED[1]
+        found["counts"] = forwards
+    if not compiled:
+        return {**found, "operation": found["operation"] + kernels}
+    found["kernel"] = kernels
+    found["graph"] = (CUT if leaves else 1) * (forwards + 1)
+    if run.tp > 1:
+        held = parameters(run, run.kind(layer))
+        found["parameter"] = (forwards + 1) * sum(not (leaves and p.expert) for p in held)
+    return found

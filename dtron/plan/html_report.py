@@ -1,0 +1,206 @@
+"""A plan as one HTML page without other files: the time of a step by part and what a training
+costs, memory by class and rank, the pipeline's timeline with the predicted time of each action,
+communication by link, and the search's layouts by memory and speed. Pictures are SVG."""
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dtron.models import model_config
+from dtron.parallelisms.draw.timelines import Timeline, draw
+from dtron.plan.hardware import Hardware
+from dtron.plan.memory import CLASSES
+from dtron.plan.report import costs, number, parameters
+from dtron.plan.run_shape import Resolved
+from dtron.plan.search import Point, Searched, pareto
+from dtron.plan.steptime import timeline
+
+GIB = 2**30
+COLOURS = (
+    "#3d7fd0", "#7fb0e8", "#2f9c8d", "#c96f16", "#dd8f45", "#e8b26f", "#7b5bb8", "#b9a3e0",
+    "#c04a62", "#d98b9a", "#8a8f98",
+)  # fmt: skip
+_WIDTH, _LEFT, _ROW = 1100, 90, 26
+_LEGEND = 6
+"""Entries of a legend's row."""
+
+
+def page(
+    run: Resolved, plan: dict[str, Any], hardware: Hardware, searched: Searched | None = None
+) -> str:
+    """The page.
+
+    Args:
+        plan: of `whole.plan`, legal.
+        searched: of the search that found the run, if there was one.
+    """
+    title = f"{_model(run, plan)} on {run.world_size} x {hardware.name}"
+    time = plan["time"]
+    text = (
+        f"Predicted, not measured: {number(time['step_seconds'])} s a step, "
+        f"{time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, MFU {time['mfu']['full']:.1%} (full)."
+    )
+    parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{text}</p>", _degrees(plan["parallel"])]
+    parts += [f"<p>{html.escape(parameters(plan['memory']))}. {costs(plan['cost'])}.</p>"]
+    parts += ["<h2>Time of a step</h2>", _time(time)]
+    parts += ["<h2>Memory by pipeline rank</h2>", _memory(plan["memory"])]
+    if run.layout is not None:
+        parts += ["<h2>Pipeline</h2>", _pipeline(timeline(run, hardware), run, time)]
+    parts += ["<h2>Communication by link</h2>", _links(plan["communication"])]
+    if searched:
+        parts += ["<h2>Layouts by memory and speed</h2>", _front(searched, hardware.room)]
+    style = (
+        "body{font-family:Helvetica,Arial,sans-serif;max-width:1120px;margin:24px auto;color:#222}"
+    )
+    head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{style}</style>"
+    return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def _model(run: Resolved, plan: dict[str, Any]) -> str:
+    """Name and size; of a size that is overridden the number of parameters."""
+    name, size = run.config.model.name, run.config.model.size
+    if run.model == model_config(name, size):
+        return f"{name} {size}"
+    return f"{name} of {parameters(plan['memory'])}"
+
+
+def _time(time: dict[str, Any]) -> str:
+    parts = {part: seconds for part, seconds in time["parts"].items() if seconds}
+    rows = [
+        (part, number(seconds), f"{seconds / time['step_seconds']:.1%}")
+        for part, seconds in parts.items()
+    ]
+    return _table(("part", "s", "share"), rows)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    heads = "".join(f"<th align='left'>{heading}</th>" for heading in headings)
+    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table cellpadding='4'><tr>{heads}</tr>{body}</table>"
+
+
+def ticks(most: float) -> list[float]:
+    """4 to 10 round numbers from 0 to at most `most`, which is above 0: steps of 1, 2 or 5."""
+    power = 10.0 ** math.floor(math.log10(most / 4))
+    step = next(n * power for n in (5, 2, 1) if most / (n * power) >= 4)
+    return [i * step for i in range(int(most / step) + 1)]
+
+
+def _x_axis(y: float, most: float, scale: float) -> list[str]:
+    """GiB along the bottom, at a height.
+
+    Args:
+        most: bytes at the right end.
+        scale: pixels of a byte.
+    """
+    parts = []
+    for tick in ticks(most / GIB):
+        x = _LEFT + tick * GIB * scale
+        parts.append(f'<path d="M{x:.1f} {y:.0f}v5" stroke="#888"/>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 17:.0f}" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<text x="4" y="{y + 17:.0f}">GiB</text>')
+    return parts
+
+
+def _degrees(parallel: dict[str, Any]) -> str:
+    shown = (f"{k} <b>{html.escape(str(v))}</b>" for k, v in parallel.items() if k[:6] != "layers")
+    return f"<p>{' &middot; '.join(shown)}</p>"
+
+
+def _svg(height: float, parts: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
+        f'font-size="12" font-family="Helvetica, Arial, sans-serif">{"".join(parts)}</svg>'
+    )
+
+
+def _memory(memory: dict[str, Any]) -> str:
+    """A bar a rank, in classes; a line where the device ends."""
+    ranks, limit = memory["ranks"], memory["limit"]
+    most = max(limit, *(sum(rank["classes"].values()) for rank in ranks))
+    scale, parts = (_WIDTH - _LEFT - 60) / most, []
+    for row, rank in enumerate(ranks):
+        x, y = float(_LEFT), 8 + row * _ROW
+        parts.append(f'<text x="4" y="{y + 15}">pp rank {rank["rank"]}</text>')
+        for colour, name in zip(COLOURS, CLASSES, strict=True):
+            size = rank["classes"][name]
+            text = f"<title>{name}: {size / GIB:.1f} GiB</title>"
+            shape = f'x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{_ROW - 5}"'
+            parts.append(f'<rect {shape} fill="{colour}">{text}</rect>')
+            x += size * scale
+        parts.append(f'<text x="{x + 4:.0f}" y="{y + 15}">{rank["reserved"] / GIB:.1f}</text>')
+    end, bottom = _LEFT + limit * scale, 8 + len(ranks) * _ROW
+    parts.append(f'<path d="M{end:.0f} 0V{bottom}" stroke="#c00" stroke-dasharray="4"/>')
+    parts += _x_axis(bottom, most, scale)
+    for i, (colour, name) in enumerate(zip(COLOURS, CLASSES, strict=True)):
+        row, column = divmod(i, _LEGEND)
+        x, y = _LEFT + column * (_WIDTH - _LEFT) // _LEGEND, bottom + 32 + row * 18
+        parts.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 14}" y="{y + 10}">{name}</text>')
+    text = (
+        "<p>The most of each class, which are not all there at once. Numbers are the GiB that the "
+        f"allocator holds; the dashed line is {limit / GIB:.1f} GiB, which have to hold them.</p>"
+    )
+    return _svg(bottom + 32 + 18 * -(-len(CLASSES) // _LEGEND), parts) + text
+
+
+def _pipeline(times: Timeline, run: Resolved, time: dict[str, Any]) -> str:
+    """The first micro-batches, drawn as docs/pipeline.md draws schedules."""
+    shown = max(span.action.micro_batch or 0 for row in times.spans for span in row) + 1
+    caption = (
+        f"{shown} of {run.micro_batches} micro-batches, without communication: ranks are idle for "
+        f"{times.bubble_of_total:.2%} of this, in the mean. Bubble of the whole step, of its "
+        f"slowest rank: {time['bubble_of_step']:.2%}"
+    )
+    return draw(times, f"{run.config.parallel.schedule}, times of each stage as predicted", caption)
+
+
+def _links(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [
+        (
+            *(str(row[key]) for key in ("purpose", "axis", "kind", "ranks", "link")),
+            f"{row['count']:,.0f}",
+            f"{row['bytes'] / 1e9:,.2f}",
+            number(row["seconds"], 3),
+        )
+        for row in rows
+    ]
+    return _table(("purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s"), cells)
+
+
+def _front(searched: Searched, room: float) -> str:
+    """Every layout a dot that tells which it is; those that none beats in both are joined, and a
+    line stands where the device ends. Below, the best ones by name."""
+    height, points = 320, searched.seen
+    x_most = max(room * 1.02, *(point.n_bytes * 1.05 for point in points))
+    y_most = max(point.speed for point in points) * 1.05
+
+    def at(n_bytes: float, speed: float) -> tuple[float, float]:
+        x = _LEFT + n_bytes / x_most * (_WIDTH - _LEFT - 20)
+        return x, height - 30 - speed / y_most * (height - 50)
+
+    parts = []
+    for point in points:
+        x, y = at(point.n_bytes, point.speed)
+        shape = f'cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a9cdf5"'
+        parts.append(f"<circle {shape}><title>{_named(point)}</title></circle>")
+    end, _ = at(room, 0.0)
+    parts.append(f'<path d="M{end:.0f} 0V{height - 30}" stroke="#c00" stroke-dasharray="4"/>')
+    front = [at(*point) for point in pareto(tuple(point[:2] for point in points))]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
+    parts.append(f'<polyline points="{line}" fill="none" stroke="#c96f16" stroke-width="2"/>')
+    parts += _x_axis(height - 30, x_most, (_WIDTH - _LEFT - 20) / x_most)
+    for tick in ticks(y_most):
+        _, y = at(0.0, tick)
+        parts.append(f'<path d="M{_LEFT - 5} {y:.1f}h5" stroke="#888"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
+    parts.append('<text x="4" y="12">tok/s/GPU, by GiB reserved</text>')
+    listed = "".join(f"<li>{_named(found.point)}</li>" for found in searched.best)
+    return _svg(height, parts) + f"<ol>{listed}</ol>"
+
+
+def _named(point: Point) -> str:
+    size, speed = f"{point.n_bytes / GIB:.1f} GiB", f"{point.speed:,.0f} tok/s/GPU"
+    return f"{html.escape(point.label)}: {size}, {speed}"

@@ -1,0 +1,363 @@
+"""What `dtron plan calibrate` measures, and which fields of a hardware row follow.
+
+    products      shapes of transformers' layers, forward and both gradients: the ceiling is the
+                  median of what shapes imply, `depth` what makes them agree best
+    attention     every kernel that runs here; the fastest forward and backward together
+    collectives   seconds = max(issue, hops x latency + bytes moved / rate): small ones take as long
+                  as the host needs to issue them, whatever their size. Of each kind least squares
+                  of relative errors over the sizes above; latency and issue are medians of kinds,
+                  rates are fitted again to the one latency
+
+Every rank measures at the same time, as ranks compute at the same time in training.
+"""
+
+import functools
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dtron.bench.kernel_cases import PROBLEMS
+from dtron.bench.measure import copy_rate, host_link_rate, launch_seconds, seconds
+from dtron.bench.roofline import Product, product_seconds
+from dtron.errors import TrainingError
+from dtron.float8.casting import quantize
+from dtron.float8.products import product as float8_product
+from dtron.float8.products import why_emulated
+from dtron.float8.recipes import RECIPES
+from dtron.parallelisms.offload import host_memory
+from dtron.plan.hardware import Hardware, adapters, hops, moved
+from dtron.run.process import Place
+
+Shapes = tuple[tuple[int, ...], ...]
+DTYPE = torch.bfloat16
+PRODUCTS: Mapping[str, Shapes] = {
+    # Tokens, input and output features: Llama-3-8B's layers, a part of its head, less of its
+    # tokens, its layers over tp 4, an expert's; and a square.
+    "cuda": (
+        (16384, 4096, 4096),
+        (16384, 4096, 1024),
+        (16384, 4096, 14336),
+        (16384, 14336, 4096),
+        (16384, 4096, 32064),
+        (8192, 4096, 4096),
+        (2048, 4096, 4096),
+        (2048, 4096, 14336),
+        (8192, 4096, 3584),
+        (8192, 1024, 4096),
+        (4096, 2048, 1408),
+        (8192, 8192, 8192),
+    ),
+    "cpu": ((256, 128, 256), (256, 256, 256), (512, 256, 128)),
+}
+ATTENTION: Mapping[str, Shapes] = {
+    # As dtron bench kernels has them: heads of 128, and narrower ones.
+    "cuda": ((1, 8192, 32, 8, 128), (1, 8192, 32, 8, 64)),
+    "cpu": ((1, 128, 4, 2, 128), (1, 128, 4, 2, 64)),
+}
+SIZES: Mapping[str, tuple[int, ...]] = {
+    "cuda": tuple(2**i for i in range(16, 30, 2)),  # 64 KiB to 256 MiB
+    "cpu": (2**12, 2**18, 2**24),
+}
+CALLS: Mapping[str, int] = {"cuda": 20, "cpu": 5}
+"""Of a collective and size; all ranks have to call as often."""
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+DEPTHS = range(0, 513, 16)
+
+
+@dataclass
+class Calibration:
+    """What was measured, as lists of rows for people, and the fields of a row that follow."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+    """Fields of Hardware, but for those of links."""
+    products: list[dict[str, Any]] = field(default_factory=list)
+    attention: list[dict[str, Any]] = field(default_factory=list)
+    collectives: list[dict[str, Any]] = field(default_factory=list)
+    beside: list[dict[str, Any]] = field(default_factory=list)
+    """What work and collectives take alone and together."""
+
+
+# -- one device ------------------------------------------------------------------------------------
+
+
+def measure_device(base: Hardware, device: torch.device) -> Calibration:
+    """Products, attention, copies and launches of one device."""
+    made = Calibration()
+    made.found |= _facts(device)
+    made.found["copy"] = copy_rate(device)
+    made.found["launch"] = launch_seconds(device)
+    made.found["host_link"] = host_link_rate(device)
+    row = replace(base, **made.found)
+    for float8 in (False, True):
+        if float8 and why_emulated(RECIPES["tensorwise"], device, DTYPE):
+            made.found["ceiling_float8"] = 0.0
+            continue
+        times = [t for shape in PRODUCTS[device.type] for t in _products(shape, float8, device)]
+        if not float8:
+            made.found["depth"] = fitted_depth(row, times)
+            row = replace(row, depth=made.found["depth"])
+        made.found["ceiling_float8" if float8 else "ceiling"] = fitted_ceiling(row, times)
+        row = replace(row, **made.found)
+        made.products += [_compared(row, shape, time, float8) for shape, time in times]
+    _attention(made, device)
+    return made
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    """Of the driver; a CPU's threads are taken for multiprocessors."""
+    host = host_memory()[0]
+    if device.type == "cuda":
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        memory = float(torch.cuda.mem_get_info(device)[1])
+    else:
+        count, memory = torch.get_num_threads(), host
+    known = {"host_memory": host} if host else {}
+    return {"multiprocessors": count, "memory": memory, **known}
+
+
+_Times = tuple[tuple[int, int, int], float]
+"""(m, k, n) of one product, and its seconds."""
+
+
+def _products(shape: Sequence[int], float8: bool, device: torch.device) -> Iterator[_Times]:
+    """A layer's three products."""
+    m, k, n = shape
+    times = _float8_seconds if float8 else product_seconds
+    parts = times(Product(m, k, n, 1), DTYPE, device)
+    yield from zip(((m, k, n), (m, n, k), (n, m, k)), parts, strict=True)
+
+
+def _float8_seconds(
+    product: Product, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float, float]:
+    """As `product_seconds`, of operands that are cast already, by the tensorwise recipe."""
+    recipe, (m, k, n) = RECIPES["tensorwise"], (product.m, product.k, product.n)
+    assert recipe.grad_weight is not None
+    found = []
+    for casts, rows, depth, columns in (
+        (recipe.output, m, k, n),
+        (recipe.grad_input, m, n, k),
+        (recipe.grad_weight, n, m, k),
+    ):
+        left = quantize(torch.randn(rows, depth, dtype=dtype, device=device), casts.left)
+        right = quantize(torch.randn(columns, depth, dtype=dtype, device=device), casts.right)
+        fast = casts.fast_accumulation
+        call = functools.partial(float8_product, left, right, dtype, False, fast)
+        found.append(seconds(call, device))
+    return found[0], found[1], found[2]
+
+
+def _implied(row: Hardware, times: Sequence[_Times]) -> list[float]:
+    """The ceiling at which the row has each product's own time."""
+    unit = replace(row, ceiling=1.0, ceiling_float8=0.0, launch=0.0)
+    return [unit.product(*shape) / max(time - row.launch, 0.1 * time) for shape, time in times]
+
+
+def fitted_ceiling(row: Hardware, times: Sequence[_Times]) -> float:
+    """FLOP/s: half of the products imply more."""
+    return statistics.median(_implied(row, times))
+
+
+def fitted_depth(row: Hardware, times: Sequence[_Times]) -> float:
+    """The depth with which products imply ceilings that scatter least."""
+
+    def scatter(depth: int) -> float:
+        return statistics.pstdev(map(math.log, _implied(replace(row, depth=depth), times)))
+
+    return float(min(DEPTHS, key=scatter))
+
+
+def _compared(row: Hardware, shape: tuple[int, int, int], time: float, float8: bool) -> dict:
+    m, k, n = shape
+    said = row.product(m, k, n, float8=float8)
+    rate = 2 * m * k * n / time
+    what = {"dtype": "float8" if float8 else "bfloat16", "m": m, "k": k, "n": n}
+    return what | {"seconds": time, "flops_per_second": rate, "row_says": said}
+
+
+def _attention(made: Calibration, device: torch.device) -> None:
+    problem, rates = PROBLEMS["attention"], {}
+    for shape in ATTENTION[device.type]:
+        drawn = problem.draw(shape, DTYPE, device)
+        flops, _ = problem.flops(shape)
+        able = [r for r in problem.rows if not r.unavailable(device, DTYPE, shape)]
+        # The reference writes all scores: it is timed where there is nothing else.
+        able = [r for r in able if r.name != problem.reference] or able
+        for row in able:
+            inputs, backward = row.inputs(drawn), row.backward
+            assert backward is not None
+            outputs = row.forward(inputs)
+            calls = (
+                lambda row=row, inputs=inputs: row.forward(inputs),
+                lambda back=backward, inputs=inputs, outputs=outputs: back(inputs, outputs),
+            )
+            forward, both = (seconds(call, device) for call in calls)
+            made.attention.append(
+                {"kernel": row.name, "shape": shape, "forward": forward, "backward": both}
+            )
+        own = [each for each in made.attention if each["shape"] == shape]
+        best = min(own, key=lambda each: each["forward"] + each["backward"])
+        rates[shape] = (flops / best["forward"], 2 * flops / best["backward"])
+    wide, narrow = rates.values()
+    made.found["attention"] = wide
+    # As much time for a forward and backward as the rates of narrow heads take.
+    made.found["narrow"] = _together(narrow) / _together(wide)
+
+
+def _together(rates: tuple[float, float]) -> float:
+    return 3 / (1 / rates[0] + 2 / rates[1])
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+def collective_call(
+    kind: str, size: int, group: Any, device: torch.device, dtype: torch.dtype = DTYPE
+) -> Callable[[], Any]:
+    """A collective of `size` bytes, as `Hardware.collective` counts them."""
+    ranks, own = dist.get_world_size(group), dist.get_rank(group)
+    whole = torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=device)
+    part = torch.zeros(len(whole) // ranks, dtype=dtype, device=device)
+    other = torch.empty_like(whole)
+    if kind != "send":
+        return {
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
+            "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        }[kind]
+    # The first half of a group sends to the second, which is on other hosts if any are.
+    half = ranks // 2
+    if own < half:
+        return lambda: dist.send(whole, group=group, group_dst=own + half)
+    if own < 2 * half:
+        return lambda: dist.recv(whole, group=group, group_src=own - half)
+    return lambda: None
+
+
+def measure_links(made: Calibration, place: Place, device: torch.device) -> Any:
+    """Collectives of the ranks of each host, and of all ranks if there are several hosts.
+
+    Returns:
+        The group of this host's ranks, or of all where it has one.
+    """
+    inside = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
+    starts = range(0, place.world_size, inside)
+    hosts = [dist.new_group(list(range(first, first + inside))) for first in starts]
+    if inside > 1:
+        _links(made, hosts[place.rank // inside], inside, device)
+    if inside < place.world_size:
+        _links(made, dist.group.WORLD, inside, device)
+    return hosts[place.rank // inside] if inside > 1 else dist.group.WORLD
+
+
+def _links(made: Calibration, group: Any, inside: int, device: torch.device) -> None:
+    ranks = dist.get_world_size(group)
+    for kind in KINDS:
+        for size in SIZES[device.type]:
+            dist.barrier(group)
+            took = seconds(collective_call(kind, size, group, device), device, CALLS[device.type])
+            rate = moved(kind, size, ranks, inside) / took
+            what = {"kind": kind, "ranks": ranks, "inside": inside, "bytes": size}
+            made.collectives.append({**what, "seconds": took, "bus_rate": rate})
+
+
+def link_fields(rows: Sequence[Mapping[str, Any]], base: Hardware) -> dict[str, Any]:
+    """Fields of Hardware that rows of `Calibration.collectives` give.
+
+    Raises:
+        TrainingError: larger sizes do not take longer.
+    """
+    found: dict[str, Any] = {}
+    latency = list(base.latency)
+    for ranks, inside in sorted({(row["ranks"], row["inside"]) for row in rows}):
+        own = [row for row in rows if (row["ranks"], row["inside"]) == (ranks, inside)]
+        points = {
+            kind: [
+                (moved(kind, row["bytes"], ranks, inside), row["seconds"])
+                for row in own
+                if row["kind"] == kind
+            ]
+            for kind in dict.fromkeys(row["kind"] for row in own)
+        }
+        fits = {kind: fit(each) for kind, each in points.items()}
+        hop = statistics.median(f.start / hops(kind, ranks, inside) for kind, f in fits.items())
+        rates = {  # a kind that the one latency leaves nothing of keeps its own line's rate
+            kind: rate_of(points[kind][f.small :], hop * hops(kind, ranks, inside)) or f.rate
+            for kind, f in fits.items()
+        }
+        latency[inside < ranks] = hop
+        if inside < ranks:
+            each = (rate / adapters(kind, inside) for kind, rate in rates.items())
+            found["network"] = statistics.median(each)
+        else:
+            gathers = rates["all_gather"]
+            found["nvlink"] = gathers
+            found["kinds"] = tuple((kind, rate / gathers) for kind, rate in rates.items())
+            found["issue"] = statistics.median(f.floor for f in fits.values())
+        found["latency"] = tuple(latency)
+    return found
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Of collectives of one kind by size: max(floor, start + bytes / rate)."""
+
+    floor: float
+    start: float
+    rate: float
+    small: int
+    """How many sizes, from the smallest, the floor was fitted to."""
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Fit:
+    """A floor and a line of ascending (bytes, seconds): the floor is the median of as many small
+    sizes, the line that of the others, as leave the least squares of relative errors.
+
+    Raises:
+        TrainingError: larger sizes do not take longer.
+    """
+    fits = []
+    for small in range(max(1, len(points) - 1)):
+        start, rate = line(points[small:])
+        floor = statistics.median([t for _, t in points[:small]] or [0.0])
+        if rate is not None:
+            fits.append(Fit(floor, start, rate, small))
+    if not fits:
+        raise TrainingError(
+            "larger collectives took no longer than smaller ones; calibrate an idle machine"
+        )
+
+    def off(each: Fit) -> float:
+        said = (max(each.floor, each.start + n / each.rate) for n, _ in points)
+        return sum((s / t - 1) ** 2 for s, (_, t) in zip(said, points, strict=True))
+
+    best = min(map(off, fits))
+    return next(each for each in fits if off(each) <= best + 1e-12)  # the fewest small ones
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
+    """(seconds at 0 bytes, bytes a second) by least squares of the relative errors; None where
+    larger sizes take no longer."""
+    n_bytes, times = np.array(points).T
+    columns = np.stack([1 / times, n_bytes / times], axis=1)
+    start, slope = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
+    if start < 0:  # no latency is negative: the line goes through 0
+        return 0.0, rate_of(points, 0.0)
+    return float(start), float(1 / slope) if slope > 0 else None
+
+
+def rate_of(points: Sequence[tuple[float, float]], start: float) -> float | None:
+    """Bytes a second above a given start, by least squares of the relative errors; None where
+    larger sizes take no longer than that."""
+    n_bytes, times = np.array(points).T
+    share = n_bytes / times
+    slope = (share * (1 - start / times)).sum() / (share**2).sum()
+    return float(1 / slope) if slope > 0 else None

@@ -1,0 +1,108 @@
+"""Everything that is known of a run before it starts, as one object."""
+
+from dataclasses import asdict
+from typing import Any
+
+from dtron.config import RunConfig
+from dtron.models import MODELS
+from dtron.models.contract import counted_as_decoder
+from dtron.models.flops import n_active_parameters, n_parameters
+from dtron.plan.communication import collectives
+from dtron.plan.feasibility import check, unchecked
+from dtron.plan.hardware import Hardware
+from dtron.plan.memory import RankMemory, expandable, fits, memory, offloaded_by_host, worst
+from dtron.plan.run_shape import Resolved
+from dtron.plan.steptime import predict, why_no_time
+from dtron.setup.rules import host_warnings
+
+KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
+
+
+def plan(
+    config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
+) -> dict[str, Any]:
+    """{legal, reasons, nearest, hardware, unchecked, warnings} and KEYS, None of an illegal run;
+    time and cost are None too where there are no rates, for the reason `no_time`.
+
+    Args:
+        tokens: of the whole training, for its cost; 0: those of train.steps.
+    """
+    legality = check(config, world_size, hardware)
+    found: dict[str, Any] = {
+        "legal": legality.legal,
+        "reasons": list(legality.reasons),
+        "nearest": list(legality.nearest),
+        "hardware": hardware.name,
+        "unchecked": list(unchecked(config)),
+        "warnings": [],
+        "no_time": "",
+        **dict.fromkeys(KEYS),
+    }
+    if not legality.legal:
+        return found
+    run = Resolved.of(config, world_size)
+    found["warnings"] = [
+        *host_warnings(config, world_size, hardware.domain),
+        *counted_as_decoder(config.model.name, MODELS[config.model.name]),
+    ]
+    found["parallel"] = run.parallel()
+    found["memory"] = memory_json(run, memory(run), hardware)
+    found["flops"] = {f"{name}_per_token": value for name, value in run.flops().items()}
+    found["communication"] = communication_json(run, hardware)
+    found["no_time"] = why_no_time(config, hardware)
+    if not found["no_time"]:
+        time = predict(run, hardware)
+        found["time"] = time.as_json()
+        found["cost"] = cost(run, time.step, tokens)
+    return found
+
+
+def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> dict[str, Any]:
+    """Of all pipeline ranks, and of the one that holds most; bytes."""
+    most = worst(ranks)
+    limit = hardware.room
+    return {
+        "parameters": n_parameters(run.model),
+        "active_parameters": n_active_parameters(run.model),
+        "parameters_per_rank": sum(each.elements for each in ranks) / len(ranks),
+        "state_per_rank": sum(each.state for each in ranks) / len(ranks),
+        "worst_rank": most.rank,
+        "peak": most.peak,
+        "reserved": most.reserved,
+        "expandable": expandable(run, most.rank),
+        "limit": limit,
+        "host": offloaded_by_host(run, hardware),
+        "host_limit": hardware.host_memory * 19 / 20,
+        "fits": fits(run, ranks, hardware),
+        "ranks": [each.as_json() for each in ranks],
+    }
+
+
+def communication_json(run: Resolved, hardware: Hardware) -> list[dict[str, Any]]:
+    """Collectives of a step of the first pipeline rank, alike ones together."""
+    together: dict[tuple[str, ...], dict[str, Any]] = {}
+    for each in collectives(run, 0, hardware.domain):
+        row = asdict(each)
+        key = (each.purpose, each.axis, each.kind, each.link)
+        into = together.setdefault(
+            key,
+            {name: row[name] for name in ("purpose", "axis", "kind", "ranks")}
+            | {"link": each.link, "count": 0.0, "bytes": 0.0, "seconds": 0.0},
+        )
+        into["count"] += each.count
+        into["bytes"] += each.count * each.size
+        into["seconds"] += each.seconds(hardware)
+    return list(together.values())
+
+
+def cost(run: Resolved, step: float, tokens: float) -> dict[str, float]:
+    """Steps, days and GPU-hours until so many tokens are seen, without restarts and validation."""
+    tokens = tokens or float(run.config.train.steps * run.tokens_per_step)
+    steps = tokens / run.tokens_per_step
+    hours = steps * step / 3600
+    return {
+        "tokens": tokens,
+        "steps": steps,
+        "days": hours / 24,
+        "gpu_hours": hours * run.world_size,
+    }

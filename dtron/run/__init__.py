@@ -1,0 +1,1 @@
+"""A rank's process and its run directory."""

@@ -1,0 +1,207 @@
+"""The attempts of one run: why the last one ended, what the recovery cost, and when to give up.
+
+    RUN/attempt.json       the attempt that trains now, or the last one, if it did not end in order
+    RUN/ends/rank-R.json   why rank R of that attempt ended, written when it ends by an error
+
+Rank 0 writes the first as soon as the run directory is its own; a rank that was killed leaves no
+record. An attempt makes progress by a checkpoint; torchrun's `--max-restarts` counts all attempts.
+"""
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import platform
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtron.errors import NoProgressError
+from dtron.io.untrusted import MB, parse, read_text
+from dtron.run.process import Place
+
+log = logging.getLogger("dtron")
+LOST_PEER = "lost another rank"
+"""Why a rank ends that has no fault itself."""
+_PARTS = (
+    ("noticed", "until the others ended"),
+    ("ended", "until they were started again"),
+    ("launched", "imports"),
+    ("entered", "rendezvous"),
+    ("met", "model and checkpoint"),
+    ("built", "first step"),
+    ("stepped", ""),
+)
+"""Moments of a recovery, in their order, and what lies between one and the next."""
+
+
+class Attempts:
+    """This attempt and what the one before has left.
+
+    Args:
+        folder: the run's directory.
+    """
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        self._path, self._ends = folder / "attempt.json", folder / "ends"
+        self._place, self._token = place, ""
+        self._moments: dict[str, float] = {"launched": _started(), "entered": time.time()}
+        self._cause = ""
+        self._own: dict[str, Any] = {}
+
+    def mark(self, moment: str) -> None:
+        """This rank has come to one of `_PARTS`."""
+        self._moments.setdefault(moment, time.time())
+
+    def met(self, token: str) -> None:
+        """Ranks have met; the token is of this attempt alone."""
+        self._token = token
+        self.mark("met")
+
+    def begin(self, step: int, most: int) -> None:
+        """Of rank 0, which has the run directory: log why the last attempt ended, and count.
+
+        Args:
+            step: that this attempt goes on from.
+            most: attempts in a row without progress; 0: any number.
+        Raises:
+            NoProgressError: there were so many.
+        """
+        if self._place.rank:
+            return
+        last, ends = _read(self._path), self._read_ends()
+        ends = {r: end for r, end in ends.items() if end.get("token") == last.get("token")}
+        job, idle = _job(self._place), 0
+        if last:
+            self._cause = why_ended(ends, last.get("hosts") or [], self._place.world_size)
+            times = [end["time"] for end in ends.values()]
+            self._moments |= {"noticed": min(times), "ended": max(times)} if times else {}
+            same = bool(job) and last.get("job") == job and step <= last.get("step", -1)
+            same = same and (self._place.attempt > 0 or "SLURM_JOB_ID" in os.environ)
+            idle = last.get("without_progress", 0) + 1 if same else 0
+            log.info("%s: %s", self._restart(), self._cause)
+        self._own = {
+            **{"token": self._token, "job": job, "step": step, "without_progress": idle},
+            "hosts": [],
+        }
+        if most and idle >= most:
+            raise NoProgressError(
+                f"{idle} attempts in a row have ended without a new checkpoint (faults."
+                f"max_attempts = {most}), the last one because {self._cause}; mend the cause, save "
+                "more often (checkpoint.interval), or set faults.max_attempts = 0"
+            )
+        shutil.rmtree(self._ends, ignore_errors=True)
+        self._write(self._path, self._own)
+
+    def note_hosts(self, hosts: Sequence[str]) -> None:
+        """Of rank 0: where each rank of this attempt runs."""
+        self._write(self._path, {**self._own, "hosts": list(hosts)})
+
+    def record_end(self, cause: str) -> None:
+        """This rank ends by an error; best effort."""
+        end = {"token": self._token, "host": platform.node(), "cause": cause, "time": time.time()}
+        self._write(self._ends / f"rank-{self._place.rank}.json", end)
+
+    def finish(self) -> None:
+        """Of rank 0: this attempt has ended in order."""
+        if self._place.rank == 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+    def recovered(self) -> dict[str, float]:
+        """After the first step: log and return the seconds of the recovery by part; nothing where
+        the attempt before ended in order."""
+        self.mark("stepped")
+        if not self._cause:
+            return {}
+        parts = seconds_of(self._moments)
+        listed = ", ".join(f"{seconds:.1f} s {part}" for part, seconds in parts.items())
+        log.info("recovered in %.1f s: %s", sum(parts.values()), listed)
+        self._cause = ""
+        return {"recovery_seconds": sum(parts.values())}
+
+    def _restart(self) -> str:
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        if not self._place.attempt:
+            return "the last attempt did not end in order"
+        return f"restart {self._place.attempt}" + (f" of {most}" if most else "")
+
+    def _read_ends(self) -> dict[int, dict[str, Any]]:
+        found = {}
+        for path in self._ends.glob("rank-*.json"):
+            rank, end = path.stem.removeprefix("rank-"), _read(path)
+            if rank.isdecimal() and isinstance(end.get("time"), float):
+                found[int(rank)] = end
+        return found
+
+    def _write(self, path: Path, value: Mapping[str, Any]) -> None:
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            partial.write_text(json.dumps(value) + "\n")
+            os.replace(partial, path)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", path, error.strerror or error)
+
+
+def why_ended(ends: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], world_size: int) -> str:
+    """Why an attempt ended, by its ranks' records: a rank's own error, else those without one.
+
+    Args:
+        hosts: of each rank; empty: it ended before ranks had met.
+    """
+    own = {rank: end for rank, end in ends.items() if end.get("cause") != LOST_PEER}
+    if own:
+        rank, end = min(own.items(), key=lambda item: item[1]["time"])
+        return f"rank {rank} on host {end.get('host')}: {end.get('cause')}"
+    n = len(hosts) or world_size
+    silent = [rank for rank in range(n) if rank not in ends]
+    if len(silent) in (0, n):
+        return "all ranks were stopped"
+    where = defaultdict[str, list[int]](list)
+    for rank in silent:
+        where[hosts[rank] if hosts else ""].append(rank)
+    listed = [
+        _listed(ranks) + (f" on host {host}" if host else "") for host, ranks in where.items()
+    ]
+    return f"{' and '.join(listed)} {'was' if len(silent) == 1 else 'were'} killed"
+
+
+def seconds_of(moments: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by part, of the moments that are known; clocks of hosts may differ a little."""
+    known = [(moments[name], part) for name, part in _PARTS if name in moments]
+    pairs = itertools.pairwise(known)
+    return {part: max(0.0, later - at) for (at, part), (later, _) in pairs}
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _job(place: Place) -> str:
+    """What starts attempts, by Slurm or torchrun; a run that a user starts again begins at 0."""
+    slurm = os.environ.get("SLURM_JOB_ID")
+    return f"slurm {slurm}" if slurm else place.job
+
+
+def _started() -> float:
+    """When this process was started, in seconds since the epoch."""
+    if sys.platform != "linux":
+        return time.time()
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    since_boot = ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = parse(read_text(path, MB))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

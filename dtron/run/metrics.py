@@ -1,0 +1,208 @@
+"""Where figures go: metrics.jsonl, TensorBoard and the console."""
+
+import contextlib
+import datetime
+import json
+import logging
+import math
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from dtron.io.filesystem import check_mounted, mount_of
+from dtron.models.flops import Convention, FlopsModel, flops_per_token, peak_flops
+
+log = logging.getLogger("dtron")
+Row = dict[str, float | int | None]
+_MFU: dict[str, Convention] = {"mfu": "full", "mfu_causal": "causal"}
+
+
+class Throughput:
+    """Tokens per second and MFU between logging steps.
+
+    Args:
+        flops: the model's operations.
+        devices: ranks that share the work.
+    """
+
+    def __init__(self, flops: FlopsModel, devices: int) -> None:
+        self.flops, self.devices = flops, devices
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        self.peak = peak_flops(name)
+        self.restart()
+
+    def add(self, tokens: int, attended: float) -> None:
+        """Count one step: its tokens over all ranks, and the mean over tokens of the length
+        attention runs over: seq_len, or sum(L^2) / sum(L) over documents of length L."""
+        self._steps += 1
+        self._tokens += tokens
+        self._attended += attended
+
+    def read(self) -> Row:
+        """Means since the last reading; seconds are per step, MFU is None on unknown hardware."""
+        steps, tokens, attended = self._steps, self._tokens, self._attended
+        seconds = time.perf_counter() - self._since
+        self.restart()
+        each = tokens / seconds / self.devices
+        row: Row = {
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_second_per_device": each,
+        }
+        for key, convention in _MFU.items():
+            flops = flops_per_token(self.flops, attended / steps, convention)
+            row[key] = each * flops / self.peak if self.peak else None
+        return {**row, "seconds": seconds / steps}
+
+    def restart(self) -> None:
+        """Forget what was counted, as after work that is not training."""
+        self._since, self._steps, self._tokens, self._attended = time.perf_counter(), 0, 0, 0.0
+
+
+def peak_memory_gib() -> float:
+    """Peak memory of this rank in GiB: reserved by the GPU's allocator, or resident on CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class MetricsWriter:
+    """Writes rows on rank 0; a writer on another rank does nothing.
+
+    Training does not depend on it: what cannot be written is a warning, the first time. Rows of
+    metrics.jsonl are kept and written with the next one that can be; TensorBoard is given up.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensorboard: Path | None,
+        console: Console,
+        steps: int,
+        start_step: int,
+        active: bool,
+    ) -> None:
+        self._path = path if active else None
+        self._steps = steps
+        self._mount = mount_of(path)
+        self._pending: list[str] = []
+        self._warned = False
+        if active:
+            self._write_pending(path)  # the file is there before the first row
+        self._board: SummaryWriter | None = None
+        if active and tensorboard:
+            with self._board_or_none():  # a resumed run takes back what came after its start
+                self._board = SummaryWriter(tensorboard, purge_step=start_step + 1)
+        self._progress = _progress(console) if active and console.is_terminal else None
+        if self._progress is not None:
+            self._task = self._progress.add_task(
+                "training", total=steps, completed=start_step, figures=""
+            )
+            self._progress.start()
+
+    def step(self, step: int) -> None:
+        """Advance the progress line."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def row(self, row: Mapping[str, float | int | None]) -> None:
+        """Write one row: `step` and figures by name."""
+        if self._path is None:
+            return
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
+        self._pending.append(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no NaN
+        self._write_pending(self._path)
+        with self._board_or_none():
+            for name, value in row.items():
+                if self._board is not None and name not in ("step", "batch") and value is not None:
+                    self._board.add_scalar(name, value, row["step"])
+        text = _line(row)
+        if self._progress is not None:  # under which the log is the history
+            self._progress.update(self._task, figures=text)
+        else:
+            text += _remaining(row, self._steps)
+        log.info("step %*d/%d  %s", len(str(self._steps)), row["step"], self._steps, text)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        if self._progress is not None:
+            self._progress.stop()
+        with self._board_or_none():
+            if self._board is not None:
+                self._board.close()
+
+    def _write_pending(self, path: Path) -> None:
+        """Append rows whole or not at all; those that cannot be written wait for the next one."""
+        try:
+            check_mounted(path, self._mount)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab", buffering=0) as file:  # a buffer would be written again on close
+                size, rest = file.tell(), "".join(self._pending).encode()
+                try:
+                    while rest:  # a part may be written before the disk is full
+                        rest = rest[file.write(rest) :]
+                except OSError:
+                    file.truncate(size)
+                    raise
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s cannot be written: %s; training goes on and rows are kept for later",
+                    path,
+                    error.strerror or error,
+                )
+        else:
+            self._warned = False
+            self._pending.clear()
+
+    @contextlib.contextmanager
+    def _board_or_none(self) -> Iterator[None]:
+        """Give TensorBoard up where it fails, in its own thread too."""
+        try:
+            yield
+        except Exception as error:
+            self._board = None
+            log.warning("TensorBoard logs are given up: %s; training goes on", error)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+        console=console,
+    )
+
+
+_SHOWN = (
+    ("loss", "loss {:.4f}"),
+    ("validation_loss", "validation loss {:.4f}"),
+    ("grad_norm", "grad norm {:.3f}"),
+    ("lr", "lr {:.2e}"),
+    ("skipped", "skipped {}"),
+    ("tokens_per_second", "{:,.0f} tok/s"),
+    ("padding", "padding {:.1%}"),
+    ("mfu", "mfu {:.1%}"),
+    ("memory_gib", "{:.1f} GiB"),
+)
+
+
+def _line(row: Mapping[str, float | int | None]) -> str:
+    return "  ".join(form.format(v) for key, form in _SHOWN if (v := row.get(key)) is not None)
+
+
+def _remaining(row: Mapping[str, float | int | None], steps: int) -> str:
+    """`ETA 1:02:03`, by the seconds of the last steps; empty at the end and of other rows."""
+    left = steps - (row["step"] or 0)
+    seconds = row.get("seconds")
+    if not left or seconds is None:
+        return ""
+    return f"  ETA {datetime.timedelta(seconds=round(left * seconds))}"

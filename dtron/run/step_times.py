@@ -1,0 +1,95 @@
+"""The time of every step, without waiting for the device while training.
+
+On GPUs an event is recorded on the compute stream behind each step, where the optimizer's update
+has been enqueued; the events are read once, at the end. Elsewhere a clock is read. The first step
+contains compilation.
+"""
+
+import itertools
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtron.kernels.torch_internals import compile_cache
+from dtron.run.metrics import peak_memory_gib
+
+
+class StepTimes:
+    """Marks of one rank: `begin()`, then `mark()` behind each step, then `gather()`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.begun_at = 0.0
+        self._marks: list[float | torch.cuda.Event] = []
+        self._memory: list[float] = []
+        self._attended: list[float] = []
+
+    def begin(self) -> None:
+        """Training begins."""
+        self.begun_at = time.time()
+        self._marks.append(self._now())
+
+    def mark(self, attended: float) -> None:
+        """A step has been enqueued.
+
+        Args:
+            attended: mean over its tokens of the length that attention runs over.
+        """
+        self._marks.append(self._now())
+        self._memory.append(peak_memory_gib())
+        self._attended.append(attended)
+
+    def seconds(self) -> list[float]:
+        """Seconds of each step, from the end of the one before. Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return [_between(first, last) for first, last in itertools.pairwise(self._marks)]
+
+    def gather(self, group: dist.ProcessGroup, start_step: int) -> dict[str, Any]:
+        """What steps.json holds; every rank of `group`, on the host, calls it.
+
+        Returns:
+            `start_step` before the first one; `begun_at` in seconds of the epoch, the latest of
+            all ranks; `attended`, a mean over ranks for each step; and by rank `devices`,
+            `seconds` and `memory_gib` (lists with a value a step; memory is the peak so far), and
+            `compile_cache`, how many graphs the caches of torch.compile had and had not.
+        """
+        own = {
+            "begun_at": self.begun_at,
+            "attended": self._attended,
+            "devices": _device_name(self.device),
+            "seconds": self.seconds(),
+            "memory_gib": self._memory,
+            "compile_cache": compile_cache(),
+        }
+        ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(ranks, own, group=group)
+        attended = [rank["attended"] for rank in ranks]
+        return {
+            "start_step": start_step,
+            "begun_at": max(rank["begun_at"] for rank in ranks),
+            "attended": [sum(values) / len(ranks) for values in zip(*attended, strict=True)],
+            **{
+                key: [rank[key] for rank in ranks]
+                for key in ("devices", "seconds", "memory_gib", "compile_cache")
+            },
+        }
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(first: float | torch.cuda.Event, last: float | torch.cuda.Event) -> float:
+    if isinstance(first, float) and isinstance(last, float):
+        return last - first
+    return first.elapsed_time(last) / 1e3  # type: ignore[union-attr, arg-type]
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,463 @@
+"""float8 in a run: which layers, what is refused, and what the passes and the loop are given.
+
+`dtron.float8` knows layers and recipes, not runs; here the keys of [float8] meet the model and the
+layout. The choice of layers depends on the model alone, so that every layout trains the same one,
+unless it is left to a measurement (`float8.filter = "auto"`).
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtron.config import Degree, Float8, RunConfig
+from dtron.errors import ConfigError
+from dtron.float8.all_gather import GatherInput, WeightGather, require_torchao
+from dtron.float8.async_tp import GatheredLinear, GatherProducts, ScatteringLinear, SplitRows
+from dtron.float8.auto_filter import Shape, Worth, measure, table
+from dtron.float8.convert import MULTIPLE, Choice, convert, fuse, layer_names
+from dtron.float8.delayed import DelayedScales
+from dtron.float8.experts import check_sizes, convert_experts
+from dtron.float8.linear import Float8Linear, ScaleGroups
+from dtron.float8.products import why_emulated
+from dtron.float8.recipes import EXPERTS, RECIPES, Recipe
+from dtron.float8.statistics import Statistics
+from dtron.models import MODELS, build_model, choose_backend
+from dtron.models.attention import Backend
+from dtron.models.config import DecoderConfig
+from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.mesh import Mesh
+from dtron.parallelisms.pipeline.executor import Layout
+from dtron.parallelisms.placement import Row, Shard, Style, matches, select
+
+log = logging.getLogger("dtron")
+
+
+@dataclass(frozen=True)
+class Float8Plan:
+    """The float8 layers of a run."""
+
+    recipe: Recipe
+    settings: Float8
+    layers: tuple[str, ...]
+    """FQNs, in the model's order."""
+    fused: tuple[str, ...] = ()
+    """FQNs of gated feed-forward layers that are one function each."""
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    """What a rank computes of each layer of the blocks, by FQN."""
+    experts: tuple[str, ...] = ()
+    """FQNs of modules with experts whose products are float8."""
+    overlapped: bool = False
+    """Whether products are fused with tp's communication (`parallel.async_tp`)."""
+    head: Shape | None = None
+    """The same of the head, where it is float8 too."""
+    gathering: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By the FQN of each module that gathers its input, the layers that read it; empty where none
+    does so in float8."""
+    scattering: tuple[str, ...] = ()
+    """FQNs of the layers that scatter their product, fused with it (`parallel.async_tp`)."""
+
+    def measured(
+        self, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
+    ) -> "Float8Plan":
+        """With `float8.filter = "auto"` the plan of the layers that gain; all ranks call it.
+
+        Args:
+            group: all ranks, on the host; the first one measures.
+        Raises:
+            ConfigError: no layer gains.
+        """
+        if self.settings.filter != "auto" or self.why_emulated(device, dtype):
+            return self
+        found: list[Any] = [None]
+        if dist.get_rank(group) == 0:
+            found = [measure(self.shapes.values(), self.recipe, dtype, device)]
+            log.info("float8.filter = auto:\n%s", table(found[0]))
+        dist.broadcast_object_list(found, group=group, group_src=0)
+        return self.of_those_that_gain(found[0])
+
+    def of_those_that_gain(self, worth: Mapping[Shape, Worth]) -> "Float8Plan":
+        """The same with fewer layers. Raises ConfigError where none is left."""
+        blocks = {name for name in self.shapes if worth[self.shapes[name]].gains}
+        layers = tuple(name for name in self.layers if name in blocks or name not in self.shapes)
+        if not layers:
+            raise ConfigError(
+                'float8.filter = "auto": no layer is faster in float8 on this device; set '
+                'float8.recipe = "", or larger micro-batches'
+            )
+        shapes = {name: shape for name, shape in self.shapes.items() if name in blocks}
+        return replace(self, layers=layers, shapes=shapes)
+
+    def converter(self, mesh: Mesh, dtype: torch.dtype) -> Callable[[nn.Module], None]:
+        """The pass that comes first: `Passes.convert`."""
+        device = torch.device(mesh.device_type)
+        emulate = bool(self.why_emulated(device, dtype))
+        emulate_experts = bool(why_emulated(EXPERTS, device, dtype))
+        groups, kinds = scale_groups(mesh), self._kinds()
+
+        def apply(model: nn.Module) -> None:
+            convert(model, self.layers, self.recipe, emulate, groups, kinds)
+            fuse(model, self.fused)
+            convert_experts(model, self.experts, emulate_experts)
+
+        return apply
+
+    def placements(self, rows: Mapping[str, Row], mesh: Mesh) -> dict[Any, Row | Style]:
+        """Rows with the inputs of `gathering` gathered in float8, where only float8 layers read
+        them."""
+        styles = self._styles(mesh)
+        known = {*self.gathering, *(name for read in self.gathering.values() for name in read)}
+        found: dict[Any, Row | Style] = {}
+        for pattern, row in rows.items():
+            names = sorted(name for name in known if matches(pattern, name))
+            if row.kind not in ("prepare_input", "colwise") or not styles.keys() & set(names):
+                found[pattern] = row
+                continue
+            for name in names:
+                found[name] = styles.get(name, row)
+        return found
+
+    def _styles(self, mesh: Mesh) -> dict[str, Style]:
+        """By FQN, of modules whose input is gathered in float8; where that is fused with their
+        layers' products, of these layers too."""
+        whole = self._gathered_whole()
+        if whole and not self.overlapped:
+            style = GatherInput(self.recipe.output.left, scale_groups(mesh).both)
+            return dict.fromkeys(whole, style)
+        styles: dict[str, Style] = {}
+        for module in whole:
+            layers = self.gathering[module]
+            styles[module] = GatherProducts([name[len(module) + 1 :] for name in layers])
+            styles |= dict.fromkeys(layers, SplitRows())
+        return styles
+
+    def _kinds(self) -> dict[str, type[Float8Linear]]:
+        """Classes of the layers that are fused with communication, by FQN."""
+        if not self.overlapped:
+            return {}
+        read = [name for module in self._gathered_whole() for name in self.gathering[module]]
+        scattering = [name for name in self.scattering if name in self.layers]
+        return {
+            **dict.fromkeys(read, GatheredLinear),
+            **dict.fromkeys(scattering, ScatteringLinear),
+        }
+
+    @property
+    def travelling(self) -> frozenset[str]:
+        """FQNs of modules whose input tp gathers in float8, and of layers whose output's gradient
+        it does."""
+        scattering = self.scattering if self.overlapped else ()
+        return frozenset(self._gathered_whole()) | (set(scattering) & set(self.layers))
+
+    def _gathered_whole(self) -> list[str]:
+        """FQNs of modules whose input only float8 layers read."""
+        chosen = set(self.layers)
+        return [module for module, read in self.gathering.items() if read and set(read) <= chosen]
+
+    def gather_weights(self, applied: Applied, mesh: Mesh) -> Callable[[], None] | None:
+        """Gather weights in float8, if the settings say so.
+
+        Returns:
+            What computes their scales, due now and after each update; None where it is not needed.
+        """
+        if not self.settings.all_gather:
+            return None
+        group = mesh.group("dp_shard", "cp", "tp")
+        return WeightGather(_layers_of(applied).values(), group).refresh
+
+    def delay_scales(self, applied: Applied, mesh: Mesh) -> DelayedScales | None:
+        """Take scales from earlier steps, if the settings say so; what updates them after each."""
+        if self.settings.scaling != "delayed":
+            return None
+        group = mesh.group("dp_replicate", "dp_shard", "cp", "tp")
+        return DelayedScales(_layers_of(applied), self.settings.amax_history, group)
+
+    def statistics(self, applied: Applied, device: torch.device) -> Statistics:
+        """What measures a step's casts."""
+        return Statistics(self.layers, _layers_of(applied), device)
+
+    def reports(self, step: int) -> bool:
+        """Whether the casts of a step, counted from 1, are measured."""
+        interval = self.settings.report_interval
+        return interval > 0 and step % interval == 0
+
+    def announce(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Tell the log how many layers there are, and whether they are emulated."""
+        settings = self.settings
+        log.info("float8: %s, %d linear layers", self.recipe.name, len(self.layers))
+        found = [
+            key
+            for key in ("output", "experts", "all_gather", "gather_inputs")
+            if getattr(settings, key)
+        ]
+        if settings.scaling == "delayed":
+            log.info("float8: scales by the last %d steps", settings.amax_history)
+        if found:
+            log.info("float8: %s", ", ".join(found))
+        if why := self.why_emulated(device, dtype):
+            log.warning("float8 is emulated: %s; it rounds alike and is slower than none", why)
+        elif self.experts and (why := why_emulated(EXPERTS, device, dtype)):
+            log.warning("float8.experts is emulated: %s; it is slower than none", why)
+
+    def why_emulated(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Why products are emulated; empty where they are not."""
+        head = () if self.head is None else (self.head,)
+        return why_emulated(self.recipe, device, dtype, (*self.shapes.values(), *head))
+
+
+def _layers_of(applied: Applied) -> dict[str, Float8Linear]:
+    """Of this rank, by FQN."""
+    return {
+        fqn: module
+        for part in applied.parts.values()
+        for fqn, module in part.named_modules()
+        if isinstance(module, Float8Linear)
+    }
+
+
+def scale_groups(mesh: Mesh) -> ScaleGroups:
+    """The process groups whose ranks hold parts of one tensor."""
+
+    def names(*axes: str) -> tuple[str, ...]:
+        wide = tuple(axis for axis in axes if mesh.size(axis) > 1)  # type: ignore[arg-type]
+        return (mesh.group(*wide).group_name,) if wide else ()  # type: ignore[arg-type]
+
+    return ScaleGroups(tp=names("tp"), cp=names("cp"), both=names("cp", "tp"))
+
+
+def plan_float8(
+    config: RunConfig, model: DecoderConfig, world_size: int, layout: Layout | None
+) -> Float8Plan | None:
+    """Choose the float8 layers of a run; None where there is no recipe.
+
+    Raises:
+        ConfigError: a pattern matches nothing, dims do not fit, or a setting cannot act.
+    """
+    settings = config.float8
+    if not settings.recipe:
+        return None
+    recipe = RECIPES[settings.recipe]
+    _refuse_what_cannot_act(config, recipe, world_size, layout)
+    if settings.experts and not model.n_experts:
+        raise ConfigError(
+            "float8.experts has no effect: the model has no experts; set float8.experts = false"
+        )
+    if settings.all_gather and settings.output and model.tied:
+        raise ConfigError(
+            "float8.all_gather with float8.output and tied weights: the embedding looks rows up in "
+            "the same weight, in train.dtype; use one of the two"
+        )
+    spec = MODELS[config.model.name]
+    with torch.device("meta"):
+        whole = build_model(config.model.name, model, _any_attention(model))
+    choice = Choice(
+        spec.layer.format("*"),
+        () if settings.filter == "auto" else tuple(settings.filter),
+        tuple(settings.skip),
+        settings.skip_first,
+        settings.skip_last,
+        spec.head[-1] if settings.output else "",
+    )
+    # tp splits the three layers one by one.
+    gated = model.activation == "swiglu" and config.parallel.tp == 1
+    fused = tuple(select(whole, spec.feed_forward)) if gated else ()
+    plan = Float8Plan(recipe, settings, layer_names(whole, choice), fused)
+    if settings.all_gather:
+        require_torchao()
+    degrees = config.degrees(world_size)
+    rows = spec.placements(model, config.parallel.sequence_parallel)
+    tokens = _tokens(config, degrees)
+    shapes = {
+        name: (tokens, *_part(name, whole.get_submodule(name), rows, degrees, settings))
+        for name in plan.layers
+    }
+    head = shapes.pop(choice.output, None)
+    experts = tuple(select(whole, spec.experts)) if settings.experts else ()
+    for name in experts:
+        check_sizes(name, whole.get_submodule(name), config.parallel.etp)
+    plan = replace(plan, shapes=shapes, head=head, experts=experts)
+    if not settings.gather_inputs and not config.parallel.async_tp:
+        return plan
+    plan = replace(plan, gathering=_gathering(whole, rows), overlapped=config.parallel.async_tp)
+    if settings.gather_inputs and not plan.travelling:
+        raise ConfigError(
+            "float8.gather_inputs has no effect: no attention or feed-forward has all the layers "
+            "that read its input in float8; widen float8.filter"
+        )
+    return replace(plan, scattering=_scattering(whole, rows))
+
+
+def _gathering(model: nn.Module, rows: Mapping[str, Row]) -> dict[str, tuple[str, ...]]:
+    """By the FQN of each module that gathers its input, the layers that read it."""
+    kinds = {
+        name: {row.kind for pattern, row in rows.items() if matches(pattern, name)}
+        for name, _ in model.named_modules()
+    }
+    return {
+        module: tuple(n for n in kinds if n.startswith(f"{module}.") and "colwise" in kinds[n])
+        for module in kinds
+        if "prepare_input" in kinds[module]
+    }
+
+
+def _scattering(model: nn.Module, rows: Mapping[str, Row]) -> tuple[str, ...]:
+    """FQNs of linear layers that scatter their product along the sequence."""
+    patterns = [p for p, row in rows.items() if row.kind == "rowwise" and row.output == Shard(1)]
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and any(matches(pattern, name) for pattern in patterns)
+    )
+
+
+def _any_attention(model: DecoderConfig) -> Backend:
+    """A backend that can do what the model asks: only names and shapes are looked at."""
+    return choose_backend(
+        "math",
+        device_type="cpu",
+        dtype=torch.float32,
+        head_dim=model.head_size,
+        documents=False,
+        dropout=model.attention_dropout > 0,
+        deterministic=False,
+        window=model.window,
+        softcap=model.softcap,
+        sinks=model.sinks,
+    )
+
+
+def _tokens(config: RunConfig, degrees: Mapping[Degree, int]) -> int:
+    """Of a micro-batch, that a rank has between blocks without tp."""
+    return config.train.micro_batch * config.train.seq_len // degrees["cp"]
+
+
+def _refuse_what_cannot_act(
+    config: RunConfig, recipe: Recipe, world_size: int, layout: Layout | None
+) -> None:
+    parallel, settings, name = config.parallel, config.float8, recipe.name
+    degrees = config.degrees(world_size)
+    tokens = _tokens(config, degrees)
+    interval, logged = settings.report_interval, config.metrics.log_interval
+    rules = [
+        (
+            tokens % MULTIPLE > 0,
+            f"float8.recipe = {name!r} needs a multiple of {MULTIPLE} tokens a micro-batch, not "
+            f"{tokens} (train.micro_batch x train.seq_len / parallel.cp)",
+        ),
+        (
+            parallel.async_tp and not recipe.shares_scales,
+            f"float8.recipe = {name!r} with parallel.async_tp: what is gathered has other scales "
+            'along the tokens, as weight gradients need it; use "tensorwise", or set '
+            "parallel.async_tp = false",
+        ),
+        (
+            parallel.async_tp and settings.gather_inputs,
+            "float8.gather_inputs has no effect beside parallel.async_tp, which gathers inputs in "
+            "float8 itself; leave it out",
+        ),
+        (
+            layout is not None and layout.splits_backward,
+            f"parallel.schedule = {parallel.schedule!r} puts off weight gradients, which float8 "
+            'layers compute at once; use one with whole backwards, such as "Interleaved1F1B"',
+        ),
+        (
+            settings.output and parallel.defer_head > 0,
+            f"parallel.defer_head = {parallel.defer_head} with float8.output: the weight gradients "
+            "of a float8 head are computed at once; use one of the two",
+        ),
+        (
+            settings.output and config.train.loss_chunks > 1,
+            f"float8.output with train.loss_chunks = {config.train.loss_chunks}: the loss "
+            "multiplies by the head itself, in train.dtype; use one of the two",
+        ),
+        (
+            settings.all_gather and not recipe.shares_scales,
+            f"float8.all_gather with float8.recipe = {name!r}: a rank's part of a weight does not "
+            'have the scales of the whole; use "tensorwise"',
+        ),
+        (
+            settings.all_gather and degrees["dp_shard"] * degrees["cp"] == 1,
+            "float8.all_gather has no effect without parallel.dp_shard or parallel.cp > 1: no rank "
+            "gathers weights",
+        ),
+        (
+            settings.gather_inputs and not recipe.shares_scales,
+            f"float8.gather_inputs with float8.recipe = {name!r}: the gathered input has other "
+            'scales than its parts; use "tensorwise"',
+        ),
+        (
+            settings.scaling == "delayed" and not recipe.shares_scales,
+            f'float8.scaling = "delayed" with float8.recipe = {name!r}: rows and blocks are other '
+            'ones in each step; use "tensorwise"',
+        ),
+        (
+            settings.scaling == "delayed" and settings.gather_inputs,
+            'float8.scaling = "delayed" with float8.gather_inputs: an input is gathered by the '
+            "scale of its own values and would be cast again by another; use one of the two",
+        ),
+        (
+            settings.gather_inputs and not (parallel.tp > 1 and parallel.sequence_parallel),
+            "float8.gather_inputs has no effect without parallel.tp > 1 and "
+            "parallel.sequence_parallel: no input is gathered",
+        ),
+        (
+            settings.filter == "auto" and not config.compile.enable,
+            'float8.filter = "auto" times layers as they are compiled; set compile.enable = true',
+        ),
+        (
+            settings.filter == "auto" and config.debug.deterministic,
+            'float8.filter = "auto" with debug.deterministic: timings differ from run to run; '
+            "name the layers",
+        ),
+        (
+            settings.gather_inputs and settings.filter == "auto",
+            'float8.gather_inputs with float8.filter = "auto": an input is gathered in float8 if '
+            "all layers that read it are float8; name the layers",
+        ),
+        (
+            interval % logged > 0,
+            f"float8.report_interval = {interval} is not a multiple of metrics.log_interval = "
+            f"{logged}; use one",
+        ),
+    ]
+    for broken, message in rules:
+        if broken:
+            raise ConfigError(message)
+
+
+def _part(
+    name: str,
+    linear: nn.Module,
+    rows: Mapping[str, Row],
+    degrees: Mapping[Degree, int],
+    settings: Float8,
+) -> tuple[int, int]:
+    """Input and output features that a rank holds of a layer. Raises ConfigError if they do not
+    fit."""
+    assert isinstance(linear, nn.Linear)
+    tp, ranks = degrees["tp"], degrees["dp_shard"] * degrees["cp"]
+    kinds = {row.kind for pattern, row in rows.items() if matches(pattern, name)}
+    if "sequence" in kinds and tp > 1:
+        raise ConfigError(
+            f"float8 with parallel.tp = {tp}: {name} takes a part of the tokens on each rank, "
+            "whose scales the others would have to share; name the layer in float8.skip"
+        )
+    by_columns, inward, outward = "rowwise" in kinds, linear.in_features, linear.out_features
+    dim = inward if by_columns else outward
+    if dim % (tp * MULTIPLE):
+        raise ConfigError(
+            f"parallel.tp = {tp} leaves a rank {dim / tp:g} of the {dim} "
+            f"{'columns' if by_columns else 'rows'} of {name}, and float8 needs multiples "
+            f"of {MULTIPLE}; lower it, or name the layer in float8.skip"
+        )
+    part = (inward // tp, outward) if by_columns else (inward, outward // tp)
+    if settings.all_gather and part[1] % ranks:
+        raise ConfigError(
+            f"float8.all_gather: the {ranks} ranks of parallel.dp_shard and parallel.cp do not "
+            f"divide the {part[1]} rows of {name}; name the layer in float8.skip"
+        )
+    return part

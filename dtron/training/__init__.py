@@ -1,0 +1,1 @@
+"""The trainer, its step, loss and optimizer."""

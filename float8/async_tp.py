@@ -1,0 +1,330 @@
+"""float8 products of tensor parallelism, fused with their communication (asynchronous tp).
+
+Under sequence parallelism what travels before a product is its operand: float8 numbers, with the
+scale that all ranks know. What travels after it is its result, in the dtype of computation.
+
+    colwise   forward   all-gather of the input + products of all siblings, fused
+              backward  grad_input: of one layer product + reduce-scatter, fused; of several the sum
+                        of their products, reduce-scattered under the products of grad_weight
+    rowwise   forward   product + reduce-scatter, fused
+              backward  all-gather of the output's gradient + grad_input, fused
+
+grad_weight multiplies what was gathered already. On GPUs with float8 the fused operators of
+symmetric memory overlap both; where products are emulated the same functions run unfused.
+
+They are called by name, not left to inductor's pass: of a product that was flattened it hands over
+the flat matrix with the sequence's dim, and the operator of torch 2.11 and 2.13 then cuts whole
+sequences where tokens are meant. Here rows are tokens, then sequences (T x B), so that what a rank
+holds is one range of rows, gathered and scattered along dim 0 without a copy on either side.
+
+Private names used, tested with torch 2.11 and 2.13: torch.ops.symm_mem's
+fused_all_gather_scaled_matmul and fused_scaled_matmul_reduce_scatter.
+
+Shapes: M = T x B rows, D width, N features of the rank, tp ranks. Recipes with one scale a tensor:
+others cast gathered tensors again for grad_weight, by scales that float8 numbers cannot serve.
+
+Source: torch.distributed._symmetric_memory; Wang et al., overlap by decomposition, ASPLOS 2023.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Shard
+
+from dtron.errors import PlacementError
+from dtron.float8.casting import (
+    Scaled,
+    quantize,
+    quantize_both,
+    quantize_weight,
+    scales_together,
+    turn_weight,
+)
+from dtron.float8.linear import Float8Linear, How, ahead, gathered, largest, one_of
+from dtron.float8.products import product
+from dtron.parallelisms.functional_collectives import all_gather, wait_tensor
+from dtron.parallelisms.placement import Style, change_argument
+from dtron.parallelisms.tensor.async_tp import (
+    Ranks,
+    from_rows,
+    rows_of,
+    scatter_rows,
+    split_parameters,
+)
+
+_ROWS = 0
+
+
+def gather_products(
+    mine: Scaled, rights: Sequence[Scaled], dtype: torch.dtype, how: How, fast: bool, ranks: Ranks
+) -> tuple[Scaled, list[Tensor]]:
+    """Gather an operand's rows and multiply them.
+
+    Args:
+        mine: (M / tp, S), with the scale of the whole.
+        rights: (N, S) each.
+        dtype: of the results.
+        fast: as `product`'s `fast_accumulation`.
+    Returns:
+        The whole operand (M, S), and its products (M, N).
+    """
+    data = mine.data.contiguous()
+    if _fuses(data, how):
+        n = len(rights)
+        whole, outs = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            data,
+            [right.data.contiguous().t() for right in rights],
+            1.0 / mine.scale,
+            [1.0 / right.scale for right in rights],
+            _ROWS,
+            ranks.group,
+            [None] * n,
+            [None] * n,
+            [dtype] * n,
+            [fast] * n,
+        )
+        return mine._replace(data=whole), outs
+    # gloo moves no float8
+    bytes_ = all_gather(data.view(torch.uint8), ranks.size, ranks.group)
+    found = mine._replace(data=wait_tensor(bytes_).view(data.dtype))
+    return found, [product(found, right, dtype, how.emulate, fast) for right in rights]
+
+
+def product_scatter(
+    left: Scaled, right: Scaled, dtype: torch.dtype, how: How, fast: bool, ranks: Ranks
+) -> Tensor:
+    """Multiply, sum over the ranks and keep the rank's rows.
+
+    Args:
+        left: (M, S), the rank's part of the sum.
+        right: (P, S), likewise.
+        dtype: of the result.
+        fast: as `product`'s `fast_accumulation`.
+    Returns:
+        (M / tp, P).
+    """
+    data = left.data.contiguous()
+    if _fuses(data, how):
+        return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+            data,
+            right.data.contiguous().t(),
+            1.0 / left.scale,
+            1.0 / right.scale,
+            "sum",
+            _ROWS,
+            _ROWS,
+            ranks.group,
+            [data.shape[0], right.data.shape[0]],
+            out_dtype=dtype,
+            use_fast_accum=fast,
+        )
+    return wait_tensor(scatter_rows(product(left, right, dtype, how.emulate, fast), ranks))
+
+
+def _fuses(data: Tensor, how: How) -> bool:
+    return data.is_cuda and not how.emulate
+
+
+_OF_A_LAYER = 5
+"""Arguments of a layer: weight, its data and scale where it comes in float8, leaf and scales of
+`Delayed`."""
+
+
+@torch.compiler.allow_in_graph  # as in linear.py
+class _GatherProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: How, ranks: Ranks, *rest: Any) -> tuple[Tensor, ...]:
+        """(M / tp, D), and of each layer the arguments above, its weight (N, D) -> (M, N) each."""
+        layers = [rest[i : i + _OF_A_LAYER] for i in range(0, len(rest), _OF_A_LAYER)]
+        casts, known = how.recipe.output, [scales for *_, scales in layers]
+        mine = quantize(x, casts.left, how.input, one_of(known[0], 0))
+        weights = _weights(layers, how)
+        whole, outs = gather_products(mine, weights, x.dtype, how, casts.fast_accumulation, ranks)
+        seen = None if layers[0][3] is None else largest(x)
+        held = [w if data is None else data for w, data, *_ in layers]
+        scales = [w8.scale for w8 in weights]
+        ctx.save_for_backward(whole.data, whole.scale, seen, *held, *scales, *known)
+        ctx.how, ctx.ranks, ctx.dtype = how, ranks, x.dtype
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, x_scale, seen, *others = ctx.saved_tensors
+        n, how, ranks = len(grads), ctx.how, ctx.ranks
+        held, scales, known = others[:n], others[n : 2 * n], others[2 * n :]
+        to_input, to_weight = how.recipe.grad_input, how.recipe.grad_weight
+        cast = to_input.left
+        of_grads = [one_of(k, 2) for k in known]
+        if any(scale is None for scale in of_grads):
+            of_grads = scales_together(grads, cast, how.grad)
+        both = [
+            quantize_both(grad, cast, scale=scale)
+            for grad, scale in zip(grads, of_grads, strict=True)
+        ]
+        grad_x = travelling = None
+        if ctx.needs_input_grad[0]:
+            turned = [
+                turn_weight(w, scale, to_input.right, grad)
+                for w, scale, grad in zip(held, scales, grads, strict=True)
+            ]
+            fast = to_input.fast_accumulation
+            if n == 1:
+                grad_x = product_scatter(both[0][0], turned[0], ctx.dtype, how, fast, ranks)
+            else:
+                parts = [
+                    product(grad8, w8, ctx.dtype, how.emulate, fast)
+                    for (grad8, _), w8 in zip(both, turned, strict=True)
+                ]
+                travelling = scatter_rows(sum(parts[1:], parts[0]), ranks)
+        found: list[Any] = []
+        x8 = Scaled(x, x_scale, to_weight.right).turned(grads[0])
+        for i, (_, across) in enumerate(both):
+            grad_weight = None
+            if ctx.needs_input_grad[3 + _OF_A_LAYER * i]:
+                fast = to_weight.fast_accumulation
+                grad_weight = product(across, x8, ctx.dtype, how.emulate, fast)
+            of_leaf = None if seen is None else torch.cat([seen, largest(grads[i])])
+            found += [grad_weight, None, None, of_leaf, None]
+        if travelling is not None:
+            grad_x = wait_tensor(travelling)
+        return grad_x, None, None, *found
+
+
+@torch.compiler.allow_in_graph
+class _ProductScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: How, ranks: Ranks, *layer: Any) -> Tensor:
+        """(M, N), and of the layer the arguments above, its weight (D, N) -> (M / tp, D)."""
+        weight, data, _, leaf, scales = layer
+        casts = how.recipe.output
+        x8 = quantize(x, casts.left, how.input, one_of(scales, 0))
+        (weight8,) = _weights([layer], how)
+        seen = None if leaf is None else largest(x)
+        held = weight if data is None else data
+        ctx.save_for_backward(x8.data, x8.scale, held, weight8.scale, seen, scales)
+        ctx.how, ctx.ranks, ctx.dtype = how, ranks, x.dtype
+        return product_scatter(x8, weight8, x.dtype, how, casts.fast_accumulation, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, x_scale, held, scale, seen, scales = ctx.saved_tensors
+        how, to_input, to_weight = ctx.how, ctx.how.recipe.grad_input, ctx.how.recipe.grad_weight
+        mine = quantize(grad, to_input.left, how.grad, one_of(scales, 2))
+        weight8 = turn_weight(held, scale, to_input.right, grad)
+        fast = to_input.fast_accumulation
+        whole, (grad_x,) = gather_products(mine, [weight8], ctx.dtype, how, fast, ctx.ranks)
+        grad_weight = None
+        if ctx.needs_input_grad[3]:
+            x8 = Scaled(x, x_scale, to_weight.right).turned(grad)
+            across, fast = whole.turned(grad), to_weight.fast_accumulation
+            grad_weight = product(across, x8, ctx.dtype, how.emulate, fast)
+        found = None if seen is None else torch.cat([seen, largest(grad)])
+        return grad_x, None, None, grad_weight, None, None, found, None
+
+
+def _weights(layers: Sequence[Sequence[Any]], how: How) -> list[Scaled]:
+    """Weights in float8; those that have no scale yet find it by one reduction."""
+    cast, known = how.recipe.output.right, [one_of(scales, 1) for *_, scales in layers]
+    bare = [i for i, (_, data, *_) in enumerate(layers) if data is None and known[i] is None]
+    if bare:
+        found = scales_together([layers[i][0] for i in bare], cast, how.weight)
+        for i, scale in zip(bare, found, strict=True):
+            known[i] = scale
+    return [
+        quantize_weight(weight, data, scale, cast, known=one)
+        for (weight, data, scale, *_), one in zip(layers, known, strict=True)
+    ]
+
+
+class GatheredLinear(Float8Linear):
+    """A layer split by rows whose output was made with its siblings', by `GatherProducts`."""
+
+    place = 0
+    """Among the siblings."""
+
+    def forward(self, input: Sequence[Tensor]) -> Tensor:  # type: ignore[override]
+        """Outputs of all siblings -> (B, T, N), its own."""
+        return input[self.place]
+
+
+class ScatteringLinear(Float8Linear):
+    """A layer split by columns that scatters its sum along the sequence."""
+
+    def _split(self, x: Tensor, weight: DTensor) -> Tensor:
+        """(B, T, N), split by columns -> (B, T, D), split along the sequence."""
+        mesh = weight.device_mesh
+        if not isinstance(x, DTensor) or x.placements != (Shard(2),):
+            raise PlacementError("a float8 layer that scatters takes (B, T, N), split by columns")
+        ranks, how = Ranks.of(mesh), self.how_over_ranks()
+        local, part = x.to_local(), weight.to_local()
+        rows = rows_of(local)
+        out = _ProductScatter.apply(rows, how, ranks, *_arguments(self, part))
+        assert isinstance(out, Tensor)
+        self.show(rows, part, out, how)
+        out = from_rows(out, local.shape[0])
+        if isinstance(self.bias, DTensor):  # each rank adds it to its tokens alone
+            out = out + self.bias.to_local(grad_placements=[Partial()])
+        return DTensor.from_local(out, mesh, [Shard(1)], run_check=False)
+
+
+class GatherProducts(Style):
+    """In place of a `prepare_input` row: gathers a module's first argument in float8, multiplied as
+    it arrives; the module is handed the list of products, from which each layer takes its own.
+
+    The module must use that argument as the input of these layers only.
+
+    Args:
+        children: names of the layers, relative to the module; all of them `GatheredLinear`.
+    """
+
+    covers_parameters = False
+
+    def __init__(self, children: Sequence[str]) -> None:
+        self.children = tuple(children)
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """See Style."""
+        ranks = Ranks.of(mesh)
+        for i, name in enumerate(self.children):
+            layer = module.get_submodule(name)
+            assert isinstance(layer, GatheredLinear), f"{name} is a {type(layer).__name__}"
+            layer.place = i
+        names = self.children
+
+        def multiply(module: nn.Module, x: Tensor) -> list[Tensor]:
+            layers = [module.get_submodule(name) for name in names]
+            return _products(x, layers, ranks)  # type: ignore[arg-type]
+
+        change_argument(module, 0, multiply)
+
+
+class SplitRows(Style):
+    """In place of a `colwise` row: splits a `GatheredLinear` by rows, and nothing else."""
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """See Style."""
+        split_parameters(module, mesh, Shard(0), Shard(0))
+
+
+def _products(x: Tensor, layers: Sequence[GatheredLinear], ranks: Ranks) -> list[Tensor]:
+    """(B, T / tp, D) -> (B, T, N) of each layer."""
+    rows, how = rows_of(x), layers[0].how_over_ranks()
+    weights = [layer.weight.to_local() for layer in layers]  # type: ignore[operator]
+    pairs = list(zip(layers, weights, strict=True))
+    given = [part for layer, weight in pairs for part in _arguments(layer, weight)]
+    outs = _GatherProducts.apply(rows, how, ranks, *given)
+    assert isinstance(outs, tuple)
+    done = []
+    for (layer, weight), out in zip(pairs, outs, strict=True):
+        layer.show(rows, weight, out, how)
+        out = from_rows(out, x.shape[0])
+        done.append(out if layer.bias is None else out + layer.bias.to_local())  # type: ignore[attr-defined]
+    return done
+
+
+def _arguments(layer: Float8Linear, weight: Tensor) -> tuple[Any, ...]:
+    return weight, *gathered(weight), *ahead(layer)

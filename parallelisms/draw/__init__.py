@@ -1,0 +1,1 @@
+"""Drawings of schedules, token shards and dispatch."""

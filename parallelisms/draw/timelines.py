@@ -1,0 +1,287 @@
+"""A schedule on a clock: its bubble, its peak of activations, and a picture.
+
+Everything here is simulated. An action takes the time of its kind, all stages are equal, and
+communication takes none; a real run is slower by what it communicates and by stages that differ.
+
+    python -m dtron.parallelisms.draw.timelines --schedule ZBVZeroBubble --pp 4 --out zbv.svg
+
+The unit of time is the forward of one micro-batch through all of a rank's stages, and the unit of
+memory the activations that it leaves: schedules with different numbers of stages a rank, which cut
+the same model finer, compare directly.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from dtron.errors import ConfigError
+from dtron.parallelisms.pipeline.schedule_ops import COSTS, Kind, Order, Span, execute
+from dtron.parallelisms.pipeline.schedules import (
+    SCHEDULES,
+    Placement,
+    order_of,
+    read_csv,
+    schedule_of,
+    stage_ranks,
+)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every rank computes what.
+
+    Args:
+        spans: actions of each rank with start and end, in forwards of a rank's whole share.
+        stages_per_rank: stages of a rank, v.
+        ranks_of_stage: the rank of every stage.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    stages_per_rank: int
+    ranks_of_stage: tuple[int, ...]
+
+    @property
+    def length(self) -> float:
+        """From the first start to the last end."""
+        return max((span.end for row in self.spans for span in row), default=0.0)
+
+    @property
+    def ideal(self) -> float:
+        """What a rank computes, averaged over ranks: the length without a bubble."""
+        return sum(span.end - span.start for row in self.spans for span in row) / len(self.spans)
+
+    @property
+    def bubble_of_total(self) -> float:
+        """Part of the length in which ranks wait: (p - 1) / (m + p - 1) for GPipe and 1F1B."""
+        return 1 - self.ideal / self.length
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """Time waited over time computed: (p - 1) / m for GPipe and 1F1B."""
+        return self.length / self.ideal - 1
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        """The most micro-batches whose activations each rank holds at once, a rank's whole share
+        being 1: a stage's live from the start of its F to the end of its B or W."""
+        return tuple(_peak(row) / self.stages_per_rank for row in self.spans)
+
+
+def simulate(
+    order: Order, ranks_of_stage: Sequence[int], costs: Mapping[Kind, float] = COSTS
+) -> Timeline:
+    """Run an order on a clock, every action as early as its rank and its inputs allow.
+
+    Args:
+        order: actions of every rank; only those that compute take time.
+        ranks_of_stage: the rank of every stage.
+        costs: time of each compute kind on a whole share of a rank.
+
+    Raises:
+        ConfigError: the order deadlocks.
+    """
+    v = len(ranks_of_stage) // len(order)
+    spans = execute(order, len(ranks_of_stage), costs)
+    rows = tuple(
+        tuple(
+            Span(rank, span.action, span.start / v, span.end / v)
+            for span in spans
+            if span.rank == rank
+        )
+        for rank in range(len(order))
+    )
+    return Timeline(rows, v, tuple(ranks_of_stage))
+
+
+def _peak(row: Sequence[Span]) -> int:
+    """A rank does one thing at a time, so its list alone says what lives."""
+    live = peak = 0
+    for span in row:
+        if span.action.kind is Kind.FORWARD:
+            live += 1
+            peak = max(peak, live)
+        elif span.action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            live -= 1
+    return peak
+
+
+# Tones of a rank's stages from first to last: the picture takes as many as there are stages a rank.
+COLOURS: dict[Kind, tuple[str, str]] = {
+    Kind.FORWARD: ("#3d7fd0", "#a9cdf5"),
+    Kind.BACKWARD: ("#c96f16", "#f7cf9b"),
+    Kind.INPUT: ("#2f9c8d", "#a3dcd3"),
+    Kind.WEIGHT: ("#7b5bb8", "#cfc0ec"),
+}
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "gradient of the input",
+    Kind.WEIGHT: "gradient of the weights",
+}
+LEFT, TOP, ROW, BOTTOM = 58, 34, 26, 48
+WIDTH = 1100
+
+
+def draw(timeline: Timeline, title: str, caption: str = "") -> str:
+    """The timeline as an SVG picture that stands alone, with its own white background.
+
+    One row a rank; a box an action, in the colour of its kind and the tone of its stage among the
+    rank's, with the micro-batch's number where there is room.
+
+    Args:
+        timeline: what `simulate` returns.
+        title: the first line, such as the schedule's name.
+        caption: the last line; empty: bubble and peak of activations.
+    """
+    scale = (WIDTH - LEFT - 12) / timeline.length
+    height = TOP + ROW * len(timeline.spans) + BOTTOM
+    kinds = [kind for kind in COLOURS if any(_has(row, kind) for row in timeline.spans)]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#222">',
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
+        f'<text x="{LEFT}" y="20" font-size="15" font-weight="bold">{_escape(title)}</text>',
+    ]
+    for rank, row in enumerate(timeline.spans):
+        y = TOP + ROW * rank
+        parts.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
+        parts.append(f'<g text-anchor="middle" font-size="10" transform="translate({LEFT},{y})">')
+        parts.append(f'<rect width="{WIDTH - LEFT - 12}" height="{ROW - 2}" fill="#f0f0f0"/>')
+        parts += _boxes(row, timeline, scale)
+        parts.append("</g>")
+    parts.append(_legend(kinds, timeline.stages_per_rank, height - 32))
+    caption = _escape(caption or _caption(timeline))
+    parts.append(f'<text x="{LEFT}" y="{height - 10}">{caption}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _has(row: Sequence[Span], kind: Kind) -> bool:
+    return any(span.action.kind is kind for span in row)
+
+
+def _boxes(row: Sequence[Span], timeline: Timeline, scale: float) -> list[str]:
+    """A rank's boxes: one path and one text a tone, which keeps the file small."""
+    stages = [s for s, rank in enumerate(timeline.ranks_of_stage) if rank == row[0].rank]
+    parts = []
+    for kind, (chunk, stage) in product(COLOURS, enumerate(stages)):
+        spans = [s for s in row if s.action.kind is kind and s.action.stage == stage]
+        if not spans:
+            continue
+        fill, ink = _tone(kind, chunk, len(stages))
+        width = (spans[0].end - spans[0].start) * scale
+        shape = f"h{width:.1f}v{ROW - 2}h-{width:.1f}z"
+        path = "".join(f"M{span.start * scale:.1f} 0{shape}" for span in spans)
+        stroke = f'stroke="#fff" stroke-width="{min(1.0, width / 8):.1f}"'
+        parts.append(f'<path fill="{fill}" {stroke} d="{path}"/>')
+        parts += _numbers(spans, ink, scale)
+    return parts
+
+
+def _numbers(spans: Sequence[Span], ink: str, scale: float) -> list[str]:
+    """The micro-batch on each box that is wide enough."""
+    parts = []
+    for span in spans:
+        number, width = str(span.action.micro_batch), (span.end - span.start) * scale
+        if width >= 3 + 6 * len(number):
+            parts.append(f'<tspan x="{span.start * scale + width / 2:.1f}">{number}</tspan>')
+    return [f'<text y="16" fill="{ink}">{"".join(parts)}</text>'] if parts else []
+
+
+def _tone(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
+    """The colour of a box, between its kind's two tones, and that of the number on it."""
+    part = chunk / (chunks - 1) if chunks > 1 else 0.0
+    dark, light = ([int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in COLOURS[kind])
+    mixed = [round(d + (n - d) * part) for d, n in zip(dark, light, strict=True)]
+    return "#" + "".join(f"{value:02x}" for value in mixed), "#fff" if part < 0.5 else "#222"
+
+
+def _legend(kinds: Sequence[Kind], chunks: int, y: int) -> str:
+    """Each kind's name beside its tones, first stage of a rank to last."""
+    parts, x = [], LEFT
+    for kind in kinds:
+        for chunk in range(chunks):
+            colour = _tone(kind, chunk, chunks)[0]
+            parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+            x += 13
+        parts.append(f'<text x="{x + 4}" y="{y}">{NAMES[kind]}</text>')
+        x += 24 + 6 * len(NAMES[kind])
+    if chunks > 1:
+        parts.append(f'<text x="{x}" y="{y}">(a rank\'s stages from first to last)</text>')
+    return "".join(parts)
+
+
+def _caption(timeline: Timeline) -> str:
+    peaks = timeline.peak_activations
+    where = f"rank {peaks.index(max(peaks))}" if min(peaks) < max(peaks) else "every rank"
+    return (
+        f"Simulated, without communication. Bubble {timeline.bubble_of_total:.2%} of the time "
+        f"({timeline.bubble_of_ideal:.2%} of the computation). Peak activations: {max(peaks):g} "
+        f"micro-batches ({where})"
+    )
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def summary(timeline: Timeline) -> str:
+    """Length, bubble and peak activations in a few lines of text."""
+    peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations)
+    return (
+        f"length            {timeline.length:g} forwards of a rank's share (simulated, without "
+        "communication)\n"
+        f"bubble            {timeline.bubble_of_total:.2%} of the time, "
+        f"{timeline.bubble_of_ideal:.2%} of the computation\n"
+        f"peak activations  {peaks} micro-batches, by rank"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw a schedule from the command line; 0, or 2 after an error in the arguments."""
+    args = _parser().parse_args(arguments)
+    try:
+        timeline = _simulated(args)
+        title = f"{args.csv or args.schedule}, {args.pp} ranks, {args.micro_batches} micro-batches"
+        if timeline.stages_per_rank > 1:
+            title += f", {timeline.stages_per_rank} stages a rank"
+        if args.out:
+            args.out.write_text(draw(timeline, title))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(title, summary(timeline), sep="\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dtron.parallelisms.draw.timelines",
+        description="Simulate a pipeline schedule, print its bubble and draw it.",
+    )
+    parser.add_argument("--schedule", default="1F1B", help=", ".join(SCHEDULES))
+    parser.add_argument("--csv", type=Path, help="a schedule of one's own instead, one row a rank")
+    parser.add_argument("--placement", choices=("loop", "v"), help="of the csv's stages")
+    parser.add_argument("--pp", type=int, default=4, help="pipeline ranks")
+    parser.add_argument("--stages-per-rank", type=int, help="default: the schedule's")
+    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches a step")
+    parser.add_argument("--out", type=Path, help="where to write the picture, an SVG file")
+    return parser
+
+
+def _simulated(args: argparse.Namespace) -> Timeline:
+    p, m = args.pp, args.micro_batches
+    if args.csv is None:
+        schedule = schedule_of(args.schedule)
+        v = args.stages_per_rank or schedule.default_stages
+        order = order_of(args.schedule, p, v, m)
+        return simulate(order, stage_ranks(schedule.placement, p, v))
+    v = args.stages_per_rank or 1
+    placement: Placement = args.placement or "loop"
+    return simulate(read_csv(args.csv, p, v, m, placement), stage_ranks(placement, p, v))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Expert parallelism: dispatch, combine and expert meshes."""

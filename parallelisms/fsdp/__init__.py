@@ -1,0 +1,1 @@
+"""Data parallelism: FSDP2, its collectives and its private names."""

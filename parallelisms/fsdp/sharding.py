@@ -1,0 +1,236 @@
+"""Data parallelism: FSDP2 over dp_shard (x cp), all-reduce over dp_replicate, ZeRO 1 to 3.
+
+Each unit (a block, the embedding, norm + head) is one parameter group: gathered before it computes,
+its gradients reduce-scattered when its backward is done. The ZeRO stages differ only in what stays
+whole and when gradients are reduced (N parameters, d ranks, bfloat16 compute):
+
+    zero  sharded                    whole during a step        reduce under accumulation
+    3     weights, moments, grads    one unit's weights, grads  every micro-batch (default)
+    2     weights, moments, grads    2N bytes of weights        every micro-batch (default)
+    1     weights, moments           2N weights, 4N gradients   once a step
+
+fp32 master weights are the shards themselves (4N/d); gathering casts them to the compute dtype.
+Gradients are *summed*: the loss is already divided by the global number of tokens, so FSDP's own
+division is turned off here, in one place.
+
+What no rank shares (one GPU, tp or pp alone, experts that are one rank's) are units like all
+others, for their casts, but keep their gradients (`fsdp_internals.bypass_reduction`).
+
+Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from dtron.config import Parallel
+from dtron.parallelisms.expert.expert_parallel import fsdp_dim
+from dtron.parallelisms.expert.peer_memory import CopyEngine
+from dtron.parallelisms.fsdp.custom_collectives import AllToAllSum, CopiedAllGather
+from dtron.parallelisms.fsdp.torch_internals import bypass_reduction, forward_hooks_on
+from dtron.parallelisms.mesh import FSDP_AXES, Mesh
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When parameters are freed and gradients reduced, as resolved from the [parallel] section."""
+
+    reshard_after_forward: bool
+    keep_gathered: bool
+    reduce_each_micro_batch: bool
+
+    @classmethod
+    def of(cls, parallel: Parallel, mesh: Mesh) -> "Policy":
+        """Resolve `zero` and `reduce` on this mesh."""
+        return cls.resolve(parallel, mesh.size(*FSDP_AXES) > 1)
+
+    @classmethod
+    def resolve(cls, parallel: Parallel, sharded: bool) -> "Policy":
+        """The same where ranks share parameters or not; those that none shares stay whole."""
+        return cls(
+            reshard_after_forward=parallel.zero == 3 and sharded,
+            keep_gathered=parallel.zero < 3 or not sharded,
+            reduce_each_micro_batch=not parallel.reduces_once(sharded),
+        )
+
+
+def shard(
+    model: nn.Module,
+    mesh: Mesh,
+    groups: Sequence[Sequence[nn.Module]],
+    parallel: Parallel,
+    dtype: torch.dtype,
+    by_columns: Collection[nn.Parameter] = (),
+    keep_last: bool = True,
+    experts: Collection[nn.Module] = (),
+) -> None:
+    """Apply FSDP2 to every group of modules and then to the root, in place.
+
+    Args:
+        by_columns: parameters to shard along dim 1 instead of dim 0.
+        keep_last: the last group's backward follows its forward at once, as in a model that is not
+            a pipeline stage: freeing it would gather it twice.
+        groups: modules that are gathered together, in the order of their forward.
+        experts: modules that are gathered over edp_shard, with the module of a group they are
+            inside of, or with the root.
+        dtype: compute dtype of gathered parameters. Parameters stay in their own dtype.
+    """
+    policy = Policy.of(parallel, mesh)
+    own = next((p.dtype for p in model.parameters()), dtype)  # a stage may be empty
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == own else dtype,
+        reduce_dtype=None if own == torch.float64 else DTYPES[parallel.reduce_dtype],
+        cast_forward_inputs=False,  # activations follow the embedding; rotary tables stay float32
+    )
+    device_mesh = _data_mesh(mesh)
+    columns = {id(p) for p in by_columns}
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if id(parameter) in columns else None
+
+    order: list[list[nn.Module]] = []
+    alone: list[list[nn.Module]] = []
+    for group in groups:
+        reshard = policy.reshard_after_forward and not (keep_last and group is groups[-1])
+        modules = list(group) if len(group) > 1 else group[0]
+        inside = [(m, block) for block in group for m in block.modules() if m in experts]
+        for module, block in inside:
+            _shard_experts(module, block, mesh, reshard, precision)
+        if not getattr(group[0], "in_training_alone", False):
+            order.append([group[0], *(module for module, _ in inside)])
+        else:  # gathered ahead of a forward that leaves it out, it would be stale in the next one
+            alone.append([group[0], *(module for module, _ in inside)])
+        fully_shard(
+            modules,  # type: ignore[arg-type]
+            mesh=device_mesh,
+            reshard_after_forward=reshard,
+            mp_policy=precision,
+            shard_placement_fn=placement,
+        )
+    for module in experts:
+        if not isinstance(module, FSDPModule):  # in no group: gathered with the root
+            _shard_experts(module, model, mesh, False, precision)
+    fully_shard(
+        model,
+        mesh=device_mesh,
+        reshard_after_forward=False,
+        mp_policy=precision,
+        shard_placement_fn=placement,
+    )
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    _communicate([m for m in sharded if m not in experts], device_mesh, parallel, dtype)
+    if experts:  # asked for without any, their mesh would be made
+        apart = [m for m in sharded if m in experts]
+        _communicate(apart, mesh.sharing_experts(), parallel, dtype)
+    _prefetch(order, parallel.prefetch)
+    for unit in alone:
+        _prefetch([unit], 0)
+
+
+def _shard_experts(
+    module: nn.Module,
+    block: nn.Module,
+    mesh: Mesh,
+    reshard: bool,
+    precision: MixedPrecisionPolicy,
+) -> None:
+    """Share experts over edp_shard, gathered and freed with the block they are in.
+
+    What a block computes may be compiled, or computed again with some of its results kept, and
+    neither can have communication of parameters in it.
+    """
+    ranks = mesh.expert_degrees["edp_shard"]
+    with forward_hooks_on(block, module):
+        fully_shard(
+            module,
+            mesh=mesh.sharing_experts(),
+            reshard_after_forward=reshard and ranks > 1,
+            mp_policy=precision,
+            shard_placement_fn=lambda parameter: Shard(fsdp_dim(parameter, ranks)),
+        )
+
+
+def _data_mesh(mesh: Mesh) -> DeviceMesh:
+    """(dp_replicate, fsdp) where there are replicas, else (fsdp,)."""
+    if mesh.size("dp_replicate") == 1:
+        return mesh.flat(*FSDP_AXES)
+    return mesh.replicated(*FSDP_AXES)
+
+
+def _communicate(
+    modules: Sequence[FSDPModule], mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype
+) -> None:
+    """How units that are sharded over the mesh's last dimension are gathered and reduced."""
+    for module in modules:
+        if mesh.size() == 1:
+            bypass_reduction(module)
+        else:
+            _sum_gradients(module)
+    if not modules or mesh.size(mesh.ndim - 1) == 1:
+        return
+    if parallel.copy_engines:
+        engine = _engine(mesh)
+        for module in modules:
+            module.set_custom_all_gather(CopiedAllGather(engine))  # type: ignore[arg-type]
+    if parallel.reduce_by == "all_to_all":
+        engine = _engine(mesh) if parallel.copy_engines else None  # gathers run beside reductions
+        for module in modules:
+            module.set_custom_reduce_scatter(AllToAllSum(dtype, engine))  # type: ignore[arg-type]
+
+
+def _engine(mesh: DeviceMesh) -> CopyEngine:
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return CopyEngine(mesh.get_group(mesh.ndim - 1), device)
+
+
+def _sum_gradients(module: FSDPModule) -> None:
+    # gloo has no scaled sum; a forced SUM with factor 1 means no division on any backend.
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_gradient_divide_factor(1.0)
+
+
+def _prefetch(order: Sequence[Sequence[nn.Module]], depth: int) -> None:
+    """Gather the next `depth` units while one computes, forwards and backwards.
+
+    Args:
+        order: units in that of the forward, each with those that are gathered with it.
+    """
+    for i, (module, *others) in enumerate(order):
+        assert isinstance(module, FSDPModule), "units are sharded before prefetch is set"
+        ahead = [m for unit in order[i + 1 : i + 1 + depth] for m in unit]
+        behind = [m for unit in reversed(order[max(0, i - depth) : i]) for m in unit]
+        module.set_modules_to_forward_prefetch(ahead)  # type: ignore[arg-type]
+        # An empty list would turn on FSDP's own order, which under accumulation gathers the last
+        # unit of the micro-batch before; a unit that is there already costs nothing.
+        module.set_modules_to_backward_prefetch(behind or [module])  # type: ignore[arg-type]
+        for other in others:
+            other.set_modules_to_backward_prefetch([other])  # type: ignore[operator]
+
+
+def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:
+    """Set what the coming backward does: reduce or accumulate, free or keep the parameters.
+
+    Under replication, gradients are reduce-scattered as the policy says but all-reduced over
+    dp_replicate only in the last micro-batch. (Pipeline stages whose backward is split reduce
+    otherwise: `fsdp_internals.reduce_gradients`.)
+    """
+    model.set_requires_gradient_sync(last or policy.reduce_each_micro_batch)
+    model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or not policy.keep_gathered)
+    model.set_is_last_backward(last)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free gathered parameters, as after an evaluation that left them whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,403 @@
+"""Which layers go to which pipeline stage.
+
+Stages are numbered in the model's order; which rank holds a stage is the schedule's placement
+(`dtron.parallelisms.pipeline.schedules.stage_ranks`). A layout is balanced by `split_layers`, or
+given by the user (`parallel.pp_layout`) as counts of layers or as a string in the grammar of
+Megatron-LM's `--pipeline-model-parallel-layout`:
+
+    Et*3|(tt|)*29,m|L
+
+    E   embedding                          |      between two stages
+    t   decoder layer                      x*n    x n times, where x is a letter, a | or (...)
+    m   multi-token-prediction layer,      ,      nothing; for reading, as spaces are
+        in the last stage
+    L   final norm, head and loss
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtron.config import Parallel
+from dtron.errors import ConfigError, cause_of, shorten
+from dtron.io.untrusted import TEXT_BYTES, read_text
+from dtron.parallelisms.pipeline.executor import Layout
+from dtron.parallelisms.pipeline.lowering import defer_head
+from dtron.parallelisms.pipeline.schedule_ops import Kind, Order
+from dtron.parallelisms.pipeline.schedules import (
+    Placement,
+    order_of,
+    read_csv,
+    schedule_of,
+    stage_ranks,
+)
+
+KEY = "parallel.pp_layout"
+LETTERS = {"E": "embedding", "t": "layer", "m": "multi-token-prediction layer", "L": "head"}
+
+
+@dataclass(frozen=True)
+class StageNames:
+    """What a model calls the parts that a layout speaks of, as patterns of FQNs."""
+
+    embedding: tuple[str, ...]
+    layer: str
+    """With `{}` for the layer's index, as in `blocks.{}`."""
+    head: tuple[str, ...]
+    further: tuple[str, ...] = ()
+    """What the last stage has beside its head to predict further tokens."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage holds.
+
+    Args:
+        embedding: the token (and position) embedding; first stage only.
+        layers: indices of its decoder layers; may be empty.
+        head: final norm and output head; last stage only.
+        prediction_layers: number of multi-token-prediction layers.
+    """
+
+    embedding: bool
+    layers: range
+    head: bool
+    prediction_layers: int = 0
+
+    def __str__(self) -> str:
+        parts = ["embedding"] if self.embedding else []
+        if len(self.layers) == 1:
+            parts.append(f"layer {self.layers[0]}")
+        elif self.layers:
+            parts.append(f"layers {self.layers[0]}-{self.layers[-1]}")
+        if self.prediction_layers:
+            parts.append(f"{self.prediction_layers} x prediction layer")
+        if self.head:
+            parts.append("head")
+        return " + ".join(parts) or "nothing"
+
+
+def build_layout(
+    parallel: Parallel,
+    names: StageNames,
+    n_layers: int,
+    n_micro_batches: int,
+    head_weight: float,
+    n_prediction_layers: int = 0,
+) -> Layout:
+    """The pipeline that the [parallel] section describes, checked for this many micro-batches.
+
+    Args:
+        parallel: its pp, schedule, stages_per_rank and pp_layout.
+        n_micro_batches: micro-batches a step.
+        head_weight: time of norm, head and loss in layers, for the balance, and of what predicts
+            further tokens, which is where they are.
+        n_prediction_layers: multi-token-prediction layers of the model.
+
+    Raises:
+        ConfigError: the schedule does not take these numbers, or the layout is not legal.
+    """
+    p = parallel.pp
+    if parallel.schedule.endswith(".csv"):
+        v = parallel.stages_per_rank or 1
+        placement = _placement_of_csv(Path(parallel.schedule), p)
+        order = functools.partial(_csv_order, Path(parallel.schedule), p, v, placement)
+    else:
+        row = schedule_of(parallel.schedule)
+        v, placement = parallel.stages_per_rank or row.default_stages, row.placement
+        order = functools.partial(order_of, parallel.schedule, p, v)
+    actions = order(n_micro_batches)
+    given = parallel.pp_layout
+    if given and isinstance(given[0], list):
+        stages = tuple(tuple(patterns) for patterns in given if isinstance(patterns, list))
+        _check_number(KEY, "stages", len(stages), p * v)
+    else:
+        split = (
+            parse_layout(given, n_layers, p * v, n_prediction_layers)  # type: ignore[arg-type]
+            if given
+            else split_layers(n_layers, p * v, 0.0, head_weight, stage_ranks(placement, p, v))
+        )
+        if any(stage.prediction_layers for stage in split[:-1]):
+            raise ConfigError(
+                f"{KEY} = {given!r} has m in another stage than L, whose norm and head it needs; "
+                "write mL, and | for a stage that has nothing else, as in t||mL"
+            )
+        stages = tuple(stage_modules(stage, names) for stage in split)
+    ranks = stage_ranks(placement, p, v)
+    for rank in range(p):
+        if not any(stages[stage] for stage, holder in enumerate(ranks) if holder == rank):
+            raise ConfigError(f"{KEY} = {given!r} leaves pipeline rank {rank} without any module")
+    splits = any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in actions for action in row)
+    if not parallel.defer_head:
+        return Layout(stages, ranks, order, splits)
+    if splits:
+        raise ConfigError(
+            f"parallel.defer_head = {parallel.defer_head} has no effect with parallel.schedule = "
+            f"{parallel.schedule!r}, which puts off all weight gradients; use 0"
+        )
+    put_off = functools.partial(_deferring, order, p * v - 1, parallel.defer_head)
+    return Layout(stages, ranks, put_off, splits, names.head)
+
+
+def stage_modules(stage: "Stage", names: StageNames) -> tuple[str, ...]:
+    """Patterns of a stage's modules."""
+    layers = tuple(names.layer.format(i) for i in stage.layers)
+    first = names.embedding if stage.embedding else ()
+    return (*first, *layers, *((*names.further, *names.head) if stage.head else ()))
+
+
+def _deferring(order: Callable[[int], Order], last_stage: int, limit: int, m: int) -> Order:
+    return defer_head(order(m), last_stage, limit)
+
+
+def _csv_order(path: Path, p: int, v: int, placement: Placement, m: int) -> Order:
+    return read_csv(path, p, v, m, placement)
+
+
+def _placement_of_csv(path: Path, p: int) -> Placement:
+    """A V has the last of its 2p stages on the first rank."""
+    try:
+        first = read_text(path, TEXT_BYTES).split("\n", 1)[0]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"parallel.schedule = {str(path)!r}: {cause_of(error, path)}") from None
+    cells = [cell.strip() for cell in first.split(",")]
+    return "v" if any(cell.startswith(f"{2 * p - 1}F") for cell in cells) else "loop"
+
+
+def split_layers(
+    n_layers: int,
+    n_stages: int,
+    embedding_weight: float = 0.0,
+    head_weight: float = 1.0,
+    ranks: Sequence[int] | None = None,
+) -> list[Stage]:
+    """Balance layers, first over ranks and then over the stages of each.
+
+    The embedding weighs 0 by default, as a lookup multiplies nothing, and the head 1: its matrix
+    has vocabulary * width weights where a layer has about 12 width² and its attention; 2.1 layers
+    for Llama 3 8B at 8192 tokens.
+
+    Where stages cannot be equal, later ones take the layer more: earlier ranks hold the activations
+    of more micro-batches (p - r under 1F1B).
+
+    Args:
+        n_layers: decoder layers of the model.
+        n_stages: stages of the pipeline, parallel.pp * parallel.stages_per_rank.
+        embedding_weight: time of the embedding in layers.
+        head_weight: time of the final norm, the head and the loss in layers.
+        ranks: the rank of each stage; None: one stage a rank.
+
+    Returns:
+        A stage each. Only the first and the last can be without layers: where they weigh as much as
+        the others without them, or in a model with fewer layers than stages.
+
+    Raises:
+        ConfigError: more stages than layers, embedding and head could fill, or a negative weight.
+    """
+    if n_stages < 1 or n_stages > n_layers + 2:
+        raise ConfigError(
+            f"parallel.pp x parallel.stages_per_rank = {n_stages} stages, but a model of "
+            f"{n_layers} layers fills 1 to {n_layers + 2}: one a layer, one the embedding and one "
+            "the head"
+        )
+    if embedding_weight < 0 or head_weight < 0:
+        raise ConfigError(
+            f"the embedding weighs {embedding_weight} layers and the head {head_weight}; "
+            "use 0 or more"
+        )
+    # A stage in the middle holds at least a layer: an empty one would only pass activations on.
+    counts = [int(0 < stage < n_stages - 1) for stage in range(n_stages)]
+    loads = [float(count) for count in counts]
+    loads[0] += embedding_weight
+    loads[-1] += head_weight
+    ranks = range(n_stages) if ranks is None else ranks
+    rank_loads = dict.fromkeys(ranks, 0.0)
+    for stage, rank in enumerate(ranks):
+        rank_loads[rank] += loads[stage]
+    for _ in range(n_layers - sum(counts)):
+        # Layers weigh the same, so giving each to the lightest rank is optimal.
+        lightest = min(
+            reversed(range(n_stages)), key=lambda stage: (rank_loads[ranks[stage]], loads[stage])
+        )
+        counts[lightest] += 1
+        loads[lightest] += 1
+        rank_loads[ranks[lightest]] += 1
+    return _stages(counts)
+
+
+def parse_layout(
+    layout: str | Sequence[int], n_layers: int, n_stages: int, n_prediction_layers: int = 0
+) -> list[Stage]:
+    """A user's layout: layers a stage such as `[5, 6, 6, 5]`, or a string such as `Ett|tt|ttL`.
+
+    Args:
+        layout: counts or a string in the grammar above. Stages may be empty.
+        n_layers: decoder layers of the model.
+        n_stages: stages of the pipeline, parallel.pp * parallel.stages_per_rank.
+        n_prediction_layers: multi-token-prediction layers of the model.
+
+    Raises:
+        ConfigError: bad grammar, with its position; a wrong number of stages or layers; E or L not
+            once, not first or not last; m before a t, or m for a model without such layers.
+    """
+    if not isinstance(layout, str):
+        return _from_counts(list(layout), n_layers, n_stages)
+    items = _Reader(layout, n_layers + n_prediction_layers + n_stages).read()
+    _check_once(layout, items, "E", 0, "first")
+    _check_once(layout, items, "L", len(items) - 1, "last")
+    _check_prediction_layers(layout, items, n_prediction_layers)
+    letters = "".join(letter for letter, _ in items)
+    _check_number(layout, "stages", letters.count("|") + 1, n_stages)
+    _check_number(layout, "layers (t)", letters.count("t"), n_layers)
+    parts = letters.split("|")
+    return _stages([part.count("t") for part in parts], [part.count("m") for part in parts])
+
+
+def _stages(counts: Sequence[int], prediction: Sequence[int] = ()) -> list[Stage]:
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return [
+        Stage(
+            embedding=i == 0,
+            layers=range(start, start + count),
+            head=i == len(counts) - 1,
+            prediction_layers=prediction[i] if prediction else 0,
+        )
+        for i, (start, count) in enumerate(zip(starts, counts, strict=True))
+    ]
+
+
+def _from_counts(counts: Sequence[int], n_layers: int, n_stages: int) -> list[Stage]:
+    for i, count in enumerate(counts):
+        if type(count) is not int or count < 0:
+            raise ConfigError(
+                f"{KEY} = {counts}: stage {i} has {count!r} layers; give a whole number, 0 or more"
+            )
+    _check_number(counts, "stages", len(counts), n_stages)
+    _check_number(counts, "layers", sum(counts), n_layers)
+    return _stages(counts)
+
+
+Item = tuple[str, int]
+"""A letter or a |, and its position in the layout string."""
+
+
+_MOST_ITEMS = 1_000_000
+_MOST_OPEN = 50
+
+
+class _Reader:
+    """Reads a layout string from left to right: items = (unit ["*" number])*.
+
+    Args:
+        text: the layout string.
+        most: the largest repetition that can make sense.
+    """
+
+    def __init__(self, text: str, most: int) -> None:
+        self.text = text
+        self.most = most
+        self.at = self._open = 0
+
+    def read(self) -> list[Item]:
+        """The whole string with every repetition written out."""
+        items = self._items()
+        if self.at < len(self.text):
+            raise _error(self.text, self.at, "this ) closes nothing")
+        return items
+
+    def _items(self) -> list[Item]:
+        items: list[Item] = []
+        while (letter := self._peek()) and letter != ")":
+            unit = self._group() if letter == "(" else self._letter(letter)
+            times = self._times()
+            if len(items) + len(unit) * times > _MOST_ITEMS:
+                raise _error(self.text, self.at - 1, f"this makes more than {_MOST_ITEMS} items")
+            items += unit * times
+        return items
+
+    def _peek(self) -> str:
+        """The next character that counts, or the empty string at the end."""
+        while self.text[self.at : self.at + 1] in (",", " ", "\n", "\t"):
+            self.at += 1
+        return self.text[self.at : self.at + 1]
+
+    def _letter(self, letter: str) -> list[Item]:
+        if letter not in LETTERS and letter != "|":
+            known = ", ".join(f"{name} ({meaning})" for name, meaning in LETTERS.items())
+            raise _error(self.text, self.at, f"{letter!r} is none of {known}, | ( ) *")
+        self.at += 1
+        return [(letter, self.at - 1)]
+
+    def _group(self) -> list[Item]:
+        start = self.at
+        self.at += 1
+        self._open += 1
+        if self._open > _MOST_OPEN:
+            raise _error(self.text, start, f"more than {_MOST_OPEN} groups inside each other")
+        items = self._items()
+        if self._peek() != ")":
+            raise _error(self.text, start, "this ( is not closed")
+        self.at += 1
+        self._open -= 1
+        return items
+
+    def _times(self) -> int:
+        if self._peek() != "*":
+            return 1
+        start = self.at
+        self.at += 1
+        self._peek()
+        digits = self.at
+        while self.text[self.at : self.at + 1] in tuple("0123456789"):
+            self.at += 1
+        number = self.text[digits : self.at]
+        if not 0 < len(number) < 10 or not 1 <= int(number) <= self.most:
+            raise _error(
+                self.text,
+                start,
+                f"* is followed by {shorten(number) or 'no number'}; 1 to {self.most} can fit this "
+                "model",
+            )
+        return int(number)
+
+
+def _error(layout: str, position: int, rule: str) -> ConfigError:
+    return ConfigError(f"{KEY} = {shorten(repr(layout))}, character {position + 1}: {rule}")
+
+
+def _check_number(layout: str | Sequence[int], what: str, found: int, right: int) -> None:
+    if found != right:
+        source = "parallel.pp x parallel.stages_per_rank" if what == "stages" else "the model"
+        verb = "is" if what == "stages" else "has"
+        raise ConfigError(f"{KEY} = {layout!r} has {found} {what}, but {source} {verb} {right}")
+
+
+def _check_once(layout: str, items: list[Item], letter: str, place: int, word: str) -> None:
+    """E is the first of all, and L the last."""
+    positions = [i for i, (found, _) in enumerate(items) if found == letter]
+    if not positions:
+        raise ConfigError(
+            f"{KEY} = {layout!r} has no {letter} ({LETTERS[letter]}); it comes {word}"
+        )
+    if wrong := [i for i in positions if i != place]:
+        raise _error(
+            layout,
+            items[wrong[0]][1],
+            f"{letter} ({LETTERS[letter]}) comes once, and {word} of all",
+        )
+
+
+def _check_prediction_layers(layout: str, items: list[Item], right: int) -> None:
+    """m comes after every t, and as often as the model has such layers."""
+    found = [i for i, (letter, _) in enumerate(items) if letter == "m"]
+    if found and right == 0:
+        raise _error(
+            layout, items[found[0]][1], "m: this model has no multi-token-prediction layers"
+        )
+    _check_number(layout, "multi-token-prediction layers (m)", len(found), right)
+    late = [
+        at for i, (letter, at) in enumerate(items) if letter == "t" and i > min(found, default=i)
+    ]
+    if late:
+        raise _error(layout, late[0], "this t comes after an m; m comes after every t")

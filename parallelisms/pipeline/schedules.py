@@ -1,0 +1,349 @@
+"""Pipeline schedules: in which order each rank computes its stages' micro-batches.
+
+A schedule is a row of SCHEDULES. GPipe and 1F1B are written here; the others come from the classes
+of torch.distributed.pipelining, of which only the order is taken, not the execution. Every order is
+checked (`dtron.parallelisms.pipeline.schedule_ops.check`) before anything runs, and is a pure
+function of its name and three numbers:
+
+    p   pipeline ranks, parallel.pp
+    v   stages a rank, parallel.stages_per_rank; the pipeline has p * v stages
+    m   micro-batches a step, train.global_batch / (data-parallel ranks * train.micro_batch)
+"""
+
+import csv
+import functools
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from dtron.errors import ConfigError, cause_of, nearest
+from dtron.io.untrusted import TEXT_BYTES, read_text
+from dtron.parallelisms.pipeline.schedule_ops import Action, Kind, Order, check, misplaced
+
+Placement = Literal["loop", "v"]
+"""Which rank holds which stage. `loop`: stage s is on rank s % p. `v`: rank r holds stages r and
+2p - 1 - r, so that the first rank has both the first stage and the last."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which numbers of micro-batches a schedule takes.
+
+    Args:
+        text: the rule in words, for errors.
+        holds: whether p ranks and m micro-batches fit.
+    """
+
+    text: str
+    holds: Callable[[int, int], bool]
+
+    def nearest(self, p: int, m: int) -> list[int]:
+        """The largest legal number below m, if there is one, and the smallest above."""
+        below = next((n for n in range(m - 1, 0, -1) if self.holds(p, n)), None)
+        above = next(n for n in count(max(m, 0) + 1) if self.holds(p, n))
+        return [above] if below is None else [below, above]
+
+
+def _in_rounds(p: int, m: int) -> bool:
+    """Micro-batches go through a rank's stages in max(1, m // p) rounds of equal size."""
+    return m >= 1 and m % max(1, m // p) == 0
+
+
+ANY = Rule("at least 1 micro-batch", lambda p, m: m >= 1)
+ROUNDS = Rule(
+    "micro-batches in max(1, micro-batches // parallel.pp) rounds of equal size", _in_rounds
+)
+TWICE = Rule("at least 2 x parallel.pp micro-batches", lambda p, m: m >= 2 * p)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A row of SCHEDULES.
+
+    Args:
+        order: (p, v, m) -> compute actions of every rank.
+        stages: least and greatest number of stages a rank; None for no limit.
+        default_stages: stages a rank where none are asked for.
+        placement: which rank holds which stage.
+        splits_backward: whether I and W occur.
+        micro_batches: which numbers of micro-batches it takes.
+    """
+
+    order: Callable[[int, int, int], Order]
+    stages: tuple[int, int | None]
+    default_stages: int
+    placement: Placement
+    splits_backward: bool
+    micro_batches: Rule
+
+
+def gpipe(p: int, v: int, m: int) -> Order:
+    """All forwards, then all backwards (GPipe, arXiv:1811.06965): m micro-batches are in flight.
+
+    Backwards keep the order of the forwards, so that gradients are summed as 1F1B sums them.
+    """
+    return tuple(_row(rank, "F" * m + "B" * m) for rank in range(p))
+
+
+def one_f_one_b(p: int, v: int, m: int) -> Order:
+    """p - 1 - r forwards, then one forward and one backward in turn (1F1B or PipeDream-flush,
+    arXiv:2104.04473): GPipe's bubble with at most p - r micro-batches in flight."""
+    warmup = [min(p - 1 - rank, m) for rank in range(p)]
+    return tuple(_row(r, "F" * w + "FB" * (m - w) + "B" * w) for r, w in enumerate(warmup))
+
+
+def _row(stage: int, kinds: str) -> tuple[Action, ...]:
+    """One stage's actions, each kind going through the micro-batches in order."""
+    numbers = {kind: count() for kind in set(kinds)}
+    return tuple(Action(stage, Kind(kind), next(numbers[kind])) for kind in kinds)
+
+
+TORCH_KINDS = {
+    "FORWARD": Kind.FORWARD,
+    "FULL_BACKWARD": Kind.BACKWARD,
+    "BACKWARD_INPUT": Kind.INPUT,
+    "BACKWARD_WEIGHT": Kind.WEIGHT,
+}
+
+
+def from_torch(name: str) -> Callable[[int, int, int], Order]:
+    """The order of a schedule class of torch.distributed.pipelining.
+
+    DualPipeV's pairs, of a forward and a backward that overlap each other's communication, become
+    two actions in a row; the first one's result is handed on before the second starts.
+    """
+
+    def order(p: int, v: int, m: int) -> Order:
+        # All that the constructor reads of a stage, so that no process group is needed.
+        stages: Any = [
+            SimpleNamespace(group_rank=0, group_size=p, num_stages=p * v, submod=None)
+            for _ in range(v)
+        ]
+        rows = get_schedule_class(name)(stages, m).pipeline_order
+        return tuple(_from_torch(rows[rank]) for rank in range(p))
+
+    return order
+
+
+def _from_torch(row: Sequence[Any]) -> tuple[Action, ...]:
+    """torch pads rows with None where a rank waits; unsharding and the like is not ours."""
+    flat = [part for action in row if action for part in action.sub_actions or (action,)]
+    return tuple(
+        Action(part.stage_index, TORCH_KINDS[part.computation_type.name], part.microbatch_index)
+        for part in flat
+        if part.computation_type.name in TORCH_KINDS
+    )
+
+
+# Sources: interleaved arXiv:2104.04473, breadth-first arXiv:2211.05953, zero bubble
+# arXiv:2401.10241, its V form arXiv:2405.15362, DualPipe arXiv:2412.19437 (as a V:
+# github.com/deepseek-ai/DualPipe).
+SCHEDULES: dict[str, Schedule] = {
+    "GPipe": Schedule(gpipe, (1, 1), 1, "loop", False, ANY),
+    "1F1B": Schedule(one_f_one_b, (1, 1), 1, "loop", False, ANY),
+    "Interleaved1F1B": Schedule(from_torch("Interleaved1F1B"), (2, None), 2, "loop", False, ROUNDS),
+    "LoopedBFS": Schedule(from_torch("LoopedBFS"), (2, None), 2, "loop", False, ANY),
+    "InterleavedZeroBubble": Schedule(
+        from_torch("InterleavedZeroBubble"), (1, None), 2, "loop", True, ROUNDS
+    ),
+    "ZBVZeroBubble": Schedule(from_torch("ZBVZeroBubble"), (2, 2), 2, "v", True, ANY),
+    "DualPipeV": Schedule(from_torch("DualPipeV"), (2, 2), 2, "v", True, TWICE),
+}
+
+
+def schedule_of(name: str) -> Schedule:
+    """The row of SCHEDULES with this name.
+
+    Raises:
+        ConfigError: there is none; names the nearest.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(
+            f"parallel.schedule = {name!r} is unknown{nearest(name, SCHEDULES)} "
+            f"(there are {', '.join(SCHEDULES)})"
+        )
+    return SCHEDULES[name]
+
+
+def stage_ranks(placement: Placement, p: int, v: int) -> tuple[int, ...]:
+    """The rank of each of the p * v stages.
+
+    Raises:
+        ConfigError: a V of other than two stages a rank.
+    """
+    if placement == "loop":
+        return tuple(stage % p for stage in range(p * v))
+    if v != 2:
+        raise ConfigError(f"parallel.stages_per_rank = {v}: a V takes exactly 2 stages a rank")
+    return (*range(p), *reversed(range(p)))
+
+
+def stages_of(rank: int, placement: Placement, p: int, v: int) -> tuple[int, ...]:
+    """The stages that a rank holds, in the model's order."""
+    ranks = stage_ranks(placement, p, v)
+    return tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
+
+
+@functools.lru_cache(maxsize=32)
+def order_of(name: str, p: int, v: int | None, m: int) -> Order:
+    """The checked order of a named schedule.
+
+    Args:
+        name: a row of SCHEDULES.
+        p: pipeline ranks.
+        v: stages a rank; None for the schedule's default.
+        m: micro-batches a step.
+
+    Returns:
+        Compute actions of every rank; `dtron.parallelisms.pipeline.lowering` adds the
+        communication.
+
+    Raises:
+        ConfigError: the schedule does not take these numbers; gives the nearest that it takes.
+    """
+    schedule = schedule_of(name)
+    v = schedule.default_stages if v is None else v
+    if p < 1:
+        raise ConfigError(f"parallel.pp = {p} is not a number of ranks; use at least 1")
+    _check_stages(name, schedule, v)
+    _check_micro_batches(name, schedule.micro_batches, p, m)
+    order = schedule.order(p, v, m)
+    check(order, stage_ranks(schedule.placement, p, v), m, f"parallel.schedule = {name!r}")
+    return order
+
+
+def _check_stages(name: str, schedule: Schedule, v: int) -> None:
+    least, most = schedule.stages
+    if v < least or (most is not None and v > most):
+        takes = f"exactly {least}" if least == most else f"at least {least}"
+        raise ConfigError(
+            f"parallel.stages_per_rank = {v}: parallel.schedule = {name!r} takes {takes}"
+        )
+
+
+def _check_micro_batches(name: str, rule: Rule, p: int, m: int) -> None:
+    if not rule.holds(p, m):
+        legal = " or ".join(map(str, rule.nearest(p, m)))
+        raise ConfigError(
+            f"train.global_batch / (data-parallel ranks x train.micro_batch) = {m} micro-batches: "
+            f"parallel.schedule = {name!r} takes {rule.text} (parallel.pp = {p}); the nearest is "
+            f"{legal}"
+        )
+
+
+def forward_only(ranks_of_stage: Sequence[int], p: int, m: int) -> Order:
+    """An order for evaluation: every stage's forward of every micro-batch.
+
+    At each step of a clock a rank takes the deepest stage whose input has arrived, so that few
+    outputs wait to be passed on and no rank waits while it has one.
+
+    Args:
+        ranks_of_stage: the rank of every stage.
+        p: pipeline ranks.
+        m: micro-batches.
+    """
+    rows: list[list[Action]] = [[] for _ in range(p)]
+    done = [0] * len(ranks_of_stage)  # micro-batches that have left each stage
+    while min(done) < m:
+        arrived = [m, *done[:-1]]
+        ready = {r: s for s, r in enumerate(ranks_of_stage) if done[s] < arrived[s]}
+        for rank, stage in ready.items():  # the deepest: later stages replaced earlier ones
+            rows[rank].append(Action(stage, Kind.FORWARD, done[stage]))
+            done[stage] += 1
+    return tuple(map(tuple, rows))
+
+
+# One action, or torch's notation for a forward and a backward that overlap: (0F8;7B0)OVERLAP_F_B.
+_CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -> Order:
+    """A schedule of one's own, in the compute-only CSV format of torch.distributed.pipelining.
+
+    One row a rank, cells such as `0F0`, `1B2`, `0I1`, `0W1`; empty cells and blank lines are
+    skipped.
+
+    Args:
+        source: a path, or the text itself (a string with a comma or a line break).
+        p: pipeline ranks.
+        v: stages a rank.
+        m: micro-batches a step.
+        placement: which rank holds which stage.
+
+    Raises:
+        ConfigError: the file cannot be read, a cell is no action of its row's rank, or the order is
+            incomplete or deadlocks (`check`).
+    """
+    name, text = _read(source)
+    lines = [
+        (number, row)
+        for number, row in enumerate(_rows(name, text), start=1)
+        if any(cell.strip() for cell in row)
+    ]
+    if len(lines) != p:
+        raise ConfigError(f"{name} has {len(lines)} rows, but parallel.pp = {p}")
+    ranks = stage_ranks(placement, p, v)
+    placed = [
+        (f"{name} row {number} (rank {rank}) cell {column}", rank, action)
+        for rank, (number, row) in enumerate(lines)
+        for column, cell in enumerate(row, start=1)
+        for action in _cell(cell, f"{name} row {number} (rank {rank}) cell {column}")
+    ]
+    held = len({a.micro_batch for _, rank, a in placed if rank == 0 and a.kind is Kind.FORWARD})
+    if held != m:
+        raise ConfigError(
+            f"{name} holds {held} micro-batches, but a step has {m}: train.global_batch / "
+            f"(data-parallel ranks x train.micro_batch); give it {m}, or change one of these keys"
+        )
+    for where, rank, action in placed:
+        if wrong := misplaced(action, rank, ranks, m):
+            raise ConfigError(f"{where}: {wrong}")
+    order = tuple(tuple(a for _, rank, a in placed if rank == r) for r in range(p))
+    check(order, ranks, m, name)
+    return order
+
+
+def _rows(name: str, text: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ConfigError(f"{name} is no CSV: {error}") from None
+
+
+def write_csv(order: Order) -> str:
+    """An order as text that `read_csv` and torch read: one row a rank."""
+    return "".join(",".join(map(str, row)) + "\n" for row in order)
+
+
+def _read(source: str | Path) -> tuple[str, str]:
+    """How to call the source in errors, and its text."""
+    if isinstance(source, str) and ("," in source or "\n" in source):
+        return "the schedule", source
+    try:
+        return str(source), read_text(source, TEXT_BYTES)
+    except (OSError, ValueError) as error:
+        cause = cause_of(error, source)
+        raise ConfigError(f"schedule file {source} cannot be read: {cause}") from error
+
+
+def _cell(cell: str, where: str) -> list[Action]:
+    """The actions of a cell: none if it is empty, two for an overlapped pair."""
+    text = cell.strip()
+    pair = _PAIR.fullmatch(text)
+    found = [_CELL.fullmatch(part.strip()) for part in (pair[1].split(";") if pair else [text])]
+    if not text:
+        return []
+    if not all(found):
+        raise ConfigError(
+            f"{where}: {text!r} is no action; write stage, one of F, B, I, W, and micro-batch, as "
+            "in 0F0 (communication and reductions are added, not written)"
+        )
+    return [Action(int(a[1]), Kind(a[2]), int(a[3])) for a in found if a]

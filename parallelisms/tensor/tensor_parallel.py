@@ -1,0 +1,392 @@
+"""Tensor and sequence parallelism: layers split over the tp axis by DTensor placements.
+
+Attention splits by heads, the feed-forward layer by neurons, embedding and head by vocabulary:
+
+    x --prepare_input--> [wq wk wv colwise] -> heads -> [wo rowwise] --> x
+    x --prepare_input--> [gate up colwise] -> neurons -> [down rowwise] --> x
+
+Without sequence parallelism x is whole on each rank and a layer costs 2 all-reduces forward (after
+wo, after down) and 2 backward (before each group of colwise layers). With it x is split along the
+sequence between those regions: each all-reduce becomes an all-gather on the way in and a
+reduce-scatter on the way out, the same bytes, and norms, dropout and residuals work on T / tp
+tokens.
+
+Matrices become DTensors; activations are plain local tensors between modules. Parameters that all
+ranks hold but that see only a part of the tokens or heads (norms, QK norms) have gradients that are
+parts of a sum over tp. With replicas="backward" they are DTensors whose gradients are reduced in
+each backward; with replicas="step" they stay plain and `gradients.reduce_replicas` sums all of them
+by one collective a step.
+
+Sources: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198;
+torch.distributed.tensor.parallel.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from dtron.errors import PlacementError
+from dtron.parallelisms.functional_collectives import is_pending
+from dtron.parallelisms.placement import (
+    Row,
+    Style,
+    change_argument,
+    present,
+    replicate,
+    select,
+    select_parameters,
+)
+from dtron.parallelisms.tensor.async_tp import fuse
+
+AnyRow = Row | Style | ParallelStyle
+Placements = Mapping[Any, AnyRow]
+"""A row by pattern, or by tuple of patterns. A pattern that names no module may name parameters,
+such as the root's own, whose row is replicate()."""
+Replicas = Literal["backward", "step"]
+
+# Rows whose parameters are on all ranks while each rank computes a part of their gradients.
+_PARTIAL = ("sequence", "heads")
+_SPLIT = ("colwise", "rowwise")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every module of a model that a row names, checked."""
+
+    rows: dict[str, list[AnyRow]]
+    """Rows by the module's FQN, outer modules first."""
+    partial: tuple[str, ...]
+    """FQNs of parameters whose gradients are a part of a sum over tp on each rank."""
+    covered: frozenset[str] = frozenset()
+    """FQNs of parameters that rows cover. A tied parameter's other FQNs may be uncovered."""
+
+
+def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
+    """Expand patterns over the whole model.
+
+    Raises:
+        PlacementError: a pattern matches nothing, a parameter is covered by no row or by two, or
+            tp does not divide a dimension that is split.
+    """
+    rows, covered = _expand(model, placements)
+    modules = dict(model.named_modules())
+    partial = []
+    for name in sorted(rows, key=lambda fqn: fqn.count(".")):
+        for row in rows[name]:
+            kind = _kind(row)
+            if isinstance(row, Row) and kind in _SPLIT:
+                _check_divides(name, modules[name], row, tp)
+            if kind.startswith("prepare"):
+                continue
+            for child, _ in modules[name].named_parameters(remove_duplicate=False):
+                fqn = f"{name}.{child}"
+                if fqn in covered:
+                    raise PlacementError(f"{fqn} is covered by two rows: {covered[fqn]} and {kind}")
+                covered[fqn] = kind
+                partial += [fqn] if kind in _PARTIAL else []
+    _refuse_uncovered(model, covered)
+    _refuse_shared_otherwise(model, rows)
+    return Plan(rows, tuple(partial), frozenset(covered))
+
+
+def _kind(row: AnyRow) -> str:
+    if isinstance(row, Row):
+        return row.kind
+    if isinstance(row, Style):
+        return "style" if row.covers_parameters else "prepare"
+    return "prepare" if isinstance(row, PrepareModuleInput | PrepareModuleOutput) else "style"
+
+
+def _expand(
+    model: nn.Module, placements: Placements
+) -> tuple[dict[str, list[AnyRow]], dict[str, str]]:
+    """(rows by the FQN of a module, kind of row by the FQN of a parameter named by itself)."""
+    rows: dict[str, list[AnyRow]] = {}
+    own: dict[str, str] = {}
+    for unit, row in placements.items():
+        for pattern in (unit,) if isinstance(unit, str) else unit:
+            parameters = select_parameters(model, pattern)
+            if parameters and row != replicate():
+                raise PlacementError(
+                    f"{parameters[0]} is a parameter, not a module; its row can be replicate() "
+                    "only. Put it into a module of its own for another one"
+                )
+            own |= dict.fromkeys(parameters, "replicate")
+            for name in () if parameters else select(model, pattern):
+                rows.setdefault(name, []).append(row)
+    return rows, own
+
+
+def _refuse_uncovered(model: nn.Module, covered: Mapping[str, str]) -> None:
+    """A parameter with several FQNs is covered by any of them."""
+    fqns: dict[int, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        fqns.setdefault(id(parameter), []).append(fqn)
+    bare = [names[0] for names in fqns.values() if not any(name in covered for name in names)]
+    if bare:
+        raise PlacementError(
+            f"{bare[0]} is covered by no row of the placements ({len(bare)} such parameters); name "
+            "its module, or itself where the root owns it: colwise, rowwise, sequence, heads, or "
+            "replicate() if all ranks compute it alike"
+        )
+
+
+def _refuse_shared_otherwise(model: nn.Module, rows: Mapping[str, Sequence[AnyRow]]) -> None:
+    """A parameter that two modules share is split alike in both, in one stage or in two."""
+    split: dict[int, tuple[str, str]] = {}
+    for name, module in model.named_modules():
+        for row in rows.get(name, ()):
+            if not isinstance(row, Row) or row.kind.startswith("prepare"):
+                continue
+            for child, parameter in module.named_parameters():
+                by_rows = (row.kind == "colwise") == isinstance(module, nn.Linear)
+                how = ("rows" if by_rows else "columns") if row.kind in _SPLIT else row.kind
+                first, known = split.setdefault(id(parameter), (f"{name}.{child}", how))
+                if known != how:
+                    raise PlacementError(
+                        f"{first} and {name}.{child} are one parameter but their rows split it "
+                        f"differently ({known}, {how}); an embedding that is rowwise fits a head "
+                        "that is colwise"
+                    )
+
+
+def _check_divides(name: str, module: nn.Module, row: Row, tp: int) -> None:
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise PlacementError(
+            f"{name} is a {type(module).__name__}; {row.kind} splits Linear and Embedding"
+        )
+    by_rows = (row.kind == "colwise") == isinstance(module, nn.Linear)
+    size = module.weight.shape[0 if by_rows else 1]
+    if size % tp:
+        legal = [str(n) for n in range(1, min(size, 2 * tp) + 1) if size % n == 0]
+        raise PlacementError(
+            f"parallel.tp = {tp} does not divide the {size} "
+            f"{'rows' if by_rows else 'columns'} of {name}.weight; use {', '.join(legal)}"
+        )
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    made: Plan,
+    replicas: Replicas,
+    overlap: bool = False,
+) -> None:
+    """Split the modules of a plan over a 1-D mesh, in place; those a stage lacks are skipped.
+
+    Args:
+        overlap: products overlap their communication, where rows allow (`async_tp.py`).
+    Raises:
+        PlacementError: modules that share a parameter split it differently.
+    """
+    modules = present(dict(model.named_modules()))
+    shared = _shared_parameters(model)
+    done = fuse(modules, made.rows, mesh) if overlap else set()
+    for name, rows in made.rows.items():
+        for row in rows if name in modules else ():
+            if (name, row) not in done:
+                _apply_row(modules[name], mesh, row, replicas)
+    for places in shared:
+        (first, first_name, _), *others = sorted(places, key=lambda at: at[2] not in made.covered)
+        parameter = getattr(first, first_name)
+        for module, name, fqn in others:
+            other = getattr(module, name)
+            if fqn in made.covered and getattr(other, "placements", None) != getattr(
+                parameter, "placements", None
+            ):
+                raise PlacementError(
+                    f"two modules share a parameter ({name}) but their rows split it differently; "
+                    "an embedding that is rowwise fits a head that is colwise"
+                )
+            setattr(module, name, parameter)
+
+
+def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
+    """(module, attribute, FQN) of each parameter that has several, before splitting replaces it."""
+    places: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            fqn = f"{prefix}.{name}".lstrip(".")
+            places.setdefault(id(parameter), []).append((module, name, fqn))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _apply_row(module: nn.Module, mesh: DeviceMesh, row: AnyRow, replicas: Replicas) -> None:
+    if isinstance(row, Row) and row.split:
+        _cut_arguments(module, mesh, row)
+    if hasattr(module, "head_shard") and isinstance(row, Row) and row.kind == "heads":
+        module.head_shard = mesh.get_local_rank()  # type: ignore[assignment]
+    own = any(True for _ in module.parameters())
+    style = _style(row, module, own and replicas == "backward")
+    if isinstance(style, Style):
+        style.apply(module, mesh)
+    elif style is not None:
+        # Ranks hold equal weights, or none yet: each cuts its own part, without communication.
+        parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def _style(row: AnyRow, module: nn.Module, distribute: bool) -> Style | ParallelStyle | None:
+    """The style of a row; None where the module works on plain local tensors as it is."""
+    if not isinstance(row, Row):
+        return row
+    if row.kind == "colwise":
+        assert row.inputs is not None
+        assert row.output is not None
+        return _Colwise(row.inputs, row.output)
+    if row.kind == "rowwise":
+        lookup = isinstance(module, nn.Embedding)
+        return RowwiseParallel(
+            input_layouts=Replicate() if lookup else Shard(-1), output_layouts=row.output
+        )
+    if row.kind == "prepare_input":
+        assert row.inputs is not None
+        assert row.output is not None
+        return _PrepareArgument(row.argument, row.inputs, row.output)
+    if row.kind == "prepare_whole":
+        assert row.inputs is not None
+        return _WholeArgument(row.argument, row.inputs, Replicate())
+    if row.kind == "prepare_output":
+        assert row.inputs is not None
+        assert row.output is not None
+        return PrepareModuleOutput(output_layouts=row.inputs, desired_output_layouts=row.output)
+    if row.kind in _PARTIAL and distribute:
+        assert isinstance(row.inputs, Shard)
+        return SequenceParallel(sequence_dim=row.inputs.dim, use_local_output=True)
+    return None
+
+
+class _Colwise(Style):
+    """torch's ColwiseParallel, of a module that may return a plain tensor too: a head that returns
+    its loss."""
+
+    def __init__(self, inputs: Placement, output: Placement) -> None:
+        self.inputs, self.output = inputs, output
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """See Style."""
+        inputs, output = self.inputs, self.output
+        split = Shard(1 if isinstance(module, nn.Embedding) else 0)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part = distribute_tensor(parameter, mesh, [split], src_data_rank=None)
+            setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+        def gather(_module: nn.Module, args: tuple) -> tuple:
+            return _moved(args[0], mesh, inputs, Replicate()), *args[1:]
+
+        def localize(_module: nn.Module, _args: tuple, out: Any) -> Any:
+            if not isinstance(out, DTensor):
+                return out
+            return _moved(out, mesh, out.placements[0], output).to_local()
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(localize)
+
+
+class _PrepareArgument(Style):
+    """torch's PrepareModuleInput for one argument, however many others the call has."""
+
+    covers_parameters = False
+
+    def __init__(self, argument: int | str, layout: Placement, desired: Placement) -> None:
+        self.argument, self.layout, self.desired = argument, layout, desired
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """See Style."""
+        change_argument(module, self.argument, lambda _module, x: self.moved(x, mesh))
+
+    def moved(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """What the module sees in place of x."""
+        return _moved(x, mesh, self.layout, self.desired, asynchronous=False)
+
+
+class _WholeArgument(_PrepareArgument):
+    """The same, handed to the module as a plain tensor whose gradients are parts of a sum."""
+
+    def moved(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """See _PrepareArgument."""
+        whole = super().moved(x, mesh)
+        assert isinstance(whole, DTensor)
+        return whole.to_local(grad_placements=[Partial()])
+
+
+def _moved(
+    x: Tensor, mesh: DeviceMesh, layout: Placement, desired: Placement, asynchronous: bool = True
+) -> DTensor:
+    """x as a DTensor of the desired layout; a plain x is this rank's part of `layout`."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [layout], run_check=False)
+    if layout == desired:
+        return x
+    return x.redistribute(placements=[desired], async_op=asynchronous)
+
+
+def _cut_arguments(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:
+    """Give the module its rank's part of arguments that come whole."""
+    assert isinstance(row.inputs, Shard)
+    dim, size, rank = row.inputs.dim, mesh.size(), mesh.get_local_rank()
+
+    def cut(_module: nn.Module, args: tuple) -> tuple:
+        def part(x: Any) -> Any:
+            return x.chunk(size, dim)[rank] if isinstance(x, Tensor) else x
+
+        return tuple(part(x) if i in row.split else x for i, x in enumerate(args))
+
+    module.register_forward_pre_hook(cut)
+
+
+def pad_vocabulary(model: nn.Module, names: Sequence[str], multiple: int) -> dict[str, int]:
+    """Add rows of zeros, in place, to embeddings and heads whose rows `multiple` does not divide.
+
+    Padded rows are never looked up and masked in the loss: their gradients are zero and they stay
+    zero. Checkpoints leave them out.
+
+    Returns:
+        Rows without padding, by the parameter's FQN, of what was padded.
+    """
+    padded: dict[str, int] = {}
+    new: dict[int, nn.Parameter] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear | nn.Embedding)
+        old = module.weight
+        n_rows = old.shape[0]
+        if extra := -n_rows % multiple:
+            if id(old) not in new:
+                zeros = old.new_zeros(extra, old.shape[1])
+                new[id(old)] = nn.Parameter(torch.cat([old.detach(), zeros]))
+                padded[f"{name}.weight"] = n_rows
+            module.weight = new[id(old)]
+            size = "out_features" if isinstance(module, nn.Linear) else "num_embeddings"
+            setattr(module, size, n_rows + extra)
+    return padded
+
+
+def settle_outputs(model: nn.Module, compiled: Sequence[str], made: Plan) -> None:
+    """Wait for the collectives of split modules outside the compiled blocks.
+
+    torch 2.13 loses the gradient, without an error, of an output still in flight that enters a
+    compiled block; adding zero makes it a settled tensor. 2.11 does not need it.
+    """
+    modules = present(dict(model.named_modules()))
+    for name, rows in made.rows.items():
+        inside = any(name == block or name.startswith(f"{block}.") for block in compiled)
+        if name in modules and rows and not inside:
+            modules[name].register_forward_hook(_settled)
+
+
+def _settled(_module: nn.Module, _args: Any, out: Any) -> Any:
+    return out + 0 if is_pending(out) else out

@@ -1,0 +1,336 @@
+"""The configuration: what is read, refused and written back."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from dtron.config import Degree, RunConfig, fields, resolve_degrees, resolve_expert_degrees
+from dtron.errors import CheckpointError, ConfigError, cause_of
+from dtron.float8.compare import compare
+from dtron.io.filesystem import read_json
+from dtron.parallelisms.pipeline.layout import _placement_of_csv
+from dtron.parallelisms.pipeline.schedules import read_csv
+
+CONFIGS = sorted(Path("configs").glob("*.toml"))
+
+
+def load(tmp_path: Path, text: str = "", *overrides: str) -> RunConfig:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return RunConfig.load(file, overrides)
+
+
+def test_toml_round_trip_keeps_every_value(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, '[run]\ndir = "a \\"b\\" ü"\n[model.override]\ndim = 64\n[optim]\nlr = 1e-9\n'
+    )
+    assert RunConfig.of(tomllib.loads(config.to_toml())) == config
+
+
+def test_overrides_are_toml_values_or_bare_words(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "",
+        "train.steps=7",
+        "train.dtype=float32",
+        'data.paths=["a.txt", "b.txt"]',
+        "model.override.dim=32",
+        "checkpoint.last=false",
+    )
+    assert (config.train.steps, config.train.dtype) == (7, "float32")
+    assert config.data.paths == ("a.txt", "b.txt")
+    assert config.model.override == {"dim": 32}
+    assert config.checkpoint.last is False
+
+
+PUBLISHED = [  # world, tp, pp, cp -> data-parallel ranks
+    (8, 1, 1, 2, 4),  # Llama-3-8B
+    (64, 4, 4, 2, 2),  # 70B
+    (1024, 8, 8, 2, 8),  # 405B
+    (1024, 2, 16, 1, 32),  # DeepSeek-V3, its dense layers
+]
+
+
+@pytest.mark.parametrize(("world", "tp", "pp", "cp", "dp"), PUBLISHED)
+def test_degrees_of_published_runs(world: int, tp: int, pp: int, cp: int, dp: int) -> None:
+    asked: dict[Degree, int] = {"pp": pp, "dp_replicate": 1, "dp_shard": -1, "cp": cp, "tp": tp}
+    assert resolve_degrees(asked, world)["dp_shard"] == dp
+
+
+def test_experts_see_the_same_ranks() -> None:
+    degrees: dict[Degree, int] = {"pp": 16, "dp_replicate": 1, "dp_shard": 32, "cp": 1, "tp": 2}
+    assert resolve_expert_degrees(degrees, ep=64, etp=1)["edp_shard"] == 1
+    with pytest.raises(ConfigError, match=r"64 x parallel.etp = 2 .*use parallel.ep = 1, 2, 4"):
+        resolve_expert_degrees(degrees, ep=64, etp=2)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.tpp=2", "unknown key parallel.tpp; did you mean parallel.tp?"),
+        ("train.steps=1e3", "Input should be a valid integer; write 1000"),
+        ("train.steps=1.5", "train.steps = 1.5: Input should be"),
+        ("train.steps=inf", "train.steps = inf"),
+        ("data.paths=a.txt", """is not a list; write data.paths='["a.txt"]'"""),
+        ("data.paths=1979-05-27", """write data.paths='["1979-05-27"]'"""),
+        ("float8.skip=a", """write float8.skip='["a"]'"""),
+        ("train.zero=3", "unknown key train.zero; did you mean parallel.zero?"),
+        ("train.batch_size=8", "unknown key train.batch_size; did you mean train.global_batch?"),
+        ("optim.learning_rate=1", "did you mean optim.lr?"),
+        ("training.lr=1", "unknown key training.lr; did you mean optim.lr?"),
+        ("model.n_layers=2", "model are model.override.KEY, such as model.override.n_layers"),
+        ("model.hidden_size=2", "did you mean model.override.dim?"),
+        ("lr=1", "section.key=value (no spaces); did you mean optim.lr?"),
+        ("parallel.cp_method=ulyses", "parallel.cp_method = 'ulyses': Input should be 'ring'"),
+        ("parallel.cp_method=ulyses", "or 'hierarchical'; did you mean ulysses?"),
+        ('parallel.cp_method=["ring", "al"]', "parallel.cp_method.1 = 'al'"),
+        ("paralel.tp=2", "unknown key paralel.tp; did you mean parallel.tp?"),
+        ("train.steps=x", "train.steps = 'x'"),
+        ("train.steps=0", "train.steps = 0"),
+        ("train.dtype=float16", "'bfloat16' or 'float32'"),
+        ("parallel.tp=true", "parallel.tp = True"),
+        ("optim.lr=inf", "optim.lr = inf"),
+        ("compile.backend=none", "'inductor' or 'aot_eager'"),
+        ("train.steps", "not of the form section.key=value"),
+        ("steps=3", "not of the form section.key=value"),
+    ],
+)
+def test_bad_overrides_name_key_and_rule(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "", override)
+    assert message in str(error.value)
+
+
+def test_missing_and_broken_files_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        RunConfig.load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"run\.toml"):
+        load(tmp_path, "[train\n")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        RunConfig.load,
+        read_json,
+        lambda path: read_csv(path, 2, 1, 1, "loop"),
+        lambda path: _placement_of_csv(path, 2),
+        lambda path: compare(path.parent, path.parent),
+    ],
+)
+def test_an_error_names_a_file_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    """A folder in its place."""
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    with pytest.raises((CheckpointError, ConfigError), match="Is a directory") as error:
+        read(path)
+    assert str(error.value).count(str(path)) == 1
+
+
+def test_an_error_names_the_other_file_too(tmp_path: Path) -> None:
+    """Where the message names another one, and of what is no error of files all that it says."""
+    path = tmp_path / "file"
+    assert str(path) in cause_of(FileNotFoundError(2, "No such file", str(path)), tmp_path)
+    assert cause_of(ValueError("no JSON"), path) == "no JSON"
+
+
+def test_degrees_fill_up_to_the_world_size() -> None:
+    asked: dict[Degree, int] = {"pp": 1, "dp_replicate": 2, "dp_shard": -1, "cp": 1, "tp": 1}
+    assert resolve_degrees(asked, 8)["dp_shard"] == 4
+    with pytest.raises(ConfigError, match="world size 7"):
+        resolve_degrees(asked, 7)
+    with pytest.raises(ConfigError, match="world size 8"):
+        resolve_degrees({**asked, "dp_shard": 2}, 8)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.global_batch=6", "use 4 or 8"),
+        ("parallel.tp=3", "set parallel.tp = 2 and parallel.dp_shard = -1"),
+        (
+            'parallel.high_priority=["tp"]',
+            "which has one rank and no collectives; use dp_shard",
+        ),
+        ("parallel.cp_method=ulysses", "no effect without parallel.cp > 1"),
+        ("parallel.dispatcher=symmetric_memory", "no effect without parallel.ep or etp > 1"),
+        ("parallel.ep_capacity=3.0", "no effect without parallel.dispatcher"),
+        ("parallel.cp_inner=2", "no effect without parallel.cp_method"),
+        ("parallel.schedule=GPipe", "no effect without parallel.pp > 1"),
+        ("parallel.stages_per_rank=2", "no effect without parallel.pp > 1"),
+        ("parallel.pp_layout=[1, 1]", "no effect without parallel.pp > 1"),
+        ("parallel.sequence_parallel=false", "no effect without parallel.tp > 1"),
+        ("parallel.async_tp=true", "no effect without parallel.tp > 1"),
+        ("parallel.ep=3", "parallel.ep = 3 x parallel.etp = 1 does not divide the 2 ranks"),
+        ("recompute.every=2", "no effect"),
+        ("data.source=hf", "data.hf_path"),
+        ("schedule.decay=0.5", "schedule.decay = 0.5 has no effect"),
+        ("compile.backend=aot_eager", "compile.enable"),
+        ("data.hf_name=x", "data.source"),
+        ("train.sample_prompt=x", "train.sample_tokens"),
+    ],
+)
+def test_what_cannot_run_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    config = load(tmp_path, "", "train.micro_batch=2", "train.global_batch=8", override)
+    with pytest.raises(ConfigError) as error:
+        config.validate_for(2)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides", [("parallel.zero=1",), ("parallel.dp_replicate=2",), ("parallel.reduce=step",)]
+)
+def test_micro_batches_are_never_summed_in_bfloat16(tmp_path: Path, overrides: tuple) -> None:
+    config = load(tmp_path, "", "parallel.reduce_dtype=bfloat16", *overrides)
+    with pytest.raises(ConfigError, match="2 micro-batches in bfloat16"):
+        config.validate_for(4)
+    config.validate_for(8)  # one micro-batch
+    load(tmp_path, "", "parallel.reduce_dtype=bfloat16").validate_for(4)  # shards sum in float32
+
+
+@pytest.mark.parametrize("override", ["parallel.zero=1", "parallel.reduce=step"])
+def test_sums_of_micro_batches_never_travel_in_bfloat16(tmp_path: Path, override: str) -> None:
+    config = load(tmp_path, "", "parallel.reduce_by=all_to_all", override)
+    with pytest.raises(ConfigError, match="2 micro-batches to train"):
+        config.validate_for(4)
+    config.validate_for(8)  # one micro-batch
+    replicated = ("parallel.dp_replicate=2", "parallel.dp_shard=2")
+    load(tmp_path, "", "parallel.reduce_by=all_to_all", *replicated).validate_for(4)
+
+
+def test_gradients_that_no_ranks_share_do_not_travel(tmp_path: Path) -> None:
+    for override, world in (("parallel.zero=2", 1), ("parallel.dp_replicate=2", 2)):
+        config = load(tmp_path, "", "parallel.reduce_by=all_to_all", override)
+        with pytest.raises(ConfigError, match="no effect without"):
+            config.validate_for(world)
+
+
+def test_every_field_has_a_docstring() -> None:
+    assert [key for key, _, doc in fields(RunConfig) if not doc] == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_shipped_configs_load_and_say_their_hardware(path: Path) -> None:
+    assert path.read_text().startswith("# ")
+    RunConfig.load(path)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_quickstart_is_legal_on_every_small_world(world: int) -> None:
+    config = RunConfig.load("configs/quickstart.toml")
+    config.validate_for(world)
+    assert config.train.global_batch == 16 * config.train.micro_batch
+    assert config.train.seq_len % 16 == 0
+
+
+def test_bfloat16_moments_take_a_short_memory(tmp_path: Path) -> None:
+    narrow = ("optim.moments=bfloat16", "optim.beta2=0.999")
+    with pytest.raises(ConfigError, match=r"use optim\.beta2 = 0\.99 or less"):
+        load(tmp_path, "", *narrow).validate_for(1)
+    load(tmp_path, "", *narrow, "optim.beta2=0.99").validate_for(1)
+
+
+def test_a_switch_on_the_command_line_turns_its_dependants_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[train]\nsample_tokens = 8\nsample_prompt = "In"\neval_sequences = 4\neval_interval = 2\n'
+        '[data]\npaths = ["a.jsonl"]\n'
+    )
+    off = ["train.sample_tokens=0", "train.eval_sequences=0", "data.source=hf", "data.hf_path=x"]
+    config = RunConfig.load(file, off)
+    config.validate_for(1)
+    assert config.train.sample_prompt == RunConfig().train.sample_prompt
+    assert (config.train.eval_interval, config.data.paths) == (0, RunConfig().data.paths)
+    said = capsys.readouterr().err
+    for key in ("train.sample_prompt = 'In'", "train.eval_interval = 2", "data.paths = "):
+        assert f"note: {key}" in said
+    given = RunConfig.load(file, ["train.sample_tokens=0", "train.sample_prompt=me"])
+    with pytest.raises(ConfigError, match=r"train\.sample_prompt = 'me' has no effect"):
+        given.validate_for(1)
+    file.write_text('[train]\nsample_prompt = "In"\n')  # which the file alone makes idle
+    with pytest.raises(ConfigError, match=r"train\.sample_prompt = 'In' has no effect"):
+        RunConfig.load(file, ["train.steps=3"]).validate_for(1)
+
+
+def test_a_key_can_be_unset(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 7\n[model.override]\nn_layers = 3\n")
+    config = RunConfig.load(file, ["train.steps=", "model.override.n_layers=", "optim.lr="])
+    assert config == RunConfig()
+    with pytest.raises(ConfigError, match=r"unknown key train\.stepz; did you mean"):
+        RunConfig.load(file, ["train.stepz="])
+    file.write_text("train = 5\n")
+    with pytest.raises(ConfigError, match="train is not a table"):
+        RunConfig.load(file, ["train.steps="])
+
+
+def from_pipe(write: Callable[[int], object], seconds: float = 10.0) -> RunConfig:
+    """As bash's <(command) gives it; the writing end is open while `write` runs."""
+    ours, theirs = os.pipe()
+    writer = threading.Thread(target=lambda: (write(theirs), os.close(theirs)))
+    writer.start()
+    try:
+        with patch("dtron.config._PIPE_SECONDS", seconds):
+            return RunConfig.load(f"/dev/fd/{ours}")
+    finally:
+        os.close(ours)
+        writer.join()
+
+
+def test_a_config_from_a_pipe() -> None:
+    def slowly(pipe: int) -> None:
+        for part in (b"[train]\n", b"steps = 7\n", b"# " + b"x" * 200_000):
+            os.write(pipe, part)
+            time.sleep(0.1)
+
+    assert from_pipe(slowly).train.steps == 7
+    with pytest.raises(ConfigError, match=r"/dev/fd/\d+: .*not ended for 0\.3 s; write"):
+        from_pipe(lambda _: time.sleep(1), 0.3)
+    with (
+        patch("dtron.config.TOML_BYTES", 1000),
+        pytest.raises(ConfigError, match="than 1000 bytes"),
+    ):
+        from_pipe(lambda pipe: os.write(pipe, b"#" * 2000))
+
+
+def test_a_named_fifo_is_no_config(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo: not a regular file"):
+        RunConfig.load(tmp_path / "fifo")
+
+
+def test_a_config_from_stdin(tmp_path: Path) -> None:
+    code = "from dtron.config import RunConfig; print(RunConfig.load('/dev/stdin').train.steps)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input="[train]\nsteps = 7\n", capture_output=True, text=True)
+    assert done.stdout == "7\n", done.stderr
+
+
+def test_a_section_that_is_a_value_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model = 3: model is a section; write \[model\]"):
+        load(tmp_path, "model = 3")
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "message"),
+    [
+        ("metrics", {"profile_start": 101}, "metrics.profile_start = 101 is after the last step"),
+        ("train", {"eval_interval": 5}, "train.eval_interval = 5 has no effect with"),
+    ],
+)
+def test_settings_that_never_act_are_refused(section: str, keys: dict, message: str) -> None:
+    base = {"train": {"steps": 100}, "data": {"paths": ["x.txt"], "validation_fraction": 0.0}}
+    config = RunConfig.of({**base, section: {**base.get(section, {}), **keys}})
+    with pytest.raises(ConfigError) as error:
+        config.validate_for(1)
+    assert message in str(error.value)

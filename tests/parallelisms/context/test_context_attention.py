@@ -1,0 +1,216 @@
+"""Attention over ranks that share sequences equals attention in one process, by every method."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from dtron.config import CpMethod, Parallel, Recompute
+from dtron.kernels.attention import Score
+from dtron.parallelisms.context.attention import (
+    ContextAttention,
+    Split,
+    Tables,
+    _Blocks,
+    context_attention,
+    context_attention_backward,
+    shape_of,
+)
+from dtron.parallelisms.functional_collectives import NamedGroup
+from tests.harness import run_ranks
+from tests.parallelisms import parity
+from tests.parallelisms.parity import Case, parallel_run
+
+METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses", "hierarchical")
+BATCH, TOKENS, HEADS, SIZE = 2, 48, 8, 4
+
+
+def inputs(kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and a gradient of the output, of whole sequences."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (HEADS, kv_heads, kv_heads, HEADS)
+    shapes = [(BATCH, TOKENS, n, SIZE) for n in heads]
+    return [3 * torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def packed() -> Tensor:
+    """Documents of many lengths, some of one token; other ones in each sequence."""
+    ends = torch.tensor([[5, 6, 7, 21, 30, 47], [1, 2, 3, 4, 40, 41]])
+    return (torch.arange(TOKENS).view(1, 1, -1) >= ends.unsqueeze(-1)).sum(1)
+
+
+def expected(
+    tensors: list[Tensor], documents: Tensor | None, sink: Tensor | None, score: Score
+) -> list[Tensor]:
+    """Output and gradients by plain autograd over one dense mask."""
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    due = [q, k, v]
+    index = torch.arange(TOKENS)
+    seen = index.unsqueeze(1) >= index
+    if score.window:
+        seen = seen & (index.unsqueeze(1) - index < score.window)
+    seen = seen.expand(BATCH, -1, -1)
+    if documents is not None:
+        seen = seen & (documents.unsqueeze(2) == documents.unsqueeze(1))
+    repeated = [x.repeat_interleave(HEADS // x.shape[2], 2) for x in (k, v)]
+    scores = torch.einsum("bthk,bshk->bhts", q * score.scale, repeated[0])
+    if score.softcap:
+        scores = score.softcap * (scores / score.softcap).tanh()
+    scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
+    if sink is not None:
+        sink = sink.clone().requires_grad_()
+        due.append(sink)
+        column = sink.view(1, -1, 1, 1).expand(BATCH, -1, TOKENS, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., :TOKENS]
+    out = torch.einsum("bhts,bshk->bthk", weights, repeated[1])
+    out.backward(tensors[3])
+    return [out.detach(), *(x.grad for x in due)]  # type: ignore[misc]
+
+
+def attend(
+    method: CpMethod,
+    kv_heads: int,
+    documents: Tensor | None,
+    sink: Tensor | None,
+    dtype: torch.dtype,
+    inner: int,
+    window: int,
+    softcap: float,
+) -> list[Tensor]:
+    """The same on this rank: its tokens' output and gradients, and the sink's part."""
+    cp, rank = dist.get_world_size(), dist.get_rank()
+    shape = shape_of(method, cp, inner)
+    inside, between = groups(shape.inner)
+    split = Split(documents, (BATCH, TOKENS), cp)
+    index = split.index(rank)
+    mask: Tables | None = split.tables({method: shape}, rank)
+
+    def mine(x: Tensor) -> Tensor:
+        return x[torch.arange(BATCH).unsqueeze(1), index]
+
+    q, k, v, grad = (mine(x) for x in inputs(kv_heads, dtype))
+    due = [x.requires_grad_() for x in (q, k, v)]
+    if sink is not None:
+        due.append(sink.clone().requires_grad_())
+    attention = ContextAttention(method, shape, between, inside, "math", window, softcap)
+    out = attention(q, k, v, mask, due[3] if sink is not None else None)
+    out.backward(grad)
+    return [index, out.detach(), *(x.grad for x in due)]  # type: ignore[misc]
+
+
+def groups(inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Process groups inside blocks of neighbours, and between the blocks."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, inner)
+    rows = dist.new_subgroups_by_enumeration(ranks.tolist())[0]
+    columns = dist.new_subgroups_by_enumeration(ranks.t().tolist())[0]
+    assert isinstance(rows, dist.ProcessGroup)
+    assert isinstance(columns, dist.ProcessGroup)
+    return rows, columns
+
+
+def compare(
+    method: CpMethod,
+    cp: int,
+    *,
+    kv_heads: int = 4,
+    packing: bool = False,
+    sinks: bool = False,
+    dtype: torch.dtype = torch.float64,
+    inner: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    documents = packed() if packing else None
+    sink = torch.linspace(-1, 2, HEADS, dtype=dtype) if sinks else None
+    score = Score(SIZE**-0.5, True, window, softcap)
+    wanted = expected(inputs(kv_heads, dtype), documents, sink, score)
+    ranks = run_ranks(cp, attend, method, kv_heads, documents, sink, dtype, inner, window, softcap)
+    found = [torch.full_like(x, torch.nan) for x in wanted[:4]]
+    for index, *tensors in ranks:
+        for whole, part in zip(found, tensors[:4], strict=True):
+            whole[torch.arange(BATCH).unsqueeze(1), index] = part
+    if sink is not None:
+        found.append(torch.stack([tensors[-1] for tensors in ranks]).sum(0))
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for got, want in zip(found, wanted, strict=True):
+        assert (got - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_equal_one_process(method: CpMethod, cp: int, packing: bool) -> None:
+    if (method, cp) != ("hierarchical", 2):  # refused
+        compare(method, cp, packing=packing)
+
+
+def announced(method: CpMethod, kv_heads: int) -> None:
+    """Run both operators and compare sizes and strides with what compile is told."""
+    shape = shape_of(method, dist.get_world_size())
+    split = Split(packed(), (BATCH, TOKENS), dist.get_world_size())
+    tables = split.tables({method: shape}, dist.get_rank())
+    assert tables is not None
+    q, k, v, grad = (x[:, : TOKENS // 2] for x in inputs(kv_heads, torch.float64))
+    named = NamedGroup.of(groups(1)[1])  # held: the operators find it by its name
+    name = named.group.group_name
+    settings = (tables[method], name, 1, shape.gathers, "math", 1.0, 0, 0.0)
+    outputs = context_attention(q, k, v, None, *settings)
+    for operator, args in (
+        (context_attention, (q, k, v, None, *settings)),
+        (context_attention_backward, (grad, q, k, v, *outputs, *settings)),
+    ):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            messages = operator(*args)
+        for real, fake in zip(operator(*args), messages, strict=True):
+            assert (real.shape, real.stride()) == (fake.shape, fake.stride())
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_operators_lay_tensors_out_as_announced(method: CpMethod, kv_heads: int) -> None:
+    run_ranks(2, announced, method, kv_heads)
+
+
+def kernel_calls(case: Case) -> int:
+    """How often a rank attends to blocks in one step."""
+    attend, calls = _Blocks.attend, []
+
+    def counted(self: _Blocks, *args: Any) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return attend(self, *args)
+
+    _Blocks.attend = counted  # type: ignore[method-assign]
+    parity.evaluate = lambda *_: torch.zeros(())  # type: ignore[assignment]
+    parallel_run(case)
+    return len(calls)
+
+
+@pytest.mark.parametrize(("mode", "times"), [("attention", 1), ("selective", 1), ("full", 2)])
+def test_recomputation_keeps_what_came_round(mode: Any, times: int) -> None:
+    case = Case("llama", 2, Parallel(cp=2), Recompute(mode=mode), sequences=1, steps=1)
+    n_layers = case.resolved()[0].n_layers
+    assert run_ranks(2, kernel_calls, case) == [times * n_layers] * 2
+
+
+VARIANTS: list[tuple[CpMethod, int, dict[str, Any]]] = [
+    ("ring", 4, {"sinks": True, "softcap": 2.0, "packing": True}),
+    ("ring", 2, {"kv_heads": 1, "dtype": torch.float32}),
+    ("ring", 3, {"kv_heads": 8}),
+    ("all_gather", 4, {"sinks": True, "softcap": 2.0, "window": 7, "packing": True}),
+    ("all_gather", 2, {"window": 20, "kv_heads": 1}),
+    ("ulysses", 4, {"sinks": True, "softcap": 2.0, "window": 7, "packing": True}),
+    ("ulysses", 4, {"kv_heads": 1, "window": 20}),
+    ("ulysses", 4, {"kv_heads": 2, "dtype": torch.float32}),
+    ("hierarchical", 4, {"sinks": True, "softcap": 2.0, "packing": True, "kv_heads": 1}),
+    ("hierarchical", 8, {"inner": 2}),
+    ("hierarchical", 8, {"inner": 4, "packing": True}),
+]
+
+
+@pytest.mark.parametrize(("method", "cp", "settings"), VARIANTS, ids=str)
+def test_variants_equal_one_process(method: CpMethod, cp: int, settings: dict[str, Any]) -> None:
+    compare(method, cp, **settings)

@@ -1,0 +1,74 @@
+"""The pictures of experts' ranks and rows are what a run has, and those of the docs are new."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtron.parallelisms import Mesh
+from dtron.parallelisms.draw.dispatch import Row, drawn_choices, journey, main, views
+from dtron.parallelisms.expert.expert_parallel import AllToAll
+from tests.harness import run_ranks
+
+DOCS = Path(__file__).parents[3] / "docs" / "experts"
+PICTURES = {
+    "mesh": ["--dp-shard", "4", "--tp", "2", "--ep", "2", "--etp", "2"],
+    "rows": ["--dp-shard", "4", "--ep", "4"],
+}
+
+
+def place() -> tuple[list[int], list[int]]:
+    """On one rank: its index on the axes of all else, and on those of experts."""
+    mesh = Mesh(cp=2, tp=2, ep=2, etp=2)
+    dense = [mesh.rank(axis) for axis in ("dp_shard", "cp", "tp")]
+    return dense, [mesh.experts.get_local_rank(axis) for axis in ("edp_shard", "ep", "etp")]
+
+
+def test_ranks_are_those_of_a_mesh() -> None:
+    found = views({"dp_shard": 2, "cp": 2, "tp": 2}, ep=2, etp=2)
+    for rank, (dense, apart) in enumerate(run_ranks(8, place)):
+        assert list(found.place(rank, apart=False)) == dense
+        assert list(found.place(rank, apart=True)) == apart
+
+
+def dispatch(rows: list[list[Row]], n_experts: int) -> tuple[list, list]:
+    """On one rank: what the dispatcher hands to the experts, and what comes back."""
+    mine = torch.tensor(rows[dist.get_rank()], dtype=torch.float32).requires_grad_()
+    counts = torch.bincount(mine[:, 2].long(), minlength=n_experts)
+    seen = []
+
+    def compute(arrived: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        seen.extend(map(tuple, arrived.long().tolist()))
+        assert int(ends[-1]) == len(arrived)
+        return arrived
+
+    group = dist.group.WORLD
+    assert group is not None
+    dispatcher = AllToAll(group, dist.get_world_size(), 1)
+    back = dispatcher.finish(dispatcher.begin(mine, counts.cumsum(0).int()), compute)
+    return seen, list(map(tuple, back.long().tolist()))
+
+
+def test_rows_are_those_that_experts_get() -> None:
+    found = journey(drawn_choices(4, 8, tokens=5, top_k=2), 8)
+    for rank, (seen, back) in enumerate(run_ranks(4, dispatch, found.sorted, 8)):
+        assert seen == found.computed[rank]
+        assert back == found.sorted[rank]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / f"{name}.svg"
+    assert main([*PICTURES[name], f"--{name}", str(out)]) == 0
+    ElementTree.parse(out)
+    assert (DOCS / f"{name}.svg").read_text() == out.read_text()
+    assert "rank 3" in capsys.readouterr().out
+
+
+def test_degrees_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dp-shard", "4", "--ep", "3"]) == 2
+    assert "does not divide the 4 ranks" in capsys.readouterr().err
+    assert main(["--dp-shard", "4", "--ep", "4", "--experts", "6"]) == 2
+    assert "--ep 4 does not divide --experts 6" in capsys.readouterr().err

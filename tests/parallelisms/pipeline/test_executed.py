@@ -1,0 +1,59 @@
+"""What ranks execute is what the schedule says, and has its bubble and memory."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtron.parallelisms import Mesh, pipeline
+from dtron.parallelisms.draw.timelines import simulate
+from dtron.parallelisms.pipeline.executor import Pipeline
+from dtron.parallelisms.pipeline.schedule_ops import COMPUTE, Action
+from dtron.parallelisms.pipeline.schedules import SCHEDULES, order_of, stage_ranks
+from tests.harness import run_ranks
+
+
+def net(n_layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(n_layers)))
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def executed(name: str, p: int, v: int, m: int) -> list[Action]:
+    """Compute actions of this rank's step, as recorded while it runs."""
+    stages = [[str(stage)] for stage in range(p * v)]
+    model = pipeline(
+        net(p * v), Mesh(pp=p), stages=stages, schedule=name, units="*", dtype="float32"
+    )
+    x = torch.ones(m, 2)
+    model.step(x, x, mean, micro_batches=m)
+    assert isinstance(model._execution, Pipeline)
+    return [action for action in model._execution.executed if action.kind in COMPUTE]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranks_execute_the_order(name: str) -> None:
+    p, m, row = 2, 4, SCHEDULES[name]
+    found = run_ranks(p, executed, name, p, row.default_stages, m)
+    assert tuple(map(tuple, found)) == order_of(name, p, None, m)
+
+
+# Share of the step, and micro-batches of activations on the first rank; arXiv:2104.04473.
+ORACLES = [
+    ("GPipe", 1, 32, 0.1795, 32),
+    ("1F1B", 1, 32, 0.1795, 8),
+    ("Interleaved1F1B", 2, 32, 0.0986, 11.5),
+    ("ZBVZeroBubble", 2, 32, 0.0352, 8),
+]
+
+
+@pytest.mark.parametrize(("name", "v", "m", "bubble", "memory"), ORACLES)
+def test_bubble_of_what_eight_ranks_execute(
+    name: str, v: int, m: int, bubble: float, memory: float
+) -> None:
+    rows = run_ranks(8, executed, name, 8, v, m)
+    ranks = stage_ranks(SCHEDULES[name].placement, 8, v)
+    timeline = simulate(tuple(map(tuple, rows)), ranks)
+    assert timeline.bubble_of_total == pytest.approx(bubble, abs=5e-5)
+    assert max(timeline.peak_activations) == memory

@@ -1,0 +1,165 @@
+"""Why an attempt ended, what the recovery cost, and when a run without progress is given up."""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtron.errors import NoProgressError
+from dtron.run.attempts import LOST_PEER, Attempts, seconds_of, why_ended
+from dtron.run.process import Place
+from tests.test_architecture import ROOT
+
+PLACE = Place(rank=0, local_rank=0, world_size=4, job="j")
+HOSTS = ["a", "a", "b", "b"]
+
+
+def end(cause: str, at: float = 0.0, host: str = "a") -> dict:
+    return {"cause": cause, "time": at, "host": host}
+
+
+@pytest.mark.parametrize(
+    ("ends", "hosts", "said"),
+    [
+        ({r: end(LOST_PEER) for r in (0, 1, 2)}, HOSTS, "rank 3 on host b was killed"),
+        ({0: end(LOST_PEER)}, HOSTS, "rank 1 on host a and ranks 2, 3 on host b were killed"),
+        ({1: end(LOST_PEER), 2: end(LOST_PEER)}, [], "ranks 0, 3 were killed"),
+        ({}, HOSTS, "all ranks were stopped"),
+        ({r: end(LOST_PEER) for r in range(4)}, HOSTS, "all ranks were stopped"),
+        (
+            {0: end(LOST_PEER, 1.0), 2: end("E: second", 3.0), 3: end("E: first", 2.0, "b")},
+            HOSTS,
+            "rank 3 on host b: E: first",
+        ),
+    ],
+)
+def test_the_cause_is_a_ranks_own_error_or_those_without_a_record(
+    ends: dict, hosts: list[str], said: str
+) -> None:
+    assert why_ended(ends, hosts, 4) == said
+
+
+def attempt(folder: Path, number: int, step: int, most: int = 0, job: str = "j") -> Attempts:
+    made = Attempts(folder, replace(PLACE, attempt=number, job=job))
+    made.met(f"token-{number}-{step}")
+    made.begin(step, most)
+    return made
+
+
+def test_attempts_without_a_checkpoint_are_counted_and_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for number in range(3):
+        attempt(tmp_path, number, step=8, most=3)
+    attempt(tmp_path, 3, step=10, most=3)  # a checkpoint since: counted from 0
+    for number in (4, 5):
+        attempt(tmp_path, number, step=10, most=3)
+    with pytest.raises(NoProgressError, match=r"3 attempts in a row .*faults.max_attempts = 3"):
+        attempt(tmp_path, 6, step=10, most=3)
+    attempt(tmp_path, 0, step=10, most=3)  # a user has started the run again
+    attempt(tmp_path, 1, step=10, most=0)
+
+
+def test_an_attempt_that_ends_in_order_is_no_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempt(tmp_path, 0, step=0).finish()
+    with caplog.at_level(logging.INFO, "dtron"):
+        assert attempt(tmp_path, 1, step=0).recovered() == {}
+    assert not caplog.messages
+
+
+def test_a_restart_logs_cause_and_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "10")
+    first = attempt(tmp_path, 0, step=0)
+    first.note_hosts(HOSTS)
+    for rank in (0, 1, 3):
+        other = Attempts(tmp_path, replace(PLACE, rank=rank))
+        other.met("token-0-0")
+        other.record_end(LOST_PEER)
+    with caplog.at_level(logging.INFO, "dtron"):
+        second = attempt(tmp_path, 1, step=4)
+        second.mark("built")
+        found = second.recovered()
+    assert caplog.messages[0] == "restart 1 of 10: rank 2 on host b was killed"
+    assert "until the others ended" in caplog.messages[1]
+    assert 0 <= found["recovery_seconds"] < 600
+    assert second.recovered() == {}
+
+
+def test_parts_of_a_recovery() -> None:
+    moments = {"ended": 3.0, "launched": 5.0, "entered": 9.0, "met": 8.5, "stepped": 20.0}
+    assert seconds_of(moments) == {
+        "until they were started again": 2.0,
+        "imports": 4.0,
+        "rendezvous": 0.0,
+        "model and checkpoint": 11.5,
+    }
+
+
+def test_a_killed_rank_is_named_and_a_run_without_progress_ends(tmp_path: Path) -> None:
+    """torchrun with many restarts left: the run ends itself after two attempts for nothing."""
+    words = ["--config", "configs/quickstart.toml", f"run.dir={tmp_path / 'run'}"]
+    words += [
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "train.steps=1000000",
+        "metrics.log_interval=1",
+    ]
+    words += ["checkpoint.interval=1000000", "checkpoint.resume=latest", "faults.max_attempts=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        "50",
+    ]
+    command += ["--nproc-per-node", "2", "train.py", *words, "train.eval_sequences=0"]
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        agent = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
+    try:
+        for kill in range(2):
+            _until(lambda n=kill: len(re.findall("step +1/", log.read_text())) > n, agent, log)
+            os.kill(_children(agent.pid)[1], signal.SIGKILL)
+        assert agent.wait(240) != 0
+    finally:
+        agent.kill()
+        agent.wait()
+    said = log.read_text()
+    assert re.search("restart 1 of 50: rank . on host .* was killed", said), said
+    assert "2 attempts in a row have ended without a new checkpoint" in said
+    assert "restart 3 of 50" not in said
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["recovery_seconds"] > 0
+
+
+def _children(parent: int) -> list[int]:
+    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in listed]
+
+
+def _until(done: Callable[[], bool], agent: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not done():
+        assert agent.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)

@@ -1,0 +1,353 @@
+"""What the model, the batch or the machine do not fit is refused, with what they do fit."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from dtron import __version__
+from dtron.checkpoint.directory import check_model
+from dtron.cli import commands
+from dtron.config import RunConfig
+from dtron.errors import CheckpointError, ConfigError
+from dtron.plan.hardware import hardware
+from dtron.plan.plan import plan
+from dtron.plan.report import print_plan
+from dtron.run.process import Place
+from dtron.setup.preflight import _defaults, model_facts, preflight
+from dtron.setup.rules import check_layout, host_warnings
+
+BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}
+
+
+def config(world: int = 4, **parallel: object) -> RunConfig:
+    return RunConfig.of({**BASE, "parallel": parallel})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "message"),
+    [
+        ({"tp": 3}, 3, "does not divide model.n_heads = 8; use 1, 2, 4"),
+        ({"tp": 8}, 8, "does not divide model.n_kv_heads = 4; use 1, 2, 4"),
+        ({"pp": 2, "schedule": "1F1b"}, 2, "did you mean 1F1B"),
+        ({"pp": 2, "schedule": "zbv"}, 2, "did you mean ZBVZeroBubble"),
+        ({"pp": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 3}, 2, "takes exactly 2"),
+        ({"pp": 4, "schedule": "DualPipeV", "dp_shard": 2}, 8, "the nearest is 8"),
+        ({"pp": 8, "schedule": "Interleaved1F1B"}, 8, "fills 1 to 10"),
+        ({"pp": 2, "pp_layout": [4, 5]}, 2, "parallel.pp_layout"),
+        ({"pp": 2, "pp_layout": "Ett|L"}, 2, "layers (t)"),
+        ({"pp": 2, "schedule": "missing.csv"}, 2, "missing.csv"),
+        ({"tp": 2, "async_tp": True, "sequence_parallel": False}, 2, "set it to true"),
+        ({"tp": 2, "pp": 2, "async_tp": True, "schedule": "ZBVZeroBubble"}, 4, "Interleaved1F1B"),
+        ({"tp": 2, "pp": 2, "async_tp": True, "defer_head": 1}, 4, "use one of the two"),
+        ({"pp": 2, "defer_head": 1, "schedule": "ZBVZeroBubble"}, 2, "has no effect"),
+        ({"pp": 2, "reduce_dtype": "bfloat16", "schedule": "ZBVZeroBubble"}, 2, 'use "float32"'),
+        ({"pp": 2, "reduce_by": "all_to_all", "schedule": "ZBVZeroBubble"}, 4, "reduce_scatter"),
+        ({"pp": 2, "pp_layout": [["blocks.0"]]}, 2, "has 1 stages"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(parallel: dict, world: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_layout(config(**parallel), world)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "parallel", "message"),
+    [
+        (129, {}, "train.loss_chunks = 129 is more than the 128 tokens of a micro-batch"),
+        (2, {"pp": 2, "defer_head": 1}, "use parallel.defer_head = 0 or train.loss_chunks = 1"),
+    ],
+)
+def test_chunks_of_the_loss_that_cannot_be(chunks: int, parallel: dict, message: str) -> None:
+    train = {**BASE["train"], "micro_batch": 2, "loss_chunks": chunks}
+    with pytest.raises(ConfigError) as error:
+        check_layout(RunConfig.of({**BASE, "train": train, "parallel": parallel}), 2)
+    assert message in str(error.value)
+
+
+# Settings, and the whole message: docs/context.md tells some of them.
+CONTEXTS: dict[str, tuple[dict[str, object], str]] = {
+    "length": (
+        {"cp": 4, "seq_len": 60},
+        "parallel.cp = 4 cuts train.seq_len = 60 into 2 x cp pieces; use a multiple of 8 such as "
+        "56",
+    ),
+    "short": (
+        {"cp": 4, "seq_len": 6},
+        "parallel.cp = 4 cuts train.seq_len = 6 into 2 x cp pieces; use a multiple of 8 such as 8",
+    ),
+    "length over tp": (
+        {"cp": 2, "tp": 4, "seq_len": 68},
+        "parallel.cp = 2 cuts train.seq_len = 68 into 2 x cp pieces; use a multiple of 8 such as "
+        "64",
+    ),
+    "heads": (
+        {"cp": 16, "cp_method": "ulysses"},
+        "parallel.cp_method = 'ulysses' splits heads over 16 ranks, but each has 8 query and 4 "
+        'key/value heads; use 1, 2, 4, 8 ranks, or "ring"',
+    ),
+    "heads of a tp rank": (
+        {"cp": 8, "tp": 2, "cp_method": ["ring"] * 7 + ["ulysses"]},
+        "parallel.cp_method = 'ulysses' splits heads over 8 ranks, but each has 4 query and 2 "
+        'key/value heads; use 1, 2, 4 ranks, or "ring"',
+    ),
+    "heads inside": (
+        {"cp": 6, "cp_method": "hierarchical", "seq_len": 72},
+        "parallel.cp_method = 'hierarchical' splits heads over 3 ranks, but each has 8 query and 4 "
+        'key/value heads; use 1, 2, 4, 8 ranks, or "ring"',
+    ),
+    "prime": (
+        {"cp": 2, "cp_method": "hierarchical"},
+        'parallel.cp_method = "hierarchical" needs a parallel.cp that is a product of two numbers, '
+        'such as 4; 2 is not: use "ring" or "ulysses"',
+    ),
+    "inner": (
+        {"cp": 4, "cp_method": "hierarchical", "cp_inner": 3},
+        "parallel.cp_inner = 3 is no proper divisor of parallel.cp = 4; use 2",
+    ),
+    "all inside": (
+        {"cp": 8, "cp_method": "hierarchical", "cp_inner": 8},
+        "parallel.cp_inner = 8 is no proper divisor of parallel.cp = 8; use 2, 4",
+    ),
+    "window": (
+        {"cp": 4, "window": 16},
+        "parallel.cp_method = 'ring' with model.override.window = 16: the blocks that go round do "
+        'not tell how far they lie apart; use "all_gather" or "ulysses"',
+    ),
+    "window of one layer": (
+        {"cp": 4, "window": 16, "cp_method": ["all_gather"] * 7 + ["hierarchical"]},
+        "parallel.cp_method = 'hierarchical' with model.override.window = 16: the blocks that go "
+        'round do not tell how far they lie apart; use "all_gather" or "ulysses"',
+    ),
+    "layers": (
+        {"cp": 4, "cp_method": ["ring", "ulysses"]},
+        "parallel.cp_method has 2 entries for the 8 layers of the model; give one for each, or one "
+        "for all",
+    ),
+    "dropout": (
+        {"cp": 4, "attention_dropout": 0.1},
+        "model.override.attention_dropout = 0.1 with parallel.cp = 4: attention weights are never "
+        "whole on a rank; use 0.0",
+    ),
+    "no method": (
+        {"cp_method": "ulysses"},
+        "parallel.cp_method = 'ulysses' has no effect without parallel.cp > 1",
+    ),
+    "no inner": (
+        {"cp": 4, "cp_inner": 2},
+        'parallel.cp_inner = 2 has no effect without parallel.cp_method = "hierarchical"',
+    ),
+}
+TOLD = ("length", "heads", "prime", "inner", "window", "layers", "dropout")
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_contexts_that_do_not_fit_are_refused(name: str) -> None:
+    keys, message = CONTEXTS[name]
+    override = {key: keys[key] for key in ("window", "attention_dropout") if key in keys}
+    parallel = {key: value for key, value in keys.items() if key not in (*override, "seq_len")}
+    sections = {
+        "model": {**BASE["model"], "override": override},
+        "train": {"global_batch": 8, "seq_len": keys.get("seq_len", 64)},
+        "parallel": {"dp_shard": 1, **parallel},
+    }
+    run = RunConfig.of(sections)
+    with pytest.raises(ConfigError) as error:
+        check_layout(run, run.parallel.cp * run.parallel.tp)
+    assert str(error.value) == message
+    page = Path(__file__).parents[2] / "docs" / "context.md"
+    assert (message in page.read_text().splitlines()) == (name in TOLD)
+
+
+@pytest.mark.parametrize(
+    ("attention", "keys", "message"),
+    [
+        ("cudnn", {"cp_method": "all_gather"}, "cannot see more keys than queries"),
+        ("cudnn", {"mask_documents": True}, "cannot keep documents apart with parallel.cp"),
+        ("cudnn", {"cp_method": "ulysses", "window": 16}, "cannot do model.override.window = 16"),
+        ("flash", {"softcap": 2.0}, "cannot do model.override.softcap = 2.0"),
+        ("sdpa", {}, "gives no log-sum-exp, which parallel.cp needs"),
+        ("flex", {}, "gives no log-sum-exp, which parallel.cp needs"),
+        ("flash_attn", {}, "gives no log-sum-exp, which parallel.cp needs"),
+    ],
+)
+def test_attention_without_what_contexts_need(attention: str, keys: dict, message: str) -> None:
+    override = {key: keys[key] for key in ("window", "softcap") if key in keys}
+    data = {key: keys[key] for key in ("mask_documents",) if key in keys}
+    parallel = {key: keys[key] for key in ("cp_method",) if key in keys}
+    sections = {
+        "model": {**BASE["model"], "override": override, "attention": attention},
+        "train": BASE["train"],
+        "data": data,
+        "parallel": {"cp": 2, **parallel},
+    }
+    with pytest.raises(ConfigError) as error:
+        preflight(RunConfig.of(sections), Place(rank=0, local_rank=0, world_size=2))
+    assert f"model.attention = {attention} {message}" in str(error.value)
+    assert "available here: auto" in str(error.value)
+
+
+def test_a_schedule_of_ones_own_for_another_number_of_micro_batches(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.csv"
+    mine.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    with pytest.raises(ConfigError, match=r"mine.csv holds 2 micro-batches, but a step has 8"):
+        check_layout(config(pp=2, schedule=str(mine)), 2)
+
+
+def test_sequences_that_tp_does_not_divide() -> None:
+    odd = RunConfig.of({**BASE, "train": {"global_batch": 8, "seq_len": 63}, "parallel": {"tp": 2}})
+    with pytest.raises(ConfigError, match=r"such as 62, or parallel.sequence_parallel = false"):
+        check_layout(odd, 2)
+    whole = odd.model_copy(
+        update={"parallel": odd.parallel.model_copy(update={"sequence_parallel": False})}
+    )
+    check_layout(whole, 2)
+
+
+@pytest.mark.parametrize("keys", [{"tp": 2, "async_tp": True}, {"high_priority": ["dp_shard"]}])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_what_needs_gpus(keys: dict) -> None:
+    place = Place(rank=0, local_rank=0, world_size=2)
+    with pytest.raises(ConfigError, match="needs GPUs; this machine has none"):
+        preflight(config(**keys), place)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_offload_needs_gpus() -> None:
+    run = RunConfig.of({**BASE, "recompute": {"offload": True}})
+    with pytest.raises(ConfigError, match=r"recompute.offload = True needs GPUs; this machine has"):
+        preflight(run, Place(rank=0, local_rank=0, world_size=1))
+
+
+def test_a_file_in_place_of_the_run_directory(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.write_text("")
+    run = RunConfig.of({**BASE, "run": {"dir": str(path)}})
+    with pytest.raises(ConfigError, match=r"another run\.dir") as error:
+        preflight(run, Place(rank=0, local_rank=0, world_size=1))
+    assert str(error.value).count(str(path)) == 1
+
+
+def test_the_head_weighs_as_it_multiplies() -> None:
+    large = RunConfig.of(
+        {
+            "model": {"name": "llama", "size": "8b"},
+            "train": {"global_batch": 8, "seq_len": 8192},
+            "parallel": {"pp": 2, "schedule": "ZBVZeroBubble"},
+        }
+    )
+    _, layout = check_layout(large, 2)
+    assert layout is not None
+    assert [sum(name.startswith("blocks") for name in stage) for stage in layout.stages] == [
+        9,
+        8,
+        9,
+        6,
+    ]
+
+
+def test_a_checkpoint_that_is_older_than_a_field_of_the_model() -> None:
+    """It was made with what is the default now."""
+    run = config(tp=1)
+    wanted = model_facts(run, check_layout(run, 4)[0])
+    saved = {key: value for key, value in wanted.items() if key != "rope_scaling"}
+    check_model(Path("step-1"), {**_defaults(), **saved}, wanted)
+    with pytest.raises(CheckpointError, match="rope_scaling: 'yarn' there, 'llama3' here"):
+        check_model(Path("step-1"), {**saved, "rope_scaling": "yarn"}, wanted)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "host", "messages"),
+    [
+        ({"tp": 16}, 32, 8, "parallel.tp = 16 spans hosts of 8 ranks"),
+        ({"tp": 16}, 32, 8, "use parallel.tp = 8, and parallel.pp, dp_shard or dp_replicate"),
+        ({"tp": 4}, 12, 6, "use parallel.tp = 2, and"),
+        ({"tp": 5}, 10, 8, "use parallel.tp = 1, and"),
+        ({"etp": 16}, 16, 8, "parallel.etp = 16 spans hosts of 8 ranks"),
+        (
+            {"tp": 4, "cp": 4, "cp_method": "ulysses"},
+            16,
+            8,
+            "parallel.cp = 4 x parallel.tp = 4 spans hosts of 8 ranks: collectives of every layer "
+            'cross the network; use parallel.cp = 2 or parallel.cp_method = "ring"',
+        ),
+        (
+            {"tp": 4, "cp": 16, "cp_method": "hierarchical"},
+            64,
+            8,
+            'use parallel.cp_inner = 2 or parallel.cp_method = "ring"',
+        ),
+    ],
+)
+def test_axes_that_cross_hosts_are_reported(
+    parallel: dict, world: int, host: int, messages: str
+) -> None:
+    (found,) = host_warnings(config(**parallel), world, host)
+    assert messages in found
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "host"),
+    [
+        ({"tp": 16}, 16, 16),  # one host has all ranks
+        ({"tp": 8}, 64, 8),
+        ({"cp": 16}, 64, 8),  # a ring hides its transfers
+        ({"cp": 16, "cp_method": "all_gather"}, 64, 8),
+        ({"cp": 16, "cp_method": "hierarchical", "cp_inner": 8}, 64, 8),
+        ({"ep": 64}, 64, 8),
+        ({"pp": 16, "dp_replicate": 4}, 64, 8),
+    ],
+)
+def test_axes_that_may_cross_hosts_are_not_reported(parallel: dict, world: int, host: int) -> None:
+    assert not list(host_warnings(config(**parallel), world, host))
+
+
+def test_a_start_and_a_plan_report_tp_across_hosts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(
+        "dtron.setup.preflight.log.warning", lambda form, *rest: messages.append(form % rest)
+    )
+    start = config(tp=4)
+    start = start.model_copy(
+        update={
+            "run": start.run.model_copy(update={"dir": str(tmp_path / "run")}),
+            "data": start.data.model_copy(update={"cache_dir": str(tmp_path / "cache")}),
+        }
+    )
+    preflight(start, Place(rank=0, local_rank=0, world_size=4, local_world_size=2))
+    assert [line for line in messages if "parallel.tp = 4 spans hosts of 2 ranks" in line]
+    planned = plan(start, 4, replace(hardware("h100"), host=2, domain=2))
+    assert "use parallel.tp = 2" in planned["warnings"][0]
+    shown = Console(width=200, file=io.StringIO(), record=True)
+    print_plan(shown, planned)
+    assert "warning: parallel.tp = 4 spans hosts of 2 ranks" in shown.export_text()
+
+
+@pytest.mark.parametrize("key", ["dir", "fast_dir"])
+@pytest.mark.parametrize("below", ["", "/deep/er"])
+def test_a_file_in_the_place_of_checkpoints_is_refused_at_a_start(
+    tmp_path: Path, key: str, below: str
+) -> None:
+    """Or a run trains until its first checkpoint."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    data = {"cache_dir": str(tmp_path / "cache")}
+    checkpoint = {key: f"{file}{below}", "interval": 2, "fast_interval": 1 if key != "dir" else 0}
+    run = {"dir": str(tmp_path / "run")}
+    config = RunConfig.of({**BASE, "data": data, "checkpoint": checkpoint, "run": run})
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{key} = .*file is a file; set another"):
+        preflight(config, Place(rank=0, local_rank=0, world_size=1))
+
+
+def test_the_version_and_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("--version", "version"):
+        assert commands([word]) == 0
+        assert capsys.readouterr().out == f"dtron {__version__}\n"
+    assert commands(["help"]) == 0
+    assert "usage: dtron COMMAND" in capsys.readouterr().out

@@ -1,0 +1,201 @@
+"""Learning-rate schedules and the update that skips itself."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dtron.config import Optim, Schedule
+from dtron.parallelisms.gradients import clip_scale
+from dtron.training.optim import SCHEDULES, build_optimizer, learning_rate, update
+from tests.harness import run_ranks
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 2, 10, 1000])
+def test_schedules_are_positive_and_at_most_the_peak(name: str, steps: int) -> None:
+    options = Schedule.model_validate({"name": name})
+    rates = [learning_rate(step, steps, 2.0, options) for step in range(steps)]
+    assert all(0 < rate <= 2.0 for rate in rates)
+
+
+def test_end_points() -> None:
+    def rates(name: str) -> list[float]:
+        options = Schedule.model_validate(
+            {"name": name, "warmup": 0.1, "decay": 0.2, "min_ratio": 0.1}
+        )
+        return [learning_rate(step, 100, 1.0, options) for step in range(100)]
+
+    for name in SCHEDULES:
+        assert rates(name)[0] == pytest.approx(0.1)
+        assert rates(name)[9] == pytest.approx(1.0)
+    assert rates("constant")[-1] == 1.0
+    for name in ("linear", "cosine", "wsd"):
+        assert rates(name)[-1] == pytest.approx(0.1)
+    assert rates("linear")[10] == 1.0
+    assert rates("wsd")[79] == 1.0
+    assert rates("wsd")[80] < 1.0
+    assert rates("inverse_sqrt")[39] == pytest.approx(math.sqrt(10 / 40))
+    middle = rates("cosine")
+    assert (middle[54] + middle[55]) / 2 == pytest.approx(0.55, abs=1e-2)
+
+
+def model_with_gradients(value: float) -> nn.Linear:
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    return model
+
+
+ALL = [Optim(name="adamw"), Optim(name="adamw", moments="bfloat16"), Optim(name="sgd")]
+
+
+@pytest.mark.parametrize("options", ALL, ids=["adamw", "narrow adamw", "sgd"])
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_non_finite_norm_changes_nothing_and_training_goes_on(options: Optim, norm: float) -> None:
+    model = model_with_gradients(1.0)
+    optimizer = build_optimizer(model.named_parameters(), options)
+    update(optimizer, clip_scale(torch.tensor(5.0), 1.0), 0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    state = [s["exp_avg"].clone() for s in optimizer.state.values() if "exp_avg" in s]
+    steps = [s["step"].clone() for s in optimizer.state.values() if "step" in s]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, norm)
+    update(optimizer, clip_scale(torch.tensor(norm), 1.0), 0.1)
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    after = [s["exp_avg"] for s in optimizer.state.values() if "exp_avg" in s]
+    torch.testing.assert_close(after, state, rtol=0, atol=0)
+    assert [s["step"] for s in optimizer.state.values() if "step" in s] == steps
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    update(optimizer, clip_scale(torch.tensor(1.0), 1.0), 0.1)
+    assert not torch.equal(next(iter(model.parameters())), before[0])
+
+
+def test_clipping_inside_fused_adamw_equals_clipping_before_it() -> None:
+    ours, theirs = model_with_gradients(2.0), model_with_gradients(2.0)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = build_optimizer(ours.named_parameters(), Optim(weight_decay=0.1))
+    norm = torch.tensor(2.0 * math.sqrt(8))
+    update(optimizer, clip_scale(norm, 1.0), 0.01)
+    nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    other = build_optimizer(theirs.named_parameters(), Optim(weight_decay=0.1))
+    for group in other.param_groups:
+        group["lr"] = 0.01
+    other.step()
+    torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
+
+
+def _trained(name: str, meshes: bool) -> list[torch.Tensor]:
+    """Four matrices and a vector after three steps, whole: by torch's optimizer over whole tensors,
+    or by ours over shards on two meshes at once, its state saved and loaded before the last."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2))
+    other = init_device_mesh("cpu", (4,))
+    wholes = [torch.randn(8, 6) for _ in range(4)] + [torch.randn(8)]
+    places = [(mesh, [Shard(0), Shard(1)]), (mesh, [Replicate(), Shard(0)]), (other, [Shard(0)])]
+    places += [(other, [Replicate()]), (mesh, [Shard(0), Replicate()])]
+
+    def placed(i: int, whole: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(whole, *places[i], src_data_rank=None) if meshes else whole
+
+    options = Optim.model_validate({"name": name, "lr": 0.1, "weight_decay": 0.2})
+    parameters = [nn.Parameter(placed(i, w.clone())) for i, w in enumerate(wholes)]
+    if meshes:
+        made = build_optimizer(((str(i), p) for i, p in enumerate(parameters)), options)
+    elif name == "adamw":
+        settings = {"lr": 0.1, "betas": (options.beta1, options.beta2), "eps": options.eps}
+        groups = [
+            {"params": parameters[:4], "weight_decay": 0.2},
+            {"params": parameters[4:], "weight_decay": 0.0},
+        ]
+        made = torch.optim.AdamW(groups, **settings)
+    else:
+        made = torch.optim.SGD(parameters, lr=0.1)
+    for step in range(3):
+        gradients = [torch.randn_like(w) for w in wholes]
+        for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
+            p.grad = placed(i, g * 0.5 if not meshes else g)
+        if meshes:
+            update(made, torch.tensor(0.5), 0.1)
+            if step == 1:
+                state = copy.deepcopy(made.state_dict())
+                made = build_optimizer(((str(i), p) for i, p in enumerate(parameters)), options)
+                made.load_state_dict(state)
+        else:
+            made.step()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in parameters]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_steps_over_shards_are_those_of_torch_over_whole_tensors(name: str) -> None:
+    ours, theirs = run_ranks(4, _trained, name, True), run_ranks(4, _trained, name, False)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+class Stacked(nn.Module):
+    """A vector of each of four experts, as experts have them, beside a matrix and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.norm = nn.LayerNorm(3)
+        self.up = nn.Parameter(torch.zeros(4, 5, 3))
+        self.up_bias = nn.Parameter(torch.zeros(4, 5))
+
+
+def test_matrices_alone_are_decayed() -> None:
+    model = Stacked()
+    groups = build_optimizer(model.named_parameters(), Optim(weight_decay=0.3)).param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert sorted({group["weight_decay"] for group in groups}) == [0.0, 0.3]
+    decayed = {name for name, p in model.named_parameters() if decay[id(p)]}
+    assert decayed == {"linear.weight", "up"}
+
+
+def test_clip_scale() -> None:
+    assert clip_scale(torch.tensor(0.5), 1.0) == 1.0
+    assert clip_scale(torch.tensor(4.0), 1.0).item() == pytest.approx(0.25)
+    assert clip_scale(torch.tensor(4.0), 0.0) == 1.0
+    assert clip_scale(torch.tensor(math.inf), 1.0).isnan()
+    assert clip_scale(torch.tensor(math.nan), 0.0).isnan()
+
+
+def test_adamw_reads_its_settings() -> None:
+    ours, theirs = model_with_gradients(0.3), model_with_gradients(0.3)
+    theirs.load_state_dict(ours.state_dict())
+    options = Optim(beta1=0.5, beta2=0.7, eps=1e-3, weight_decay=0.0)
+    optimizer = build_optimizer(ours.named_parameters(), options)
+    other = torch.optim.AdamW(
+        theirs.parameters(), lr=0.1, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.0
+    )
+    for value in (0.3, -0.1, 0.2):
+        for parameter in [*ours.parameters(), *theirs.parameters()]:
+            parameter.grad = torch.full_like(parameter, value)
+        update(optimizer, torch.ones(()), 0.1)
+        other.step()
+    torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_narrow_moments_are_half_as_large_and_stay_so_when_loaded() -> None:
+    first, second = model_with_gradients(0.3), model_with_gradients(0.3)
+    options = Optim(moments="bfloat16")
+    trained, loaded = (build_optimizer(m.named_parameters(), options) for m in (first, second))
+    update(trained, torch.ones(()), 0.1)
+    loaded.load_state_dict(copy.deepcopy(trained.state_dict()))
+    for optimizer in (trained, loaded):
+        for state in optimizer.state.values():
+            assert {name: value.dtype for name, value in state.items()} == {
+                "step": torch.float32,
+                "exp_avg": torch.bfloat16,
+                "exp_avg_sq": torch.bfloat16,
+            }
+    second.load_state_dict(first.state_dict())
+    for optimizer in (trained, loaded):
+        update(optimizer, torch.ones(()), 0.1)
+    torch.testing.assert_close(list(second.parameters()), list(first.parameters()), rtol=0, atol=0)
