@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,62 +18,38 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"dtron": "dtron", "models": "dtron.models"}
 FOLDERS |= {"parallelisms": "dtron.parallelisms", "float8": "dtron.float8"}
 
-# What each package may import of dtron; "dtron.X" covers everything below it.
+# Rooms from the lowest: what each may import of dtron, errors and itself apart.
+_FILES = {"io"}
+_SETTINGS = _FILES | {"config"}
+_MODELS = _FILES | {"kernels", "parallelisms.placement", "config.schema"}
+_PASSES = _SETTINGS | {"kernels"}
+_RUN = _SETTINGS | {"kernels.torch_internals", "models", "parallelisms", "faults.failure"}
+_CHECKPOINT = _SETTINGS | {"run", "models", "data", "parallelisms"}
+_SETUP = _CHECKPOINT | {"checkpoint", "float8", "faults"}
+_TRAINING = _SETUP | {"setup", "kernels"}
 ALLOWED = {
-    "dtron.errors": set(),
-    "dtron.config.schema": set(),
-    "dtron.io.untrusted": set(),
-    "dtron.config": {"dtron.config.schema", "dtron.errors", "dtron.io.untrusted"},
-    "dtron.kernels": {"dtron.errors", "dtron.kernels"},
-    "dtron.models": {
-        "dtron.models",
-        "dtron.kernels",
-        "dtron.errors",
-        "dtron.parallelisms.placement",
-        "dtron.config.schema",
-        "dtron.io.filesystem",
-        "dtron.io.safetensors_file",
-        "dtron.kernels.torch_internals",
+    "io": set(),
+    "config": _FILES,
+    "kernels": set(),
+    "parallelisms": _PASSES,
+    "float8": {
+        "io",
+        "kernels",
+        "parallelisms.fsdp.torch_internals",
+        "parallelisms.functional_collectives",
+        "parallelisms.placement",
+        "parallelisms.tensor.async_tp",
     },
-    "dtron.io.filesystem": {"dtron.errors", "dtron.io.remote_path", "dtron.io.untrusted"},
-    "dtron.io.remote_path": {"dtron.errors"},
-    "dtron.io.writer_process": {"dtron.io.remote_path", "dtron.io.untrusted"},
-    "dtron.io.safetensors_file": {
-        "dtron.errors",
-        "dtron.io.remote_path",
-        "dtron.io.untrusted",
-        "dtron.io.writer_process",
-    },
-    "dtron.kernels.torch_internals": set(),
-    "dtron.setup.versions": {"dtron.errors"},
-    "dtron.parallelisms": {
-        "dtron.parallelisms",
-        "dtron.config",
-        "dtron.kernels",
-        "dtron.errors",
-        "dtron.kernels.torch_internals",
-        "dtron.io.untrusted",
-    },
-    "dtron.float8": {
-        "dtron.float8",
-        "dtron.parallelisms.tensor.async_tp",
-        "dtron.parallelisms.fsdp.torch_internals",
-        "dtron.parallelisms.functional_collectives",
-        "dtron.parallelisms.placement",
-        "dtron.kernels",
-        "dtron.errors",
-        "dtron.kernels.torch_internals",
-        "dtron.io.untrusted",
-    },
-    "dtron.faults": {
-        "dtron.faults",
-        "dtron.parallelisms",
-        "dtron.config",
-        "dtron.errors",
-        "dtron.training.step",
-    },
-    "dtron.data": {"dtron.data", "dtron.config", "dtron.errors", "dtron.io.untrusted"},
+    "models": _MODELS,
+    "data": _SETTINGS,
+    "faults": _SETTINGS | {"parallelisms"},
+    "run": _RUN,
+    "checkpoint": _CHECKPOINT,
+    "setup": _SETUP,
+    "training": _TRAINING,
 }
+"""Names below dtron; one covers everything below it."""
+MOST_FILES_OF_A_ROOM, LARGE_ROOMS, AT_THE_ROOT = 12, {"plan", "kernels"}, 5
 
 
 def modules() -> dict[str, Path]:
@@ -109,16 +86,23 @@ def below(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_imports_go_one_way(package: str) -> None:
-    checked = 0
-    for module, file in MODULES.items():
-        if not below(module, package):
-            continue
-        checked += 1
-        for name in imports_of(file):
-            assert any(below(name, allowed) for allowed in ALLOWED[package]), f"{module}: {name}"
-    assert checked or package == "dtron.kernels"
+@pytest.mark.parametrize("room", ALLOWED)
+def test_imports_go_one_way(room: str) -> None:
+    inside = {module: file for module, file in MODULES.items() if below(module, f"dtron.{room}")}
+    assert inside
+    allowed = [f"dtron.{name}" for name in {"errors", room, *ALLOWED[room]}]
+    for module, file in inside.items():
+        for name in imports_of(file) - {"dtron"}:
+            assert any(below(name, each) for each in allowed), f"{module}: {name}"
+
+
+def test_rooms_are_small() -> None:
+    sizes = Counter(file.parent for module, file in MODULES.items() if below(module, "dtron"))
+    del sizes[ROOT / "models"]
+    assert sizes.pop(ROOT / "dtron") <= AT_THE_ROOT
+    for folder, n in sizes.items():
+        if ROOT / "dtron" in folder.parents and folder.name not in LARGE_ROOMS:
+            assert n - 1 <= MOST_FILES_OF_A_ROOM, folder  # without __init__.py
 
 
 def test_training_does_not_know_of_the_bench() -> None:

@@ -281,7 +281,7 @@ class Schedule(Section):
     """The learning rate as a function of the step; lengths are fractions of train.steps."""
 
     name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
-    """A row of dtron.training.optim.SCHEDULES."""
+    """A row of dtron.config.learning_rate.SCHEDULES."""
     warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the steps over which the rate rises linearly from 0."""
     decay: float = Field(default=0.2, ge=0, le=1)

@@ -32,6 +32,10 @@ def bit_hash(tensor: Tensor) -> Tensor:
     return (words.to(torch.int64) * weights).sum()
 
 
+Compute = Callable[[Callable[[], Tensor]], Tensor]
+"""Given what computes a step's gradients and this rank's share of the loss, does so."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """Copies of one part of a parameter that differ."""

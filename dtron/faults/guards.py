@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from dtron.config import Faults
 from dtron.errors import TrainingError
-from dtron.faults.corruption import Replicas, computed_twice
+from dtron.faults.corruption import Compute, Replicas, computed_twice
 from dtron.faults.spikes import Spike, Spikes
 from dtron.faults.stragglers import Stragglers
 from dtron.faults.watchdog import Watchdog
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.mesh import Mesh
-from dtron.training.step import Compute
 
 log = logging.getLogger("dtron")
 

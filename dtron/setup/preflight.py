@@ -25,6 +25,7 @@ from dtron.checkpoint.initial_weights import (
 )
 from dtron.checkpoint.locations import Tier, owner, tiers_of
 from dtron.config import RunConfig, Schedule, fields
+from dtron.config.learning_rate import learning_rate, warmup_steps
 from dtron.data import (
     Tokenizer,
     TrainingSource,
@@ -55,7 +56,6 @@ from dtron.run.process import Place, check_writable
 from dtron.run.rendezvous import Rendezvous
 from dtron.setup.float8_plan import Float8Plan
 from dtron.setup.rules import host_warnings, resolve
-from dtron.training.optim import learning_rate, warmup_steps
 
 log = logging.getLogger("dtron")
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtron.data import Batch
+from dtron.faults.corruption import Compute
 from dtron.models.dropout import token_keys
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.context.attention import Context, Split
@@ -25,8 +26,6 @@ from dtron.training.loss import count_labels
 from dtron.training.optim import update
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Compute = Callable[[Callable[[], Tensor]], Tensor]
-"""Given what computes a step's gradients and this rank's share of the loss, does so."""
 
 
 class Guard(Protocol):

@@ -28,6 +28,7 @@ from dtron.checkpoint.directory import (
 )
 from dtron.checkpoint.locations import owner
 from dtron.config import RunConfig
+from dtron.config.learning_rate import learning_rate
 from dtron.data import Batch, Loader, validation_batches
 from dtron.data.batch_hash import BITS, fingerprint
 from dtron.errors import CheckpointError, DtronError, PeerError, RankError, TrainingError
@@ -73,7 +74,7 @@ from dtron.setup.preflight import (
 from dtron.training.build import Assembly
 from dtron.training.expert_balancing import Routing
 from dtron.training.generate import next_logits, sample_text
-from dtron.training.optim import build_optimizer, learning_rate
+from dtron.training.optim import build_optimizer
 from dtron.training.run_info import RunFacts
 from dtron.training.saves import Saving, before_step, verified
 from dtron.training.step import (

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtron.config import Optim, Schedule
+from dtron.config.learning_rate import SCHEDULES, learning_rate
 from dtron.parallelisms.gradients import clip_scale
-from dtron.training.optim import SCHEDULES, build_optimizer, learning_rate, update
+from dtron.training.optim import build_optimizer, update
 from tests.harness import run_ranks
 
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtron.checkpoint.dcp_storage import ShardReader
 from dtron.checkpoint.directory import Facts, read_facts
 from dtron.config import RunConfig
+from dtron.config.learning_rate import learning_rate, warmup_steps
 from dtron.errors import CheckpointError, ConfigError, TrainingError
 from dtron.faults.signals import StopSignal
 from dtron.parallelisms.expert import symmetric_dispatch
@@ -36,7 +37,6 @@ from dtron.run.metrics import MetricsWriter
 from dtron.run.process import Place, set_up_logging
 from dtron.setup.preflight import kept_warmup, preflight, schedule_settings
 from dtron.training import trainer
-from dtron.training.optim import learning_rate, warmup_steps
 from dtron.training.step import StepResult, TrainStep
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
