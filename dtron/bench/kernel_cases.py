@@ -537,7 +537,7 @@ PROBLEMS: dict[str, Problem] = {
         ),
     ),
     "peers": Problem(
-        modules=("peers", "peers_triton"),
+        modules=("peer_gather", "peer_gather_triton"),
         dims="ranks, rows of each and of the result, width",
         shapes={"cuda": (4, 98304, 2048), "cpu": (4, 512, 64)},
         draw=_draw_peers,
@@ -552,7 +552,7 @@ PROBLEMS: dict[str, Problem] = {
         compared=None,
     ),
     "float8 rows": Problem(
-        modules=("wire", "wire_triton"),
+        modules=("float8_rows", "float8_rows_triton"),
         dims="rows, width",
         shapes={"cuda": (98304, 2048), "cpu": (512, 256)},
         draw=_draw_carried,
@@ -566,7 +566,7 @@ PROBLEMS: dict[str, Problem] = {
         parts=("both casts",),
     ),
     "float8 peers": Problem(
-        modules=("peers", "peers_triton", "wire"),
+        modules=("peer_gather", "peer_gather_triton", "float8_rows"),
         dims="ranks, rows of each and of the result, width",
         shapes={"cuda": (4, 98304, 2048), "cpu": (4, 512, 64)},
         draw=_draw_packed_peers,
