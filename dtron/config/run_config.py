@@ -1,20 +1,21 @@
 """One run, described: read from TOML and `section.key=value`, written back as TOML, checked.
 
-The sections and their keys are in `dtron/config/schema.py`. What depends on several is checked by
-`RunConfig.validate_for(world_size)`; what needs the model or the data is checked in preflight.py.
+The sections and their keys are in `dtron/config/schema.py`. What depends on several keys is in the
+tables of `dtron/config/rules.py`, by which `RunConfig.validate_for(world_size)` checks it.
 """
 
 import copy
 import json
 import math
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from dtron.config.rules import broken_settings, idle_keys, refuse
 from dtron.config.schema import (
     DEGREES,
     Checkpoint,
@@ -123,7 +124,7 @@ class RunConfig(Section):
     def _idle_in(cls, values: Mapping[str, Any]) -> set[str]:
         """Keys without effect in a config file alone, which may need what overrides add."""
         try:
-            return {key for key, _, _ in cls.model_validate(values)._idle_keys()}
+            return {key for key, _, _ in idle_keys(cls.model_validate(values))}
         except ValidationError:
             return set()
 
@@ -135,7 +136,7 @@ class RunConfig(Section):
             kept: keys that are not left out: given on the command line, or idle in the file.
         """
         config = self
-        while dropped := [each for each in config._idle_keys() if each[0] not in kept]:
+        while dropped := [each for each in idle_keys(config) if each[0] not in kept]:
             for key, value, need in dropped:
                 section, name = key.split(".")
                 values[section].pop(name)
@@ -193,248 +194,23 @@ class RunConfig(Section):
             )
         return self.train.global_batch // each
 
+    def expert_degrees(self, world_size: int) -> dict[ExpertDegree, int]:
+        """Degree of every axis of the experts' mesh, outermost first. Raises as `degrees`."""
+        parallel = self.parallel
+        return resolve_expert_degrees(self.degrees(world_size), parallel.ep, parallel.etp)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a rank, before tp splits them."""
+        return self.train.micro_batch * self.train.seq_len // self.parallel.cp
+
     def validate_for(self, world_size: int) -> None:
-        """Refuse what cannot run on this many ranks, or settings that contradict each other."""
-        for rule in self.rules(world_size):
-            rule()
+        """Refuse settings that cannot run on this many ranks, or contradict each other.
 
-    def rules(self, world_size: int) -> tuple[Callable[[], object], ...]:
-        """The checks of `validate_for` in their order; each raises what it refuses."""
-        ep, etp = self.parallel.ep, self.parallel.etp
-        return (
-            lambda: resolve_expert_degrees(self.degrees(world_size), ep, etp),
-            lambda: self.micro_batches(world_size),
-            lambda: self._refuse_idle_axes(world_size),
-            lambda: self._refuse_unshared(world_size),
-            lambda: self._refuse_narrow_accumulation(world_size),
-            self._refuse_contradictions,
-            self._refuse_settings_without_effect,
-        )
-
-    def _refuse_idle_axes(self, world_size: int) -> None:
-        degrees = self.degrees(world_size)
-        for axis in self.parallel.high_priority:
-            if degrees[axis] == 1:
-                wide = [name for name, n in degrees.items() if n > 1]
-                raise ConfigError(
-                    f"parallel.high_priority names {axis}, which has one rank and no collectives; "
-                    f"use {' or '.join(wide) or '[]'}"
-                )
-
-    def _refuse_narrow_accumulation(self, world_size: int) -> None:
-        degrees = self.degrees(world_size)
-        once = self.parallel.reduces_once(sharded=degrees["dp_shard"] * degrees["cp"] > 1)
-        summed = once or degrees["dp_replicate"] > 1
-        micro_batches = self.micro_batches(world_size)
-        if self.parallel.reduce_dtype == "bfloat16" and micro_batches > 1 and summed:
-            raise ConfigError(
-                f'parallel.reduce_dtype = "bfloat16" would sum {micro_batches} micro-batches in '
-                'bfloat16 in this layout; use "float32", or one micro-batch'
-            )
-        if self.parallel.reduce_by == "all_to_all" and micro_batches > 1 and once:
-            raise ConfigError(
-                f'parallel.reduce_by = "all_to_all" would round sums of {micro_batches} '
-                'micro-batches to train.dtype; use "reduce_scatter", or parallel.reduce = '
-                '"micro_batch"'
-            )
-
-    def _refuse_unshared(self, world_size: int) -> None:
-        degrees = self.degrees(world_size)
-        keys = ("parallel.reduce_by", "parallel.copy_engines")
-        need = "parallel.dp_shard or parallel.cp > 1: no ranks share parameters"
-        self._refuse_idle([(keys, degrees["dp_shard"] * degrees["cp"] > 1, need)])
-
-    def _refuse_settings_without_effect(self) -> None:
-        self._refuse_idle(self._effects())
-
-    def _refuse_idle(self, effects: list[tuple[tuple[str, ...], bool, str]]) -> None:
-        """A key that differs from its default must act; `effects` as for `_idle_keys`."""
-        for key, value, need in self._idle_keys(effects):
-            raise ConfigError(f"{key} = {value!r} has no effect without {need}")
-
-    def _idle_keys(
-        self, effects: list[tuple[tuple[str, ...], bool, str]] | None = None
-    ) -> Iterator[tuple[str, Any, str]]:
-        """(key, value, what it needs) of keys that differ from their default and do not act.
-
-        Args:
-            effects: (keys, whether they act in this run, what they need); None: of `_effects`.
+        Raises:
+            ConfigError: names all that is wrong, a line each.
         """
-        defaults = {key: default for key, default, _ in fields(type(self))}
-        for keys, acts, need in self._effects() if effects is None else effects:
-            for key in keys:
-                section, name = key.split(".")
-                value = getattr(getattr(self, section), name)
-                if not acts and value != defaults[key]:
-                    yield key, value, need
-
-    def _effects(self) -> list[tuple[tuple[str, ...], bool, str]]:
-        """(keys, whether they act in this run, what they need)."""
-        hf, validates = self.data.source == "hf", self.train.eval_sequences > 0
-        adamw = tuple(
-            f"optim.{key}" for key in ("beta1", "beta2", "eps", "weight_decay", "moments")
-        )
-        parallel, replicas = self.parallel, self.faults.replicas_interval
-        spikes = ("faults.spike_window", "faults.spike_deviations")
-        rollback = ("faults.rollback_steps", "faults.max_rollbacks")
-        tp = parallel.tp > 1
-        hierarchical = self.parallel.cp > 1 and "hierarchical" in self.parallel.cp_methods()
-        pipeline = tuple(
-            f"parallel.{key}" for key in ("schedule", "stages_per_rank", "pp_layout", "defer_head")
-        )
-        profile = ("metrics.profile_steps", "metrics.profile_shapes")
-        alone = ("recipe", "dispatch")  # of float8
-        float8 = tuple(f"float8.{key}" for key in Float8.model_fields if key not in alone)
-        falls = self.schedule.name in ("linear", "cosine", "wsd")
-        return [
-            (adamw, self.optim.name == "adamw", 'optim.name = "adamw"'),
-            (("parallel.sequence_parallel", "parallel.async_tp"), tp, "parallel.tp > 1"),
-            (pipeline, self.parallel.pp > 1, "parallel.pp > 1"),
-            (
-                ("parallel.dispatcher", "float8.dispatch"),
-                parallel.ep * parallel.etp > 1,
-                "parallel.ep or etp > 1",
-            ),
-            (
-                ("parallel.ep_capacity",),
-                parallel.dispatcher == "symmetric_memory",
-                'parallel.dispatcher = "symmetric_memory"',
-            ),
-            (("parallel.cp_method",), self.parallel.cp > 1, "parallel.cp > 1"),
-            (("parallel.cp_inner",), hierarchical, 'parallel.cp_method = "hierarchical"'),
-            (("schedule.decay",), self.schedule.name == "wsd", 'schedule.name = "wsd"'),
-            (("schedule.min_ratio",), falls, "a schedule that falls: linear, cosine or wsd"),
-            (("recompute.every",), self.recompute.mode != "none", "a recompute.mode"),
-            (float8, self.float8.recipe != "", "a float8.recipe"),
-            (
-                ("float8.amax_history",),
-                self.float8.scaling == "delayed",
-                'float8.scaling = "delayed"',
-            ),
-            (("compile.backend",), self.compile.enable, "compile.enable = true"),
-            (("checkpoint.keep_every",), self.checkpoint.keep > 0, "checkpoint.keep"),
-            (
-                ("checkpoint.fast_interval", "checkpoint.fast_keep"),
-                self.checkpoint.fast_dir != "",
-                "checkpoint.fast_dir",
-            ),
-            (
-                ("checkpoint.verify",),
-                bool(self.checkpoint.resume or self.checkpoint.initial),
-                "checkpoint.resume or checkpoint.initial",
-            ),
-            (
-                ("checkpoint.allow_data_change",),
-                bool(self.checkpoint.resume or self.checkpoint.initial),
-                "checkpoint.resume or checkpoint.initial",
-            ),
-            (("data.hf_path", "data.hf_name", "data.hf_split"), hf, 'data.source = "hf"'),
-            (("data.hf_streaming",), hf, 'data.source = "hf"'),
-            (("data.paths",), not hf, 'data.source = "files"'),
-            (("train.eval_interval",), validates, "train.eval_sequences"),
-            (("train.sample_prompt",), self.train.sample_tokens > 0, "train.sample_tokens"),
-            (spikes, self.faults.on_spike != "", "faults.on_spike"),
-            (rollback, self.faults.on_spike == "rollback", 'faults.on_spike = "rollback"'),
-            (("faults.on_corruption",), replicas > 0, "faults.replicas_interval"),
-            (
-                ("faults.replicas_interval",),
-                parallel.dp_replicate * parallel.tp * parallel.pp > 1,
-                "ranks that hold copies: parallel.dp_replicate, tp or pp > 1",
-            ),
-            (profile, self.metrics.profile_start > 0, "metrics.profile_start"),
-        ]
-
-    def _refuse_contradictions(self) -> None:
-        parallel, faults = self.parallel, self.faults
-        tokens = self.train.micro_batch * self.train.seq_len // parallel.cp
-        rules = [
-            (
-                self.optim.moments == "bfloat16" and self.optim.beta2 > 0.99,
-                f'optim.moments = "bfloat16" with optim.beta2 = {self.optim.beta2}: a second '
-                "moment that changes by less than 1/512 a step is rounded back and never falls; "
-                "use optim.beta2 = 0.99 or less",
-            ),
-            (
-                faults.on_spike != "" and self.train.steps <= faults.spike_window,
-                f"faults.on_spike = {faults.on_spike!r} with faults.spike_window = "
-                f"{faults.spike_window} and train.steps = {self.train.steps}: nothing is a spike "
-                "in the first window; use a smaller faults.spike_window, or more steps",
-            ),
-            (
-                parallel.zero == 1 and parallel.reduce == "micro_batch",
-                'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, '
-                "which is zero = 2; use one of the two",
-            ),
-            (
-                self.train.loss_chunks > tokens,
-                f"train.loss_chunks = {self.train.loss_chunks} is more than the {tokens} tokens of "
-                "a micro-batch (train.micro_batch x train.seq_len / parallel.cp); use at most "
-                f"{tokens}",
-            ),
-            (
-                parallel.defer_head > 0 and self.train.loss_chunks > 1,
-                f"parallel.defer_head = {parallel.defer_head} with train.loss_chunks = "
-                f"{self.train.loss_chunks}: the head's weight gradients are computed with the loss "
-                "and cannot be put off; use parallel.defer_head = 0 or train.loss_chunks = 1",
-            ),
-            (
-                parallel.async_tp and not parallel.sequence_parallel,
-                "parallel.async_tp overlaps the all-gathers and reduce-scatters of "
-                "parallel.sequence_parallel, which is false; set it to true",
-            ),
-            (
-                self.faults.on_spike == "rollback" and not self.checkpoint.interval,
-                'faults.on_spike = "rollback" with checkpoint.interval = 0: there would be no '
-                "checkpoint to go back to; set checkpoint.interval",
-            ),
-            (
-                self.faults.on_spike == "rollback"
-                and self.checkpoint.keep > 0
-                and (self.checkpoint.keep - 1) * self.checkpoint.interval
-                < self.faults.rollback_steps,
-                f"checkpoint.keep = {self.checkpoint.keep} deletes what faults.on_spike = "
-                f'"rollback" goes back to: ({self.checkpoint.keep} - 1) x checkpoint.interval = '
-                f"{self.checkpoint.interval} steps are fewer than faults.rollback_steps = "
-                f"{self.faults.rollback_steps}; keep more",
-            ),
-            (
-                self.faults.hang_seconds >= parallel.timeout_seconds,
-                f"faults.hang_seconds = {self.faults.hang_seconds} is not below "
-                f"parallel.timeout_seconds = {parallel.timeout_seconds}, at which collectives end "
-                "the run before the watchdog can tell why; lower the first or raise the second",
-            ),
-            (
-                self.faults.verify_step > self.train.steps,
-                f"faults.verify_step = {self.faults.verify_step} is after the last step "
-                f"(train.steps = {self.train.steps}); use at most that",
-            ),
-            (
-                self.metrics.profile_start > self.train.steps,
-                f"metrics.profile_start = {self.metrics.profile_start} is after the last step "
-                f"(train.steps = {self.train.steps}); use at most that",
-            ),
-            (
-                self.train.eval_interval > 0 and not self.data.validation_fraction,
-                f"train.eval_interval = {self.train.eval_interval} has no effect with "
-                "data.validation_fraction = 0: nothing is held out; use a share such as 0.02",
-            ),
-            (
-                self.schedule.warmup + self.schedule.decay > 1 and self.schedule.name == "wsd",
-                f"schedule.warmup = {self.schedule.warmup} and schedule.decay = "
-                f"{self.schedule.decay} overlap; their sum is at most 1",
-            ),
-            (
-                self.data.source == "hf" and not self.data.hf_path,
-                'data.source = "hf" needs data.hf_path',
-            ),
-            (
-                self.data.source == "files" and not self.data.paths,
-                "data.paths is empty; name at least one file",
-            ),
-        ]
-        for broken, message in rules:
-            if broken:
-                raise ConfigError(message)
+        refuse(broken_settings(self, world_size))
 
 
 def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degree, int]:

@@ -48,7 +48,7 @@ def check(config: RunConfig, world_size: int, hardware: Hardware | None = None) 
     Args:
         hardware: what the ranks' hosts are; None: not known.
     """
-    found = tuple(reasons(_short(config, world_size), world_size))
+    found = tuple(reasons(shortened(config, world_size), world_size))
     if not found and hardware is not None:
         found = tuple(far_memory(Resolved.of(config, world_size), hardware))
     near = tuple(_nearest(config, world_size, found, hardware)) if found else ()
@@ -147,13 +147,6 @@ def _inside_hosts(
                 {"dp_shard": -1, "dp_replicate": degrees["dp_replicate"] * factor},
             )
     yield 1.0, {"copy_engines": False}
-
-
-def _short(config: RunConfig, world_size: int) -> RunConfig:
-    try:
-        return shortened(config, world_size)
-    except ConfigError:  # degrees that do not multiply have no micro-batches; reasons tells it
-        return config
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[float, dict[str, Any]]]:

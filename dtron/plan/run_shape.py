@@ -4,7 +4,9 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtron.config import DEGREES, Degree, ExpertDegree, RunConfig, resolve_expert_degrees
+from dtron.config import DEGREES, ExpertDegree, RunConfig
+from dtron.config.rules import Candidate
+from dtron.errors import ConfigError
 from dtron.models import MODELS, model_config
 from dtron.models.config import DecoderConfig
 from dtron.models.flops import FlopsModel, flops_per_token
@@ -25,7 +27,10 @@ ROUNDS = 4
 def shortened(config: RunConfig, world_size: int) -> RunConfig:
     """The run with 4 rounds of micro-batches where a step has more whole ones: a schedule repeats
     itself, so that what it takes, its bubble and what is in flight are those of the whole step."""
-    p, m = config.parallel.pp, config.micro_batches(world_size)
+    try:
+        p, m = config.parallel.pp, config.micro_batches(world_size)
+    except ConfigError:  # which the rules report
+        return config
     if p == 1 or m % p or m <= ROUNDS * p or config.parallel.schedule.endswith(".csv"):
         return config
     batch = config.train.global_batch // m * p * ROUNDS
@@ -47,11 +52,9 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class Resolved(Candidate):
     """A legal run on a number of ranks."""
 
-    config: RunConfig
-    world_size: int
     model: DecoderConfig
     layout: Layout | None
     float8: Float8Plan | None
@@ -63,9 +66,8 @@ class Resolved:
         """Resolve a run.
 
         Raises:
-            ConfigError: the first reason why it cannot run on so many ranks.
+            ConfigError: names all reasons why it cannot run on so many ranks.
         """
-        config.validate_for(world_size)
         return cls(config, world_size, *resolve(shortened(config, world_size), world_size))
 
     @staticmethod
@@ -81,15 +83,9 @@ class Resolved:
         return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
 
     @functools.cached_property
-    def degrees(self) -> dict[Degree, int]:
-        """Ranks by mesh axis."""
-        return self.config.degrees(self.world_size)
-
-    @functools.cached_property
     def experts(self) -> dict[ExpertDegree, int]:
         """Ranks by axis of the experts' mesh."""
-        parallel = self.config.parallel
-        return resolve_expert_degrees(self.degrees, parallel.ep, parallel.etp)
+        return self.config.expert_degrees(self.world_size)
 
     @property
     def tp(self) -> int:
@@ -100,11 +96,6 @@ class Resolved:
     def between(self) -> int:
         """Ranks that share the tokens between attention and feed-forward."""
         return self.tp if self.config.parallel.sequence_parallel else 1
-
-    @property
-    def shards(self) -> int:
-        """Ranks that share parameters: dp_shard x cp."""
-        return self.degrees["dp_shard"] * self.degrees["cp"]
 
     @property
     def experts_apart(self) -> bool:
@@ -128,16 +119,10 @@ class Resolved:
         """When parameters are freed and gradients reduced."""
         return Policy.resolve(self.config.parallel, self.shards > 1)
 
-    @functools.cached_property
-    def micro_batches(self) -> int:
-        """Micro-batches of a step."""
-        return self.config.micro_batches(self.world_size)
-
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on a rank, before tp splits them."""
-        train = self.config.train
-        return train.micro_batch * train.seq_len // self.degrees["cp"]
+        return self.config.tokens
 
     @property
     def tokens_per_step(self) -> int:

@@ -31,7 +31,6 @@ from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.mesh import Mesh
-from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.placement import Row, Shard, Style, matches, select
 
 log = logging.getLogger("dtron")
@@ -229,28 +228,16 @@ def scale_groups(mesh: Mesh) -> ScaleGroups:
     return ScaleGroups(tp=names("tp"), cp=names("cp"), both=names("cp", "tp"))
 
 
-def plan_float8(
-    config: RunConfig, model: DecoderConfig, world_size: int, layout: Layout | None
-) -> Float8Plan | None:
+def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Float8Plan | None:
     """Choose the float8 layers of a run; None where there is no recipe.
 
     Raises:
-        ConfigError: a pattern matches nothing, dims do not fit, or a setting cannot act.
+        ConfigError: a pattern matches nothing, dims do not fit, or no layer gathers its input.
     """
     settings = config.float8
     if not settings.recipe:
         return None
     recipe = RECIPES[settings.recipe]
-    _refuse_what_cannot_act(config, recipe, world_size, layout)
-    if settings.experts and not model.n_experts:
-        raise ConfigError(
-            "float8.experts has no effect: the model has no experts; set float8.experts = false"
-        )
-    if settings.all_gather and settings.output and model.tied:
-        raise ConfigError(
-            "float8.all_gather with float8.output and tied weights: the embedding looks rows up in "
-            "the same weight, in train.dtype; use one of the two"
-        )
     spec = MODELS[config.model.name]
     with torch.device("meta"):
         whole = build_model(config.model.name, model, _any_attention(model))
@@ -270,9 +257,8 @@ def plan_float8(
         require_torchao()
     degrees = config.degrees(world_size)
     rows = spec.placements(model, config.parallel.sequence_parallel)
-    tokens = _tokens(config, degrees)
     shapes = {
-        name: (tokens, *_part(name, whole.get_submodule(name), rows, degrees, settings))
+        name: (config.tokens, *_part(name, whole.get_submodule(name), rows, degrees, settings))
         for name in plan.layers
     }
     head = shapes.pop(choice.output, None)
@@ -328,105 +314,6 @@ def _any_attention(model: DecoderConfig) -> Backend:
         softcap=model.softcap,
         sinks=model.sinks,
     )
-
-
-def _tokens(config: RunConfig, degrees: Mapping[Degree, int]) -> int:
-    """Of a micro-batch, that a rank has between blocks without tp."""
-    return config.train.micro_batch * config.train.seq_len // degrees["cp"]
-
-
-def _refuse_what_cannot_act(
-    config: RunConfig, recipe: Recipe, world_size: int, layout: Layout | None
-) -> None:
-    parallel, settings, name = config.parallel, config.float8, recipe.name
-    degrees = config.degrees(world_size)
-    tokens = _tokens(config, degrees)
-    interval, logged = settings.report_interval, config.metrics.log_interval
-    rules = [
-        (
-            tokens % MULTIPLE > 0,
-            f"float8.recipe = {name!r} needs a multiple of {MULTIPLE} tokens a micro-batch, not "
-            f"{tokens} (train.micro_batch x train.seq_len / parallel.cp)",
-        ),
-        (
-            parallel.async_tp and not recipe.shares_scales,
-            f"float8.recipe = {name!r} with parallel.async_tp: what is gathered has other scales "
-            'along the tokens, as weight gradients need it; use "tensorwise", or set '
-            "parallel.async_tp = false",
-        ),
-        (
-            parallel.async_tp and settings.gather_inputs,
-            "float8.gather_inputs has no effect beside parallel.async_tp, which gathers inputs in "
-            "float8 itself; leave it out",
-        ),
-        (
-            layout is not None and layout.splits_backward,
-            f"parallel.schedule = {parallel.schedule!r} puts off weight gradients, which float8 "
-            'layers compute at once; use one with whole backwards, such as "Interleaved1F1B"',
-        ),
-        (
-            settings.output and parallel.defer_head > 0,
-            f"parallel.defer_head = {parallel.defer_head} with float8.output: the weight gradients "
-            "of a float8 head are computed at once; use one of the two",
-        ),
-        (
-            settings.output and config.train.loss_chunks > 1,
-            f"float8.output with train.loss_chunks = {config.train.loss_chunks}: the loss "
-            "multiplies by the head itself, in train.dtype; use one of the two",
-        ),
-        (
-            settings.all_gather and not recipe.shares_scales,
-            f"float8.all_gather with float8.recipe = {name!r}: a rank's part of a weight does not "
-            'have the scales of the whole; use "tensorwise"',
-        ),
-        (
-            settings.all_gather and degrees["dp_shard"] * degrees["cp"] == 1,
-            "float8.all_gather has no effect without parallel.dp_shard or parallel.cp > 1: no rank "
-            "gathers weights",
-        ),
-        (
-            settings.gather_inputs and not recipe.shares_scales,
-            f"float8.gather_inputs with float8.recipe = {name!r}: the gathered input has other "
-            'scales than its parts; use "tensorwise"',
-        ),
-        (
-            settings.scaling == "delayed" and not recipe.shares_scales,
-            f'float8.scaling = "delayed" with float8.recipe = {name!r}: rows and blocks are other '
-            'ones in each step; use "tensorwise"',
-        ),
-        (
-            settings.scaling == "delayed" and settings.gather_inputs,
-            'float8.scaling = "delayed" with float8.gather_inputs: an input is gathered by the '
-            "scale of its own values and would be cast again by another; use one of the two",
-        ),
-        (
-            settings.gather_inputs and not (parallel.tp > 1 and parallel.sequence_parallel),
-            "float8.gather_inputs has no effect without parallel.tp > 1 and "
-            "parallel.sequence_parallel: no input is gathered",
-        ),
-        (
-            settings.filter == "auto" and not config.compile.enable,
-            'float8.filter = "auto" times layers as they are compiled; set compile.enable = true',
-        ),
-        (
-            settings.filter == "auto" and config.debug.deterministic,
-            'float8.filter = "auto" with debug.deterministic: timings differ from run to run; '
-            "name the layers",
-        ),
-        (
-            settings.gather_inputs and settings.filter == "auto",
-            'float8.gather_inputs with float8.filter = "auto": an input is gathered in float8 if '
-            "all layers that read it are float8; name the layers",
-        ),
-        (
-            interval % logged > 0,
-            f"float8.report_interval = {interval} is not a multiple of metrics.log_interval = "
-            f"{logged}; use one",
-        ),
-    ]
-    for broken, message in rules:
-        if broken:
-            raise ConfigError(message)
 
 
 def _part(

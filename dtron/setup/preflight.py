@@ -26,6 +26,7 @@ from dtron.checkpoint.initial_weights import (
 from dtron.checkpoint.locations import Tier, owner, tiers_of
 from dtron.config import RunConfig, Schedule, fields
 from dtron.config.learning_rate import learning_rate, warmup_steps
+from dtron.config.rules import refuse
 from dtron.data import (
     Tokenizer,
     TrainingSource,
@@ -43,19 +44,17 @@ from dtron.faults.memory import check_host_memory, size
 from dtron.io.filesystem import Location, listed, location
 from dtron.io.remote_path import Remote
 from dtron.io.untrusted import MB, read_text
-from dtron.models import MODELS
-from dtron.models.attention import Backend, choose_backend
+from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
 from dtron.models.contract import check_family, counted_as_decoder
 from dtron.models.flops import n_parameters
-from dtron.parallelisms.expert import deepep, symmetric_dispatch
 from dtron.parallelisms.fsdp.sharding import DTYPES
 from dtron.parallelisms.pipeline.executor import Layout
 from dtron.run.directory import RunDir
 from dtron.run.process import Place, check_writable
 from dtron.run.rendezvous import Rendezvous
 from dtron.setup.float8_plan import Float8Plan
-from dtron.setup.rules import host_warnings, resolve
+from dtron.setup.rules import MachineCandidate, all_broken, host_warnings
 
 log = logging.getLogger("dtron")
 
@@ -105,12 +104,13 @@ def preflight(
         rendezvous: of all ranks, which call it together; None: of this process alone.
         starts: the model will be built here, so that this machine has to hold it.
     Raises:
-        ConfigError, DataError, CheckpointError: the first thing that cannot work.
+        ConfigError: all that settings, model and machine rule out, a line each.
+        ConfigError, DataError, CheckpointError: else the first thing that cannot work.
     """
-    config.validate_for(place.world_size)
-    _check_device(config, place.device)  # no other model or layout makes up for what it lacks
-    model, layout, float8 = resolve(config, place.world_size)
-    family = config.model.name, MODELS[config.model.name]
+    run = MachineCandidate(config, place.world_size, place.device)
+    refuse(all_broken(run))
+    model = run.model
+    family = config.model.name, run.spec
     check_family(*family, model)
     if starts:
         warnings = [*host_warnings(config, place.world_size, place.local_world_size)]
@@ -118,7 +118,6 @@ def preflight(
             log.warning("%s", warning)
     if starts and place.device.type == "cpu":
         _check_memory(config, model, place)
-    attention = _attention(config, model, place.device)
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
@@ -160,9 +159,9 @@ def preflight(
     return Checked(
         config.train.steps,
         model,
-        attention,
-        layout,
-        float8,
+        run.attention,
+        run.layout,
+        run.float8,
         tokenizer,
         train,
         validation,
@@ -333,17 +332,6 @@ def checked_facts(config: RunConfig, model: DecoderConfig, checkpoint: Location)
 def _check_tiers(config: RunConfig, place: Place, tiers: Sequence[Tier]) -> None:
     """Refuse tiers that cannot do what they are for."""
     options = config.checkpoint
-    if options.fast_dir and not options.fast_interval:
-        raise ConfigError(
-            f"checkpoint.fast_dir = {options.fast_dir!r} needs checkpoint.fast_interval; set the "
-            "steps between checkpoints there, fewer than checkpoint.interval"
-        )
-    beside = options.mode == "async" or options.fast_dir or place.world_size > 1
-    if options.dir.startswith("memory://") and beside:
-        raise ConfigError(
-            f"checkpoint.dir = {options.dir!r} is this process's own memory; use it with one rank, "
-            'checkpoint.mode = "sync" and no checkpoint.fast_dir'
-        )
     for key, folder in (("dir", options.dir), ("fast_dir", options.fast_dir)):
         if folder and isinstance(where := location(folder), Path):
             _check_folder(f"checkpoint.{key}", where)
@@ -404,17 +392,6 @@ def _check_verify(config: RunConfig, initial: Initial) -> None:
         )
 
 
-def _check_device(config: RunConfig, device: torch.device) -> None:
-    for key in ("parallel.async_tp", "parallel.high_priority", "recompute.offload"):
-        section, name = key.split(".")
-        if (value := getattr(getattr(config, section), name)) and device.type != "cuda":
-            raise ConfigError(f"{key} = {value!r} needs GPUs; this machine has none")
-    if config.parallel.dispatcher == "deepep":
-        deepep.library(config.parallel.ep, device.type == "cuda")
-    if config.parallel.dispatcher == "symmetric_memory":
-        symmetric_dispatch.check_device(device, config.float8.dispatch)
-
-
 def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None:
     """Without GPUs a run's state is in the host's memory: warn where it takes half of what is
     available, refuse it where it takes more than that. Activations are not counted."""
@@ -444,22 +421,6 @@ def _defaults() -> dict[str, Any]:
     """What a checkpoint means by fields of the model that are younger than it."""
     fields = DecoderConfig.model_fields.items()
     return {name: field.default for name, field in fields if not field.is_required()}
-
-
-def _attention(config: RunConfig, model: DecoderConfig, device: torch.device) -> Backend:
-    return choose_backend(
-        config.model.attention,
-        device_type=device.type,
-        dtype=DTYPES[config.train.dtype],
-        head_dim=model.head_size,
-        documents=config.data.mask_documents,
-        dropout=model.attention_dropout > 0,
-        deterministic=config.debug.deterministic,
-        context=config.parallel.cp_methods() if config.parallel.cp > 1 else (),
-        window=model.window,
-        softcap=model.softcap,
-        sinks=model.sinks,
-    )
 
 
 def resume_settings(config: RunConfig) -> dict[str, Any]:

@@ -1,20 +1,39 @@
-"""What the settings of a run alone decide, or rule out: the model, its pipeline, its float8 layers.
+"""What a run's model, float8 layers and machine rule out, as rows of tables, and what is left: the
+model, its pipeline, its float8 layers.
 
-No machine is asked: the planner has the same answers for any number of ranks. What a machine has to
-have besides is `preflight.py`'s.
+Rows that need settings alone are in `dtron/config/rules.py`. A start, `--dry-run`, `dtron plan`,
+its search and docs/combinations.md walk the same rows, of which MACHINE is for a start alone.
+Passes refuse again what users of the plug-in can get wrong.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from dtron.config import RunConfig, resolve_expert_degrees
-from dtron.errors import ConfigError
-from dtron.models import MODELS, model_config
+import torch
+
+from dtron.config import RunConfig
+from dtron.config.rules import (
+    EFFECTS,
+    RANKS,
+    SETTINGS,
+    Candidate,
+    Rule,
+    broken,
+    changed,
+    passes,
+    refuse,
+)
+from dtron.float8.convert import MULTIPLE
+from dtron.float8.recipes import RECIPES, Recipe
+from dtron.models import MODELS, ModelSpec, model_config
+from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.models.contract import ignored
 from dtron.models.flops import FlopsModel, flops_per_token
 from dtron.parallelisms.context.attention import shape_of
-from dtron.parallelisms.expert import deepep
+from dtron.parallelisms.expert import deepep, symmetric_dispatch
 from dtron.parallelisms.expert.expert_parallel import refuse_half_compiled, shared_dim
 from dtron.parallelisms.fsdp.sharding import DTYPES
 from dtron.parallelisms.pipeline.executor import Layout
@@ -22,53 +41,101 @@ from dtron.parallelisms.pipeline.layout import StageNames, build_layout
 from dtron.setup.float8_plan import Float8Plan, plan_float8
 
 
-def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Layout | None]:
-    """What the settings alone decide: the model, and its pipeline where it has several stages.
+@dataclass(frozen=True)
+class ModelCandidate(Candidate):
+    """The same with its model, pipeline and float8 layers."""
 
-    Raises:
-        ConfigError: the settings contradict each other, or do not fit the model or the ranks.
-    """
-    model, layout, _ = resolve(config, world_size)
-    return model, layout
+    @cached_property
+    def model(self) -> DecoderConfig:
+        """The model's resolved config."""
+        chosen = self.config.model
+        return model_config(chosen.name, chosen.size, chosen.override)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The row of MODELS."""
+        assert self.model
+        return MODELS[self.config.model.name]
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """The pipeline's stages, where there are several."""
+        return _layout(self)
+
+    @property
+    def splits(self) -> bool:
+        """Whether the pipeline's schedule splits backwards, and defers weight gradients."""
+        return self.layout is not None and self.layout.splits_backward
+
+    @property
+    def sums(self) -> bool:
+        """The same; a pipeline that defers weight gradients adds them up as well."""
+        deferred = self.layout is not None and (self.layout.splits_backward or self.layout.head)
+        return super().sums or bool(deferred and self.micro_batches > 1)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The float8 recipe, where there is one."""
+        return RECIPES[self.config.float8.recipe]
+
+    @cached_property
+    def float8(self) -> Float8Plan | None:
+        """The float8 layers. Everything else has to be legal."""
+        return plan_float8(self.config, self.model, self.world_size)
+
+
+@dataclass(frozen=True)
+class MachineCandidate(ModelCandidate):
+    """The same on this machine."""
+
+    device: torch.device = field(default=torch.device("cpu"))
+
+    @cached_property
+    def attention(self) -> Backend:
+        """The attention backend."""
+        return _attention(self.config, self.model, self.device)
+
+
+def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Layout | None]:
+    """The model, and its pipeline where it has several stages. Raises as `resolve`."""
+    return resolve(config, world_size)[:2]
 
 
 def resolve(
     config: RunConfig, world_size: int
 ) -> tuple[DecoderConfig, Layout | None, Float8Plan | None]:
-    """The same, and the float8 layers where there is a recipe."""
-    config.validate_for(world_size)
-    model = model_config(config.model.name, config.model.size, config.model.override)
-    for rule in _model_rules(config, model, world_size):
-        rule()
-    layout = _layout(config, model, world_size)
-    if layout is not None and layout.splits_backward and config.parallel.async_tp:
-        raise ConfigError(
-            f"parallel.async_tp with parallel.schedule = {config.parallel.schedule!r}: products "
-            "whose weight gradients are deferred are not fused; use a schedule with whole "
-            'backwards, such as "Interleaved1F1B"'
-        )
-    if config.parallel.defer_head and config.parallel.async_tp:
-        raise ConfigError(
-            "parallel.defer_head with parallel.async_tp: the head's products cannot be both fused "
-            "and put off; use one of the two"
-        )
-    if layout is not None and (layout.splits_backward or layout.head):
-        _refuse_narrow_sums(config, world_size)
-    return model, layout, plan_float8(config, model, world_size, layout)
+    """The model, its pipeline where it has several stages, its float8 layers where it has any.
+
+    Raises:
+        ConfigError: the settings contradict each other, or do not fit the model or the ranks; names
+            all that is wrong, a line each.
+    """
+    run = ModelCandidate(config, world_size)
+    refuse(all_broken(run))
+    return run.model, run.layout, run.float8
 
 
 def reasons(config: RunConfig, world_size: int) -> list[str]:
-    """All that is wrong with a run, where `resolve` raises the first; empty where nothing is."""
-    found = _refusals(config.rules(world_size))
-    try:
-        model = model_config(config.model.name, config.model.size, config.model.override)
-    except ConfigError as error:
-        return [*found, str(error)]
-    found += _refusals(_model_rules(config, model, world_size))
-    found += _refusals([lambda: _layout(config, model, world_size)])
-    if not found:  # what is left depends on these
-        found = _refusals([lambda: resolve(config, world_size)])
-    return list(dict.fromkeys(found))
+    """All for which `resolve` refuses a run; empty where nothing is wrong."""
+    return list(dict.fromkeys(all_broken(ModelCandidate(config, world_size))))
+
+
+def all_broken(run: ModelCandidate) -> Iterator[str]:
+    """The messages of all rules that a run breaks; some may come several times."""
+    config, found = run.config, False
+    for messages in (
+        broken(RANKS, run, config),
+        broken(SETTINGS, config, config),
+        broken(EFFECTS, config, config),
+        broken(MACHINE, run, config) if isinstance(run, MachineCandidate) else (),
+        broken(MODEL, run, config),
+        broken(FLOAT8, run, config) if config.float8.recipe else (),
+    ):
+        for message in messages:
+            found = True
+            yield message
+    if not found:
+        yield from broken(LAYERS, run, config)
 
 
 def host_warnings(config: RunConfig, world_size: int, host: int) -> Iterator[str]:
@@ -108,233 +175,407 @@ def _blocks(config: RunConfig) -> Iterator[tuple[str, int, int, str]]:
             yield key, inner, inner * parallel.tp, ring
 
 
-def _refusals(rules: Iterable[Callable[[], object]]) -> list[str]:
-    found = []
-    for rule in rules:
-        try:
-            rule()
-        except ConfigError as error:
-            found.append(str(error))
-    return found
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
-def _model_rules(
-    config: RunConfig, model: DecoderConfig, world_size: int
-) -> tuple[Callable[[], object], ...]:
-    """Whether the model fits the settings and the ranks; each raises what it refuses."""
-    return (
-        lambda: _check_read(config),
-        lambda: _check_sequence(config, model),
-        lambda: _check_further(config, model),
-        lambda: _check_experts(config, model, world_size),
-        lambda: _check_tensor_parallel(config, model),
-        lambda: _check_padding(config, model, world_size),
-        lambda: _check_context(config, model),
-    )
-
-
-def _refuse_narrow_sums(config: RunConfig, world_size: int) -> None:
-    """Split backwards of several micro-batches are added up before they are reduced."""
-    narrow = {
-        "reduce_dtype": ("bfloat16", "float32"),
-        "reduce_by": ("all_to_all", "reduce_scatter"),
-    }
-    for key, (value, other) in narrow.items():
-        if getattr(config.parallel, key) == value and config.micro_batches(world_size) > 1:
-            raise ConfigError(
-                f'parallel.{key} = "{value}" would round sums of micro-batches with '
-                f'parallel.schedule = {config.parallel.schedule!r}; use "{other}"'
-            )
-
-
-def _check_read(config: RunConfig) -> None:
-    """Refuse settings that a family with its own module ignores."""
-    spec, chosen = MODELS[config.model.name], config.model
-    size = spec.sizes.get(chosen.size)
-    own = {
-        f"model.override.{key}": (key, value)
-        for key, value in chosen.override.items()
-        if value != getattr(size, key, None)
-    }
-    if chosen.attention != "auto":
-        own["model.attention"] = ("attention", chosen.attention)
-    if config.data.mask_documents:
-        own["data.mask_documents"] = ("documents", True)
-    for key, (name, value) in own.items():
-        if ignored(spec, name):
-            raise ConfigError(
-                f"{key} = {value!r} has no effect on model.name = {chosen.name}, whose "
-                f"ModelSpec.reads does not name {name}; leave it out"
-            )
-
-
-def _check_sequence(config: RunConfig, model: DecoderConfig) -> None:
-    if model.positions == "learned" and config.train.seq_len > model.max_seq_len:
-        raise ConfigError(
-            f"train.seq_len = {config.train.seq_len} is longer than the learned positions of "
-            f"model.override.max_seq_len = {model.max_seq_len}; shorten it or raise the latter"
+def _undivided(run: ModelCandidate) -> Iterator[str]:
+    """The first size that tp, ep or etp does not divide, with the degrees that do."""
+    model, parallel, ranks = run.model, run.parallel, run.world_size
+    split: list[tuple[str, int, Mapping[str, int]]] = [
+        (
+            "tp",
+            model.n_heads,
+            {
+                "n_heads": model.n_heads,
+                "n_kv_heads": model.n_kv_heads,
+                "ffn_dim": model.ffn_dim,
+                "n_shared_experts x expert_dim": model.n_shared_experts * model.expert_dim,
+            },
         )
-
-
-def _check_further(config: RunConfig, model: DecoderConfig) -> None:
-    """Refuse what multi-token prediction cannot have."""
-    if model.mtp and config.train.loss_chunks > 1:
-        raise ConfigError(
-            f"train.loss_chunks = {config.train.loss_chunks} with model.override.mtp = "
-            f"{model.mtp}: chunks are summed before they could be weighed; use 1, or mtp = 0"
-        )
-    if model.mtp >= config.train.seq_len:
-        raise ConfigError(
-            f"model.override.mtp = {model.mtp} looks beyond train.seq_len = "
-            f"{config.train.seq_len}; use less"
-        )
-
-
-def _check_context(config: RunConfig, model: DecoderConfig) -> None:
-    """Refuse a cp that does not divide the sequence or, after an all-to-all, the heads."""
-    parallel, tp = config.parallel, config.parallel.tp
-    if parallel.cp == 1:
-        return
-    whole = 2 * parallel.cp
-    whole = math.lcm(whole, parallel.cp * tp) if parallel.sequence_parallel else whole
-    if config.train.seq_len % whole:
-        below = config.train.seq_len // whole * whole
-        raise ConfigError(
-            f"parallel.cp = {parallel.cp} cuts train.seq_len = {config.train.seq_len} into 2 x cp "
-            f"pieces; use a multiple of {whole} such as {below or whole}"
-        )
-    if model.attention_dropout:
-        raise ConfigError(
-            f"model.override.attention_dropout = {model.attention_dropout} with parallel.cp = "
-            f"{parallel.cp}: attention weights are never whole on a rank; use 0.0"
-        )
-    methods = parallel.cp_methods()
-    rings = [m for m in methods if shape_of(m, parallel.cp, parallel.cp_inner).rings]
-    if model.window and rings:
-        raise ConfigError(
-            f"parallel.cp_method = {rings[0]!r} with model.override.window = {model.window}: the "
-            "blocks that go round do not tell how far they lie apart; use "
-            '"all_gather" or "ulysses"'
-        )
-    if len(methods) not in (1, n_layers := model.n_layers + model.mtp):
-        raise ConfigError(
-            f"parallel.cp_method has {len(methods)} entries for the {n_layers} layers of the "
-            "model; give one for each, or one for all"
-        )
-    if model.n_heads % tp or model.n_kv_heads % tp:
-        return  # refused by _check_tensor_parallel
-    for method in set(methods):
-        inner = shape_of(method, parallel.cp, parallel.cp_inner).inner
-        heads, shared = model.n_heads // tp, model.n_kv_heads // tp
-        legal = [n for n in range(1, heads + 1) if heads % math.lcm(n, shared) == 0]
-        if inner not in legal:
-            raise ConfigError(
-                f"parallel.cp_method = {method!r} splits heads over {inner} ranks, but each has "
-                f"{heads} query and {shared} key/value heads; use {', '.join(map(str, legal))} "
-                f'ranks, or "ring"'
-            )
-
-
-def _check_experts(config: RunConfig, model: DecoderConfig, world_size: int) -> None:
-    """Refuse what experts cannot do, and degrees that do not divide them."""
-    parallel = config.parallel
-    if parallel.async_tp and (model.n_experts or model.kv_lora_rank):
-        key = "n_experts" if model.n_experts else "kv_lora_rank"
-        raise ConfigError(
-            f"parallel.async_tp with model.{key} = {getattr(model, key)}: products of experts and "
-            "of latent attention are not fused with communication; use parallel.async_tp = false"
-        )
-    if not model.n_experts:
-        for axis in ("ep", "etp"):
-            if (value := getattr(parallel, axis)) > 1:
-                raise ConfigError(
-                    f"parallel.{axis} = {value} has no effect without model.override.n_experts"
-                )
-        return
-    if parallel.tp > 1 and not parallel.sequence_parallel:
-        raise ConfigError(
-            f"parallel.sequence_parallel = false with parallel.tp = {parallel.tp} and experts: "
-            "each rank routes tokens of its own; use true"
-        )
-    ranks = parallel.ep * parallel.etp
-    refuse_half_compiled(config.recompute, config.compile, ranks, parallel.dispatcher)
-    if parallel.dispatcher == "deepep":
-        deterministic, float8 = config.debug.deterministic, config.float8.dispatch
-        deepep.check_settings(parallel.ep, parallel.etp, deterministic, float8)
-        deepep.check_rows(DTYPES[config.train.dtype], model.dim)
-    _check_expert_degrees(config, model, world_size)
-
-
-def _check_expert_degrees(config: RunConfig, model: DecoderConfig, world_size: int) -> None:
-    ep, etp = config.parallel.ep, config.parallel.etp
-    split = {("ep", ep): {"n_experts": model.n_experts}}
-    split["etp", etp] = {
-        "expert_dim": model.expert_dim,
-        **({"dim": model.dim} if model.bias else {}),
-    }
-    for (axis, degree), sizes in split.items():
-        legal = [n for n in range(1, world_size + 1) if not any(v % n for v in sizes.values())]
+    ]
+    if model.n_experts:
+        width = {"expert_dim": model.expert_dim, **({"dim": model.dim} if model.bias else {})}
+        split += [("ep", ranks, {"n_experts": model.n_experts}), ("etp", ranks, width)]
+    for axis, most, sizes in split:
+        degree = getattr(parallel, axis)
         for key, size in sizes.items():
             if size % degree:
-                raise ConfigError(
+                legal = [n for n in range(1, most + 1) if not any(v % n for v in sizes.values())]
+                yield (
                     f"parallel.{axis} = {degree} does not divide model.{key} = {size}; use "
-                    f"{', '.join(map(str, legal))}"
+                    f"{_listed(legal)}"
                 )
-    if ep * etp * config.parallel.tp == 1:
+                break
+
+
+def _check_expert_shards(run: ModelCandidate) -> None:
+    """Ranks that share each expert have to divide a dim of its matrices."""
+    model, parallel = run.model, run.parallel
+    ep, etp = parallel.ep, parallel.etp
+    if not model.n_experts or ep * etp * parallel.tp == 1 or any(_undivided(run)):
         return
-    ranks = resolve_expert_degrees(config.degrees(world_size), ep, etp)["edp_shard"]
+    ranks = run.config.expert_degrees(run.world_size)["edp_shard"]
     experts, width = model.n_experts // ep, model.expert_dim // etp
     matrix, vector = (experts, width, model.dim), (experts, width)
     for sizes in (matrix, vector) if model.bias else (matrix,):
         shared_dim(sizes, {0, 1} if etp > 1 else {0} if ep > 1 else set(), ranks)
 
 
-def _check_tensor_parallel(config: RunConfig, model: DecoderConfig) -> None:
-    """Refuse a tp that does not divide what it splits, with the degrees that do."""
-    tp = config.parallel.tp
-    split = {
-        "n_heads": model.n_heads,
-        "n_kv_heads": model.n_kv_heads,
-        "ffn_dim": model.ffn_dim,
-        "n_shared_experts x expert_dim": model.n_shared_experts * model.expert_dim,
+def _check_dispatch(run: ModelCandidate) -> None:
+    """Of dispatchers and compilation, as the passes that they are in."""
+    config, parallel = run.config, run.parallel
+    if not run.model.n_experts:
+        return
+    ranks = parallel.ep * parallel.etp
+    refuse_half_compiled(config.recompute, config.compile, ranks, parallel.dispatcher)
+    if parallel.dispatcher == "deepep":
+        deterministic, float8 = config.debug.deterministic, config.float8.dispatch
+        deepep.check_settings(parallel.ep, parallel.etp, deterministic, float8)
+        deepep.check_rows(DTYPES[config.train.dtype], run.model.dim)
+
+
+def _unread(run: ModelCandidate) -> Iterator[str]:
+    """Settings that a family with its own module ignores."""
+    chosen, size = run.config.model, run.spec.sizes.get(run.config.model.size)
+    own = {
+        f"model.override.{key}": (key, value)
+        for key, value in chosen.override.items()
+        if value != getattr(size, key, None)
     }
-    legal = [n for n in range(1, model.n_heads + 1) if all(v % n == 0 for v in split.values())]
-    for key, value in split.items():
-        if value % tp:
-            raise ConfigError(
-                f"parallel.tp = {tp} does not divide model.{key} = {value}; use "
-                f"{', '.join(map(str, legal))}"
+    for key, name in (("model.attention", "attention"), ("data.mask_documents", "documents")):
+        own |= {key: (name, value) for key, value in changed(run.config, key)}
+    for key, (name, value) in own.items():
+        if ignored(run.spec, name):
+            yield (
+                f"{key} = {value!r} has no effect on model.name = {chosen.name}, whose "
+                f"ModelSpec.reads does not name {name}; leave it out"
             )
-    if tp > 1 and config.parallel.sequence_parallel and config.train.seq_len % tp:
-        below = config.train.seq_len // tp * tp
-        raise ConfigError(
-            f"parallel.sequence_parallel splits train.seq_len = {config.train.seq_len} over "
-            f"parallel.tp = {tp}; use a multiple of {tp} such as {below or tp}, or "
+
+
+def _sequence_chunks(run: ModelCandidate) -> int:
+    """A number that has to divide the sequence: two chunks per cp rank, one per tp rank."""
+    cp, tp = run.parallel.cp, run.parallel.tp if run.parallel.sequence_parallel else 1
+    return math.lcm(2 * cp, cp * tp) if cp > 1 else 1
+
+
+def _uncut(run: ModelCandidate) -> str:
+    whole, length = _sequence_chunks(run), run.config.train.seq_len
+    return (
+        f"parallel.cp = {run.parallel.cp} cuts train.seq_len = {length} into 2 x cp pieces; use a "
+        f"multiple of {whole} such as {length // whole * whole or whole}"
+    )
+
+
+def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
+    """Methods that split heads over ranks which do not divide them."""
+    parallel, model, tp = run.parallel, run.model, run.parallel.tp
+    if parallel.cp == 1 or model.n_heads % tp or model.n_kv_heads % tp:
+        return  # reported by _undivided
+    heads, shared = model.n_heads // tp, model.n_kv_heads // tp
+    legal = [n for n in range(1, heads + 1) if heads % math.lcm(n, shared) == 0]
+    for method in dict.fromkeys(parallel.cp_methods()):
+        inner = shape_of(method, parallel.cp, parallel.cp_inner).inner
+        if inner not in legal:
+            yield (
+                f"parallel.cp_method = {method!r} splits heads over {inner} ranks, but each has "
+                f"{heads} query and {shared} key/value heads; use {_listed(legal)} ranks, or "
+                '"ring"'
+            )
+
+
+def _rings(run: ModelCandidate) -> list[str]:
+    parallel = run.parallel
+    if parallel.cp == 1:
+        return []
+    methods = parallel.cp_methods()
+    return [m for m in methods if shape_of(m, parallel.cp, parallel.cp_inner).rings]
+
+
+MODEL: tuple[Rule[ModelCandidate], ...] = (
+    Rule("model.name model.size model.override", passes(lambda c: c.model)),
+    Rule(
+        "model.override model.attention data.mask_documents",
+        lambda c: not any(_unread(c)),
+        lambda c: "\n".join(_unread(c)),
+    ),
+    Rule(
+        "train.seq_len model.override",
+        lambda c: c.model.positions != "learned" or c.config.train.seq_len <= c.model.max_seq_len,
+        "train.seq_len = {c.config.train.seq_len} is longer than the learned positions of "
+        "model.override.max_seq_len = {c.model.max_seq_len}; shorten it or raise the latter",
+    ),
+    Rule(
+        "train.loss_chunks model.override",
+        lambda c: not c.model.mtp or c.config.train.loss_chunks == 1,
+        "train.loss_chunks = {c.config.train.loss_chunks} with model.override.mtp = {c.model.mtp}: "
+        "chunked loss does not support multi-token prediction; use 1, or mtp = 0",
+    ),
+    Rule(
+        "train.seq_len model.override",
+        lambda c: c.model.mtp < c.config.train.seq_len,
+        "model.override.mtp = {c.model.mtp} looks beyond train.seq_len = {c.config.train.seq_len}; "
+        "use less",
+    ),
+    Rule(
+        "parallel.async_tp model.override",
+        lambda c: not (c.parallel.async_tp and c.model.n_experts),
+        "parallel.async_tp with model.n_experts = {c.model.n_experts}: matmuls of experts are not "
+        "fused with communication; use parallel.async_tp = false",
+    ),
+    Rule(
+        "parallel.async_tp model.override",
+        lambda c: not (c.parallel.async_tp and c.model.kv_lora_rank),
+        "parallel.async_tp with model.kv_lora_rank = {c.model.kv_lora_rank}: matmuls of latent "
+        "attention are not fused with communication; use parallel.async_tp = false",
+    ),
+    Rule(
+        "parallel.ep parallel.etp",
+        lambda c: c.model.n_experts,
+        needs="model.override.n_experts",
+    ),
+    Rule(
+        "parallel.sequence_parallel parallel.tp model.override",
+        lambda c: not c.model.n_experts or c.parallel.tp == 1 or c.parallel.sequence_parallel,
+        "parallel.sequence_parallel = false with parallel.tp = {c.parallel.tp} and experts: "
+        "each rank routes tokens of its own; use true",
+    ),
+    Rule(
+        "parallel.dispatcher recompute.mode compile.enable debug.deterministic float8.dispatch",
+        passes(_check_dispatch),
+    ),
+    Rule(
+        "parallel.tp parallel.ep parallel.etp model.override",
+        lambda c: not any(_undivided(c)),
+        lambda c: "\n".join(_undivided(c)),
+    ),
+    Rule("parallel.ep parallel.etp model.override", passes(_check_expert_shards)),
+    Rule(
+        "parallel.sequence_parallel parallel.tp train.seq_len",
+        lambda c: not c.parallel.sequence_parallel or c.config.train.seq_len % c.parallel.tp == 0,
+        lambda c: (
+            f"parallel.sequence_parallel splits train.seq_len = {c.config.train.seq_len} over "
+            f"parallel.tp = {c.parallel.tp}; use a multiple of {c.parallel.tp} such as "
+            f"{c.config.train.seq_len // c.parallel.tp * c.parallel.tp or c.parallel.tp}, or "
             "parallel.sequence_parallel = false"
-        )
+        ),
+    ),
+    Rule(
+        "parallel.tp parallel.dp_shard parallel.cp model.override",
+        lambda c: c.model.vocab_size % c.degrees["tp"] == 0 or c.model.dim % c.shards == 0,
+        "model.override.vocab_size = {c.model.vocab_size} is padded for parallel.tp = "
+        "{c.parallel.tp} and then sharded by width, but the {c.shards} ranks of parallel.dp_shard "
+        "do not divide model.dim = {c.model.dim}; use a dp_shard that does, or a vocab_size that "
+        "tp divides",
+    ),
+    Rule(
+        "parallel.cp parallel.tp train.seq_len",
+        lambda c: c.config.train.seq_len % _sequence_chunks(c) == 0,
+        _uncut,
+    ),
+    Rule(
+        "parallel.cp model.override",
+        lambda c: c.parallel.cp == 1 or not c.model.attention_dropout,
+        "model.override.attention_dropout = {c.model.attention_dropout} with parallel.cp = "
+        "{c.parallel.cp}: attention weights are never whole on a rank; use 0.0",
+    ),
+    Rule(
+        "parallel.cp_method model.override",
+        lambda c: not (c.model.window and _rings(c)),
+        lambda c: (
+            f"parallel.cp_method = {_rings(c)[0]!r} with model.override.window = "
+            f"{c.model.window}: ring attention does not support sliding windows; use "
+            '"all_gather" or "ulysses"'
+        ),
+    ),
+    Rule(
+        "parallel.cp_method model.override",
+        lambda c: (
+            c.parallel.cp == 1
+            or len(c.parallel.cp_methods()) in (1, c.model.n_layers + c.model.mtp)
+        ),
+        lambda c: (
+            f"parallel.cp_method has {len(c.parallel.cp_methods())} entries for the "
+            f"{c.model.n_layers + c.model.mtp} layers of the model; give one for each, or one for "
+            "all"
+        ),
+    ),
+    Rule(
+        "parallel.cp_method parallel.cp_inner parallel.cp parallel.tp model.override",
+        lambda c: not any(_heads_over_cp(c)),
+        lambda c: "\n".join(_heads_over_cp(c)),
+    ),
+    Rule(
+        "parallel.pp parallel.schedule parallel.stages_per_rank parallel.pp_layout",
+        passes(lambda c: c.layout),
+    ),
+    Rule(
+        "parallel.async_tp parallel.schedule",
+        lambda c: not (c.parallel.async_tp and c.splits),
+        "parallel.async_tp with parallel.schedule = {c.parallel.schedule!r}: matmuls whose weight "
+        "gradients are deferred are not fused; use a schedule with whole backwards, such as "
+        '"Interleaved1F1B"',
+    ),
+    Rule(
+        "parallel.defer_head",
+        lambda c: not (c.parallel.defer_head and c.splits),
+        needs="a parallel.schedule of whole backwards, such as 1F1B: others defer all weight "
+        "gradients",
+    ),
+)
+"""What depends on the model and its pipeline."""
+
+_ONE_SCALE = {
+    "parallel.async_tp": "weight gradients need other scales than what is gathered",
+    "float8.all_gather": "a rank's shard of a weight does not have the scales of the whole",
+    "float8.gather_inputs": "the gathered input has other scales than its shards",
+    "float8.scaling": "delayed scaling needs per-tensor scales",
+}
+"""Why settings need a recipe with one scale a tensor."""
 
 
-def _check_padding(config: RunConfig, model: DecoderConfig, world_size: int) -> None:
-    """A vocabulary that tp does not divide is padded, and then sharded by width."""
-    degrees = config.degrees(world_size)
-    ranks = degrees["dp_shard"] * degrees["cp"]
-    if model.vocab_size % degrees["tp"] and model.dim % ranks:
-        raise ConfigError(
-            f"model.override.vocab_size = {model.vocab_size} is padded for parallel.tp = "
-            f"{degrees['tp']} and then sharded by width, but the {ranks} ranks of "
-            f"parallel.dp_shard do not divide model.dim = {model.dim}; use a dp_shard that does, "
-            "or a vocab_size that tp divides"
-        )
+def _several_scales(run: ModelCandidate) -> Iterator[str]:
+    for key, value in changed(run.config, " ".join(_ONE_SCALE)):
+        if not run.recipe.shares_scales:
+            yield (
+                f"{key} = {value!r} with float8.recipe = {run.recipe.name!r}: {_ONE_SCALE[key]}; "
+                'use "tensorwise"'
+            )
 
 
-def _layout(config: RunConfig, model: DecoderConfig, world_size: int) -> Layout | None:
-    """The pipeline's stages, where there are several; the head weighs as it multiplies."""
+FLOAT8: tuple[Rule[ModelCandidate], ...] = (
+    Rule(
+        "float8.recipe train.micro_batch train.seq_len parallel.cp",
+        lambda c: c.config.tokens % MULTIPLE == 0,
+        "float8.recipe = {c.recipe.name!r} needs a multiple of "
+        f"{MULTIPLE} tokens a micro-batch, not {{c.config.tokens}} (train.micro_batch x "
+        "train.seq_len / parallel.cp)",
+    ),
+    Rule(
+        f"float8.recipe {' '.join(_ONE_SCALE)}",
+        lambda c: not any(_several_scales(c)),
+        lambda c: "\n".join(_several_scales(c)),
+    ),
+    Rule(
+        "float8.gather_inputs parallel.async_tp",
+        lambda c: not (c.parallel.async_tp and c.config.float8.gather_inputs),
+        "float8.gather_inputs has no effect with parallel.async_tp, which gathers inputs in float8 "
+        "itself; leave it out",
+    ),
+    Rule(
+        "float8.recipe parallel.schedule",
+        lambda c: not c.splits,
+        "parallel.schedule = {c.parallel.schedule!r} defers weight gradients, which float8 layers "
+        'compute at once; use one with whole backwards, such as "Interleaved1F1B"',
+    ),
+    Rule(
+        "float8.output parallel.defer_head",
+        lambda c: not (c.config.float8.output and c.parallel.defer_head),
+        "parallel.defer_head = {c.parallel.defer_head} with float8.output: the weight gradients of "
+        "a float8 head are computed at once; use one of the two",
+    ),
+    Rule(
+        "float8.output train.loss_chunks",
+        lambda c: not c.config.float8.output or c.config.train.loss_chunks == 1,
+        "float8.output with train.loss_chunks = {c.config.train.loss_chunks}: the loss multiplies "
+        "by the head itself, in train.dtype; use one of the two",
+    ),
+    Rule(
+        "float8.all_gather",
+        lambda c: c.shards > 1,
+        needs="parallel.dp_shard or parallel.cp > 1: no rank gathers weights",
+    ),
+    Rule(
+        "float8.scaling float8.gather_inputs",
+        lambda c: c.config.float8.scaling != "delayed" or not c.config.float8.gather_inputs,
+        'float8.scaling = "delayed" with float8.gather_inputs: an input is gathered by the scale '
+        "of its own values and would be cast again by another; use one of the two",
+    ),
+    Rule(
+        "float8.gather_inputs",
+        lambda c: c.parallel.tp > 1 and c.parallel.sequence_parallel,
+        needs="parallel.tp > 1 and parallel.sequence_parallel: no input is gathered",
+    ),
+    Rule(
+        "float8.filter compile.enable",
+        lambda c: c.config.float8.filter != "auto" or c.config.compile.enable,
+        'float8.filter = "auto" times layers as they are compiled; set compile.enable = true',
+    ),
+    Rule(
+        "float8.filter debug.deterministic",
+        lambda c: c.config.float8.filter != "auto" or not c.config.debug.deterministic,
+        'float8.filter = "auto" with debug.deterministic: timings differ from run to run; name the '
+        "layers",
+    ),
+    Rule(
+        "float8.filter float8.gather_inputs",
+        lambda c: c.config.float8.filter != "auto" or not c.config.float8.gather_inputs,
+        'float8.gather_inputs with float8.filter = "auto": an input is gathered in float8 if all '
+        "layers that read it are float8; name the layers",
+    ),
+    Rule("float8.experts", lambda c: c.model.n_experts, needs="model.override.n_experts"),
+    Rule(
+        "float8.all_gather float8.output model.override",
+        lambda c: not (c.config.float8.all_gather and c.config.float8.output and c.model.tied),
+        "float8.all_gather with float8.output and tied weights: the embedding looks rows up in "
+        "the same weight, in train.dtype; use one of the two",
+    ),
+)
+"""Of a run with a float8 recipe."""
+
+LAYERS: tuple[Rule[ModelCandidate], ...] = (
+    Rule("float8.recipe float8.filter float8.skip", passes(lambda c: c.float8)),
+)
+"""What is found out layer by layer, where no other rule is broken."""
+
+_ON_GPUS = "parallel.async_tp parallel.high_priority recompute.offload"
+
+
+def _without_gpus(run: MachineCandidate) -> Iterator[str]:
+    for key, value in changed(run.config, _ON_GPUS) if run.device.type != "cuda" else ():
+        yield f"{key} = {value!r} needs GPUs; this machine has none"
+
+
+def check_dispatcher(run: MachineCandidate) -> None:
+    """Whether this machine has what the dispatcher needs."""
+    if run.parallel.dispatcher == "deepep":
+        deepep.library(run.parallel.ep, run.device.type == "cuda")
+    if run.parallel.dispatcher == "symmetric_memory":
+        symmetric_dispatch.check_device(run.device, run.config.float8.dispatch)
+
+
+MACHINE: tuple[Rule[MachineCandidate], ...] = (
+    Rule(_ON_GPUS, lambda c: not any(_without_gpus(c)), lambda c: "\n".join(_without_gpus(c))),
+    Rule("parallel.dispatcher float8.dispatch", passes(check_dispatcher)),
+    Rule("model.attention data.mask_documents parallel.cp_method", passes(lambda c: c.attention)),
+)
+"""What depends on this machine."""
+
+
+def _attention(config: RunConfig, model: DecoderConfig, device: torch.device) -> Backend:
+    return choose_backend(
+        config.model.attention,
+        device_type=device.type,
+        dtype=DTYPES[config.train.dtype],
+        head_dim=model.head_size,
+        documents=config.data.mask_documents,
+        dropout=model.attention_dropout > 0,
+        deterministic=config.debug.deterministic,
+        context=config.parallel.cp_methods() if config.parallel.cp > 1 else (),
+        window=model.window,
+        softcap=model.softcap,
+        sinks=model.sinks,
+    )
+
+
+def _layout(run: ModelCandidate) -> Layout | None:
+    """The pipeline's stages; the head weighs as it multiplies."""
+    config, model, spec = run.config, run.model, run.spec
     if config.parallel.pp == 1:
         return None
-    spec = MODELS[config.model.name]
     names = StageNames(spec.embedding(model), spec.layer, spec.head, spec.further(model))
     whole = flops_per_token(FlopsModel.of(model), config.train.seq_len, "causal")
     head = 6 * model.vocab_size * model.dim * (1 + model.mtp)
     layer = (whole - head) / (model.n_layers + model.mtp)
-    weight, micro_batches = head / layer + model.mtp, config.micro_batches(world_size)
+    weight, micro_batches = head / layer + model.mtp, run.micro_batches
     return build_layout(config.parallel, names, model.n_layers, micro_batches, weight, model.mtp)

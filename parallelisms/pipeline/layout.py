@@ -131,11 +131,6 @@ def build_layout(
     splits = any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in actions for action in row)
     if not parallel.defer_head:
         return Layout(stages, ranks, order, splits)
-    if splits:
-        raise ConfigError(
-            f"parallel.defer_head = {parallel.defer_head} has no effect with parallel.schedule = "
-            f"{parallel.schedule!r}, which puts off all weight gradients; use 0"
-        )
     put_off = functools.partial(_deferring, order, p * v - 1, parallel.defer_head)
     return Layout(stages, ranks, put_off, splits, names.head)
 

@@ -10,9 +10,9 @@ from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.float8 import RECIPES
 from dtron.float8.auto_filter import Worth, measure, table
-from dtron.models import model_config
 from dtron.setup import float8_plan as precision
-from dtron.setup.float8_plan import Float8Plan, plan_float8
+from dtron.setup.float8_plan import Float8Plan
+from dtron.setup.rules import resolve
 from tests.harness import run_ranks
 
 FAST, SLOW = Worth(plain=2e-3, float8=1e-3), Worth(plain=1e-3, float8=2e-3)
@@ -37,8 +37,7 @@ def plan(world: int = 1, **keys: Any) -> Float8Plan:
             *(f"{key.replace('__', '.')}={value}" for key, value in keys.items()),
         ],
     )
-    model = model_config(config.model.name, config.model.size, config.model.override)
-    found = plan_float8(config, model, world, None)
+    found = resolve(config, world)[-1]
     assert found is not None
     return found
 

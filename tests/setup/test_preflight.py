@@ -115,13 +115,13 @@ CONTEXTS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "window": (
         {"cp": 4, "window": 16},
-        "parallel.cp_method = 'ring' with model.override.window = 16: the blocks that go round do "
-        'not tell how far they lie apart; use "all_gather" or "ulysses"',
+        "parallel.cp_method = 'ring' with model.override.window = 16: ring attention does "
+        'not support sliding windows; use "all_gather" or "ulysses"',
     ),
     "window of one layer": (
         {"cp": 4, "window": 16, "cp_method": ["all_gather"] * 7 + ["hierarchical"]},
-        "parallel.cp_method = 'hierarchical' with model.override.window = 16: the blocks that go "
-        'round do not tell how far they lie apart; use "all_gather" or "ulysses"',
+        "parallel.cp_method = 'hierarchical' with model.override.window = 16: ring attention "
+        'does not support sliding windows; use "all_gather" or "ulysses"',
     ),
     "layers": (
         {"cp": 4, "cp_method": ["ring", "ulysses"]},

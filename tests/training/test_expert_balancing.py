@@ -152,8 +152,10 @@ def test_checkpoint_loads_under_other_experts(
             "deepseek_v3",
             {},
             {"tp": 2, "dp_shard": 1, "async_tp": True},
-            "parallel.async_tp with model.n_experts = 16: products of experts and of latent "
-            "attention are not fused with communication; use parallel.async_tp = false",
+            "parallel.async_tp with model.n_experts = 16: matmuls of experts are not fused with "
+            "communication; use parallel.async_tp = false\n"
+            "parallel.async_tp with model.kv_lora_rank = 32: matmuls of latent attention are not "
+            "fused with communication; use parallel.async_tp = false",
         ),
         ("llama", {}, {"ep": 2}, "parallel.ep = 2 has no effect without model.override.n_experts"),
         (
@@ -197,7 +199,7 @@ def test_layouts_that_experts_cannot_have(
     [
         (
             {"train": {"global_batch": 8, "seq_len": 64, "loss_chunks": 2}},
-            "train.loss_chunks = 2 with model.override.mtp = 1: chunks are summed before",
+            "train.loss_chunks = 2 with model.override.mtp = 1: chunked loss does not support",
         ),
         (
             {"train": {"seq_len": 4}, "model": {"name": "deepseek_v3", "override": {"mtp": 4}}},

@@ -18,8 +18,8 @@ from dtron.parallelisms.expert.deepep import DeepEP
 from dtron.parallelisms.expert.expert_parallel import DISPATCHERS, AllToAll, Dispatcher
 from dtron.plan.exact import notes, traceable
 from dtron.run.process import Place
-from dtron.setup.preflight import _check_device, preflight
-from dtron.setup.rules import check_layout, reasons
+from dtron.setup.preflight import preflight
+from dtron.setup.rules import MachineCandidate, check_dispatcher, check_layout, reasons
 from tests.harness import run_ranks
 from tests.parallelisms.expert import fake_deep_ep
 from tests.parallelisms.expert.test_symmetric_dispatch import EXPERTS, LOADS, ROWS, drawn
@@ -274,7 +274,7 @@ CUDA = torch.device("cuda")
 def test_absence_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)  # import fails, installed or not
     with pytest.raises(ConfigError, match=r"needs the package deep_ep.*build it.*all_to_all"):
-        _check_device(config(), CUDA)
+        check_dispatcher(MachineCandidate(config(), 4, CUDA))
     with pytest.raises(ConfigError, match="needs the package deep_ep"):
         on_gpus(DeepEP)(None, 2, 1, 2.0)
 
@@ -282,7 +282,7 @@ def test_absence_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None
 def test_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
     with pytest.raises(ConfigError, match="needs GPUs"):
-        _check_device(config(), torch.device("cpu"))
+        check_dispatcher(MachineCandidate(config(), 4, torch.device("cpu")))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="needs GPUs"):
         DeepEP(None, 2, 1)  # type: ignore[arg-type]
@@ -305,15 +305,15 @@ def test_other_versions_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     fake_deep_ep.installed(name)
     with pytest.raises(ConfigError, match=f"needs deep_ep.{name}, which the installed version"):
-        _check_device(config(), CUDA)
+        check_dispatcher(MachineCandidate(config(), 4, CUDA))
 
 
 def test_numbers_of_ranks_without_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     fake_deep_ep.installed()
-    _check_device(config(), CUDA)
+    check_dispatcher(MachineCandidate(config(), 4, CUDA))
     with pytest.raises(ConfigError, match=r"parallel.ep = 6: .*Unsupported number"):
-        _check_device(config(parallel={"ep": 6}), CUDA)
+        check_dispatcher(MachineCandidate(config(parallel={"ep": 6}), 4, CUDA))
 
 
 def test_dispatchers_refuse_what_preflight_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from dtron.parallelisms.expert import symmetric_exchange as mailbox
 from dtron.parallelisms.expert.deepep import DeepEP
 from dtron.parallelisms.expert.expert_parallel import AllToAll, Dispatcher
 from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory
-from dtron.setup.preflight import _check_device
+from dtron.setup.rules import MachineCandidate, check_dispatcher
 from tests.gpu_ranks import run_on_gpus
 from tests.harness import run_ranks
 from tests.parallelisms.expert.test_expert_parallel import (
@@ -272,8 +272,8 @@ def test_old_gpus_are_refused_before_the_start(
     )
     messages = pytest.raises(ConfigError, match=r"compute capability 8\.9")
     with messages if refused else nullcontext():
-        _check_device(run, torch.device("cuda"))
-    _check_device(run, torch.device("cpu"))
+        check_dispatcher(MachineCandidate(run, 2, torch.device("cuda")))
+    check_dispatcher(MachineCandidate(run, 2, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("act", [deepep_by_hand, old_gpus])

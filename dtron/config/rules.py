@@ -1,0 +1,399 @@
+"""What settings rule out, as rows of tables: `Rule(keys, holds, message, needs)`.
+
+Here are the rows for which a config, or a config on a number of ranks, is enough; nothing imports
+torch. Rows that need the model, its float8 layers or the machine are in `dtron/setup/rules.py`.
+Bounds of a single key stay with the key (`dtron/config/schema.py`).
+
+What a rule looks at may not exist because of another error, such as the micro-batches of degrees
+that do not multiply to the world size. Then the rule repeats that error's message, shown once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from dtron.config.schema import Degree, Float8, Parallel
+from dtron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dtron.config.run_config import RunConfig
+
+Known = TypeVar("Known")
+"""What a rule looks at: a RunConfig or a Candidate."""
+
+
+@dataclass(frozen=True)
+class Rule(Generic[Known]):
+    """What has to hold, and what is reported where it does not."""
+
+    keys: str
+    """Keys it is about, separated by spaces."""
+    holds: Callable[[Known], object]
+    """Truthy where nothing is wrong; may raise a ConfigError with a message of its own."""
+    message: str | Callable[[Known], str] = ""
+    """Key, value, rule and fix, a line for each error. In a string, `{c.train.steps}` is an
+    attribute of what the rule looks at."""
+    needs: str = ""
+    """In place of a message: what the keys need to have an effect. Keys at their default are legal
+    without it."""
+
+    def messages(self, known: Known, config: "RunConfig") -> Iterator[str]:
+        """What is wrong; nothing if the rule holds."""
+        try:
+            if self.holds(known):
+                return
+        except ConfigError as error:
+            yield str(error)
+            return
+        if self.needs:
+            for key, value in changed(config, self.keys):
+                yield f"{key} = {value!r} has no effect without {self.needs}"
+        else:
+            text = self.message
+            found = text.format(c=known) if isinstance(text, str) else text(known)
+            yield from found.splitlines()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run on a number of ranks, legal or not. An attribute that cannot be computed raises a
+    ConfigError."""
+
+    config: "RunConfig"
+    world_size: int
+
+    @property
+    def parallel(self) -> Parallel:
+        """The section [parallel]."""
+        return self.config.parallel
+
+    @cached_property
+    def degrees(self) -> dict[Degree, int]:
+        """Ranks by mesh axis."""
+        return self.config.degrees(self.world_size)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share parameters: dp_shard x cp."""
+        return self.degrees["dp_shard"] * self.degrees["cp"]
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.micro_batches(self.world_size)
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients of several micro-batches are summed before they are reduced."""
+        return self.micro_batches > 1 and self.parallel.reduces_once(self.shards > 1)
+
+
+def broken(rules: Iterable[Rule[Known]], known: Known, config: "RunConfig") -> Iterator[str]:
+    """The messages of rules that do not hold."""
+    for rule in rules:
+        yield from rule.messages(known, config)
+
+
+def refuse(messages: Iterable[str]) -> None:
+    """Raise all messages as one ConfigError, each once and on a line."""
+    if found := list(dict.fromkeys(messages)):
+        raise ConfigError("\n".join(found))
+
+
+def changed(config: "RunConfig", keys: str) -> Iterator[tuple[str, Any]]:
+    """(key, value) of the keys that are not at their default."""
+    for key in keys.split():
+        section, name = key.split(".")
+        values = getattr(config, section)
+        field = type(values).model_fields[name]
+        if (value := getattr(values, name)) != field.get_default(call_default_factory=True):
+            yield key, value
+
+
+def passes(check: Callable[[Known], object]) -> Callable[[Known], bool]:
+    """A `holds` from a function that raises a ConfigError."""
+    return lambda known: bool((check(known), True))
+
+
+def broken_settings(config: "RunConfig", world_size: int) -> Iterator[str]:
+    """What is wrong with the settings of a run on this many ranks."""
+    yield from broken(RANKS, Candidate(config, world_size), config)
+    yield from broken(SETTINGS, config, config)
+    yield from broken(EFFECTS, config, config)
+
+
+def idle_keys(config: "RunConfig") -> Iterator[tuple[str, Any, str]]:
+    """(key, value, what it needs) of the keys that other settings leave without effect."""
+    for rule in EFFECTS:
+        if not rule.holds(config):
+            for key, value in changed(config, rule.keys):
+                yield key, value, rule.needs
+
+
+_FLOAT8 = " ".join(
+    f"float8.{key}" for key in Float8.model_fields if key not in ("recipe", "dispatch")
+)
+
+EFFECTS: tuple[Rule["RunConfig"], ...] = (
+    Rule(
+        "optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.moments",
+        lambda c: c.optim.name == "adamw",
+        needs='optim.name = "adamw"',
+    ),
+    Rule(
+        "parallel.sequence_parallel parallel.async_tp",
+        lambda c: c.parallel.tp > 1,
+        needs="parallel.tp > 1",
+    ),
+    Rule(
+        "parallel.schedule parallel.stages_per_rank parallel.pp_layout parallel.defer_head",
+        lambda c: c.parallel.pp > 1,
+        needs="parallel.pp > 1",
+    ),
+    Rule(
+        "parallel.dispatcher float8.dispatch",
+        lambda c: c.parallel.ep * c.parallel.etp > 1,
+        needs="parallel.ep or etp > 1",
+    ),
+    Rule(
+        "parallel.ep_capacity",
+        lambda c: c.parallel.dispatcher == "symmetric_memory",
+        needs='parallel.dispatcher = "symmetric_memory"',
+    ),
+    Rule("parallel.cp_method", lambda c: c.parallel.cp > 1, needs="parallel.cp > 1"),
+    Rule(
+        "parallel.cp_inner",
+        lambda c: c.parallel.cp > 1 and "hierarchical" in c.parallel.cp_methods(),
+        needs='parallel.cp_method = "hierarchical"',
+    ),
+    Rule("schedule.decay", lambda c: c.schedule.name == "wsd", needs='schedule.name = "wsd"'),
+    Rule(
+        "schedule.min_ratio",
+        lambda c: c.schedule.name in ("linear", "cosine", "wsd"),
+        needs="a schedule that falls: linear, cosine or wsd",
+    ),
+    Rule("recompute.every", lambda c: c.recompute.mode != "none", needs="a recompute.mode"),
+    Rule(_FLOAT8, lambda c: c.float8.recipe, needs="a float8.recipe"),
+    Rule(
+        "float8.amax_history",
+        lambda c: c.float8.scaling == "delayed",
+        needs='float8.scaling = "delayed"',
+    ),
+    Rule("compile.backend", lambda c: c.compile.enable, needs="compile.enable = true"),
+    Rule("checkpoint.keep_every", lambda c: c.checkpoint.keep, needs="checkpoint.keep"),
+    Rule(
+        "checkpoint.fast_interval checkpoint.fast_keep",
+        lambda c: c.checkpoint.fast_dir,
+        needs="checkpoint.fast_dir",
+    ),
+    Rule(
+        "checkpoint.verify checkpoint.allow_data_change",
+        lambda c: c.checkpoint.resume or c.checkpoint.initial,
+        needs="checkpoint.resume or checkpoint.initial",
+    ),
+    Rule(
+        "data.hf_path data.hf_name data.hf_split data.hf_streaming",
+        lambda c: c.data.source == "hf",
+        needs='data.source = "hf"',
+    ),
+    Rule("data.paths", lambda c: c.data.source == "files", needs='data.source = "files"'),
+    Rule(
+        "train.eval_interval",
+        lambda c: c.train.eval_sequences and c.data.validation_fraction,
+        needs="train.eval_sequences and data.validation_fraction, such as 64 and 0.02",
+    ),
+    Rule("train.sample_prompt", lambda c: c.train.sample_tokens, needs="train.sample_tokens"),
+    Rule(
+        "faults.spike_window faults.spike_deviations",
+        lambda c: c.faults.on_spike,
+        needs="faults.on_spike",
+    ),
+    Rule(
+        "faults.rollback_steps faults.max_rollbacks",
+        lambda c: c.faults.on_spike == "rollback",
+        needs='faults.on_spike = "rollback"',
+    ),
+    Rule(
+        "faults.on_corruption",
+        lambda c: c.faults.replicas_interval,
+        needs="faults.replicas_interval",
+    ),
+    Rule(
+        "faults.replicas_interval",
+        lambda c: c.parallel.dp_replicate * c.parallel.tp * c.parallel.pp > 1,
+        needs="ranks that hold copies: parallel.dp_replicate, tp or pp > 1",
+    ),
+    Rule(
+        "metrics.profile_steps metrics.profile_shapes",
+        lambda c: c.metrics.profile_start,
+        needs="metrics.profile_start",
+    ),
+)
+"""Keys that do nothing unless another has some value."""
+
+SETTINGS: tuple[Rule["RunConfig"], ...] = (
+    Rule(
+        "optim.moments optim.beta2",
+        lambda c: c.optim.moments != "bfloat16" or c.optim.beta2 <= 0.99,
+        'optim.moments = "bfloat16" with optim.beta2 = {c.optim.beta2}: a second moment that '
+        "changes by less than 1/512 a step is rounded back and never falls; use optim.beta2 = 0.99 "
+        "or less",
+    ),
+    Rule(
+        "faults.on_spike faults.spike_window train.steps",
+        lambda c: not c.faults.on_spike or c.train.steps > c.faults.spike_window,
+        "faults.on_spike = {c.faults.on_spike!r} with faults.spike_window = "
+        "{c.faults.spike_window} and train.steps = {c.train.steps}: nothing is a spike in the "
+        "first window; use a smaller faults.spike_window, or more steps",
+    ),
+    Rule(
+        "parallel.reduce parallel.zero",
+        lambda c: c.parallel.zero != 1 or c.parallel.reduce != "micro_batch",
+        'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, which is '
+        "zero = 2; use one of the two",
+    ),
+    Rule(
+        "train.loss_chunks train.micro_batch train.seq_len parallel.cp",
+        lambda c: c.train.loss_chunks <= c.tokens,
+        "train.loss_chunks = {c.train.loss_chunks} is more than the {c.tokens} tokens of a "
+        "micro-batch (train.micro_batch x train.seq_len / parallel.cp); use at most {c.tokens}",
+    ),
+    Rule(
+        "parallel.defer_head train.loss_chunks",
+        lambda c: not c.parallel.defer_head or c.train.loss_chunks == 1,
+        "parallel.defer_head = {c.parallel.defer_head} with train.loss_chunks = "
+        "{c.train.loss_chunks}: a chunked loss computes the head's weight gradients itself; use "
+        "parallel.defer_head = 0 or train.loss_chunks = 1",
+    ),
+    Rule(
+        "parallel.defer_head parallel.async_tp",
+        lambda c: not (c.parallel.defer_head and c.parallel.async_tp),
+        "parallel.defer_head = {c.parallel.defer_head} with parallel.async_tp: the head's matmuls "
+        "cannot be both deferred and fused with communication; use one of the two",
+    ),
+    Rule(
+        "parallel.async_tp parallel.sequence_parallel",
+        lambda c: not c.parallel.async_tp or c.parallel.sequence_parallel,
+        "parallel.async_tp overlaps the all-gathers and reduce-scatters of "
+        "parallel.sequence_parallel, which is false; set it to true",
+    ),
+    Rule(
+        "faults.on_spike checkpoint.interval",
+        lambda c: c.faults.on_spike != "rollback" or c.checkpoint.interval,
+        'faults.on_spike = "rollback" with checkpoint.interval = 0: there would be no checkpoint '
+        "to go back to; set checkpoint.interval",
+    ),
+    Rule(
+        "faults.on_spike checkpoint.keep checkpoint.interval faults.rollback_steps",
+        lambda c: (
+            c.faults.on_spike != "rollback"
+            or not c.checkpoint.keep
+            or (c.checkpoint.keep - 1) * c.checkpoint.interval >= c.faults.rollback_steps
+        ),
+        'checkpoint.keep = {c.checkpoint.keep} deletes what faults.on_spike = "rollback" goes back '
+        "to: ({c.checkpoint.keep} - 1) x checkpoint.interval = {c.checkpoint.interval} steps are "
+        "fewer than faults.rollback_steps = {c.faults.rollback_steps}; keep more",
+    ),
+    Rule(
+        "faults.hang_seconds parallel.timeout_seconds",
+        lambda c: c.faults.hang_seconds < c.parallel.timeout_seconds,
+        "faults.hang_seconds = {c.faults.hang_seconds} is not below parallel.timeout_seconds = "
+        "{c.parallel.timeout_seconds}, at which collectives end the run before the watchdog can "
+        "report why; lower the first or raise the second",
+    ),
+    Rule(
+        "faults.verify_step train.steps",
+        lambda c: c.faults.verify_step <= c.train.steps,
+        "faults.verify_step = {c.faults.verify_step} is after the last step (train.steps = "
+        "{c.train.steps}); use at most that",
+    ),
+    Rule(
+        "metrics.profile_start train.steps",
+        lambda c: c.metrics.profile_start <= c.train.steps,
+        "metrics.profile_start = {c.metrics.profile_start} is after the last step (train.steps = "
+        "{c.train.steps}); use at most that",
+    ),
+    Rule(
+        "schedule.warmup schedule.decay",
+        lambda c: c.schedule.name != "wsd" or c.schedule.warmup + c.schedule.decay <= 1,
+        "schedule.warmup = {c.schedule.warmup} and schedule.decay = {c.schedule.decay} overlap; "
+        "their sum is at most 1",
+    ),
+    Rule(
+        "data.source data.hf_path",
+        lambda c: c.data.source != "hf" or c.data.hf_path,
+        'data.source = "hf" needs data.hf_path',
+    ),
+    Rule(
+        "data.source data.paths",
+        lambda c: c.data.source != "files" or c.data.paths,
+        "data.paths is empty; name at least one file",
+    ),
+    Rule(
+        "checkpoint.fast_dir checkpoint.fast_interval",
+        lambda c: not c.checkpoint.fast_dir or c.checkpoint.fast_interval,
+        "checkpoint.fast_dir = {c.checkpoint.fast_dir!r} needs checkpoint.fast_interval; set the "
+        "steps between checkpoints there, fewer than checkpoint.interval",
+    ),
+    Rule(
+        "float8.report_interval metrics.log_interval",
+        lambda c: c.float8.report_interval % c.metrics.log_interval == 0,
+        "float8.report_interval = {c.float8.report_interval} is not a multiple of "
+        "metrics.log_interval = {c.metrics.log_interval}; use one",
+    ),
+)
+"""Settings that contradict each other."""
+
+
+def _only_in_memory(run: Candidate) -> bool:
+    options = run.config.checkpoint
+    several = options.mode == "async" or options.fast_dir != "" or run.world_size > 1
+    return options.dir.startswith("memory://") and several
+
+
+def _idle_axes(run: Candidate) -> list[str]:
+    return [axis for axis in run.parallel.high_priority if run.degrees[axis] == 1]
+
+
+def _idle_axes_message(run: Candidate) -> str:
+    wide = [name for name, n in run.degrees.items() if n > 1]
+    return (
+        f"parallel.high_priority names {_idle_axes(run)[0]}, which has one rank and no "
+        f"collectives; use {' or '.join(wide) or '[]'}"
+    )
+
+
+RANKS: tuple[Rule[Candidate], ...] = (
+    Rule("parallel.ep parallel.etp", passes(lambda c: c.config.expert_degrees(c.world_size))),
+    Rule("train.global_batch train.micro_batch", passes(lambda c: c.micro_batches)),
+    Rule("parallel.high_priority", lambda c: not _idle_axes(c), _idle_axes_message),
+    Rule(
+        "parallel.reduce_by parallel.copy_engines",
+        lambda c: c.shards > 1,
+        needs="parallel.dp_shard or parallel.cp > 1: no ranks share parameters",
+    ),
+    Rule(
+        "parallel.reduce_dtype parallel.zero parallel.reduce parallel.dp_replicate",
+        lambda c: (
+            c.parallel.reduce_dtype != "bfloat16"
+            or c.micro_batches == 1
+            or not (c.sums or c.degrees["dp_replicate"] > 1)
+        ),
+        'parallel.reduce_dtype = "bfloat16" would sum {c.micro_batches} micro-batches in bfloat16 '
+        'in this layout; use "float32", or one micro-batch',
+    ),
+    Rule(
+        "parallel.reduce_by parallel.zero parallel.reduce",
+        lambda c: c.parallel.reduce_by != "all_to_all" or not c.sums,
+        'parallel.reduce_by = "all_to_all" would round sums of {c.micro_batches} micro-batches to '
+        'train.dtype; use "reduce_scatter", or one micro-batch',
+    ),
+    Rule(
+        "checkpoint.dir checkpoint.mode checkpoint.fast_dir",
+        lambda c: not _only_in_memory(c),
+        "checkpoint.dir = {c.config.checkpoint.dir!r} is the memory of one process; use it with "
+        'one rank, checkpoint.mode = "sync" and no checkpoint.fast_dir',
+    ),
+)
+"""What depends on the number of ranks, too."""
