@@ -12,25 +12,9 @@ if TYPE_CHECKING:
 
 _LATENT_KEYS = ("q_lora_rank", "nope_head_dim", "rope_head_dim", "v_head_dim")
 _EXPERT_KEYS = (
-    "experts_per_token",
-    "expert_dim",
-    "first_dense_layers",
-    "n_shared_experts",
-    "shared_gate",
-    "router",
-    "renormalize",
-    "routed_scaling",
-    "n_groups",
-    "top_groups",
-    "bias_speed",
-    "balance",
-    "balance_coefficient",
-    "z_loss",
-    "jitter",
-    "capacity_factor",
-    "capacity_pad",
-    "mtp",
-    "force_balance",
+    "experts_per_token expert_dim first_dense_layers n_shared_experts shared_gate router "
+    "renormalize routed_scaling n_groups top_groups bias_speed balance balance_coefficient "
+    "z_loss jitter capacity_factor capacity_pad mtp force_balance"
 )
 _RANKING = ("softmax", "sigmoid")
 """Routers that choose by a score an expert, to which a bias and groups apply."""
@@ -50,7 +34,7 @@ def broken_rules(config: "DecoderConfig") -> Iterator[str]:
         yield from _expert_rules(config)
         yield from _router_rules(config)
         return
-    yield from _without_effect(config, _EXPERT_KEYS, "n_experts")
+    yield from _without_effect(config, _EXPERT_KEYS.split(), "n_experts")
     if not config.ffn_dim:
         yield f"ffn_dim = 0 without experts; use a hidden width such as {4 * config.dim}"
 

@@ -109,23 +109,13 @@ def parallelize(
 
 # Keys of [parallel] that only the Trainer reads; here they are arguments, or not built.
 _TRAINERS_KEYS = (
-    "sequence_parallel",
-    "cp_method",
-    "cp_inner",
-    "dispatcher",
-    "ep_capacity",
-    "async_tp",
-    "schedule",
-    "stages_per_rank",
-    "pp_layout",
-    "defer_head",
-    "high_priority",
-    "timeout_seconds",
+    "sequence_parallel cp_method cp_inner dispatcher ep_capacity async_tp schedule "
+    "stages_per_rank pp_layout defer_head high_priority timeout_seconds"
 )
 
 
 def _refuse_without_effect(parallel: Parallel) -> None:
-    for key in _TRAINERS_KEYS:
+    for key in _TRAINERS_KEYS.split():
         if (value := getattr(parallel, key)) != getattr(Parallel(), key):
             raise ConfigError(
                 f"parallel.{key} = {value!r} has no effect on modules of your own; leave it out "

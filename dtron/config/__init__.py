@@ -1,6 +1,15 @@
-"""Settings of a run: sections and keys (schema.py), files and overrides (run_config.py)."""
+"""Settings of a run: sections and keys (schema.py), what they rule out (rules.py), files and
+overrides (run_config.py)."""
 
 from dtron.config.run_config import (
+    RunConfig,
+    choices,
+    fields,
+    resolve_degrees,
+    resolve_expert_degrees,
+    toml_value,
+)
+from dtron.config.schema import (
     DEGREES,
     Checkpoint,
     Compile,
@@ -17,15 +26,9 @@ from dtron.config.run_config import (
     Parallel,
     Recompute,
     Run,
-    RunConfig,
     Schedule,
     Section,
     Train,
-    choices,
-    fields,
-    resolve_degrees,
-    resolve_expert_degrees,
-    toml_value,
 )
 
 __all__ = [

@@ -8,12 +8,13 @@ What a rule looks at may not exist because of another error, such as the micro-b
 that do not multiply to the world size. Then the rule repeats that error's message, shown once.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from dtron.config.schema import Degree, Float8, Parallel
+from dtron.config.schema import Degree, Float8, Parallel, Train
 from dtron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,22 +30,23 @@ class Rule(Generic[Known]):
 
     keys: str
     """Keys it is about, separated by spaces."""
-    holds: Callable[[Known], object]
-    """Truthy where nothing is wrong; may raise a ConfigError with a message of its own."""
+    holds: Callable[[Known], object] | None = None
+    """Truthy where nothing is wrong; may raise a ConfigError with a message of its own. None: by
+    `needs`."""
     message: str | Callable[[Known], str] = ""
     """Key, value, rule and fix, a line for each error. In a string, `{c.train.steps}` is an
     attribute of what the rule looks at."""
     needs: str = ""
-    """In place of a message: what the keys need to have an effect. Keys at their default are legal
-    without it."""
+    """In place of a message: what the keys need to have an effect, unless they have their default.
+    Without `holds` it is a condition, for `met`."""
 
     def messages(self, known: Known, config: "RunConfig") -> Iterator[str]:
         """What is wrong; nothing if the rule holds."""
         try:
-            if self.holds(known):
+            if self.holds(known) if self.holds else met(self.needs, config):
                 return
         except ConfigError as error:
-            yield str(error)
+            yield from str(error).splitlines()
             return
         if self.needs:
             for key, value in changed(config, self.keys):
@@ -67,6 +69,11 @@ class Candidate:
     def parallel(self) -> Parallel:
         """The section [parallel]."""
         return self.config.parallel
+
+    @property
+    def train(self) -> Train:
+        """The section [train]."""
+        return self.config.train
 
     @cached_property
     def degrees(self) -> dict[Degree, int]:
@@ -111,9 +118,26 @@ def changed(config: "RunConfig", keys: str) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def met(needs: str, config: "RunConfig") -> bool:
+    """Whether one of the conditions holds: `KEY` (not 0 or empty), `KEY > 1` or `KEY = VALUE`; they
+    are joined by " or ", and what follows a colon explains."""
+    for condition in needs.partition(":")[0].split(" or "):
+        key, sign, bound = [*condition.split(" ", 2), "", ""][:3]
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value > int(bound) if sign == ">" else value == json.loads(bound) if sign else value:
+            return True
+    return False
+
+
 def passes(check: Callable[[Known], object]) -> Callable[[Known], bool]:
     """A `holds` from a function that raises a ConfigError."""
     return lambda known: bool((check(known), True))
+
+
+def finds_none(find: Callable[[Known], Iterable[str]]) -> Callable[[Known], bool]:
+    """A `holds` from a function that gives a message for each error."""
+    return passes(lambda known: refuse(find(known)))
 
 
 def broken_settings(config: "RunConfig", world_size: int) -> Iterator[str]:
@@ -126,7 +150,7 @@ def broken_settings(config: "RunConfig", world_size: int) -> Iterator[str]:
 def idle_keys(config: "RunConfig") -> Iterator[tuple[str, Any, str]]:
     """(key, value, what it needs) of the keys that other settings leave without effect."""
     for rule in EFFECTS:
-        if not rule.holds(config):
+        if any(rule.messages(config, config)):
             for key, value in changed(config, rule.keys):
                 yield key, value, rule.needs
 
@@ -138,97 +162,50 @@ _FLOAT8 = " ".join(
 EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule(
         "optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.moments",
-        lambda c: c.optim.name == "adamw",
         needs='optim.name = "adamw"',
     ),
-    Rule(
-        "parallel.sequence_parallel parallel.async_tp",
-        lambda c: c.parallel.tp > 1,
-        needs="parallel.tp > 1",
-    ),
+    Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(
         "parallel.schedule parallel.stages_per_rank parallel.pp_layout parallel.defer_head",
-        lambda c: c.parallel.pp > 1,
         needs="parallel.pp > 1",
     ),
-    Rule(
-        "parallel.dispatcher float8.dispatch",
-        lambda c: c.parallel.ep * c.parallel.etp > 1,
-        needs="parallel.ep or etp > 1",
-    ),
-    Rule(
-        "parallel.ep_capacity",
-        lambda c: c.parallel.dispatcher == "symmetric_memory",
-        needs='parallel.dispatcher = "symmetric_memory"',
-    ),
-    Rule("parallel.cp_method", lambda c: c.parallel.cp > 1, needs="parallel.cp > 1"),
+    Rule("parallel.dispatcher float8.dispatch", needs="parallel.ep > 1 or parallel.etp > 1"),
+    Rule("parallel.ep_capacity", needs='parallel.dispatcher = "symmetric_memory"'),
+    Rule("parallel.cp_method", needs="parallel.cp > 1"),
     Rule(
         "parallel.cp_inner",
         lambda c: c.parallel.cp > 1 and "hierarchical" in c.parallel.cp_methods(),
         needs='parallel.cp_method = "hierarchical"',
     ),
-    Rule("schedule.decay", lambda c: c.schedule.name == "wsd", needs='schedule.name = "wsd"'),
+    Rule("schedule.decay", needs='schedule.name = "wsd"'),
     Rule(
         "schedule.min_ratio",
         lambda c: c.schedule.name in ("linear", "cosine", "wsd"),
         needs="a schedule that falls: linear, cosine or wsd",
     ),
     Rule("recompute.every", lambda c: c.recompute.mode != "none", needs="a recompute.mode"),
-    Rule(_FLOAT8, lambda c: c.float8.recipe, needs="a float8.recipe"),
-    Rule(
-        "float8.amax_history",
-        lambda c: c.float8.scaling == "delayed",
-        needs='float8.scaling = "delayed"',
-    ),
-    Rule("compile.backend", lambda c: c.compile.enable, needs="compile.enable = true"),
-    Rule("checkpoint.keep_every", lambda c: c.checkpoint.keep, needs="checkpoint.keep"),
-    Rule(
-        "checkpoint.fast_interval checkpoint.fast_keep",
-        lambda c: c.checkpoint.fast_dir,
-        needs="checkpoint.fast_dir",
-    ),
+    Rule(_FLOAT8, needs="float8.recipe"),
+    Rule("float8.amax_history", needs='float8.scaling = "delayed"'),
+    Rule("compile.backend", needs="compile.enable = true"),
+    Rule("checkpoint.keep_every", needs="checkpoint.keep"),
+    Rule("checkpoint.fast_interval checkpoint.fast_keep", needs="checkpoint.fast_dir"),
     Rule(
         "checkpoint.verify checkpoint.allow_data_change",
-        lambda c: c.checkpoint.resume or c.checkpoint.initial,
         needs="checkpoint.resume or checkpoint.initial",
     ),
-    Rule(
-        "data.hf_path data.hf_name data.hf_split data.hf_streaming",
-        lambda c: c.data.source == "hf",
-        needs='data.source = "hf"',
-    ),
-    Rule("data.paths", lambda c: c.data.source == "files", needs='data.source = "files"'),
-    Rule(
-        "train.eval_interval",
-        lambda c: c.train.eval_sequences and c.data.validation_fraction,
-        needs="train.eval_sequences and data.validation_fraction, such as 64 and 0.02",
-    ),
-    Rule("train.sample_prompt", lambda c: c.train.sample_tokens, needs="train.sample_tokens"),
-    Rule(
-        "faults.spike_window faults.spike_deviations",
-        lambda c: c.faults.on_spike,
-        needs="faults.on_spike",
-    ),
-    Rule(
-        "faults.rollback_steps faults.max_rollbacks",
-        lambda c: c.faults.on_spike == "rollback",
-        needs='faults.on_spike = "rollback"',
-    ),
-    Rule(
-        "faults.on_corruption",
-        lambda c: c.faults.replicas_interval,
-        needs="faults.replicas_interval",
-    ),
+    Rule("data.hf_path data.hf_name data.hf_split data.hf_streaming", needs='data.source = "hf"'),
+    Rule("data.paths", needs='data.source = "files"'),
+    Rule("train.eval_interval", needs="train.eval_sequences"),
+    Rule("train.eval_interval", needs="data.validation_fraction: nothing is held out"),
+    Rule("train.sample_prompt", needs="train.sample_tokens"),
+    Rule("faults.spike_window faults.spike_deviations", needs="faults.on_spike"),
+    Rule("faults.rollback_steps faults.max_rollbacks", needs='faults.on_spike = "rollback"'),
+    Rule("faults.on_corruption", needs="faults.replicas_interval"),
     Rule(
         "faults.replicas_interval",
-        lambda c: c.parallel.dp_replicate * c.parallel.tp * c.parallel.pp > 1,
-        needs="ranks that hold copies: parallel.dp_replicate, tp or pp > 1",
+        needs="parallel.dp_replicate > 1 or parallel.tp > 1 or parallel.pp > 1: no copies",
     ),
-    Rule(
-        "metrics.profile_steps metrics.profile_shapes",
-        lambda c: c.metrics.profile_start,
-        needs="metrics.profile_start",
-    ),
+    Rule("metrics.profile_steps metrics.profile_shapes", needs="metrics.profile_start"),
 )
 """Keys that do nothing unless another has some value."""
 
@@ -320,21 +297,15 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "schedule.warmup = {c.schedule.warmup} and schedule.decay = {c.schedule.decay} overlap; "
         "their sum is at most 1",
     ),
-    Rule(
-        "data.source data.hf_path",
-        lambda c: c.data.source != "hf" or c.data.hf_path,
-        'data.source = "hf" needs data.hf_path',
-    ),
+    Rule("data.source", lambda c: c.data.source != "hf" or c.data.hf_path, needs="data.hf_path"),
     Rule(
         "data.source data.paths",
         lambda c: c.data.source != "files" or c.data.paths,
         "data.paths is empty; name at least one file",
     ),
     Rule(
-        "checkpoint.fast_dir checkpoint.fast_interval",
-        lambda c: not c.checkpoint.fast_dir or c.checkpoint.fast_interval,
-        "checkpoint.fast_dir = {c.checkpoint.fast_dir!r} needs checkpoint.fast_interval; set the "
-        "steps between checkpoints there, fewer than checkpoint.interval",
+        "checkpoint.fast_dir",
+        needs="checkpoint.fast_interval: set the steps between checkpoints there",
     ),
     Rule(
         "float8.report_interval metrics.log_interval",
@@ -352,22 +323,20 @@ def _only_in_memory(run: Candidate) -> bool:
     return options.dir.startswith("memory://") and several
 
 
-def _idle_axes(run: Candidate) -> list[str]:
-    return [axis for axis in run.parallel.high_priority if run.degrees[axis] == 1]
-
-
-def _idle_axes_message(run: Candidate) -> str:
+def _idle_axes(run: Candidate) -> Iterator[str]:
     wide = [name for name, n in run.degrees.items() if n > 1]
-    return (
-        f"parallel.high_priority names {_idle_axes(run)[0]}, which has one rank and no "
-        f"collectives; use {' or '.join(wide) or '[]'}"
-    )
+    for axis in run.parallel.high_priority:
+        if axis not in wide:
+            yield (
+                f"parallel.high_priority names {axis}, which has one rank and no collectives; "
+                f"use {' or '.join(wide) or '[]'}"
+            )
 
 
 RANKS: tuple[Rule[Candidate], ...] = (
     Rule("parallel.ep parallel.etp", passes(lambda c: c.config.expert_degrees(c.world_size))),
     Rule("train.global_batch train.micro_batch", passes(lambda c: c.micro_batches)),
-    Rule("parallel.high_priority", lambda c: not _idle_axes(c), _idle_axes_message),
+    Rule("parallel.high_priority", finds_none(_idle_axes)),
     Rule(
         "parallel.reduce_by parallel.copy_engines",
         lambda c: c.shards > 1,

@@ -20,7 +20,6 @@ from dtron.config.schema import (
     DEGREES,
     Checkpoint,
     Compile,
-    CpMethod,
     Data,
     Debug,
     Degree,
@@ -42,33 +41,6 @@ from dtron.io.untrusted import TOML_BYTES, parse, parse_toml, read_text_or_pipe
 
 _PIPE_SECONDS = 10.0
 """In which a config from a pipe has to end."""
-
-__all__ = [
-    "DEGREES",
-    "Checkpoint",
-    "Compile",
-    "CpMethod",
-    "Data",
-    "Debug",
-    "Degree",
-    "ExpertDegree",
-    "Faults",
-    "Float8",
-    "Metrics",
-    "Model",
-    "Optim",
-    "Parallel",
-    "Recompute",
-    "Run",
-    "RunConfig",
-    "Schedule",
-    "Section",
-    "Train",
-    "choices",
-    "fields",
-    "resolve_degrees",
-    "resolve_expert_degrees",
-]
 
 
 class RunConfig(Section):

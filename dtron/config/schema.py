@@ -1,7 +1,7 @@
 """The sections of a run's config: typed keys with a docstring each, which `--help` prints.
 
-Choices are Literals, units are in the names, values are frozen. What depends on several sections is
-checked in `dtron/config/run_config.py`, which also reads and writes them; import them from there.
+Choices are Literals, units are in the names, values are frozen. What depends on several keys is in
+`dtron/config/rules.py`; `dtron/config/run_config.py` reads and writes a whole run.
 """
 
 from pathlib import Path

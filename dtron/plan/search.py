@@ -323,10 +323,6 @@ def _choices(
             ):
                 if shards // replicas * cp * tp % (ep * etp):
                     continue
-                # Weight gradients in float8 are not put off; layers that take a part of the tokens
-                # on each rank of tp have no scale to share.
-                if recipe and (schedule == "ZBVZeroBubble" or (tp > 1 and model.kv_lora_rank)):
-                    continue
                 if batch % (shards * micro) or pp * v > model.n_layers + 2:
                     continue
                 if pp > 1 and batch // (shards * micro) < pp:

@@ -7,7 +7,7 @@ Passes refuse again what users of the plug-in can get wrong.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from dtron.config.rules import (
     Rule,
     broken,
     changed,
+    finds_none,
     passes,
     refuse,
 )
@@ -59,8 +60,18 @@ class ModelCandidate(Candidate):
 
     @cached_property
     def layout(self) -> Layout | None:
-        """The pipeline's stages, where there are several."""
-        return _layout(self)
+        """The pipeline's stages, where there are several; the head weighs as it multiplies."""
+        config, model, spec = self.config, self.model, self.spec
+        if config.parallel.pp == 1:
+            return None
+        names = StageNames(spec.embedding(model), spec.layer, spec.head, spec.further(model))
+        whole = flops_per_token(FlopsModel.of(model), config.train.seq_len, "causal")
+        head = 6 * model.vocab_size * model.dim * (1 + model.mtp)
+        layer = (whole - head) / (model.n_layers + model.mtp)
+        weight = head / layer + model.mtp
+        return build_layout(
+            config.parallel, names, model.n_layers, self.micro_batches, weight, model.mtp
+        )
 
     @property
     def splits(self) -> bool:
@@ -93,7 +104,20 @@ class MachineCandidate(ModelCandidate):
     @cached_property
     def attention(self) -> Backend:
         """The attention backend."""
-        return _attention(self.config, self.model, self.device)
+        config, model = self.config, self.model
+        return choose_backend(
+            config.model.attention,
+            device_type=self.device.type,
+            dtype=DTYPES[config.train.dtype],
+            head_dim=model.head_size,
+            documents=config.data.mask_documents,
+            dropout=model.attention_dropout > 0,
+            deterministic=config.debug.deterministic,
+            context=config.parallel.cp_methods() if config.parallel.cp > 1 else (),
+            window=model.window,
+            softcap=model.softcap,
+            sinks=model.sinks,
+        )
 
 
 def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Layout | None]:
@@ -179,23 +203,18 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
+def _multiple(n: int, of: int) -> str:
+    return f"a multiple of {of} such as {n // of * of or of}"
+
+
 def _undivided(run: ModelCandidate) -> Iterator[str]:
     """The first size that tp, ep or etp does not divide, with the degrees that do."""
     model, parallel, ranks = run.model, run.parallel, run.world_size
-    split: list[tuple[str, int, Mapping[str, int]]] = [
-        (
-            "tp",
-            model.n_heads,
-            {
-                "n_heads": model.n_heads,
-                "n_kv_heads": model.n_kv_heads,
-                "ffn_dim": model.ffn_dim,
-                "n_shared_experts x expert_dim": model.n_shared_experts * model.expert_dim,
-            },
-        )
-    ]
+    heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "ffn_dim": model.ffn_dim}
+    shared = {"n_shared_experts x expert_dim": model.n_shared_experts * model.expert_dim}
+    split = [("tp", model.n_heads, heads | shared)]
     if model.n_experts:
-        width = {"expert_dim": model.expert_dim, **({"dim": model.dim} if model.bias else {})}
+        width = {"expert_dim": model.expert_dim} | ({"dim": model.dim} if model.bias else {})
         split += [("ep", ranks, {"n_experts": model.n_experts}), ("etp", ranks, width)]
     for axis, most, sizes in split:
         degree = getattr(parallel, axis)
@@ -259,14 +278,6 @@ def _sequence_chunks(run: ModelCandidate) -> int:
     return math.lcm(2 * cp, cp * tp) if cp > 1 else 1
 
 
-def _uncut(run: ModelCandidate) -> str:
-    whole, length = _sequence_chunks(run), run.config.train.seq_len
-    return (
-        f"parallel.cp = {run.parallel.cp} cuts train.seq_len = {length} into 2 x cp pieces; use a "
-        f"multiple of {whole} such as {length // whole * whole or whole}"
-    )
-
-
 def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
     """Methods that split heads over ranks which do not divide them."""
     parallel, model, tp = run.parallel, run.model, run.parallel.tp
@@ -294,46 +305,33 @@ def _rings(run: ModelCandidate) -> list[str]:
 
 MODEL: tuple[Rule[ModelCandidate], ...] = (
     Rule("model.name model.size model.override", passes(lambda c: c.model)),
-    Rule(
-        "model.override model.attention data.mask_documents",
-        lambda c: not any(_unread(c)),
-        lambda c: "\n".join(_unread(c)),
-    ),
+    Rule("model.override model.attention data.mask_documents", finds_none(_unread)),
     Rule(
         "train.seq_len model.override",
-        lambda c: c.model.positions != "learned" or c.config.train.seq_len <= c.model.max_seq_len,
-        "train.seq_len = {c.config.train.seq_len} is longer than the learned positions of "
+        lambda c: c.model.positions != "learned" or c.train.seq_len <= c.model.max_seq_len,
+        "train.seq_len = {c.train.seq_len} is longer than the learned positions of "
         "model.override.max_seq_len = {c.model.max_seq_len}; shorten it or raise the latter",
     ),
     Rule(
         "train.loss_chunks model.override",
-        lambda c: not c.model.mtp or c.config.train.loss_chunks == 1,
-        "train.loss_chunks = {c.config.train.loss_chunks} with model.override.mtp = {c.model.mtp}: "
+        lambda c: not c.model.mtp or c.train.loss_chunks == 1,
+        "train.loss_chunks = {c.train.loss_chunks} with model.override.mtp = {c.model.mtp}: "
         "chunked loss does not support multi-token prediction; use 1, or mtp = 0",
     ),
     Rule(
         "train.seq_len model.override",
-        lambda c: c.model.mtp < c.config.train.seq_len,
-        "model.override.mtp = {c.model.mtp} looks beyond train.seq_len = {c.config.train.seq_len}; "
+        lambda c: c.model.mtp < c.train.seq_len,
+        "model.override.mtp = {c.model.mtp} looks beyond train.seq_len = {c.train.seq_len}; "
         "use less",
     ),
     Rule(
         "parallel.async_tp model.override",
-        lambda c: not (c.parallel.async_tp and c.model.n_experts),
-        "parallel.async_tp with model.n_experts = {c.model.n_experts}: matmuls of experts are not "
-        "fused with communication; use parallel.async_tp = false",
+        lambda c: not c.parallel.async_tp or not (c.model.n_experts or c.model.kv_lora_rank),
+        "parallel.async_tp with model.n_experts = {c.model.n_experts}, model.kv_lora_rank = "
+        "{c.model.kv_lora_rank}: matmuls of experts and of latent attention are not fused with "
+        "communication; use parallel.async_tp = false",
     ),
-    Rule(
-        "parallel.async_tp model.override",
-        lambda c: not (c.parallel.async_tp and c.model.kv_lora_rank),
-        "parallel.async_tp with model.kv_lora_rank = {c.model.kv_lora_rank}: matmuls of latent "
-        "attention are not fused with communication; use parallel.async_tp = false",
-    ),
-    Rule(
-        "parallel.ep parallel.etp",
-        lambda c: c.model.n_experts,
-        needs="model.override.n_experts",
-    ),
+    Rule("parallel.ep parallel.etp", lambda c: c.model.n_experts, needs="model.override.n_experts"),
     Rule(
         "parallel.sequence_parallel parallel.tp model.override",
         lambda c: not c.model.n_experts or c.parallel.tp == 1 or c.parallel.sequence_parallel,
@@ -344,19 +342,14 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "parallel.dispatcher recompute.mode compile.enable debug.deterministic float8.dispatch",
         passes(_check_dispatch),
     ),
-    Rule(
-        "parallel.tp parallel.ep parallel.etp model.override",
-        lambda c: not any(_undivided(c)),
-        lambda c: "\n".join(_undivided(c)),
-    ),
+    Rule("parallel.tp parallel.ep parallel.etp model.override", finds_none(_undivided)),
     Rule("parallel.ep parallel.etp model.override", passes(_check_expert_shards)),
     Rule(
         "parallel.sequence_parallel parallel.tp train.seq_len",
-        lambda c: not c.parallel.sequence_parallel or c.config.train.seq_len % c.parallel.tp == 0,
+        lambda c: not c.parallel.sequence_parallel or c.train.seq_len % c.parallel.tp == 0,
         lambda c: (
-            f"parallel.sequence_parallel splits train.seq_len = {c.config.train.seq_len} over "
-            f"parallel.tp = {c.parallel.tp}; use a multiple of {c.parallel.tp} such as "
-            f"{c.config.train.seq_len // c.parallel.tp * c.parallel.tp or c.parallel.tp}, or "
+            f"parallel.sequence_parallel splits train.seq_len = {c.train.seq_len} over "
+            f"parallel.tp = {c.parallel.tp}; use {_multiple(c.train.seq_len, c.parallel.tp)}, or "
             "parallel.sequence_parallel = false"
         ),
     ),
@@ -370,8 +363,11 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
     ),
     Rule(
         "parallel.cp parallel.tp train.seq_len",
-        lambda c: c.config.train.seq_len % _sequence_chunks(c) == 0,
-        _uncut,
+        lambda c: c.train.seq_len % _sequence_chunks(c) == 0,
+        lambda c: (
+            f"parallel.cp = {c.parallel.cp} cuts train.seq_len = {c.train.seq_len} into 2 x cp "
+            f"pieces; use {_multiple(c.train.seq_len, _sequence_chunks(c))}"
+        ),
     ),
     Rule(
         "parallel.cp model.override",
@@ -402,8 +398,7 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
     ),
     Rule(
         "parallel.cp_method parallel.cp_inner parallel.cp parallel.tp model.override",
-        lambda c: not any(_heads_over_cp(c)),
-        lambda c: "\n".join(_heads_over_cp(c)),
+        finds_none(_heads_over_cp),
     ),
     Rule(
         "parallel.pp parallel.schedule parallel.stages_per_rank parallel.pp_layout",
@@ -451,11 +446,7 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
         f"{MULTIPLE} tokens a micro-batch, not {{c.config.tokens}} (train.micro_batch x "
         "train.seq_len / parallel.cp)",
     ),
-    Rule(
-        f"float8.recipe {' '.join(_ONE_SCALE)}",
-        lambda c: not any(_several_scales(c)),
-        lambda c: "\n".join(_several_scales(c)),
-    ),
+    Rule(f"float8.recipe {' '.join(_ONE_SCALE)}", finds_none(_several_scales)),
     Rule(
         "float8.gather_inputs parallel.async_tp",
         lambda c: not (c.parallel.async_tp and c.config.float8.gather_inputs),
@@ -476,8 +467,8 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
     ),
     Rule(
         "float8.output train.loss_chunks",
-        lambda c: not c.config.float8.output or c.config.train.loss_chunks == 1,
-        "float8.output with train.loss_chunks = {c.config.train.loss_chunks}: the loss multiplies "
+        lambda c: not c.config.float8.output or c.train.loss_chunks == 1,
+        "float8.output with train.loss_chunks = {c.train.loss_chunks}: the loss multiplies "
         "by the head itself, in train.dtype; use one of the two",
     ),
     Rule(
@@ -545,37 +536,8 @@ def check_dispatcher(run: MachineCandidate) -> None:
 
 
 MACHINE: tuple[Rule[MachineCandidate], ...] = (
-    Rule(_ON_GPUS, lambda c: not any(_without_gpus(c)), lambda c: "\n".join(_without_gpus(c))),
+    Rule(_ON_GPUS, finds_none(_without_gpus)),
     Rule("parallel.dispatcher float8.dispatch", passes(check_dispatcher)),
     Rule("model.attention data.mask_documents parallel.cp_method", passes(lambda c: c.attention)),
 )
 """What depends on this machine."""
-
-
-def _attention(config: RunConfig, model: DecoderConfig, device: torch.device) -> Backend:
-    return choose_backend(
-        config.model.attention,
-        device_type=device.type,
-        dtype=DTYPES[config.train.dtype],
-        head_dim=model.head_size,
-        documents=config.data.mask_documents,
-        dropout=model.attention_dropout > 0,
-        deterministic=config.debug.deterministic,
-        context=config.parallel.cp_methods() if config.parallel.cp > 1 else (),
-        window=model.window,
-        softcap=model.softcap,
-        sinks=model.sinks,
-    )
-
-
-def _layout(run: ModelCandidate) -> Layout | None:
-    """The pipeline's stages; the head weighs as it multiplies."""
-    config, model, spec = run.config, run.model, run.spec
-    if config.parallel.pp == 1:
-        return None
-    names = StageNames(spec.embedding(model), spec.layer, spec.head, spec.further(model))
-    whole = flops_per_token(FlopsModel.of(model), config.train.seq_len, "causal")
-    head = 6 * model.vocab_size * model.dim * (1 + model.mtp)
-    layer = (whole - head) / (model.n_layers + model.mtp)
-    weight, micro_batches = head / layer + model.mtp, run.micro_batches
-    return build_layout(config.parallel, names, model.n_layers, micro_batches, weight, model.mtp)

@@ -161,7 +161,10 @@ def test_degrees_fill_up_to_the_world_size() -> None:
             "which has one rank and no collectives; use dp_shard",
         ),
         ("parallel.cp_method=ulysses", "no effect without parallel.cp > 1"),
-        ("parallel.dispatcher=symmetric_memory", "no effect without parallel.ep or etp > 1"),
+        (
+            "parallel.dispatcher=symmetric_memory",
+            "no effect without parallel.ep > 1 or parallel.etp > 1",
+        ),
         ("parallel.ep_capacity=3.0", "no effect without parallel.dispatcher"),
         ("parallel.cp_inner=2", "no effect without parallel.cp_method"),
         ("parallel.schedule=GPipe", "no effect without parallel.pp > 1"),

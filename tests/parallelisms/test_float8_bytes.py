@@ -130,7 +130,7 @@ def test_shared_scales_are_counted(parallel: Parallel, mode: Any, each: int, num
             "no effect with parallel.async_tp",
         ),
         ("rowwise", {}, {"filter": ["blocks.*.ffn.dwn"]}, "matches no linear layer"),
-        ("", {}, {"output": True}, "float8.output = True has no effect without a float8.recipe"),
+        ("", {}, {"output": True}, "float8.output = True has no effect without float8.recipe"),
     ],
 )
 def test_what_cannot_act_is_refused(

@@ -296,7 +296,7 @@ def test_what_the_machine_lacks_comes_before_the_model(monkeypatch: pytest.Monke
         monkeypatch.setattr("torch.cuda.is_available", lambda found=gpus: found)
         with pytest.raises(ConfigError, match=message):
             preflight(run, place)
-        with pytest.raises(ConfigError, match=r"has no effect without parallel\.ep or etp > 1"):
+        with pytest.raises(ConfigError, match=r"has no effect without parallel\.ep > 1 or"):
             preflight(config(parallel={"ep": 1}), place)
 
 

@@ -226,7 +226,7 @@ def refusal(parallel: Parallel, model: str = "mixtral", **more: Any) -> str:
 
 
 def test_what_cannot_act_or_is_not_followed_is_refused() -> None:
-    alone = "float8.dispatch = True has no effect without parallel.ep or etp > 1"
+    alone = "float8.dispatch = True has no effect without parallel.ep > 1 or parallel.etp > 1"
     assert alone in refusal(Parallel())
     assert alone in refusal(Parallel(tp=2), "qwen3_moe", recipe="rowwise")
     assert alone in refusal(Parallel(), "llama")
