@@ -207,6 +207,11 @@ def _multiple(n: int, of: int) -> str:
     return f"a multiple of {of} such as {n // of * of or of}"
 
 
+def _sizes(run: ModelCandidate, *keys: str) -> str:
+    values = {key: getattr(run.model, key) for key in keys}
+    return " and ".join(f"model.{key} = {value}" for key, value in values.items() if value)
+
+
 def _undivided(run: ModelCandidate) -> Iterator[str]:
     """The first size that tp, ep or etp does not divide, with the degrees that do."""
     model, parallel, ranks = run.model, run.parallel, run.world_size
@@ -327,9 +332,11 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
     Rule(
         "parallel.async_tp model.override",
         lambda c: not c.parallel.async_tp or not (c.model.n_experts or c.model.kv_lora_rank),
-        "parallel.async_tp with model.n_experts = {c.model.n_experts}, model.kv_lora_rank = "
-        "{c.model.kv_lora_rank}: matmuls of experts and of latent attention are not fused with "
-        "communication; use parallel.async_tp = false",
+        lambda c: (
+            f"parallel.async_tp with {_sizes(c, 'n_experts', 'kv_lora_rank')}: matmuls of experts "
+            "and of latent attention are not fused with communication; use parallel.async_tp = "
+            "false"
+        ),
     ),
     Rule("parallel.ep parallel.etp", lambda c: c.model.n_experts, needs="model.override.n_experts"),
     Rule(

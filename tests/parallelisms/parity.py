@@ -56,7 +56,7 @@ from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline.executor import Layout
 from dtron.setup.float8_plan import Float8Plan
-from dtron.setup.rules import check_layout, reasons, resolve
+from dtron.setup.rules import ModelCandidate, all_broken, check_layout, resolve
 from dtron.training.expert_balancing import Routing
 from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.training.optim import build_optimizer, update
@@ -228,7 +228,7 @@ class Case:
 
     def refusal(self) -> str:
         """The first rule that refuses this, before any process starts; empty if none does."""
-        return next(iter(reasons(self.config(), self.world)), "")
+        return next(all_broken(ModelCandidate(self.config(), self.world)), "")
 
 
 def float8(recipe: str, world: int, parallel: Parallel, model: str = "llama", **more: Any) -> Case:

@@ -355,7 +355,8 @@ with torch {torch} on CPUs (gloo). A number is the largest deviation of a tuple:
 ||g - g_ref|| / max(||g_ref||, 1e-3 ||all g_ref|| / sqrt(n)), and over losses and norms the relative
 error. It passes up to 1e-5 in float32 and up to 1e-10 in float64. A letter is the rule that refuses
 the tuple before any process starts. Any other outcome fails the test, as do other counts than
-these. [Parity on GPUs](parity-gpu.md) has what has run there.
+these. [Parity on GPUs](parity-gpu.md) has what has run there; [what can be
+combined](combinations.md) has any two features.
 """
 SAMPLES_HEAD = """Recomputation, compilation, ZeRO stages and the rest, on some of the layouts; what
 a name leaves out is the default."""

@@ -152,8 +152,8 @@ def test_checkpoint_loads_under_other_experts(
             "deepseek_v3",
             {},
             {"tp": 2, "dp_shard": 1, "async_tp": True},
-            "parallel.async_tp with model.n_experts = 16, model.kv_lora_rank = 32: matmuls of "
-            "experts and of latent attention are not fused with communication; use "
+            "parallel.async_tp with model.n_experts = 16 and model.kv_lora_rank = 32: matmuls "
+            "of experts and of latent attention are not fused with communication; use "
             "parallel.async_tp = false",
         ),
         ("llama", {}, {"ep": 2}, "parallel.ep = 2 has no effect without model.override.n_experts"),
