@@ -203,7 +203,8 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule("faults.on_corruption", needs="faults.replicas_interval"),
     Rule(
         "faults.replicas_interval",
-        needs="parallel.dp_replicate > 1 or parallel.tp > 1 or parallel.pp > 1: no copies",
+        needs="parallel.dp_replicate > 1 or parallel.tp > 1 or parallel.pp > 1: no ranks hold "
+        "copies",
     ),
     Rule("metrics.profile_steps metrics.profile_shapes", needs="metrics.profile_start"),
 )

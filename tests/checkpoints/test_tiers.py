@@ -444,7 +444,7 @@ def test_a_store_that_cannot_be_used_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("fsspec")
-    with pytest.raises(ConfigError, match="this process's own memory"):
+    with pytest.raises(ConfigError, match="is the memory of one process"):
         Trainer(tiny(tmp_path, checkpoint__dir="memory://x", checkpoint__mode="async"))
     with pytest.raises(ConfigError, match="nowhere"):
         Trainer(tiny(tmp_path, checkpoint__dir="nowhere://x"))

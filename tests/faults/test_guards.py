@@ -275,7 +275,7 @@ def test_slow_ranks_stand_out_with_the_part_that_is_slow(tmp_path: Path) -> None
         ({"faults__on_spike": "rollback", "faults__spike_window": 2}, "set checkpoint.interval"),
         ({"faults__on_spike": "warn"}, "nothing is a spike in the first window"),
         ({"faults__spike_window": 5}, "has no effect without faults.on_spike"),
-        ({"faults__replicas_interval": 5}, "ranks that hold copies"),
+        ({"faults__replicas_interval": 5}, "no ranks hold copies"),
         ({"faults__hang_seconds": 600.0}, "is not below parallel.timeout_seconds"),
         ({"faults__verify_step": 7}, "after the last step"),
     ],
