@@ -147,15 +147,15 @@ def _refuse(error: DtronError) -> int:
     from dtron.run.process import Place
 
     place = Place.of_environment()
-    alone = isinstance(error, RankError)
+    alone, shown = isinstance(error, RankError), str(error).replace("\n", "\n       ")
     if isinstance(error, PeerError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once that rank has ended
         time.sleep(_GRACE_SECONDS)
     elif place.local_rank == 0 or alone:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {shown}", file=sys.stderr, flush=True)
     else:
         time.sleep(_GRACE_SECONDS)
-        print(f"error on rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        print(f"error on rank {place.rank}: {shown}", file=sys.stderr, flush=True)
     if isinstance(error, NoProgressError) and "TORCHELASTIC_RUN_ID" in os.environ:
         os.kill(os.getppid(), signal.SIGTERM)  # or torchrun would restart all ranks again
     if place.world_size > 1 and (alone or isinstance(error, PeerError) or dist.is_initialized()):

@@ -140,11 +140,11 @@ def finds_none(find: Callable[[Known], Iterable[str]]) -> Callable[[Known], bool
     return passes(lambda known: refuse(find(known)))
 
 
-def broken_settings(config: "RunConfig", world_size: int) -> Iterator[str]:
-    """What is wrong with the settings of a run on this many ranks."""
-    yield from broken(RANKS, Candidate(config, world_size), config)
-    yield from broken(SETTINGS, config, config)
-    yield from broken(EFFECTS, config, config)
+def broken_settings(run: Candidate) -> Iterator[str]:
+    """What is wrong with the settings of a run on its ranks."""
+    yield from broken(RANKS, run, run.config)
+    yield from broken(SETTINGS, run.config, run.config)
+    yield from broken(EFFECTS, run.config, run.config)
 
 
 def idle_keys(config: "RunConfig") -> Iterator[tuple[str, Any, str]]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from dtron.config.rules import broken_settings, idle_keys, refuse
+from dtron.config.rules import Candidate, broken_settings, idle_keys, refuse
 from dtron.config.schema import (
     DEGREES,
     Checkpoint,
@@ -182,7 +182,7 @@ class RunConfig(Section):
         Raises:
             ConfigError: names all that is wrong, a line each.
         """
-        refuse(broken_settings(self, world_size))
+        refuse(broken_settings(Candidate(self, world_size)))
 
 
 def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degree, int]:

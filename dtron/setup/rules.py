@@ -15,12 +15,10 @@ import torch
 
 from dtron.config import RunConfig
 from dtron.config.rules import (
-    EFFECTS,
-    RANKS,
-    SETTINGS,
     Candidate,
     Rule,
     broken,
+    broken_settings,
     changed,
     finds_none,
     passes,
@@ -44,7 +42,7 @@ from dtron.setup.float8_plan import Float8Plan, plan_float8
 
 @dataclass(frozen=True)
 class ModelCandidate(Candidate):
-    """The same with its model, pipeline and float8 layers."""
+    """A candidate with its model, pipeline and float8 layers."""
 
     @cached_property
     def model(self) -> DecoderConfig:
@@ -80,7 +78,7 @@ class ModelCandidate(Candidate):
 
     @property
     def sums(self) -> bool:
-        """The same; a pipeline that defers weight gradients adds them up as well."""
+        """As of Candidate; a pipeline that defers weight gradients adds them up as well."""
         deferred = self.layout is not None and (self.layout.splits_backward or self.layout.head)
         return super().sums or bool(deferred and self.micro_batches > 1)
 
@@ -97,7 +95,7 @@ class ModelCandidate(Candidate):
 
 @dataclass(frozen=True)
 class MachineCandidate(ModelCandidate):
-    """The same on this machine."""
+    """A candidate on a device of this machine."""
 
     device: torch.device = field(default=torch.device("cpu"))
 
@@ -148,9 +146,7 @@ def all_broken(run: ModelCandidate) -> Iterator[str]:
     """The messages of all rules that a run breaks; some may come several times."""
     config, found = run.config, False
     for messages in (
-        broken(RANKS, run, config),
-        broken(SETTINGS, config, config),
-        broken(EFFECTS, config, config),
+        broken_settings(run),
         broken(MACHINE, run, config) if isinstance(run, MachineCandidate) else (),
         broken(MODEL, run, config),
         broken(FLOAT8, run, config) if config.float8.recipe else (),
@@ -199,10 +195,6 @@ def _blocks(config: RunConfig) -> Iterator[tuple[str, int, int, str]]:
             yield key, inner, inner * parallel.tp, ring
 
 
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 def _multiple(n: int, of: int) -> str:
     return f"a multiple of {of} such as {n // of * of or of}"
 
@@ -228,7 +220,7 @@ def _undivided(run: ModelCandidate) -> Iterator[str]:
                 legal = [n for n in range(1, most + 1) if not any(v % n for v in sizes.values())]
                 yield (
                     f"parallel.{axis} = {degree} does not divide model.{key} = {size}; use "
-                    f"{_listed(legal)}"
+                    f"{', '.join(map(str, legal))}"
                 )
                 break
 
@@ -295,8 +287,8 @@ def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
         if inner not in legal:
             yield (
                 f"parallel.cp_method = {method!r} splits heads over {inner} ranks, but each has "
-                f"{heads} query and {shared} key/value heads; use {_listed(legal)} ranks, or "
-                '"ring"'
+                f"{heads} query and {shared} key/value heads; use "
+                f'{", ".join(map(str, legal))} ranks, or "ring"'
             )
 
 
@@ -495,21 +487,17 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
         needs="parallel.tp > 1 and parallel.sequence_parallel: no input is gathered",
     ),
     Rule(
-        "float8.filter compile.enable",
-        lambda c: c.config.float8.filter != "auto" or c.config.compile.enable,
-        'float8.filter = "auto" times layers as they are compiled; set compile.enable = true',
-    ),
-    Rule(
-        "float8.filter debug.deterministic",
-        lambda c: c.config.float8.filter != "auto" or not c.config.debug.deterministic,
-        'float8.filter = "auto" with debug.deterministic: timings differ from run to run; name the '
-        "layers",
-    ),
-    Rule(
-        "float8.filter float8.gather_inputs",
-        lambda c: c.config.float8.filter != "auto" or not c.config.float8.gather_inputs,
-        'float8.gather_inputs with float8.filter = "auto": an input is gathered in float8 if all '
-        "layers that read it are float8; name the layers",
+        "float8.filter compile.enable debug.deterministic float8.gather_inputs",
+        lambda c: (
+            c.config.float8.filter != "auto"
+            or (
+                c.config.compile.enable
+                and not (c.config.debug.deterministic or c.config.float8.gather_inputs)
+            )
+        ),
+        'float8.filter = "auto" times layers as they are compiled, and the choice differs from run '
+        "to run; set compile.enable = true, debug.deterministic = false and float8.gather_inputs = "
+        "false, or name the layers",
     ),
     Rule("float8.experts", lambda c: c.model.n_experts, needs="model.override.n_experts"),
     Rule(

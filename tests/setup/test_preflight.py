@@ -223,6 +223,33 @@ def test_offload_needs_gpus() -> None:
         preflight(run, Place(rank=0, local_rank=0, world_size=1))
 
 
+def test_a_start_names_all_that_is_wrong_at_once() -> None:
+    """Of ranks, settings, the machine, the model and float8: once each, a line each."""
+    sections = {
+        "model": {**BASE["model"], "override": {"window": 16}, "attention": "sdpa"},
+        "train": {"global_batch": 7, "seq_len": 60, "loss_chunks": 99},
+        "parallel": {"cp": 4, "dp_shard": 2},
+        "recompute": {"every": 2},
+        "float8": {"recipe": "rowwise", "scaling": "delayed"},
+    }
+    with pytest.raises(ConfigError) as error:
+        preflight(RunConfig.of(sections), Place(rank=0, local_rank=0, world_size=8))
+    lines = str(error.value).splitlines()
+    wanted = [
+        "train.global_batch = 7 is not a multiple of 2",
+        "train.loss_chunks = 99 is more than the 15 tokens",
+        "recompute.every = 2 has no effect",
+        "model.attention = sdpa",
+        "parallel.cp = 4 cuts train.seq_len = 60",
+        "ring attention does not support sliding windows",
+        "needs a multiple of 16 tokens a micro-batch, not 15",
+        "delayed scaling needs per-tensor scales",
+    ]
+    assert len(lines) == len(wanted), lines
+    for line, message in zip(lines, wanted, strict=True):
+        assert message in line
+
+
 def test_a_file_in_place_of_the_run_directory(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.write_text("")
