@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from pydantic import TypeAdapter
 
 from dtron.checkpoint.directory import PROBE, Facts, check_model, complete, find, read_facts

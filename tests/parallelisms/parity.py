@@ -37,7 +37,6 @@ from dtron.config import Compile, Data, Float8, Model, Optim, Parallel, Recomput
 from dtron.data import Batch, TrainingSource
 from dtron.data.loader import stacked
 from dtron.data.sources import Opened
-from dtron.errors import DtronError
 from dtron.float8 import RECIPES, convert
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import convert_experts
