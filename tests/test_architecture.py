@@ -96,6 +96,12 @@ def test_imports_go_one_way(room: str) -> None:
             assert any(below(name, each) for each in allowed), f"{module}: {name}"
 
 
+def test_the_drawing_of_rooms_is_what_imports_say() -> None:
+    from tests.rooms import PAGE, drawn, graph  # which reads this file
+
+    assert drawn(graph()) in PAGE.read_text(), "python -m tests.rooms"
+
+
 def test_rooms_are_small() -> None:
     sizes = Counter(file.parent for module, file in MODULES.items() if below(module, "dtron"))
     del sizes[ROOT / "models"]
