@@ -14,6 +14,7 @@ checkpoint; 143: stopped by a signal before the last step.
 
 import argparse
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -84,7 +85,9 @@ class Host:
         command += ["--rdzv-endpoint", f"{options.head}:{options.port}"]
         command += ["--local-addr", options.local_addr] if options.local_addr else []
         command += ["--max-restarts", str(MOST_RESTARTS), *self.words, "checkpoint.resume=latest"]
-        self.agent = subprocess.Popen(command, preexec_fn=_end_with_parent)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun of this environment
+        env = {**os.environ, "PATH": path}
+        self.agent = subprocess.Popen(command, env=env, preexec_fn=_end_with_parent)
         if self.stopping:
             self.agent.send_signal(signal.SIGUSR1)
         return self.agent.wait()

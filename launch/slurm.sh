@@ -8,7 +8,6 @@
 # ends. A node that fails is Slurm's affair: it queues the job again (--requeue). A job that is
 # cancelled stays so. --nodes 2-4 takes as many nodes as there are, each time the job starts.
 #SBATCH --job-name=dtron
-#SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -28,7 +27,8 @@ job() { squeue --noheader --job "$SLURM_JOB_ID" --format "$1"; }
 
 before=$(newest "$@")
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=1 bash -c 'exec python3 launch/host.py --node-rank "$SLURM_NODEID" "$@"' host \
+srun --ntasks "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 --kill-on-bad-exit=1 \
+    bash -c 'exec python3 launch/host.py --node-rank "$SLURM_NODEID" "$@"' host \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$ranks" --id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     --head "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" \
     --port $((20000 + SLURM_JOB_ID % 10000)) "$@" &

@@ -17,7 +17,7 @@ agent=
 stopping=
 stop() {
     [ -n "$agent" ] || return
-    if pkill -USR1 -P "$agent"; then stopping=yes; elif [ -z "$stopping" ]; then kill -TERM "$agent"; fi
+    if pkill -USR1 -P "$agent"; then stopping=yes; elif [ -z "$stopping" ]; then kill -TERM "$agent" 2>/dev/null; fi
 }
 trap stop USR1 TERM INT
 (trap '' USR1; exec setsid "$python" "$(dirname "$0")/torchrun.py" "$@") &

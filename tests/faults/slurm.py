@@ -93,8 +93,7 @@ class Slurm:
         for node in NODES:
             self.start_node(node)
         until(lambda: len(self.states()) == len(NODES), 60, "no slurmctld")
-        for node in NODES:
-            self.resume(node)
+        self.idle()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -204,9 +203,14 @@ class Slurm:
         """Let slurmctld know that a node is lost, as it finds out by itself after a while."""
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
-    def resume(self, node: str) -> None:
-        """Let jobs run on a node again."""
-        self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+    def restore(self, node: str) -> None:
+        """Start a node that was lost, and let jobs run on it again."""
+        self.start_node(node)
+        self.run("scontrol", "update", f"nodename={node}", "state=resume")
+
+    def idle(self) -> None:
+        """Wait until all nodes are free."""
+        until(lambda: set(self.states().values()) == {"idle"}, 120, f"{self.states()}, not idle")
 
     def processes(self, node: str) -> list[int]:
         """Processes of jobs on a node."""

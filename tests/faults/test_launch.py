@@ -311,7 +311,8 @@ def test_host_py_stops_with_a_checkpoint(tmp_path: Path) -> None:
     words = write(tmp_path / "c.toml", tmp_path / "run", train__steps=10**6)
     command = [sys.executable, "launch/host.py", "--nnodes", "1", "--node-rank", "0"]
     command += ["--head", "127.0.0.1", "--port", "29871", "--nproc-per-node", "2", *words]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENV)
+    env = {**ENV, "PATH": os.environ["PATH"]}  # torchrun is found by the interpreter
+    process = subprocess.Popen(command, cwd=ROOT, env=env)
     wait_for_rows(tmp_path / "run/metrics.jsonl", 3)
     process.terminate()
     assert process.wait(120) == 143

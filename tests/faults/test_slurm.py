@@ -163,8 +163,7 @@ def test_a_node_that_is_lost_and_returns(
     slurm.wait(job, "PENDING")
     time.sleep(15)
     assert slurm.show(job, "JobState") == "PENDING"
-    slurm.start_node(NODES[2])
-    slurm.resume(NODES[2])
+    slurm.restore(NODES[2])
     ends_as(slurm, job, run, wanted)
     assert "resumed from" in slurm.log(job)
 
@@ -183,13 +182,13 @@ def test_a_node_that_is_lost_is_replaced(
             "scontrol", "show", "hostnames", slurm.show(job, "NodeList")
         )
     finally:
-        slurm.start_node(NODES[lost])
-        slurm.resume(NODES[lost])
+        slurm.restore(NODES[lost])
     assert "resumed from" in slurm.log(job)
 
 
 def test_fewer_nodes_where_one_is_lost(slurm: Slurm, run: Path) -> None:
     """Four nodes, then the three that are left; 12 sequences are a multiple of both."""
+    slurm.idle()
     job = slurm.submit("2-4", keys(run, train__global_batch=12))
     reach(slurm, job, run, 10)
     slurm.kill_node(NODES[3])
@@ -197,8 +196,7 @@ def test_fewer_nodes_where_one_is_lost(slurm: Slurm, run: Path) -> None:
     try:
         slurm.wait(job, "COMPLETED")
     finally:
-        slurm.start_node(NODES[3])
-        slurm.resume(NODES[3])
+        slurm.restore(NODES[3])
     assert "4 ranks on" in slurm.log(job)
     assert "3 ranks on" in slurm.log(job)
     has_all_batches_once(run)
