@@ -38,4 +38,4 @@ def test_links_between_pages_of_the_repository_and_of_the_site() -> None:
     assert found.repository_path("index.md", "docs/memory.md") == "docs/memory.md"
     assert found.site_path("docs/memory.md") == "memory.md"
     assert found.site_path("README.md") == "index.md"
-    assert found.site_path("launch/nodes.sbatch") == "launch/nodes.sbatch"
+    assert found.site_path("launch/slurm.sh") == "launch/slurm.sh"

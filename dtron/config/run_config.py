@@ -71,8 +71,8 @@ class RunConfig(Section):
         """Read a TOML file, or a pipe with TOML, and apply `section.key=value` overrides in order.
 
         Args:
-            complete: fills in what `checkpoint.initial` knows
-            (`dtron.checkpoint.initial_weights.completed`).
+            complete: fills in what `checkpoint.initial` knows, as
+                `dtron.checkpoint.initial_weights.completed` does.
         Raises:
             ConfigError: the file is missing or not TOML, or a key or value is not legal.
         """
