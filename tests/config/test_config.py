@@ -283,7 +283,7 @@ def from_pipe(write: Callable[[int], object], seconds: float = 10.0) -> RunConfi
     writer = threading.Thread(target=lambda: (write(theirs), os.close(theirs)))
     writer.start()
     try:
-        with patch("dtron.config._PIPE_SECONDS", seconds):
+        with patch("dtron.config.run_config._PIPE_SECONDS", seconds):
             return RunConfig.load(f"/dev/fd/{ours}")
     finally:
         os.close(ours)
@@ -300,7 +300,7 @@ def test_a_config_from_a_pipe() -> None:
     with pytest.raises(ConfigError, match=r"/dev/fd/\d+: .*not ended for 0\.3 s; write"):
         from_pipe(lambda _: time.sleep(1), 0.3)
     with (
-        patch("dtron.config.TOML_BYTES", 1000),
+        patch("dtron.config.run_config.TOML_BYTES", 1000),
         pytest.raises(ConfigError, match="than 1000 bytes"),
     ):
         from_pipe(lambda pipe: os.write(pipe, b"#" * 2000))
