@@ -129,7 +129,9 @@ def test_ranks_that_wait_for_a_dead_one_end_soon_after_the_signal(tmp_path: Path
 
 STOPPED = """
 import os, signal, sys
-from dtron import cli, rendezvous, runtime, trainer
+from dtron import cli
+from dtron.run import process, rendezvous
+from dtron.training import trainer
 
 def stop(*_, **__):
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -138,7 +140,7 @@ if os.environ["RANK"] == STOPS:
     if WHERE == "rendezvous":
         rendezvous._Meeting.host_store = rendezvous._Meeting.join_store = stop
     elif WHERE == "process group":
-        runtime.dist.init_process_group = stop
+        process.dist.init_process_group = stop
     else:
         trainer.apply_passes = stop
 sys.exit(cli.main())

@@ -20,7 +20,8 @@ from tests.training.test_trainer import rows
 
 FAILING = """
 import os, sys, torch
-from dtron import cli, trainer
+from dtron import cli
+from dtron.training import trainer
 
 one_step = trainer.Trainer._one_step
 
