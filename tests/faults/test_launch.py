@@ -204,7 +204,7 @@ while true; do sleep 0.05; done
 """,
     "srun": """#!/bin/sh
 echo $$ > task
-shift
+while [ "$1" != bash ]; do shift; done
 exec "$@"
 """,
     "scancel": """#!/bin/sh
