@@ -59,6 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="of each")
     parser.add_argument("--launcher", action="store_true", help="kill torchrun, not a rank")
     parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--port", type=int, default=29511, help="of the rendezvous")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--least", type=float, default=15.0, help="seconds from a step to a kill")
     parser.add_argument("--most", type=float, default=40.0)
@@ -68,11 +69,12 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def start(n: int, ranks: int, words: list[str], folder: Path) -> list[subprocess.Popen]:
+def start(given: argparse.Namespace, words: list[str], folder: Path) -> list[subprocess.Popen]:
     """torchrun agents of one rendezvous; their output goes to files of the folder."""
+    n, ranks = given.agents, given.ranks
     command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000"]
     command += ["--nproc-per-node", str(ranks), "--nnodes", str(n), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "127.0.0.1:29511", "--rdzv-id", "restarts"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{given.port}", "--rdzv-id", "restarts"]
     found = []
     for agent in range(n):
         where = ["--rdzv-conf", f"is_host={int(agent == 0)}", "--local-addr", "127.0.0.1"]
@@ -94,7 +96,7 @@ class Ranks:
 
     def start(self) -> None:
         """Start the agents."""
-        self.agents = start(self.given.agents, self.given.ranks, self.words, self.folder)
+        self.agents = start(self.given, self.words, self.folder)
 
     def kill_launcher(self) -> None:
         """Kill the agents alone."""
