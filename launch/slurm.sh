@@ -12,8 +12,14 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -u
-warned=
-trap 'warned=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1 # to all steps, not to this script
+job() { squeue --noheader --job "$SLURM_JOB_ID" --format "$1"; }
+end=9999999999 # of waiting for the run, in seconds since 1970
+stop() {
+    scancel --signal=USR1 "$SLURM_JOB_ID" # to all steps, not to this script
+    due=$(job %e)
+    [ -z "$due" ] || end=$(($(date -d "$due" +%s) - 20))
+}
+trap stop USR1
 ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
 if [ -z "$ranks" ]; then
     echo "error: the job has no GPUs; give sbatch --gpus-per-node=N, or RANKS_PER_NODE=N" >&2
@@ -23,7 +29,6 @@ fi
 # In what is left of the time: five minutes, of which Slurm may take one.
 set -- train.py faults.stop_seconds=200 run.wait_seconds=300 "$@"
 newest() { python3 launch/progress.py "$@"; }
-job() { squeue --noheader --job "$SLURM_JOB_ID" --format "$1"; }
 
 before=$(newest "$@")
 # shellcheck disable=SC2016
@@ -33,13 +38,13 @@ srun --ntasks "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 --kill-on-bad-exit=1 \
     --head "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" \
     --port $((20000 + SLURM_JOB_ID % 10000)) "$@" &
 run=$!
-wait "$run"
-code=$?
-if [ -n "$warned" ]; then # the run saves; should that hang, what was saved before remains
-    end=$(($(date -d "$(job %e)" +%s) - 20))
-    while kill -0 "$run" 2>/dev/null && [ "$(date +%s)" -lt "$end" ]; do sleep 1; done
-    kill -0 "$run" 2>/dev/null || { wait "$run"; code=$?; }
-fi
+# After USR1 the run saves; should that hang, what was saved before remains.
+while kill -0 "$run" 2>/dev/null && [ "$(date +%s)" -lt "$end" ]; do
+    sleep 1 &
+    wait "$!" # a signal ends it; one that comes just before it waits a second
+done
+code=1
+kill -0 "$run" 2>/dev/null || { wait "$run"; code=$?; }
 step=$(newest "$@")
 if [ "$code" = 0 ]; then
     exit 0

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -54,6 +55,16 @@ def _logging_as_it_was() -> Iterator[None]:
     yield
     log.handlers, log.propagate = handlers, propagates
     log.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """What follows in this process would take it for its own."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the default process group is left initialized")
 
 
 # Tests on GPUs come last, and among them first what a run that is cut short should have seen. Ranks
