@@ -53,7 +53,9 @@ def test_main_draws_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_excess_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     """The command that the page shows prints the figure that it tells."""
     text = (DOCS / "context.md").read_text()
-    command, messages = re.findall(r"token_shards (--cp 4 --documents .*)\n```\n\n.*?([\d.]+%)", text)[0]
+    command, messages = re.findall(
+        r"token_shards (--cp 4 --documents .*)\n```\n\n.*?([\d.]+%)", text
+    )[0]
     assert main(command.split()) == 0
     assert f"at most {messages} more" in capsys.readouterr().out
 
