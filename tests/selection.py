@@ -26,6 +26,7 @@ FULL_FILES = (
     "parallelisms/test_reported_bugs.py",
     "parallelisms/test_reference.py",
     # start processes again and again
+    "test_examples.py",
     "checkpoints/test_restarts.py",
     "faults/test_soak.py",
 )
