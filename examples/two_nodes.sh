@@ -12,6 +12,6 @@ for rank in 0 1; do
         --local-addr 127.0.0.1 --nproc-per-node 1 \
         train.py --config configs/quickstart.toml run.dir="$out" "$@" &
 done
-trap 'kill $(jobs -p) 2>/dev/null' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 wait -n # set -e: if a node fails, the other one is stopped
 wait -n
