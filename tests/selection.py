@@ -70,7 +70,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_port_in_use_is_one_line_under_torchrun": NONE,
         "test_a_port_in_use_is_one_line_without_torchrun": NONE,
         "test_a_signal_before_training_is_one_line": NONE,
-        "test_an_error_of_a_config_is_two_lines_under_torchrun": NONE,
+        "test_an_error_of_a_config_is_one_message_under_torchrun": NONE,
     },
     "faults/test_guards.py": {
         "test_the_step_of_a_spike_or_of_a_nan_is_not_taken": "^one process-fit_poisoned",

@@ -530,7 +530,7 @@ def _validation_loss(case: Case, model: nn.Module, at_once: int, device: torch.d
         logits = model(batch.tokens, batch.positions, batch.documents, **others)
         total += cross_entropy_sum(logits, batch.labels).item()
         n_valid += (batch.labels != -100).sum().item()
-    return total / n_valid
+    return total / max(n_valid, 1)  # 0 where nothing is labelled, as a run logs it
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -797,7 +797,10 @@ def _deviations_of_rank(
         for step, (x, y) in enumerate(zip(found[kind], wanted[kind], strict=True)):
             yield f"{'loss' if kind == 'losses' else 'norm'} {step}", abs(x - y) / abs(y)
     if found["validation"] is not None:
-        yield "validation", abs(found["validation"] - wanted["validation"]) / wanted["validation"]
+        yield (
+            "validation",
+            abs(found["validation"] - wanted["validation"]) / (wanted["validation"] or 1.0),
+        )
     for step, both in enumerate(zip(found["figures"], wanted["figures"], strict=True)):
         for name, x, y in zip(("balance", "z"), *both, strict=True):
             gap = abs(x - y) / abs(y or 1.0)

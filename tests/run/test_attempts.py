@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dtron.errors import NoProgressError
+from dtron.run import attempts
 from dtron.run.attempts import LOST_PEER, Attempts, seconds_of, why_ended
 from dtron.run.process import Place
 from tests.test_architecture import ROOT
@@ -83,6 +84,7 @@ def test_a_restart_logs_cause_and_parts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "10")
+    monkeypatch.setattr(attempts, "_started", time.time)  # this process may be an hour old
     first = attempt(tmp_path, 0, step=0)
     first.note_hosts(HOSTS)
     for rank in (0, 1, 3):
