@@ -13,6 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 def train() -> int:
     """Train as the arguments of the command line say; returns the exit status."""
+    _leave_out_frames()
     _end_on_signals()
     _end_with_launcher()
     from dtron.cli import main
@@ -22,6 +23,7 @@ def train() -> int:
 
 def commands() -> int:
     """Run `dtron COMMAND ...`; returns the exit status."""
+    _leave_out_frames()
     if sys.argv[1:2] == ["train"]:
         _end_on_signals()
         _end_with_launcher()
@@ -32,6 +34,12 @@ def commands() -> int:
     except KeyboardInterrupt:  # other commands clean up behind them
         print("SIGINT: stopped", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
+
+
+def _leave_out_frames() -> None:
+    """torch warns of each store whose rank has ended, by a page of C++ frames; it reads the level
+    when it is imported. Errors stay."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _end_on_signals() -> None:
