@@ -149,8 +149,9 @@ def _refuse(error: DtronError) -> int:
     place = Place.of_environment()
     alone, shown = isinstance(error, RankError), str(error).replace("\n", "\n       ")
     if isinstance(error, PeerError):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once that rank has ended
-        time.sleep(_GRACE_SECONDS)
+        if not error.stopped:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once that rank has ended
+            time.sleep(_GRACE_SECONDS)
     elif place.local_rank == 0 or alone:
         print(f"error: {shown}", file=sys.stderr, flush=True)
     else:

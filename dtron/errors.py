@@ -72,7 +72,15 @@ class NoProgressError(RankError):
 
 
 class PeerError(TrainingError):
-    """Another rank has failed and prints why."""
+    """Another rank has failed and prints why.
+
+    Args:
+        stopped: torchrun has already sent SIGTERM to this rank, so that it knows of the failure.
+    """
+
+    def __init__(self, message: str, stopped: bool = False) -> None:
+        super().__init__(message)
+        self.stopped = stopped
 
 
 def note(message: str, kind: str = "note") -> None:

@@ -137,6 +137,8 @@ class StopSignal:
     ) -> None:
         self.launcher_lost = False
         """After `end`: whether torchrun has been killed on a host (`dtron.entry`)."""
+        self.terminated = False
+        """SIGTERM was received, which torchrun sends to all ranks once one has failed."""
         self._failure, self._on_signal, self._launcher = failure, received, os.getppid()
         self._group: dist.ProcessGroup | None = None
         self._raised = False
@@ -212,6 +214,7 @@ class StopSignal:
                     self._received(signal.Signals(number))
 
     def _received(self, number: signal.Signals) -> None:
+        self.terminated |= number == signal.SIGTERM
         self._deadline.begin(number.name)
         self._on_signal()
         if self._failure is not None and self._failure.reported_by_peer():

@@ -144,17 +144,15 @@ class Trainer:
 
     def _run(self, failure: FirstFailure) -> None:
         timeout, store = self.config.parallel.timeout_seconds, self.rendezvous.store
+        stop = StopSignal(self.config.faults.stop_seconds, failure, self._note_signal)
         try:
-            with (
-                StopSignal(self.config.faults.stop_seconds, failure, self._note_signal) as stop,
-                process_group(self.place, timeout, store),
-            ):
+            with stop, process_group(self.place, timeout, store):
                 self._build_and_train(stop)
         except DtronError as error:
             self.attempts.record_end(str(error))
             raise
         except Exception as error:
-            explained = self._explained(error, failure)
+            explained = self._explained(error, failure, stop)
             lost = isinstance(explained, PeerError)
             line = str(explained or error).partition("\n")[0]
             self.attempts.record_end(LOST_PEER if lost else f"{type(error).__name__}: {line}")
@@ -210,20 +208,22 @@ class Trainer:
             self.guards.end()
             self.writer.close()
 
-    def _explained(self, error: Exception, failure: FirstFailure) -> TrainingError | None:
+    def _explained(
+        self, error: Exception, failure: FirstFailure, stop: StopSignal
+    ) -> TrainingError | None:
         """What to raise for an error of this rank, which may follow from another rank's; None: the
         error itself."""
         if failure.reported_by_peer():
-            return PeerError("another rank has failed")
+            return PeerError("another rank has failed", stop.terminated)
         if not is_out_of_memory(error):
             if self.watchdog is not None:
                 self.watchdog.timed_out(error)
             if self.modules and is_of_lost_peer(error):  # before, addresses may be wrong
                 log.error("rank %d lost another rank: %s", self.place.rank, error)
-                return PeerError("lost another rank")
+                return PeerError("lost another rank", stop.terminated)
             return None
         if not failure.claim():
-            return PeerError("another rank has failed")
+            return PeerError("another rank has failed", stop.terminated)
         where = f"step {self.step + 1}" if self.modules else "building the model"
         return self.memory.explain(error, f"rank {self.place.rank}, {where}", self.modules)
 

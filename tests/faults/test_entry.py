@@ -1,17 +1,19 @@
 """Signals and errors from a process's first moments on: one line, and an exit code that says it."""
 
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dtron import entry
+from tests.faults.processes import torchrun
 from tests.faults.test_launch import ENV, write
 from tests.test_architecture import ROOT
 
@@ -147,3 +149,39 @@ def test_a_port_in_use_is_one_line_without_torchrun(tmp_path: Path, busy_port: i
         f"error: MASTER_PORT = {busy_port} is in use on this host by another process; set another "
         "port, the same for all ranks"
     ]
+
+
+def test_survivors_of_a_kill_end_as_soon_as_torchrun_stops_them(tmp_path: Path) -> None:
+    """They must not wait for a second SIGTERM, which does not come."""
+    run = tmp_path / "run"
+    words = write(tmp_path / "c.toml", run, train__steps=10**6, metrics__log_interval=1)
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        launcher = subprocess.Popen(
+            torchrun(2, "--max-restarts", 2, *words), cwd=ROOT, env=ENV, stdout=file, stderr=file
+        )
+    try:
+        _wait(lambda: (run / "metrics.jsonl").exists(), log)
+        survivor, killed = sorted(_children(launcher.pid))
+        os.kill(survivor, signal.SIGSTOP)  # it notices nothing until torchrun has stopped it
+        os.kill(killed, signal.SIGKILL)
+        _wait(lambda: "closing signal SIGTERM" in log.read_text(), log)
+        os.kill(survivor, signal.SIGCONT)
+        _wait(lambda: "recovered in" in log.read_text(), log)
+    finally:
+        launcher.terminate()
+        launcher.wait(60)
+    found = re.search(r"([\d.]+) s until they were started again", log.read_text())
+    assert found, log.read_text()
+    assert float(found[1]) < 5, "the survivor has waited"
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wait(done: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)

@@ -8,6 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch._inductor.exc import InductorError
 
+from dtron.cli import _refuse
+from dtron.errors import PeerError
 from dtron.faults.failure import FirstFailure, is_of_lost_peer
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]"
@@ -55,3 +57,10 @@ def test_the_first_failure_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not first.claim()
     assert first.reported_by_peer()
     assert not FirstFailure(0, 2, "the next attempt").reported_by_peer()
+
+
+def test_a_rank_that_torchrun_has_stopped_waits_for_no_second_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
+    assert _refuse(PeerError("lost another rank", stopped=True)) == 1
