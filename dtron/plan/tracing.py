@@ -34,24 +34,18 @@ from dtron.data import Batch
 from dtron.kernels.torch_internals import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from dtron.models.attention import Backend, Mask
 from dtron.models.layers import RMSNorm
-from dtron.models.router import routers
-from dtron.parallelisms.apply import Applied, apply_passes, build_execution
 from dtron.parallelisms.context.attention import (
     run_context_attention,
     run_context_attention_backward,
 )
 from dtron.parallelisms.expert.expert_parallel import AllToAll
-from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
+from dtron.parallelisms.fsdp.sharding import DTYPES
 from dtron.parallelisms.fsdp.torch_internals import gathered_buffers, parameter_groups
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.initialize import materialize
 from dtron.parallelisms.mesh import (
-    BATCH_AXES,
-    LOSS_AXES,
     MICRO_AXES,
-    SHARE_AXES,
     TOKEN_AXES,
-    Mesh,
 )
 from dtron.parallelisms.pipeline.executor import Pipeline
 from dtron.parallelisms.pipeline.split_backward import (
@@ -60,11 +54,10 @@ from dtron.parallelisms.pipeline.split_backward import (
 )
 from dtron.parallelisms.placement import first_tensor, leaves
 from dtron.run.collective_counter import CollectiveCounter, namespace_and_name
+from dtron.setup.preflight import ModelSetup
 from dtron.setup.rules import resolve
-from dtron.training.build import Assembly
-from dtron.training.expert_balancing import Routing
-from dtron.training.optim import build_optimizer
-from dtron.training.step import TrainStep, share_of
+from dtron.training.batches import shard_batch
+from dtron.training.build import BuiltRun, ModelBuilder, build_mesh, build_run
 
 CPU = torch.device("cpu")
 CLASSES = ("parameters", "optimizer", "gathered", "buffers", "forward", "backward", "update")
@@ -150,9 +143,8 @@ class _Built:
     """A rank of a run, ready for a step."""
 
     config: RunConfig
-    assembly: Assembly
-    applied: Applied
-    step: TrainStep
+    builder: ModelBuilder
+    run: BuiltRun
     batches: list[Batch]
     fake: FakeTensorMode
 
@@ -160,59 +152,42 @@ class _Built:
     def of(cls, config: RunConfig, world_size: int) -> "_Built":
         """Meshes and passes work on the meta device; from the weights' storage on all is fake."""
         model, layout, _ = resolve(config, world_size)
-        parallel, fake = config.parallel, FakeTensorMode(allow_non_fake_inputs=True)
-        mesh = Mesh(
-            **config.degrees(world_size), ep=parallel.ep, etp=parallel.etp, device_type="cpu"
-        )
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        mesh = build_mesh(config, world_size, "cpu")
         attention = replace(FUSED, narrow_values=config.parallel.cp == 1)
-        assembly = Assembly(config, model, attention, layout, None, mesh)
+        setup = ModelSetup(model, attention, layout, None)
+        builder = ModelBuilder(config, setup, mesh)
 
         def give_storage(part: nn.Module) -> None:
             with fake:
                 materialize(part, CPU)
 
-        passes = replace(assembly.passes(), init=give_storage)
+        passes = replace(builder.passes(), init=give_storage)
         if passes.experts is not None:
             passes = replace(passes, experts=replace(passes.experts, dispatcher=Balanced))
-        applied = apply_passes(assembly.build(), mesh, passes)
-        _fuse_norms(applied.parts.values())
-        for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
-            mesh.group(*axes)  # as the trainer does
-        micro_batches = config.micro_batches(world_size)
-        routing = None
+        parallel_model = builder.build(passes)
+        _fuse_norms(parallel_model.applied.parts.values())
         if model.n_experts:
             for axes in (TOKEN_AXES, MICRO_AXES):
                 mesh.group(*axes)  # no mesh is made of fake tensors
-            with fake:
-                routing = Routing(routers(applied.parts.values()), mesh, micro_batches)
-        batches = [_batch(config, assembly) for _ in range(micro_batches)]
+        n = config.micro_batches(world_size)
+        batches = [_batch(config, builder) for _ in range(n)]
         with fake:
-            optimizer = build_optimizer(applied.named_parameters(), config.optim)
-            execution = build_execution(applied, layout, mesh, Policy.of(parallel, mesh))
-            step = TrainStep(
-                execution,
-                applied,
-                mesh,
-                optimizer,
-                assembly.loss(applied),
-                config.train.max_grad_norm,
-                config.train.seed if model.draws else None,
-                routing.after_update if routing is not None else None,
-                further_weight=model.mtp_coefficient,
-            )
-        return cls(config, assembly, applied, step, batches, fake)
+            run = build_run(config, setup, parallel_model)
+        return cls(config, builder, run, batches, fake)
 
     def trace(self) -> Traced:
         """Of a step that is not the run's first one: moments exist, and DTensor knows how its
         operators split, which it learns from tensors of whole size."""
-        mesh, parameters = self.assembly.mesh, list(dict(self.applied.named_parameters()).values())
-        if isinstance(self.step.execution, Pipeline):
-            self._expect_shapes(self.step.execution)
-        names, parts = mesh.group_names(), self.applied.parts.values()
+        mesh, applied = self.run.model.mesh, self.run.model.applied
+        parameters = list(dict(applied.named_parameters()).values())
+        if isinstance(self.run.model.execution, Pipeline):
+            self._expect_shapes(self.run.model.execution)
+        names, parts = mesh.group_names(), applied.parts.values()
         few = self.batches[: 2 * mesh.size("pp")]  # as many as any schedule asks for
         with _Watch(names, parts):
-            self.step(few, 0, self.config.optim.lr)
-        moments = [v for s in self.step.optimizer.state.values() for v in s.values()]
+            self.run.step(few, 0, self.config.optim.lr)
+        moments = [v for s in self.run.optimizer.state.values() for v in s.values()]
         moments = [local_part(v) for v in moments if isinstance(v, DTensor)]
         watch = _Watch(names, parts)
         watch.begin({"parameters": [local_part(p) for p in parameters], "optimizer": moments})
@@ -226,7 +201,7 @@ class _Built:
             return loss
 
         with watch:
-            self.step(self.batches, 1, self.config.optim.lr, compute)
+            self.run.step(self.batches, 1, self.config.optim.lr, compute)
         return Traced(
             rank=-1,
             place={axis: mesh.rank(axis) for axis in DEGREES},
@@ -242,10 +217,10 @@ class _Built:
 
     def _expect_shapes(self, pipeline: Pipeline) -> None:
         """What a stage gives is what all expect."""
-        train, mesh = self.config.train, self.assembly.mesh
+        train, mesh = self.config.train, self.run.model.mesh
         tokens = self.batches[0].tokens.shape
         between = mesh.size("tp") if self.config.parallel.sequence_parallel else 1
-        shape = torch.Size([tokens[0], tokens[1] // between, self.assembly.model.dim])
+        shape = torch.Size([tokens[0], tokens[1] // between, self.run.setup.config.dim])
         pipeline.expect(tokens, shape, DTYPES[train.dtype])
 
         def check(_module: nn.Module, _inputs: Any, out: Any) -> None:
@@ -257,15 +232,16 @@ class _Built:
                 part.register_forward_hook(check)
 
 
-def _batch(config: RunConfig, assembly: Assembly) -> Batch:
+def _batch(config: RunConfig, builder: ModelBuilder) -> Batch:
     """A micro-batch of this rank: one document a sequence and no padding, but with the mask of
     padding where routers take one."""
     shape = (config.train.micro_batch, config.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    padded = assembly.model.n_experts and config.data.packing != "cut"
+    model = builder.setup.config
+    padded = model.n_experts and config.data.packing != "cut"
     pieces = tokens.int() if padded else None
     batch = Batch(tokens, tokens, tokens[:, 0], None, None, pieces=pieces)
-    return share_of(batch, assembly.mesh, assembly.context, assembly.model.mtp)
+    return shard_batch(batch, builder.mesh, builder.context, model.mtp)
 
 
 def _opened(body: Callable[..., Any]) -> Callable[..., Any]:

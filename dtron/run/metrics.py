@@ -23,6 +23,27 @@ Row = dict[str, float | int | None]
 _MFU: dict[str, Convention] = {"mfu": "full", "mfu_causal": "causal"}
 
 
+_GROUPS = (
+    ("loss", ("loss", "validation_loss", "mtp_loss")),
+    ("experts", ("balance_loss", "z_loss", "max_expert_load")),
+    ("optim", ("grad_norm", "lr", "skipped")),
+    ("speed", ("tokens_per_second", "mfu", "seconds", "recovery_seconds")),
+    ("memory", ("memory_gib",)),
+    ("data", ("tokens", "padding")),
+    ("float8", ("float8",)),
+)
+"""TensorBoard's groups of scalars, by the beginnings of their names; an exact name comes first."""
+
+
+def tag_of(name: str) -> str:
+    """TensorBoard's tag of a figure: `loss/validation_loss`; others are in `other/`."""
+    for equal in (True, False):
+        for group, names in _GROUPS:
+            if any(name == each if equal else name.startswith(each) for each in names):
+                return f"{group}/{name}"
+    return f"other/{name}"
+
+
 class Throughput:
     """Tokens per second and MFU between logging steps.
 
@@ -88,7 +109,7 @@ class MetricsWriter:
         active: bool,
     ) -> None:
         self._path = path if active else None
-        self._steps = steps
+        self._steps, self._start_step = steps, start_step
         self._mount = mount_of(path)
         self._pending: list[str] = []
         self._warned = False
@@ -105,6 +126,12 @@ class MetricsWriter:
             )
             self._progress.start()
 
+    def text(self, tag: str, text: str) -> None:
+        """Show a text in TensorBoard."""
+        with self._board_or_none():
+            if self._board is not None:
+                self._board.add_text(tag, f"```\n{text}\n```", self._start_step)
+
     def step(self, step: int) -> None:
         """Advance the progress line."""
         if self._progress is not None:
@@ -120,7 +147,7 @@ class MetricsWriter:
         with self._board_or_none():
             for name, value in row.items():
                 if self._board is not None and name not in ("step", "batch") and value is not None:
-                    self._board.add_scalar(name, value, row["step"])
+                    self._board.add_scalar(tag_of(name), value, row["step"])
         text = _line(row)
         if self._progress is not None:  # under which the log is the history
             self._progress.update(self._task, figures=text)

@@ -1,7 +1,7 @@
-"""What a run's settings make of its model: the passes, and the loss.
+"""The only wiring of a run: from its config to the mesh, the passes, the optimizer and the step.
 
-The trainer builds runs by it, `dtron plan --exact` traces them by it: there is one way from a
-config to a parallel model.
+The trainer builds runs with it, `dtron plan --exact` traces them with it, and the parity tests
+connect their models with it.
 """
 
 import functools
@@ -10,59 +10,77 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtron.config import RunConfig
+from dtron.float8.delayed import DelayedScales
 from dtron.models import MODELS, build_model
-from dtron.models.attention import Backend
-from dtron.models.config import DecoderConfig
-from dtron.parallelisms.apply import Applied, Passes
+from dtron.models.router import routers
+from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context.attention import Context
 from dtron.parallelisms.expert.expert_parallel import ExpertLayers
-from dtron.parallelisms.fsdp.sharding import DTYPES
-from dtron.parallelisms.mesh import Mesh
-from dtron.parallelisms.pipeline.executor import Layout
+from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
+from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
-from dtron.setup.float8_plan import Float8Plan
+from dtron.setup.preflight import ModelSetup
+from dtron.training.expert_balancing import Routing
 from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
-from dtron.training.step import Loss
+from dtron.training.optim import build_optimizer
+from dtron.training.step import Guard, Loss, ParallelModel, TrainStep
+
+
+def build_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh:
+    """The device mesh of a run, with the groups that every run uses."""
+    parallel = config.parallel
+    mesh = Mesh(
+        **config.degrees(world_size),
+        ep=parallel.ep,
+        etp=parallel.etp,
+        device_type=device_type,
+        high_priority=parallel.high_priority if device_type == "cuda" else (),  # NCCL's alone
+    )
+    for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
+        mesh.group(*axes)  # made now, so that they get their time-out and name with all others
+    return mesh
 
 
 @dataclass(frozen=True)
-class Assembly:
-    """A run's model on a mesh, as its settings want it."""
+class ModelBuilder:
+    """Builds a run's parallel model on a mesh."""
 
     config: RunConfig
-    model: DecoderConfig
-    attention: Backend
-    layout: Layout | None
-    float8: Float8Plan | None
+    setup: ModelSetup
     mesh: Mesh
 
     @functools.cached_property
     def context(self) -> Context | None:
-        """How attention gets at other ranks' tokens; None where cp is 1."""
-        cores, model = MODELS[self.config.model.name].cores, self.model
-        kernel = self.attention.kernel
+        """Settings of context-parallel attention; None where cp is 1."""
+        cores, model = MODELS[self.config.model.name].cores, self.setup.config
+        kernel = self.setup.attention.kernel
         return Context.of(self.config.parallel, cores, kernel, model.window, model.softcap)
 
-    def build(self) -> nn.Module:
-        """The plain model on the meta device."""
+    def build(self, passes: Passes | None = None) -> ParallelModel:
+        """The parallel model with its execution and loss; `passes` other than the config's."""
         with torch.device("meta"):
-            return build_model(self.config.model.name, self.model, self.attention)
+            model = build_model(self.config.model.name, self.setup.config, self.setup.attention)
+        applied = apply_passes(model, self.mesh, passes or self.passes())
+        policy = Policy.of(self.config.parallel, self.mesh)
+        execution = build_execution(applied, self.setup.layout, self.mesh, policy)
+        return ParallelModel(applied, execution, self.mesh, self.loss(applied))
 
     def passes(self) -> Passes:
-        """What makes it a parallel one."""
+        """The passes that the config asks for."""
         config, spec = self.config, MODELS[self.config.model.name]
 
         def fill(fqn: str, full: Tensor, generator: torch.Generator) -> None:
-            spec.init_parameter(self.model, fqn, full, generator)
+            spec.init_parameter(self.setup.config, fqn, full, generator)
 
         return Passes(
-            units=spec.units(self.model),
+            units=spec.units(self.setup.config),
             blocks=spec.layer.format("*"),
             placements=self._placements(
-                spec.placements(self.model, config.parallel.sequence_parallel)
+                spec.placements(self.setup.config, config.parallel.sequence_parallel)
             ),
             parallel=config.parallel,
             dtype=config.train.dtype,
@@ -70,8 +88,8 @@ class Assembly:
             compile=config.compile,
             init=(config.train.seed, fill),
             convert=self._conversion(),
-            vocabulary=spec.vocabulary(self.model),
-            layout=self.layout,
+            vocabulary=spec.vocabulary(self.setup.config),
+            layout=self.setup.layout,
             replicas="step",
             context=self.context,
             experts=self._expert_layers(),
@@ -79,7 +97,7 @@ class Assembly:
         )
 
     def loss(self, applied: Applied) -> Loss:
-        """The summed loss of what the model gives."""
+        """The summed loss of the model's output."""
         if applied.loss_in_head:
             return given_sum
         loss = functools.partial(cross_entropy_sum, vocabulary=self._vocabulary())
@@ -88,7 +106,7 @@ class Assembly:
         return loss
 
     def _expert_layers(self) -> ExpertLayers | None:
-        if not self.model.n_experts:
+        if not self.setup.config.n_experts:
             return None
         spec = MODELS[self.config.model.name]
         parallel, float8 = self.config.parallel, self.config.float8.dispatch
@@ -97,17 +115,17 @@ class Assembly:
         )
 
     def _conversion(self) -> Callable[[nn.Module], None] | None:
-        plan = self.float8
+        plan = self.setup.float8
         return plan.converter(self.mesh, DTYPES[self.config.train.dtype]) if plan else None
 
     def _placements(self, rows: dict[str, Row]) -> dict[Any, Any]:
-        plan = self.float8
+        plan = self.setup.float8
         return plan.placements(rows, self.mesh) if plan else dict(rows)
 
     def _vocabulary(self) -> VocabularyShard | None:
         if self.mesh.size("tp") == 1:
             return None
-        size, rank = self.model.vocab_size, self.mesh.rank("tp")
+        size, rank = self.setup.config.vocab_size, self.mesh.rank("tp")
         return VocabularyShard(size, rank, self.mesh.group("tp"))
 
     def _head_loss(self) -> tuple[str, ChunkedLoss] | None:
@@ -116,3 +134,58 @@ class Assembly:
             return None
         *_, head = MODELS[self.config.model.name].head
         return head, ChunkedLoss(chunks, self._vocabulary(), compile)
+
+
+@dataclass(frozen=True)
+class BuiltRun:
+    """A run that is ready for its first step."""
+
+    setup: ModelSetup
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    step: TrainStep
+    routing: Routing | None
+    """None where the model has no routers."""
+    scales: DelayedScales | None
+    """None without delayed float8 scaling."""
+
+
+def build_run(
+    config: RunConfig,
+    setup: ModelSetup,
+    model: ParallelModel,
+    guard: Guard | None = None,
+    step: type[TrainStep] = TrainStep,
+) -> BuiltRun:
+    """Connect a parallel model with its optimizer, routers, float8 scales and training step.
+
+    Args:
+        guard: of the loss of each step.
+        step: TrainStep, or a class that records more.
+    """
+    applied, mesh, float8 = model.applied, model.mesh, setup.float8
+    optimizer = build_optimizer(applied.named_parameters(), config.optim)
+    micro_batches = config.micro_batches(dist.get_world_size())
+    found = routers(applied.parts.values())  # a stage may have none
+    routing = Routing(found, mesh, micro_batches) if setup.config.n_experts else None
+    refresh = float8.gather_weights(applied, mesh) if float8 else None
+    scales = float8.delay_scales(applied, mesh) if float8 else None
+
+    def after_update(taken: Tensor) -> None:
+        if routing is not None:
+            routing.after_update(taken)
+        if refresh is not None:
+            refresh()
+        if scales is not None:
+            scales.update(taken)
+
+    train_step = step(
+        model,
+        optimizer,
+        config.train.max_grad_norm,
+        config.train.seed if setup.config.draws else None,
+        setup.config.mtp_coefficient,
+        guard,
+        after_update if routing or refresh or scales else None,
+    )
+    return BuiltRun(setup, model, optimizer, train_step, routing, scales)

@@ -4,15 +4,13 @@ Nothing here waits for the device but `read`, which belongs to logging.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dtron.config import Degree
-from dtron.models.router import Evened, Router, routers, update_expert_bias
-from dtron.parallelisms.apply import Applied
+from dtron.models.router import Evened, Router, update_expert_bias
 from dtron.parallelisms.functional_collectives import all_gather, all_reduce, wait_tensor
 from dtron.parallelisms.mesh import MICRO_AXES, TOKEN_AXES, Mesh
 
@@ -34,14 +32,6 @@ class Routing:
         self.counts = torch.zeros(0, 1, dtype=torch.int64, device=mesh.device_type)
         self.losses = torch.zeros(0, 2, device=mesh.device_type)
 
-    @classmethod
-    def of(cls, applied: Applied, mesh: Mesh, micro_batches: int) -> Self | None:
-        """Of a model; None where no stage of any rank has a router."""
-        found = routers(applied.parts.values())
-        most = torch.tensor(len(found), device=mesh.device_type)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group("pp"))
-        return cls(found, mesh, micro_batches) if most.item() else None
-
     def after_update(self, taken: Tensor) -> None:
         """Move the biases by the loads of the step on all ranks, unless it was skipped, and begin
         another step."""
@@ -54,7 +44,7 @@ class Routing:
         the losses that are not zero, and the largest load of an expert over the mean load."""
         sums = torch.cat([self.losses.sum(0), self.losses.new_tensor([len(self.losses)])])
         dist.all_reduce(sums)
-        balance, z = (sums[:2] / (sums[2] * self.micro_batches)).tolist()
+        balance, z = (sums[:2] / (sums[2].clamp(min=1) * self.micro_batches)).tolist()
         means = self.counts.float().mean(1, keepdim=True).clamp(min=1)
         loads = (self.counts / means).flatten()
         most = torch.cat([loads, loads.new_zeros(1)]).max()

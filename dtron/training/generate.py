@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtron.data import Batch, Tokenizer
-from dtron.parallelisms.mesh import Mesh
-from dtron.parallelisms.pipeline.accumulate import Execution
-from dtron.training.step import as_micro_batch
+from dtron.training.step import ParallelModel, as_micro_batch
 
 
 @torch.no_grad()
@@ -50,9 +48,8 @@ def sample_text(
 
 
 def next_logits(
-    execution: Execution,
-    on_device: Callable[[Batch], Batch],
-    mesh: Mesh,
+    model: ParallelModel,
+    prepare: Callable[[Batch], Batch],
     vocab_size: int,
     tokens: Tensor,
     index: int,
@@ -61,20 +58,20 @@ def next_logits(
     pipeline: a collective.
 
     Args:
-        on_device: cuts a batch to the rank's tokens and moves it.
-        vocab_size: without padded rows; what is given has them.
+        prepare: takes this rank's tokens of a batch and moves them to the device.
+        vocab_size: without padded rows, which the result has.
         tokens: int64 (B, T), whole sequences.
     """
-    tp = mesh.size("tp")
+    tp, mesh = model.mesh.size("tp"), model.mesh
     local = torch.zeros(-(-vocab_size // tp), device=tokens.device)
     tokens = tokens.cpu()
-    batch = on_device(Batch(tokens, tokens, tokens[:, 0], None, None))
+    batch = prepare(Batch(tokens, tokens, tokens[:, 0], None, None))
     here = slice(index, index + 1) if batch.index is None else batch.index[0] == index
 
     def keep(logits: Tensor, _i: int) -> None:
         local.copy_(logits[0, here].sum(0))
 
-    execution.evaluate([as_micro_batch(batch)], keep)
+    model.execution.evaluate([as_micro_batch(batch)], keep)
     # zero but on the last stage, where the token is
     dist.all_reduce(local, group=mesh.group("pp"))
     dist.all_reduce(local, group=mesh.group("cp"))

@@ -129,7 +129,7 @@ def elements_read(config: Any) -> tuple[int, int]:
     Folder._slice = counted  # type: ignore[method-assign]
     trainer = Trainer(config)
     trainer.fit()
-    held = sum(p.to_local().numel() for p in trainer.train_step.parameters)  # type: ignore[attr-defined]
+    held = sum(p.to_local().numel() for p in trainer.run.step.parameters)  # type: ignore[attr-defined]
     return read, held
 
 

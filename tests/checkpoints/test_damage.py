@@ -99,7 +99,7 @@ def test_what_names_and_sizes_tell_is_found_before_anything_starts(
     with pytest.raises(CheckpointError, match=rf"step-4.*{named}.*resume = .*step-2"):
         Trainer(tiny(tmp_path / "other", checkpoint__resume=at))
     # `latest` takes the one before
-    facts = Trainer(tiny(run, checkpoint__resume="latest")).checked.facts
+    facts = Trainer(tiny(run, checkpoint__resume="latest")).resume.metadata
     assert facts is not None
     assert facts.step == 2
     assert any(named in message and "step-4" in message for message in reports), reports

@@ -266,7 +266,7 @@ def test_a_full_disk_stops_the_run_and_leaves_older_checkpoints(tmp_path: Path, 
         assert int(messages[-1].split()[2].strip(":")) < 60
     assert steps(run) == [2]
     assert not list((run / "checkpoints").glob("*.partial"))
-    assert Trainer(tiny(run, checkpoint__resume="latest", train__steps=60)).checked.facts
+    assert Trainer(tiny(run, checkpoint__resume="latest", train__steps=60)).resume.metadata
 
 
 def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:

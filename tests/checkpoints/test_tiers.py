@@ -228,8 +228,8 @@ def test_a_restarted_attempt_goes_on_from_what_the_job_has_written(
 
         def resumed(attempt: int, config: Any = config) -> tuple[str, str]:
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-            checked = Trainer(config).checked
-            return checked.resume, str(checked.checkpoint)
+            resume = Trainer(config).resume
+            return resume.mode, str(resume.checkpoint)
 
         wanted = (resume, resume or "None")
         assert resumed(0) == wanted

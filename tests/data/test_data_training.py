@@ -191,5 +191,5 @@ def test_a_checkpoint_without_copies_goes_on_whatever_wrote_it(
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     config = tiny(tmp_path / "run", data__paths=[str(path)], data__validation_fraction=0.2)
-    checked = preflight(config, PLACE)
-    assert checked.data.keys() == {"content", "tokenizer"}
+    found = preflight(config, PLACE)
+    assert found.data.identity.keys() == {"content", "tokenizer"}

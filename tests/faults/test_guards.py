@@ -22,7 +22,7 @@ from dtron.run.process import Place
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
 from tests.training.test_expert_balancing import SMALL
-from tests.training.test_trainer import contents, fit, losses, rows, tiny
+from tests.training.test_trainer import contents, fit, losses, plant_loss, rows, tiny
 
 
 class Planted(Trainer):
@@ -41,9 +41,9 @@ class Spiking(Planted):
     at = 7
 
     def before(self, number: int) -> None:
-        loss = self.loss
-        factor = 3.0 if number == self.at and not self.rollbacks else 1.0
-        self.train_step.loss = lambda logits, labels: factor * loss(logits, labels)
+        loss = self.model.loss
+        factor = 3.0 if number == self.at and not self.rollback.n_rollbacks else 1.0
+        plant_loss(self, lambda logits, labels: factor * loss(logits, labels))
 
 
 def fit_spiking(config: RunConfig) -> None:
@@ -89,9 +89,9 @@ class Poisoned(Planted):
     """Its gradients are not numbers on one rank at a step."""
 
     def before(self, number: int) -> None:
-        loss = self.loss
+        loss = self.model.loss
         factor = math.nan if number == 7 and self.place.rank == self.place.world_size - 1 else 1.0
-        self.train_step.loss = lambda logits, labels: factor * loss(logits, labels)
+        plant_loss(self, lambda logits, labels: factor * loss(logits, labels))
 
 
 def fit_poisoned(config: RunConfig) -> None:
@@ -156,7 +156,7 @@ class Flipping(Planted):
 
     def before(self, number: int) -> None:
         if number == 2 and self.place.rank == 3:
-            named = dict(self.applied.named_parameters())
+            named = dict(self.model.applied.named_parameters())
             weight = named["blocks.1.ffn_norm.weight"]
             weight.to_local().view(torch.int32)[0] ^= 1  # type: ignore[attr-defined]
 
@@ -165,15 +165,15 @@ class Wavering(Planted):
     """The second computation of a step is not quite the first one, on one rank."""
 
     def before(self, number: int) -> None:
-        loss, calls = self.loss, 0
+        loss, calls = self.model.loss, 0
 
         def wavers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             nonlocal calls
             calls += 1
-            wrong = self.place.rank == 1 and calls == self.facts["micro_batches"] + 1
+            wrong = self.place.rank == 1 and calls == self.info["micro_batches"] + 1
             return loss(logits, labels) * (1.0 + 1e-6 * wrong)
 
-        self.train_step.loss = wavers
+        plant_loss(self, wavers)
 
 
 def told_of_corruption(flipped: RunConfig, wavering: RunConfig, steady: RunConfig) -> list[str]:
@@ -223,10 +223,10 @@ class Slow(Planted):
         if number > 1:
             return
         if self.place.rank == 1:
-            read = self.loader.step
-            self.loader.step = lambda: (time.sleep(0.2), read())[1]  # type: ignore[method-assign]
+            read = self.batches.loader.step
+            self.batches.loader.step = lambda: (time.sleep(0.2), read())[1]  # type: ignore[method-assign]
         if self.place.rank == 2:
-            block = self.applied.parts[0].get_submodule("blocks.1")
+            block = self.model.applied.parts[0].get_submodule("blocks.1")
             block.register_forward_pre_hook(lambda *_: time.sleep(0.1))
 
 

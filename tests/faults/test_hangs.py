@@ -29,7 +29,7 @@ def sleep_in_a_step(config: RunConfig) -> None:
 
     def then_sleep() -> None:
         if trainer.step == 2 and trainer.place.rank == 2:
-            attention = trainer.applied.parts[0].get_submodule("blocks.1.attn")
+            attention = trainer.model.applied.parts[0].get_submodule("blocks.1.attn")
             attention.register_forward_pre_hook(lambda *_: time.sleep(60))
         one_step()
 
@@ -143,7 +143,7 @@ if os.environ["RANK"] == STOPS:
     elif WHERE == "process group":
         process.dist.init_process_group = stop
     else:
-        trainer.apply_passes = stop
+        trainer.ModelBuilder.build = stop
 sys.exit(cli.main())
 """
 """train.py, of whose ranks one stops while it meets the others, or while it builds the model."""

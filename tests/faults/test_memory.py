@@ -27,7 +27,7 @@ one_step = trainer.Trainer._one_step
 
 def fail(self):
     if self.step == 3 and os.environ["RANK"] in RANKS:
-        block = self.applied.parts[0].get_submodule("blocks.1.ffn")
+        block = self.model.applied.parts[0].get_submodule("blocks.1.ffn")
         block.register_forward_pre_hook(lambda *_: torch.empty(2**50, dtype=torch.uint8))
     one_step(self)
 

@@ -13,7 +13,7 @@ from dtron.models.flops import (
     peak_flops,
 )
 from dtron.plan.report import parameters
-from dtron.training.trainer import _attended
+from dtron.training.batches import attended_length
 
 SIZES = [(name, size) for name, spec in MODELS.items() for size in spec.sizes]
 
@@ -120,10 +120,10 @@ def test_peak(device, peak):
 def test_windows_of_a_part_of_the_layers_are_counted():
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     batch = Batch(tokens, tokens, torch.zeros(1, dtype=torch.int64), None, None)
-    assert _attended([batch], (0, 0)) == 8
+    assert attended_length([batch], (0, 0)) == 8
     windowed = (1 + 7 * 3) / 8  # 2 p + 1 pairs of a token that sees p before it
-    assert _attended([batch], (2,)) == windowed
-    assert _attended([batch, batch], (2, 0, 2, 0)) == (windowed + 8) / 2
+    assert attended_length([batch], (2,)) == windowed
+    assert attended_length([batch, batch], (2, 0, 2, 0)) == (windowed + 8) / 2
 
 
 def test_active_parameters_of_a_mixture() -> None:

@@ -55,11 +55,13 @@ from dtron.parallelisms.initialize import Initializer, initialize
 from dtron.parallelisms.mesh import BATCH_AXES, SHARE_AXES
 from dtron.parallelisms.pipeline.executor import Layout
 from dtron.setup.float8_plan import Float8Plan
+from dtron.setup.preflight import ModelSetup
 from dtron.setup.rules import ModelCandidate, all_broken, check_layout, resolve
-from dtron.training.expert_balancing import Routing
+from dtron.training.batches import shard_batch
+from dtron.training.build import build_run
 from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
 from dtron.training.optim import build_optimizer, update
-from dtron.training.step import Loss, TrainStep, evaluate, share_of
+from dtron.training.step import Loss, ParallelModel, TrainStep, evaluate
 from tests.harness import run_ranks
 
 MAX_NORM, SEED = 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
@@ -573,7 +575,7 @@ class RecordingStep(TrainStep):
     def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
         loss = super().accumulate(batches, step)
         if step == 0:
-            self.gradients = whole(self.applied, [p.grad for p in self.parameters])  # type: ignore[misc]
+            self.gradients = whole(self.model.applied, [p.grad for p in self.parameters])  # type: ignore[misc]
         return loss
 
 
@@ -586,44 +588,18 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     config, layout = case.resolved()
     mesh = mesh_of(case) if mesh is None else mesh
     applied = build_parallel(case, config, layout, mesh)
-    optimizer = build_optimizer(applied.named_parameters(), case.config().optim)
-    policy = Policy.of(case.parallel, mesh)
-    execution = build_execution(applied, layout, mesh, policy)
-    dropout = SEED if config.draws else None
-    loss, float8 = build_loss(case, config, mesh), case.plan()
-    routing = Routing.of(applied, mesh, case.config().micro_batches(case.world))
-    refresh = float8.gather_weights(applied, mesh) if float8 else None
-    if refresh is not None:
-        refresh()
-
-    scales = float8.delay_scales(applied, mesh) if float8 else None
-    if scales is not None:
-        scales.update()
-
-    def after(taken: Tensor) -> None:
-        if routing is not None:
-            routing.after_update(taken)
-        if refresh is not None:
-            refresh()
-        if scales is not None:
-            scales.update()
-
-    train_step = RecordingStep(
-        execution,
-        applied,
-        mesh,
-        optimizer,
-        loss,
-        MAX_NORM,
-        dropout,
-        after,
-        further_weight=config.mtp_coefficient,
-    )
+    model = connect(case, applied, config, layout, mesh)
+    setup = ModelSetup(config, attention_of(case, config, mesh.device_type), layout, case.plan())
+    run = build_run(case.config(), setup, model, step=RecordingStep)
+    train_step, routing = run.step, run.routing
+    assert isinstance(train_step, RecordingStep)
+    if train_step.after_update is not None:  # of the weights that were drawn, as the Trainer does
+        train_step.after_update(torch.ones((), dtype=torch.bool, device=mesh.device_type))
     losses, norms, loads, figures = [], [], [], []
     for step in range(case.steps):
         lr = case.config().optim.lr
         result = train_step(micro_batches(case, mesh, step, config.mtp), step, lr)
-        both = result.loss + result.further_loss
+        both = result.loss + result.mtp_loss
         dist.all_reduce(both, group=mesh.group(*SHARE_AXES))
         losses.append(both.item())
         norms.append(result.grad_norm.item())
@@ -633,7 +609,7 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     validation = None  # of what is compiled it would be other graphs, which take as long again
     if not case.compile.enable:
         held_out = micro_batches(case, mesh, case.steps)
-        validation = evaluate(execution, applied, mesh, held_out, loss).item()
+        validation = evaluate(model, held_out).item()
     parameters = whole(applied, [p.detach() for _, p in applied.named_parameters()])
     return {
         "losses": losses,
@@ -645,6 +621,14 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
         "validation": validation,
         "offloaded": applied.offload.copied if applied.offload else 0,
     }
+
+
+def connect(
+    case: Case, applied: Applied, config: DecoderConfig, layout: Layout | None, mesh: Mesh
+) -> ParallelModel:
+    """The case's model with what runs it."""
+    execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
+    return ParallelModel(applied, execution, mesh, build_loss(case, config, mesh))
 
 
 def mesh_of(case: Case) -> Mesh:
@@ -744,7 +728,7 @@ def micro_batches(case: Case, mesh: Mesh, step: int, further: int = 0) -> list[B
     first, stride = rank * case.micro_batch, ranks * case.micro_batch
     starts = range(first, case.sequences, stride)
     batches = [make_batch(case, range(s, s + case.micro_batch), step) for s in starts]
-    shares = [share_of(batch, mesh, context_of(case), further) for batch in batches]
+    shares = [shard_batch(batch, mesh, context_of(case), further) for batch in batches]
     return [share.to(mesh.device_type) for share in shares]
 
 

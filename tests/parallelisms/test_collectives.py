@@ -7,8 +7,6 @@ import pytest
 from dtron.config import Parallel
 from dtron.models import MODELS
 from dtron.parallelisms import Mesh
-from dtron.parallelisms.apply import build_execution
-from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.run.collective_counter import CollectiveCounter
 from dtron.training.loss import VocabularyShard, cross_entropy_sum
 from dtron.training.optim import build_optimizer
@@ -17,8 +15,8 @@ from tests.harness import run_ranks
 from tests.parallelisms.parity import (
     DENSE,
     Case,
-    build_loss,
     build_parallel,
+    connect,
     make_batch,
     mesh_of,
     micro_batches,
@@ -53,8 +51,8 @@ def count_accumulation(case: Case, axis: str = "tp") -> Counts:
     mesh = mesh_of(case)
     applied = build_parallel(case, config, layout, mesh)
     optimizer = build_optimizer(applied.named_parameters(), case.config().optim)
-    execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
-    step = TrainStep(execution, applied, mesh, optimizer, build_loss(case, config, mesh), 1.0, None)
+    model = connect(case, applied, config, layout, mesh)
+    step = TrainStep(model, optimizer, 1.0)
     with counter(mesh) as made:
         step.accumulate(micro_batches(case, mesh, 0), 0)
     return made.table().get(axis, {})

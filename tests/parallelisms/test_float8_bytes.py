@@ -7,13 +7,11 @@ import pytest
 from dtron.config import Float8, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms import Mesh
-from dtron.parallelisms.apply import build_execution
-from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.run.collective_counter import CollectiveCounter
 from dtron.training.optim import build_optimizer
 from dtron.training.step import TrainStep
 from tests.harness import run_ranks
-from tests.parallelisms.parity import Case, build_loss, build_parallel, float8, micro_batches
+from tests.parallelisms.parity import Case, build_parallel, connect, float8, micro_batches
 
 FLOAT = 4
 # Elements of one block's linear layers, of 32 columns, 4 query and 2 key heads of 16, 64 neurons.
@@ -26,13 +24,12 @@ def count_step(case: Case) -> dict[str, dict[str, dict[str, int]]]:
     mesh = Mesh(**case.config().degrees(case.world))
     applied, plan = build_parallel(case, config, layout, mesh), case.plan()
     optimizer = build_optimizer(applied.named_parameters(), case.config().optim)
-    execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
+    model = connect(case, applied, config, layout, mesh)
     refresh = plan.gather_weights(applied, mesh) if plan else None
     if refresh is not None:
         refresh()
     after = (lambda _taken: refresh()) if refresh is not None else None
-    loss = build_loss(case, config, mesh)
-    step = TrainStep(execution, applied, mesh, optimizer, loss, 1.0, None, after)
+    step = TrainStep(model, optimizer, 1.0, after_update=after)
     step(micro_batches(case, mesh, 0), 0, 0.1)
     with CollectiveCounter(mesh.group_names()) as counter:
         step(micro_batches(case, mesh, 1), 1, 0.1)

@@ -186,25 +186,25 @@ def late_pieces_as_they_come() -> None:
 
 def positions_of_the_part() -> None:
     """Tokens are rotated by their place on the rank, not in the sequence."""
-    share = parity.share_of
+    share = parity.shard_batch
 
     def counted(batch: Batch, mesh: Mesh, how: Any, further: int) -> Batch:
         part = share(batch, mesh, how, further)
         places = torch.arange(part.tokens.shape[1])
         return replace(part, positions=places.expand_as(part.tokens))
 
-    parity.share_of = counted
+    parity.shard_batch = counted
 
 
-def further_tokens_of_the_part() -> None:
+def mtp_tokens_of_the_part() -> None:
     """What is predicted further is looked for among the rank's own tokens."""
-    share = parity.share_of
+    share = parity.shard_batch
 
     def of_part(batch: Batch, mesh: Mesh, how: Context | None, further: int) -> Batch:
         part = share(batch, mesh, how)
         return part.look_ahead(further) if further else part
 
-    parity.share_of = of_part
+    parity.shard_batch = of_part
 
 
 def predictions_by_all_labels() -> None:
@@ -350,8 +350,8 @@ def validation_as_mean_of_means() -> None:
     """The validation loss is the mean over micro-batches, however many labels each has."""
     evaluate = parity.evaluate
 
-    def of_each(execution: Any, applied: Any, mesh: Mesh, batches: Any, loss: Any) -> Tensor:
-        means = [evaluate(execution, applied, mesh, [batch], loss) for batch in batches]
+    def of_each(model: Any, batches: Any) -> Tensor:
+        means = [evaluate(model, [batch]) for batch in batches]
         return torch.stack(means).mean()
 
     parity.evaluate = of_each
@@ -450,7 +450,7 @@ BUGS = [
     Bug(part_of_results, ETP, ALSO_LOSS),
     Bug(loads_of_own_tokens, POOLED, BEFORE_ROUTER),
     Bug(choices_in_order_of_the_ranks, LIMITED, ALSO_LOSS),
-    Bug(further_tokens_of_the_part, MTP, ALSO_LOSS),
+    Bug(mtp_tokens_of_the_part, MTP, ALSO_LOSS),
     Bug(predictions_by_all_labels, MTP, ALSO_LOSS),
     Bug(padding_routed, PACKED, ALSO_LOSS),
     Bug(predictions_across_documents, PREDICTED, ALSO_LOSS),

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from dtron.config import Optim, Parallel, RunConfig
-from dtron.parallelisms.apply import build_execution
-from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.plan.hardware import hardware
 from dtron.plan.memory import expandable, memory, worst
 from dtron.plan.run_shape import Resolved, shortened
@@ -15,7 +13,7 @@ from dtron.plan.steptime import predict
 from dtron.training.optim import build_optimizer
 from dtron.training.step import TrainStep
 from tests.harness import run_ranks
-from tests.parallelisms.parity import Case, build_loss, build_parallel, mesh_of, micro_batches
+from tests.parallelisms.parity import Case, build_parallel, connect, mesh_of, micro_batches
 
 CASES = [
     Case("llama", 4, Parallel(tp=2, dp_shard=2)),
@@ -35,9 +33,8 @@ def state_bytes(case: Case) -> tuple[int, int, int, int]:
     applied = build_parallel(case, config, layout, mesh)
     named = dict(applied.named_parameters())  # a tied weight of two stages of a rank comes once
     optimizer = build_optimizer(named.items(), Optim())
-    execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
-    loss = build_loss(case, config, mesh)
-    step = TrainStep(execution, applied, mesh, optimizer, loss, 1.0, None)
+    model = connect(case, applied, config, layout, mesh)
+    step = TrainStep(model, optimizer, 1.0)
     step.accumulate(micro_batches(case, mesh, 0, config.mtp), 0)
     gradients = sum(p.grad.to_local().nbytes for p in named.values())  # type: ignore[union-attr]
     optimizer.step()

@@ -17,7 +17,8 @@ from dtron.plan.hardware import hardware
 from dtron.plan.plan import plan
 from dtron.plan.report import print_plan
 from dtron.run.process import Place
-from dtron.setup.preflight import _defaults, model_facts, preflight
+from dtron.setup.compatibility import _defaults, model_metadata
+from dtron.setup.preflight import preflight
 from dtron.setup.rules import check_layout, host_warnings
 
 BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}
@@ -280,7 +281,7 @@ def test_the_head_weighs_as_it_multiplies() -> None:
 def test_a_checkpoint_that_is_older_than_a_field_of_the_model() -> None:
     """It was made with what is the default now."""
     run = config(tp=1)
-    wanted = model_facts(run, check_layout(run, 4)[0])
+    wanted = model_metadata(run, check_layout(run, 4)[0])
     saved = {key: value for key, value in wanted.items() if key != "rope_scaling"}
     check_model(Path("step-1"), {**_defaults(), **saved}, wanted)
     with pytest.raises(CheckpointError, match="rope_scaling: 'yarn' there, 'llama3' here"):

@@ -13,13 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from dtron.config import Compile, Parallel
 from dtron.parallelisms import Mesh
-from dtron.parallelisms.apply import build_execution
-from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum
 from dtron.training.optim import build_optimizer
 from dtron.training.step import TrainStep, evaluate
 from tests.harness import run_ranks
-from tests.parallelisms.parity import Case, build_loss, build_parallel, micro_batches
+from tests.parallelisms.parity import Case, build_parallel, connect, micro_batches
 
 B, T, D, V = 2, 11, 6, 13
 SCALE = 0.37  # of the loss, as the division by the number of labels is
@@ -199,13 +197,12 @@ def largest_of_step(case: Case) -> int:
     mesh = Mesh(**case.config().degrees(case.world))
     applied = build_parallel(case, config, layout, mesh)
     optimizer = build_optimizer(applied.named_parameters(), case.config().optim)
-    execution = build_execution(applied, layout, mesh, Policy.of(case.parallel, mesh))
-    loss = build_loss(case, config, mesh)
-    step = TrainStep(execution, applied, mesh, optimizer, loss, 1.0, None)
+    model = connect(case, applied, config, layout, mesh)
+    step = TrainStep(model, optimizer, 1.0)
     batches = micro_batches(case, mesh, 0)
     with LargestTensor() as seen:
         step(batches, 0, 0.1)
-        evaluate(execution, applied, mesh, batches, loss)
+        evaluate(model, batches)
     return seen.elements
 
 

@@ -17,12 +17,14 @@ import time
 import tomllib
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.checkpoint.dcp_storage import ShardReader
@@ -35,9 +37,10 @@ from dtron.parallelisms.expert import symmetric_dispatch
 from dtron.parallelisms.gradients import local_part
 from dtron.run.metrics import MetricsWriter
 from dtron.run.process import Place, set_up_logging
-from dtron.setup.preflight import kept_warmup, preflight, schedule_settings
-from dtron.training import trainer
-from dtron.training.step import StepResult, TrainStep
+from dtron.setup.compatibility import resumed_warmup, schedule_settings
+from dtron.setup.preflight import preflight
+from dtron.training import step_log
+from dtron.training.step import Loss, StepResult, TrainStep
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
 
@@ -155,7 +158,7 @@ def test_every_layout_logs_the_losses_of_one_process(
 
 
 def fit_with_more_on_the_last_rank(config: RunConfig) -> None:
-    trainer.peak_memory_gib = lambda: 1.5 + torch.distributed.get_rank()
+    step_log.peak_memory_gib = lambda: 1.5 + torch.distributed.get_rank()
     fit(config)
 
 
@@ -178,7 +181,16 @@ def test_run_directory_says_what_ran(tmp_path: Path) -> None:
     assert shard["reduce_scatter"]["bytes"] == 2 * 4 * facts["parameters"]
     assert shard["all_gather"]["count"] == 2 * (2 * units - 1)  # the last unit stays gathered
     assert RunConfig.of(tomllib.loads((run_dir / "config.toml").read_text())) == config
-    assert list((run_dir / "tensorboard").iterdir())
+    board = EventAccumulator(str(run_dir / "tensorboard"))
+    board.Reload()
+    tags = set(board.Tags()["scalars"])
+    assert {"loss/loss", "optim/lr", "speed/tokens_per_second", "memory/memory_gib"} <= tags
+    assert not any(tag.startswith("other/") for tag in tags), tags
+    assert [event.step for event in board.Scalars("loss/loss")] == [
+        row["step"] for row in rows(run_dir)
+    ]
+    (text,) = board.Tensors("config/text_summary")
+    assert config.to_toml() in text.tensor_proto.string_val[0].decode()
     assert (run_dir / "checkpoints" / "latest").read_text() == "step-6\n"
 
 
@@ -490,7 +502,7 @@ def test_which_warm_up_a_resumed_run_has(
     config = tiny(tmp_path, **before)
     own = warmup_steps(config.train.steps, config.schedule)
     facts = Facts(step, 0, 0, 1, 0, {}, {}, {}, schedule=schedule_settings(config, own))
-    assert kept_warmup(tiny(tmp_path, **{**before, **now}), facts) == kept
+    assert resumed_warmup(tiny(tmp_path, **{**before, **now}), facts) == kept
 
 
 def test_a_finished_trunk_goes_on_into_its_decay(
@@ -567,6 +579,11 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     assert kept == ["latest", "step-5", "step-6"]
 
 
+def plant_loss(trainer: Trainer, loss: Loss) -> None:
+    """Another loss in training; validation keeps its own."""
+    trainer.run.step.model = replace(trainer.run.step.model, loss=loss)
+
+
 def fit_with_poison(config: RunConfig, poisoned: tuple[int, ...], rank: int) -> None:
     """Train with one rank's gradients made NaN at some (0-based) steps."""
     trainer = Trainer(config)
@@ -575,12 +592,12 @@ def fit_with_poison(config: RunConfig, poisoned: tuple[int, ...], rank: int) -> 
     def one_step() -> None:
         hook = None
         if trainer.step in poisoned and trainer.place.rank == rank:
-            loss = trainer.loss
-            trainer.train_step.loss = lambda logits, labels: loss(logits, labels) * torch.nan
+            loss = trainer.model.loss
+            plant_loss(trainer, lambda logits, labels: loss(logits, labels) * torch.nan)
             hook = loss
         trainer_step()
         if hook is not None:
-            trainer.train_step.loss = hook
+            plant_loss(trainer, hook)
 
     trainer._one_step = one_step  # type: ignore[method-assign]
     trainer.fit()
@@ -615,13 +632,13 @@ def stopped_by_full_buffers(config: RunConfig) -> tuple[str, bool]:
     train, before = trainer._train, []
 
     def watched(stop: StopSignal) -> None:
-        before.extend(local_part(p).clone() for p in trainer.train_step.parameters)
+        before.extend(local_part(p).clone() for p in trainer.run.step.parameters)
         train(stop)
 
     trainer._train = watched  # type: ignore[method-assign]
     with pytest.raises(TrainingError) as error:
         trainer.fit()
-    after = map(local_part, trainer.train_step.parameters)
+    after = map(local_part, trainer.run.step.parameters)
     return str(error.value), all(map(torch.equal, before, after))
 
 
@@ -722,7 +739,7 @@ def test_latest_without_a_complete_checkpoint_starts_afresh(tmp_path: Path) -> N
     run_dir = tmp_path / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "checkpoints/latest").write_text("step-3\n")
-    assert Trainer(tiny(run_dir, checkpoint__resume="latest")).checked.checkpoint is None
+    assert Trainer(tiny(run_dir, checkpoint__resume="latest")).resume.checkpoint is None
 
 
 def test_half_written_checkpoint_is_never_taken(tmp_path: Path) -> None:
@@ -730,8 +747,8 @@ def test_half_written_checkpoint_is_never_taken(tmp_path: Path) -> None:
     run_ranks(1, fit, tiny(run_dir, train__steps=2, checkpoint__interval=1))
     (run_dir / "checkpoints/step-2").rename(run_dir / "checkpoints/step-2.partial")
     trainer = Trainer(tiny(run_dir, checkpoint__resume="latest"))
-    assert trainer.checked.facts is not None
-    assert trainer.checked.facts.step == 1
+    assert trainer.resume.metadata is not None
+    assert trainer.resume.metadata.step == 1
 
 
 def fit_until_signal(

@@ -1,0 +1,310 @@
+"""Which checkpoint a run resumes from, found before the process group starts.
+
+All ranks look in the checkpoint locations of the run. Where these are object stores, rank 0 looks
+once and sends what it has found to the others. Once the process group exists, ranks agree on one
+checkpoint (`ResumeState.agree`) and compare its files with their hashes (`ResumeState.verify`).
+"""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from dtron.checkpoint import directory
+from dtron.checkpoint.dcp_storage import corrupt, read_index
+from dtron.checkpoint.directory import PROBE, RESUME, Facts, check_agreement, complete, find
+from dtron.checkpoint.initial_weights import Initial
+from dtron.checkpoint.locations import Tier, owner, tiers_of
+from dtron.config import RunConfig
+from dtron.errors import CheckpointError, ConfigError, DtronError, cause_of
+from dtron.io.filesystem import Location, listed, location
+from dtron.io.remote_path import Remote
+from dtron.io.untrusted import MB, read_text
+from dtron.models.config import DecoderConfig
+from dtron.run.directory import RunDir
+from dtron.run.process import Place
+from dtron.run.rendezvous import Rendezvous
+from dtron.setup.compatibility import read_compatible
+
+log = logging.getLogger("dtron")
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """The checkpoint that a run resumes from, or the weights that it starts from."""
+
+    mode: str
+    """`checkpoint.resume`, or `latest` after torchrun has restarted the job."""
+    tiers: Sequence[Tier]
+    """The run's checkpoint locations."""
+    folders: Sequence[Location]
+    """Their folders, with the listing read at the start; empty on ranks that did not look."""
+    checkpoint: Location | None = None
+    metadata: Facts | None = None
+    """Of the checkpoint; None where there is none."""
+    initial: Initial | None = None
+    """Weights to start from; None when a checkpoint is resumed."""
+    found_by_rank_0: bool = False
+    """Only rank 0 has looked, in an object store."""
+
+    def is_finished(self, steps: int) -> bool:
+        """Whether the checkpoint has all `steps` and is in the durable location."""
+        only_one = self.tiers[0] is self.tiers[-1]
+        durable = only_one or owner(self.tiers[:-1], self.checkpoint) is None
+        return self.metadata is not None and self.metadata.step >= steps and durable
+
+    def agree(
+        self, config: RunConfig, model: DecoderConfig, group: dist.ProcessGroup
+    ) -> "ResumeState":
+        """Make all ranks resume the same state, each from a location where it can read it.
+
+        Every rank of `group`, on the host, calls it. Raises CheckpointError on all of them.
+        """
+        if self.found_by_rank_0 and self.checkpoint is not None:
+            return replace(self, checkpoint=directory.share(self.checkpoint, group))
+        if self.mode != "latest" or len(self.tiers) == 1:
+            check_agreement(self.checkpoint, group)
+            return self
+        found = directory.agree(self.checkpoint, [tier.folder for tier in self.tiers], group)
+        metadata = read_compatible(config, model, found) if found else None
+        return replace(self, checkpoint=found, metadata=metadata)
+
+    def verify(
+        self, config: RunConfig, model: DecoderConfig, group: dist.ProcessGroup
+    ) -> "ResumeState":
+        """Compare the checkpoint's files with their hashes; with `latest` take the newest
+        checkpoint whose files are intact.
+
+        Every rank of `group` calls it. Raises CheckpointError on all of them.
+        """
+        assert self.checkpoint is not None, "the run resumes from a checkpoint"
+        if not config.checkpoint.verify:
+            return self
+        if self.mode != "latest":
+            directory.check_content(self.checkpoint, group, RESUME)
+            return self
+        checkpoint = newest_intact(self.tiers, self.checkpoint, group)
+        metadata = read_compatible(config, model, checkpoint)
+        return replace(self, checkpoint=checkpoint, metadata=metadata)
+
+
+def find_resume_state(
+    config: RunConfig,
+    model: DecoderConfig,
+    place: Place,
+    rendezvous: Rendezvous | None,
+    starts: bool,
+) -> ResumeState:
+    """Look for the checkpoint to resume from, and check that checkpoints can be written.
+
+    Args:
+        rendezvous, starts: as for `preflight`.
+    Raises:
+        CheckpointError: it is missing, damaged or of another model, optimizer or kind.
+        ConfigError: a location cannot be written, or holds another run's checkpoints.
+    """
+    tiers, restarted = tiers_of(config), _is_restart(RunDir(config.run.dir), place)
+
+    def look() -> ResumeState:
+        return _look(config, model, place, tiers, restarted, probe=starts)
+
+    by_rank_0 = rendezvous is not None and place.world_size > 1 and _all_remote(config, tiers)
+    if rendezvous is None or not by_rank_0:
+        return look()
+    if place.rank > 0 and isinstance(tiers[-1].folder, Remote):
+        tiers[-1].folder.connect()  # while rank 0 looks
+    return _look_on_rank_0(look, tiers, rendezvous, config.checkpoint.timeout_seconds)
+
+
+def find_checkpoint(
+    config: RunConfig, model: DecoderConfig, resume: str, folders: Sequence[Location]
+) -> tuple[Location | None, Facts | None]:
+    """The checkpoint to resume from and its metadata; None where the run starts afresh.
+
+    Args:
+        resume, folders: as for `dtron.checkpoint.directory.find`.
+    Raises:
+        CheckpointError: it is damaged or of another model, optimizer or kind.
+        ConfigError: `resume` names it, and it has all steps.
+    """
+    try:
+        checkpoint = find(resume, folders)
+    except OSError as error:
+        raise _unlisted(resume, error) from error
+    if checkpoint is None:
+        return None, None
+    metadata = read_compatible(config, model, checkpoint)
+    if metadata.step >= config.train.steps and resume != "latest":
+        raise ConfigError(
+            f"train.steps = {config.train.steps} is already reached by the checkpoint of step "
+            f"{metadata.step}; raise it to train on"
+        )
+    return checkpoint, metadata
+
+
+def newest_intact(
+    tiers: Sequence[Tier], checkpoint: Location, group: dist.ProcessGroup
+) -> Location:
+    """The checkpoint, or the newest before it, whose files have the hashes of its index.
+
+    Every rank of `group` calls it. Raises CheckpointError on all of them.
+    """
+    while damaged := corrupt(checkpoint, read_index(checkpoint).files, group):
+        log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(damaged))
+        older = directory.newest_good([tier.folder for tier in tiers], after=checkpoint)
+        assert older is not None, "newest_good raises where none is left"
+        checkpoint = older
+        check_agreement(checkpoint, group)
+    return checkpoint
+
+
+def _is_restart(rundir: RunDir, place: Place) -> bool:
+    """Whether torchrun has restarted a job that had begun to train.
+
+    A job is identified by torchrun's run id where it has one: a change of the number of ranks
+    restarts the job without a new attempt.
+    """
+    if not place.job and place.attempt == 0:
+        if place.rank == 0 and rundir.begun.exists():  # of an earlier job
+            rundir.begun.unlink()
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        return read_text(rundir.begun, MB) == place.job
+    return False
+
+
+def _look(
+    config: RunConfig,
+    model: DecoderConfig,
+    place: Place,
+    tiers: Sequence[Tier],
+    restarted: bool,
+    probe: bool,
+) -> ResumeState:
+    """This rank's `find_resume_state`; with `probe` rank 0 writes to an object store."""
+    for key, folder in (("dir", config.checkpoint.dir), ("fast_dir", config.checkpoint.fast_dir)):
+        if folder and isinstance(where := location(folder), Path):
+            _check_folder(f"checkpoint.{key}", where)
+    if probe and place.rank == 0 and isinstance(tiers[-1].folder, Remote):
+        _check_store(config.checkpoint.dir, tiers[-1].folder)
+    try:
+        folders = [listed(tier.folder) for tier in tiers]
+    except OSError as error:
+        raise _unlisted(config.checkpoint.resume, error) from error
+    mode, checkpoint, metadata = _newest_or_named(config, model, restarted, folders)
+    recorded = RunDir(config.run.dir).noted_checkpoint()
+    if mode == "latest" and checkpoint is None and recorded:
+        raise CheckpointError(
+            f"checkpoint.resume = 'latest' finds no checkpoint in {tiers[-1].folder}, but this run "
+            f"wrote {recorded}; mount or restore its file system, or start afresh with "
+            "checkpoint.resume= (empty)"
+        )
+    own = checkpoint if owner(tiers, checkpoint) else None
+    if own is None and not restarted:
+        _check_unused(config, folders)
+    return ResumeState(mode, tiers, folders, checkpoint, metadata)
+
+
+def _newest_or_named(
+    config: RunConfig, model: DecoderConfig, restarted: bool, folders: Sequence[Location]
+) -> tuple[str, Location | None, Facts | None]:
+    """How this attempt resumes, and from which checkpoint.
+
+    The first attempt of a job follows `checkpoint.resume`. A restarted one continues from the
+    job's own newest checkpoint; if there is none yet, it does what the first attempt did.
+    """
+    if restarted:
+        found = find_checkpoint(config, model, "latest", folders)
+        if found[0] is not None:
+            return "latest", *found
+    resume = config.checkpoint.resume
+    return resume, *find_checkpoint(config, model, resume, folders)
+
+
+def _all_remote(config: RunConfig, tiers: Sequence[Tier]) -> bool:
+    """Whether all locations are object stores, which every rank sees alike."""
+    resume = config.checkpoint.resume
+    locations = [tier.folder for tier in tiers]
+    locations += [location(resume)] if resume not in ("", "latest") else []
+    return all(isinstance(each, Remote) for each in locations)
+
+
+def _look_on_rank_0(
+    look: Callable[[], ResumeState], tiers: Sequence[Tier], rendezvous: Rendezvous, seconds: float
+) -> ResumeState:
+    """Send rank 0's result, or its error, to all ranks."""
+    found, failure = None, None
+    if rendezvous.place.rank == 0:
+        try:
+            found = look()
+        except DtronError as error:
+            failure = error
+    answer = {"error": str(failure)} if failure else {}
+    if found is not None:
+        metadata = asdict(found.metadata) if found.metadata else None
+        answer = {"mode": found.mode, "at": str(found.checkpoint or ""), "metadata": metadata}
+    text = rendezvous.broadcast_from_rank_0("checkpoint", json.dumps(answer), seconds)
+    if failure is not None:
+        raise failure
+    if found is not None:
+        return replace(found, found_by_rank_0=True)
+    answer = json.loads(text)
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    metadata = TypeAdapter(Facts | None).validate_python(answer["metadata"])
+    checkpoint = location(answer["at"]) if answer["at"] else None
+    return ResumeState(answer["mode"], tiers, [], checkpoint, metadata, found_by_rank_0=True)
+
+
+def _unlisted(resume: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint.resume = {resume!r}: checkpoints cannot be looked for: {error}; start again "
+        "when that works"
+    )
+
+
+def _check_store(url: str, folder: Remote) -> None:
+    """Refuse a store that cannot be written; the next save deletes the object written here."""
+    try:
+        (folder / PROBE).write_bytes(b"\n")
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.dir = {url!r} cannot be written: {cause_of(error, folder)}; make the "
+            "bucket, set credentials that may list, read, write and delete there, or set another "
+            "checkpoint.dir"
+        ) from error
+
+
+def _check_unused(config: RunConfig, folders: Sequence[Location]) -> None:
+    """Refuse folders that hold another run's checkpoints."""
+    local = RunDir(config.run.dir).checkpoints  # is renamed instead
+    for folder in folders:
+        if folder != local and _is_used(folder):
+            raise ConfigError(
+                f"{folder} holds checkpoints of an earlier start; set "
+                "checkpoint.resume=latest to go on from them, delete them, or use another folder"
+            )
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    """Refuse, before a step is trained, where no checkpoint can be written; creates nothing."""
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    fix = "set another folder"
+    if not there.is_dir():
+        raise ConfigError(f"{key} = {str(folder)!r}: {there} is a file; {fix}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key} = {str(folder)!r}: {there} cannot be written; {fix}")
+
+
+def _is_used(folder: Location) -> bool:
+    try:
+        return bool(complete(folder))
+    except OSError as error:
+        cause = cause_of(error, folder)
+        raise ConfigError(f"{folder} cannot be read: {cause}; set another folder") from error

@@ -1,0 +1,125 @@
+"""Batches of a run: this rank's tokens on its device, and figures of them for the log."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtron.data import Batch, Loader
+from dtron.data.batch_hash import BITS, fingerprint
+from dtron.parallelisms.context.attention import Context, Split
+from dtron.parallelisms.mesh import BATCH_AXES, Mesh
+from dtron.setup.preflight import ModelSetup
+
+
+class RankBatches:
+    """The micro-batches of this rank, step by step.
+
+    Args:
+        context: settings of context-parallel attention; None where cp is 1.
+        hashed: sum the hashes of all batches, for `read_hash`.
+    """
+
+    def __init__(
+        self, loader: Loader, mesh: Mesh, context: Context | None, model: ModelSetup, hashed: bool
+    ) -> None:
+        self.loader, self.mesh, self.context, self.model = loader, mesh, context, model
+        self._device = torch.device(mesh.device_type)
+        self._hashed, self._hash, self._n_padding, self._n_tokens = hashed, 0, 0, 0
+
+    def next_step(self) -> tuple[list[Batch], float]:
+        """This rank's micro-batches of the next step, and `attended_length` of them."""
+        batches = self.loader.step()
+        attended = attended_length(batches, self.model.config.windows)
+        self._n_padding += sum(batch.padding for batch in batches)
+        self._n_tokens += sum(batch.tokens.numel() for batch in batches)
+        if self._hashed:
+            self._hash += fingerprint(batches)
+        return [self.prepare(batch, self.model.config.mtp) for batch in batches], attended
+
+    def prepare(self, batch: Batch, mtp: int = 0) -> Batch:
+        """This rank's tokens of a batch, on its device; `mtp` as for `shard_batch`."""
+        local = shard_batch(batch, self.mesh, self.context, mtp)
+        documents = self.model.attention.described(local.documents)
+        # Only routers need to know which tokens are padding; custom models need not take `real`.
+        pieces = local.pieces if self.model.config.n_experts else None
+        return replace(local, documents=documents, pieces=pieces).to(self._device)
+
+    def read_hash(self, group: dist.ProcessGroup) -> int:
+        """Hash of all ranks' sequences since the last call; `group` has all ranks, on the host."""
+        counted = self.mesh.rank("pp", "cp", "tp") == 0  # the others have the same sequences
+        total = torch.tensor([(self._hash if counted else 0) % 2**BITS])
+        dist.all_reduce(total, group=group)
+        self._hash = 0
+        return int(total) % 2**BITS
+
+    def read_padding(self) -> float:
+        """Fraction of padding among all ranks' tokens since the last call."""
+        counts = torch.tensor(
+            [self._n_padding, self._n_tokens], dtype=torch.float64, device=self._device
+        )
+        dist.all_reduce(counts, group=self.mesh.group(*BATCH_AXES))
+        self._n_padding = self._n_tokens = 0
+        return (counts[0] / counts[1]).item()
+
+
+def shard_batch(batch: Batch, mesh: Mesh, context: Context | None, mtp: int = 0) -> Batch:
+    """This cp rank's tokens of a batch on the host; the batch itself where cp is 1.
+
+    Args:
+        batch: whole sequences (B, T).
+        context: settings of context-parallel attention; None where cp is 1.
+        mtp: how many further tokens are predicted, which may belong to another rank.
+    Returns:
+        A batch (B, T/cp).
+    """
+    if mtp:
+        batch = batch.look_ahead(mtp)
+    cp, rank = mesh.size("cp"), mesh.rank("cp")
+    if cp == 1:
+        return batch
+    assert context is not None, "cp > 1 needs a context"
+    assert batch.documents is None or isinstance(batch.documents, Tensor)
+    n_rows, length = batch.tokens.shape
+    split = Split(batch.documents, (n_rows, length), cp)
+    index = split.index(rank)
+
+    def shard(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+    return replace(
+        batch,
+        tokens=batch.tokens.gather(1, index),
+        labels=batch.labels.gather(1, index),
+        positions=index if batch.positions is None else batch.positions.gather(1, index),
+        documents=split.tables(context.layouts(cp), rank),
+        index=index,
+        order=torch.cat([split.index(r) for r in range(cp)], dim=1),
+        pieces=None if batch.pieces is None else batch.pieces.gather(1, index),
+        further_tokens=shard(batch.further_tokens),
+        further_labels=shard(batch.further_labels),
+    )
+
+
+def attended_length(batches: Sequence[Batch], windows: Sequence[int]) -> float:
+    """Mean over layers and tokens of the length that attention runs over: sum(L^2) / sum(L) of
+    documents of length L, less what the layers' windows leave out.
+
+    Args:
+        windows: of each layer; 0: none.
+    """
+    # A document of length L adds the sum over p < L of (2p + 1) = L^2; p + 1 keys are seen.
+    positions = [_positions(batch) for batch in batches]
+    total = 0.0
+    for window, layers in Counter(windows).items():
+        seen = [(p + 1).clamp(max=window) if window else p + 1 for p in positions]
+        mean = sum((2 * keys.double() - 1).mean().item() for keys in seen) / len(batches)
+        total += mean * layers
+    return total / len(windows)
+
+
+def _positions(batch: Batch) -> Tensor:
+    return torch.arange(batch.tokens.shape[1]) if batch.positions is None else batch.positions

@@ -1,0 +1,62 @@
+"""After a loss spike: back to a checkpoint from before it, past the batches that caused it."""
+
+import logging
+from collections.abc import Sequence
+
+from dtron.checkpoint.checkpointer import Checkpointer
+from dtron.checkpoint.directory import Facts, check_agreement, newest_good, read_facts
+from dtron.checkpoint.locations import Tier
+from dtron.config import Faults
+from dtron.errors import CheckpointError, TrainingError
+from dtron.faults.spikes import Spike
+from dtron.io.filesystem import Location
+from dtron.setup.resume import newest_intact
+
+log = logging.getLogger("dtron")
+
+
+class Rollback:
+    """Loads checkpoints from before loss spikes, at most `faults.max_rollbacks` times."""
+
+    def __init__(self, faults: Faults, tiers: Sequence[Tier], checkpointer: Checkpointer) -> None:
+        self.faults, self.tiers, self.checkpointer = faults, tiers, checkpointer
+        self.n_rollbacks = 0
+
+    def load(self, spike: Spike, step: int) -> tuple[Location, Facts]:
+        """Load model and optimizer from a checkpoint before the spike; all ranks call it.
+
+        The data position is not changed, so that all batches since that checkpoint are skipped.
+
+        Args:
+            step: the run's current one.
+        Raises:
+            TrainingError: no intact checkpoint is old enough, or there were too many rollbacks; on
+                all ranks.
+        """
+        if self.n_rollbacks >= self.faults.max_rollbacks:
+            raise TrainingError(
+                f"{spike}, after {self.n_rollbacks} rollbacks (faults.max_rollbacks); lower "
+                "optim.lr"
+            )
+        try:
+            checkpoint, metadata = self._newest_before(spike.step - self.faults.rollback_steps + 1)
+        except CheckpointError as error:
+            raise TrainingError(f"{spike}, and there is nothing to go back to: {error}") from error
+        self.n_rollbacks += 1
+        self.checkpointer.load(checkpoint)
+        log.warning(
+            "rolled back to %s; the batches of steps %d to %d are left out",
+            checkpoint,
+            metadata.step + 1,
+            step,
+        )
+        return checkpoint, metadata
+
+    def _newest_before(self, step: int) -> tuple[Location, Facts]:
+        """The newest intact checkpoint of an earlier step."""
+        path = newest_good([tier.folder for tier in self.tiers], below=step)
+        if path is None:
+            raise CheckpointError(f"no checkpoint is of an earlier step than {step}")
+        check_agreement(path, self.checkpointer.group)
+        path = newest_intact(self.tiers, path, self.checkpointer.group)
+        return path, read_facts(path)
