@@ -167,7 +167,7 @@ def from_hf(
         owner = model.get_submodule(module)
         is_parameter = isinstance(getattr(owner, name), nn.Parameter)
         setattr(owner, name, nn.Parameter(value) if is_parameter else value)
-    shared = [*(["head"] if config.tied else []), *(["further_embed"] if config.mtp else [])]
+    shared = [*(["head"] if config.tied else []), *(["mtp_embed"] if config.mtp else [])]
     for name in shared:
         model.get_submodule(name).weight = model.get_submodule("embed").weight
     return model.to(device).eval()  # what is not saved too, such as routers' counts

@@ -10,7 +10,7 @@ rank, mesh or process group: parallelism is applied to it from outside, by modul
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
     blocks.<i>.ffn.{router,experts,shared}             with experts (`moe.py`)
     norm, head                                         the projection to logits
-    further_embed                                      with mtp: the embedding's weight once more
+    mtp_embed                                      with mtp: the embedding's weight once more
     blocks.<n_layers + k>, .{token_norm,hidden_norm,merge,norm}    with mtp: as a block, and these
 
 Given hidden states instead of tokens it goes on from there, so that a part of it works as a
@@ -25,8 +25,8 @@ token k + 1 ahead, prediction block k = 0, 1, ... makes of them
 
     h <- norm(block(merge [token_norm(e), hidden_norm(h)]))
 
-from which the head predicts the token k + 2 ahead. It is computed where `further` is given, and its
-logits follow the others; where nothing is learned (evaluation, samples) it is left out.
+from which the head predicts the token k + 2 ahead. It is computed where `mtp_tokens` is passed, and
+its logits follow the others; evaluation and samples leave it out.
 
 Shapes: B sequences, T tokens, D = dim, V vocabulary, K = head_dim, P = mtp.
 Sources: arXiv:1706.03762; pre-norm arXiv:2002.04745; initialisation GPT-2, arXiv:1909.08053;
@@ -193,8 +193,8 @@ class Decoder(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
         if config.mtp:
-            self.further_embed = nn.Embedding(config.vocab_size, config.dim)
-            self.further_embed.weight = self.embed.weight
+            self.mtp_embed = nn.Embedding(config.vocab_size, config.dim)
+            self.mtp_embed.weight = self.embed.weight
 
     def forward(
         self,
@@ -203,7 +203,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         dropout_keys: Tensor | None = None,
         labels: Tensor | None = None,
-        further: Tensor | None = None,
+        mtp_tokens: Tensor | None = None,
         order: Tensor | None = None,
         real: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -215,12 +215,12 @@ class Decoder(nn.Module):
             documents: int32 (B, T), equal within a document; None: one document a sequence.
             dropout_keys: int64 (B, T) of `dropout.token_keys`; read in training with dropout only.
             labels: int64 (B, T), handed to a head into which a loss was put from outside.
-            further: int64 (B, T, P), the tokens 1, 2, ... P ahead; None: no multi-token prediction.
+            mtp_tokens: int64 (B, T, P), the tokens 1, 2, ... P ahead; None: no such predictions.
             order: of `MoE.forward`; read where experts have a capacity.
             real: of `MoE.forward`; read where there are experts.
         Returns:
             Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without head;
-            with labels what that head gives. With `further`, where the head is, 1 + P such logits.
+            with labels the head's output. With `mtp_tokens`, where the head is, 1 + P such logits.
         """
         if positions is None:
             assert not x.is_floating_point(), "a later stage needs positions"
@@ -238,10 +238,10 @@ class Decoder(nn.Module):
             elif isinstance(block, PredictionBlock):  # on the last stage
                 predictions.append((block, keys))
         x = self.norm(x)
-        if further is None or not predictions:
+        if mtp_tokens is None or not predictions:
             return self.head(x) if labels is None else self.head(x, labels=labels)
         # One call of the embedding, and one of the head, in which sharding gathers its weight.
-        ahead = self.further_embed(further.movedim(-1, 0).flatten(0, 1)).chunk(len(predictions))
+        ahead = self.mtp_embed(mtp_tokens.movedim(-1, 0).flatten(0, 1)).chunk(len(predictions))
         hidden = [x]
         for (block, keys), e in zip(predictions, ahead, strict=True):
             hidden.append(self._through(block, hidden[-1], rope, mask, keys, routed, e))

@@ -227,15 +227,15 @@ def _write_query_rank(config: DecoderConfig) -> dict[str, Any]:
     return {"q_lora_rank": config.q_lora_rank or None}
 
 
-_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
+_MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
-def _read_further(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"mtp": max(given.get(key) or 0 for key in _FURTHER)}
+def _read_mtp(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"mtp": max(given.get(key) or 0 for key in _MTP_KEYS)}
 
 
-def _write_further(config: DecoderConfig) -> dict[str, Any]:
-    return {_FURTHER[0]: config.mtp}
+def _write_mtp(config: DecoderConfig) -> dict[str, Any]:
+    return {_MTP_KEYS[0]: config.mtp}
 
 
 def _copies(config: DecoderConfig) -> dict[str, str]:
@@ -307,7 +307,7 @@ HF = HuggingFace(
         Part(frozenset({"first_k_dense_replace", "intermediate_size"}), _read_dense, _write_dense),
         Part(frozenset({"n_group", "topk_group"}), _read_groups, _write_groups),
         Part(frozenset({"q_lora_rank"}), _read_query_rank, _write_query_rank),
-        Part(frozenset(_FURTHER), _read_further, _write_further),
+        Part(frozenset(_MTP_KEYS), _read_mtp, _write_mtp),
     ),
     # widths that follow from others, and settings of training
     neutral=MOE_NEUTRAL | {"head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"},

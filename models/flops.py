@@ -65,8 +65,8 @@ def n_parameters(config: DecoderConfig) -> int:
     layers = config.n_layers * (attention + 2 * _norm(config, config.dim))
     layers += config.n_dense_layers * _feed_forward(config, config.ffn_dim)
     layers += config.n_expert_layers * _mixture(config)
-    further = attention + 5 * _norm(config, config.dim) + _mixture(config) + 2 * config.dim**2
-    layers += config.mtp * further
+    mtp = attention + 5 * _norm(config, config.dim) + _mixture(config) + 2 * config.dim**2
+    layers += config.mtp * mtp
     embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
     if config.positions == "learned":
         embeddings += config.max_seq_len * config.dim

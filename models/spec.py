@@ -35,7 +35,7 @@ def embedding_modules(config: DecoderConfig) -> tuple[str, ...]:
 
 def vocabulary_modules(config: DecoderConfig) -> tuple[str, ...]:
     """What has a row a token of the vocabulary."""
-    return ("embed", "head", "further_embed") if config.mtp else ("embed", "head")
+    return ("embed", "head", "mtp_embed") if config.mtp else ("embed", "head")
 
 
 def prediction_modules(config: DecoderConfig) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def prediction_modules(config: DecoderConfig) -> tuple[str, ...]:
     if not config.mtp:
         return ()
     layers = range(config.n_layers, config.n_layers + config.mtp)
-    return ("further_embed", *(f"blocks.{layer}" for layer in layers))
+    return ("mtp_embed", *(f"blocks.{layer}" for layer in layers))
 
 
 def decoder_units(config: DecoderConfig) -> tuple[Unit, ...]:
@@ -153,7 +153,7 @@ def _prediction_rows(between: Placement, tokenwise: Row) -> dict[str, Row]:
     """All but the block works on the rank's own tokens."""
     own = dict.fromkeys(("token_norm", "hidden_norm", "merge", "norm"), tokenwise)
     rows = {f"blocks.*.{name}": row for name, row in own.items()}
-    return {"further_embed": rowwise(output=between), **rows}
+    return {"mtp_embed": rowwise(output=between), **rows}
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class ModelSpec:
     """Name of a layer."""
     head: tuple[str, ...] = ("norm", "head")
     """What the last pipeline stage has beside its layers; the last one gives the logits."""
-    further: Callable[[DecoderConfig], tuple[str, ...]] = prediction_modules
+    mtp: Callable[[DecoderConfig], tuple[str, ...]] = prediction_modules
     """What the last pipeline stage has to predict further tokens."""
     cores: str = "blocks.*.attn.core"
     """Modules that attend, for context parallelism."""

@@ -49,10 +49,10 @@ class Batch:
     """int64 (B, T), where in its sequence each token is; None: all are there, in order"""
     order: Tensor | None = None
     """int64 (B, T of all ranks), `index` of all ranks that share the sequences, rank after rank"""
-    further_tokens: Tensor | None = None
+    mtp_tokens: Tensor | None = None
     """int64 (B, T, P), with multi-token prediction: the tokens 1, 2, ... P ahead; the token itself
     where that is in another document or sequence"""
-    further_labels: Tensor | None = None
+    mtp_labels: Tensor | None = None
     """int64 (B, T, P), the labels there; -100 in another document or sequence"""
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -68,8 +68,8 @@ class Batch:
             pieces=_move_optional(self.pieces, device),
             index=_move_optional(self.index, device),
             order=_move_optional(self.order, device),
-            further_tokens=_move_optional(self.further_tokens, device),
-            further_labels=_move_optional(self.further_labels, device),
+            mtp_tokens=_move_optional(self.mtp_tokens, device),
+            mtp_labels=_move_optional(self.mtp_labels, device),
         )
 
     def look_ahead(self, n: int) -> "Batch":
@@ -87,9 +87,7 @@ class Batch:
                 inside = inside & (numbers[:, there] == numbers)
             tokens.append(torch.where(inside, self.tokens[:, there], self.tokens))
             labels.append(torch.where(inside, self.labels[:, there], IGNORE))
-        return replace(
-            self, further_tokens=torch.stack(tokens, -1), further_labels=torch.stack(labels, -1)
-        )
+        return replace(self, mtp_tokens=torch.stack(tokens, -1), mtp_labels=torch.stack(labels, -1))
 
 
 class Loader:

@@ -111,7 +111,7 @@ def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = Tr
     splits = _splits(built, made.rows)
     found: dict[str, list[Parameter]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
-        if fqn.startswith("further_embed."):
+        if fqn.startswith("mtp_embed."):
             continue  # the embedding's
         part, inner = _part(fqn, small)
         experts = ".experts." in fqn
@@ -241,10 +241,10 @@ def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
     for as long as the stage computes, and counted once where a stage has both its modules. So is an
     embedding that multi-token prediction reads too."""
     found: list[Unit] = []
-    tied, further = run.model.tied, run.model.mtp > 0
+    tied, mtp = run.model.tied, run.model.mtp > 0
     if stage.embedding:
-        found.append(unit(run, "embedding", "root" if tied or further else "embedding"))
-    elif stage.head and further and not tied:
+        found.append(unit(run, "embedding", "root" if tied or mtp else "embedding"))
+    elif stage.head and mtp and not tied:
         found.append(unit(run, "embedding", "root"))
     for layer in stage.layers:
         found.append(unit(run, run.kind(layer), f"layer {layer}"))

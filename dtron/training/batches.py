@@ -99,8 +99,8 @@ def shard_batch(batch: Batch, mesh: Mesh, context: Context | None, mtp: int = 0)
         index=index,
         order=torch.cat([split.index(r) for r in range(cp)], dim=1),
         pieces=None if batch.pieces is None else batch.pieces.gather(1, index),
-        further_tokens=shard(batch.further_tokens),
-        further_labels=shard(batch.further_labels),
+        mtp_tokens=shard(batch.mtp_tokens),
+        mtp_labels=shard(batch.mtp_labels),
     )
 
 

@@ -154,8 +154,8 @@ class TrainStep:
         self, outputs: Sequence[Tensor], batch: Batch, n_valid: Sequence[Tensor]
     ) -> Tensor:
         """Count the loss of P further predictions; returns a zero with its weighted gradient."""
-        assert batch.further_labels is not None, "predictions have labels"
-        labels = batch.further_labels.unbind(-1)
+        assert batch.mtp_labels is not None, "predictions have labels"
+        labels = batch.mtp_labels.unbind(-1)
         sums = [self.model.loss(x, y) for x, y in zip(outputs, labels, strict=True)]
         mean = torch.stack([total / n for total, n in zip(sums, n_valid, strict=True)]).mean()
         self.mtp_loss += mean.detach()
@@ -179,7 +179,7 @@ class TrainStep:
 
 
 def _count_all(batch: Batch) -> Tensor:
-    mtp = () if batch.further_labels is None else batch.further_labels.unbind(-1)
+    mtp = () if batch.mtp_labels is None else batch.mtp_labels.unbind(-1)
     return torch.stack([count_labels(labels) for labels in (batch.labels, *mtp)])
 
 
@@ -192,8 +192,8 @@ def as_micro_batch(
     if positions is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).unsqueeze(0)
     others = {"positions": positions, "documents": batch.documents, "dropout_keys": dropout_keys}
-    if batch.further_tokens is not None:
-        others["further"] = batch.further_tokens
+    if batch.mtp_tokens is not None:
+        others["mtp_tokens"] = batch.mtp_tokens
     if batch.order is not None:
         others["order"] = batch.order
     if batch.pieces is not None:

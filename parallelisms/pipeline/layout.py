@@ -45,8 +45,8 @@ class StageNames:
     layer: str
     """With `{}` for the layer's index, as in `blocks.{}`."""
     head: tuple[str, ...]
-    further: tuple[str, ...] = ()
-    """What the last stage has beside its head to predict further tokens."""
+    mtp: tuple[str, ...] = ()
+    """Modules of multi-token prediction, on the last stage with the head."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def stage_modules(stage: "Stage", names: StageNames) -> tuple[str, ...]:
     """Patterns of a stage's modules."""
     layers = tuple(names.layer.format(i) for i in stage.layers)
     first = names.embedding if stage.embedding else ()
-    return (*first, *layers, *((*names.further, *names.head) if stage.head else ()))
+    return (*first, *layers, *((*names.mtp, *names.head) if stage.head else ()))
 
 
 def _deferring(order: Callable[[int], Order], last_stage: int, limit: int, m: int) -> Order:

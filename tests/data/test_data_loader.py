@@ -182,14 +182,14 @@ def test_what_is_predicted_further_is_of_the_same_piece(masked: bool) -> None:
     pieces = torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1]]).int()
     documents = torch.where(pieces < 0, 2, pieces) if masked else None
     batch = Batch(tokens, labels, torch.tensor([0]), None, documents, 2, pieces).look_ahead(2)
-    assert batch.further_tokens is not None
-    assert batch.further_labels is not None
-    assert batch.further_tokens[0].T.tolist() == [
+    assert batch.mtp_tokens is not None
+    assert batch.mtp_labels is not None
+    assert batch.mtp_tokens[0].T.tolist() == [
         [2, 3, 3, 5, 6, 6, 0, 0],
         [3, 2, 3, 6, 5, 6, 0, 0],
     ]
     none = -100
-    assert batch.further_labels[0].T.tolist() == [
+    assert batch.mtp_labels[0].T.tolist() == [
         [3, none, none, 6, none, none, none, none],
         [none] * 8,
     ]
@@ -199,7 +199,7 @@ def test_what_is_predicted_further_crosses_documents_that_labels_cross() -> None
     """As in sequences that are cut from one stream, without masks."""
     tokens = torch.tensor([[1, 2, 3, 4]])
     batch = Batch(tokens, tokens + 1, torch.tensor([0]), None, None).look_ahead(1)
-    assert batch.further_tokens is not None
-    assert batch.further_labels is not None
-    assert batch.further_tokens[0, :, 0].tolist() == [2, 3, 4, 4]
-    assert batch.further_labels[0, :, 0].tolist() == [3, 4, 5, -100]
+    assert batch.mtp_tokens is not None
+    assert batch.mtp_labels is not None
+    assert batch.mtp_tokens[0, :, 0].tolist() == [2, 3, 4, 4]
+    assert batch.mtp_labels[0, :, 0].tolist() == [3, 4, 5, -100]

@@ -372,7 +372,7 @@ def test_a_tensor_of_an_expert_is_named(tmp_path: Path) -> None:
         from_hf(tmp_path)
 
 
-def test_layers_that_predict_further_tokens(tmp_path: Path) -> None:
+def test_layers_that_predict_mtp_tokens(tmp_path: Path) -> None:
     """Their names and the copies of embedding and head are those of the release; transformers
     neither reads nor writes them."""
     theirs = reference("deepseek_v3", {"num_nextn_predict_layers": 1})
@@ -393,8 +393,10 @@ def test_layers_that_predict_further_tokens(tmp_path: Path) -> None:
     assert torch.equal(tensors[f"{layer}.embed_tokens.weight"], embedding)
     assert torch.equal(tensors[f"{layer}.shared_head.head.weight"], head)
     back, x = from_hf(tmp_path / "back"), tokens()
-    further = x.roll(-1, 1).unsqueeze(-1)
-    for ours, again in zip(model.eval()(x, further=further), back(x, further=further), strict=True):
+    ahead = x.roll(-1, 1).unsqueeze(-1)
+    for ours, again in zip(
+        model.eval()(x, mtp_tokens=ahead), back(x, mtp_tokens=ahead), strict=True
+    ):
         assert torch.allclose(ours, again, atol=1e-6)
     assert torch.allclose(back(x), theirs(x).logits, atol=1e-5)
     kept = type(theirs).from_pretrained(tmp_path / "back")

@@ -442,24 +442,24 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
     for step in range(case.steps):
         whole_batch = make_batch(case, range(case.sequences), step)
         n_valid = (whole_batch.labels != -100).sum().item()
-        n_further = (_further(whole_batch, config.mtp)[1] != -100).sum((0, 1)).tolist()
+        n_mtp = (_mtp_targets(whole_batch, config.mtp)[1] != -100).sum((0, 1)).tolist()
         optimizer.zero_grad()
         losses.append(0.0)
         for first in range(0, case.sequences, at_once):
             batch = make_batch(case, range(first, first + at_once), step)
-            ahead, labels = (x.to(device) for x in _further(batch, config.mtp))
+            ahead, labels = (x.to(device) for x in _mtp_targets(batch, config.mtp))
             batch, keys = batch.to(device.type), None
             if config.draws:
                 index = torch.arange(case.seq_len, device=device)
                 keys = token_keys(SEED, step, batch.sequence, index)
             inputs = (batch.tokens, batch.positions, batch.documents, keys)
             others = {} if batch.pieces is None else {"real": batch.pieces >= 0}
-            others |= {"further": ahead} if config.mtp else {}
+            others |= {"mtp_tokens": ahead} if config.mtp else {}
             outputs = model(*inputs, **others)
             outputs = outputs if config.mtp else (outputs,)
             loss = cross_entropy_sum(outputs[0], batch.labels) / n_valid
             losses[-1] += loss.item()
-            for i, n in enumerate(n_further):
+            for i, n in enumerate(n_mtp):
                 mean = cross_entropy_sum(outputs[1 + i], labels[..., i]) / n
                 losses[-1] += mean.item() / config.mtp
                 loss = loss + config.mtp_coefficient / config.mtp * mean
@@ -540,7 +540,7 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def _further(batch: Batch, n: int) -> tuple[Tensor, Tensor]:
+def _mtp_targets(batch: Batch, n: int) -> tuple[Tensor, Tensor]:
     """The tokens 1 ... n ahead and their labels, int64 (B, T, n), one by one."""
     rows, length = batch.tokens.shape
     tokens = batch.tokens.unsqueeze(-1).repeat(1, 1, n)
@@ -722,13 +722,13 @@ def whole(applied: Applied, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     return full
 
 
-def micro_batches(case: Case, mesh: Mesh, step: int, further: int = 0) -> list[Batch]:
+def micro_batches(case: Case, mesh: Mesh, step: int, mtp: int = 0) -> list[Batch]:
     """This rank's micro-batches of a step, as the loader cuts them."""
     ranks, rank = mesh.size(*BATCH_AXES), mesh.rank(*BATCH_AXES)
     first, stride = rank * case.micro_batch, ranks * case.micro_batch
     starts = range(first, case.sequences, stride)
     batches = [make_batch(case, range(s, s + case.micro_batch), step) for s in starts]
-    shares = [shard_batch(batch, mesh, context_of(case), further) for batch in batches]
+    shares = [shard_batch(batch, mesh, context_of(case), mtp) for batch in batches]
     return [share.to(mesh.device_type) for share in shares]
 
 

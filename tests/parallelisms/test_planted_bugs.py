@@ -188,8 +188,8 @@ def positions_of_the_part() -> None:
     """Tokens are rotated by their place on the rank, not in the sequence."""
     share = parity.shard_batch
 
-    def counted(batch: Batch, mesh: Mesh, how: Any, further: int) -> Batch:
-        part = share(batch, mesh, how, further)
+    def counted(batch: Batch, mesh: Mesh, how: Any, mtp: int) -> Batch:
+        part = share(batch, mesh, how, mtp)
         places = torch.arange(part.tokens.shape[1])
         return replace(part, positions=places.expand_as(part.tokens))
 
@@ -200,9 +200,9 @@ def mtp_tokens_of_the_part() -> None:
     """What is predicted further is looked for among the rank's own tokens."""
     share = parity.shard_batch
 
-    def of_part(batch: Batch, mesh: Mesh, how: Context | None, further: int) -> Batch:
+    def of_part(batch: Batch, mesh: Mesh, how: Context | None, mtp: int) -> Batch:
         part = share(batch, mesh, how)
-        return part.look_ahead(further) if further else part
+        return part.look_ahead(mtp) if mtp else part
 
     parity.shard_batch = of_part
 
