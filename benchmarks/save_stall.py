@@ -22,7 +22,7 @@ import torch
 from dtron.checkpoint.async_staging import Staging
 from dtron.checkpoint.checkpointer import Checkpointer
 from dtron.checkpoint.dcp_storage import write_here
-from dtron.checkpoint.directory import Facts
+from dtron.checkpoint.directory import CheckpointMetadata
 from dtron.checkpoint.locations import Tier
 from dtron.config import Checkpoint, Optim
 from dtron.models import BACKENDS, MODELS, build_model, model_config
@@ -69,7 +69,7 @@ def measure(mode: str, given: argparse.Namespace) -> dict[str, Any]:
             break
         saver.wait()  # so that a stop is not a wait for the save before
         started = time.perf_counter()
-        saver.save(Facts(number + 1, 0, 0, 1, 0, {}, {}, {"next": number}))
+        saver.save(CheckpointMetadata(number + 1, 0, 0, 1, 0, {}, {}, {"next": number}))
         stops.append(time.perf_counter() - started)
     saver.wait()
     written = sum(f.stat().st_size for f in (folder / f"step-{given.saves}").iterdir())

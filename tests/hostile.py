@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 
 from dtron.bench.trace import read_trace
 from dtron.checkpoint.dcp_storage import ShardReader, ShardWriter
-from dtron.checkpoint.directory import Facts, find, read_facts, write_facts
+from dtron.checkpoint.directory import CheckpointMetadata, find, read_metadata, write_metadata
 from dtron.checkpoint.initial_weights import open_initial
 from dtron.config import RunConfig, fields
 from dtron.data import load_tokenizer, open_data, prepare
@@ -108,7 +108,7 @@ def make_checkpoint(folder: Path) -> Path:
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     dcp.save(state, storage_writer=ShardWriter(step), no_dist=True)
     kept = {"name": "llama", **config.model_dump(mode="json")}
-    write_facts(step, Facts(1, 256, 0, 1, 0, {}, kept, {"sequence": 8}))
+    write_metadata(step, CheckpointMetadata(1, 256, 0, 1, 0, {}, kept, {"sequence": 8}))
     return step
 
 
@@ -405,8 +405,8 @@ def signed(step: Path) -> None:
         content = json.loads((step / "dtron.json").read_text())
         content.pop("sha256")
         (step / "dtron.json").write_text(json.dumps(content))
-        for_facts = Facts(**content)
-        write_facts(step, for_facts)
+        for_facts = CheckpointMetadata(**content)
+        write_metadata(step, for_facts)
 
 
 def extreme_key(key: str, draw: random.Random, folder: Path) -> None:
@@ -524,7 +524,7 @@ def tiled(make: Callable[[int], list[Any]], n: int, shape: list[int]) -> Callabl
 def facts(**changes: Any) -> Callable[[Path], None]:
     def act(folder: Path) -> None:
         step = make_checkpoint(folder)
-        write_facts(step, Facts(**{**vars(read_facts(step)), **changes}))
+        write_metadata(step, CheckpointMetadata(**{**vars(read_metadata(step)), **changes}))
         read_checkpoint(step)
 
     return act

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from dtron.checkpoint.async_staging import Background, Staging
 from dtron.checkpoint.dcp_storage import ShardReader, WriteFile, write_here
-from dtron.checkpoint.directory import Facts, step_of, unreadable
+from dtron.checkpoint.directory import CheckpointMetadata, step_of, unreadable
 from dtron.checkpoint.locations import Tier, owner
 from dtron.checkpoint.save import Committed, Saver, why
 from dtron.checkpoint.save_plan import KeptPlan
@@ -105,7 +105,7 @@ class Checkpointer:
         interval = self.tiers[-1].interval
         return bool(interval) and step % interval == 0
 
-    def save(self, facts: Facts, durable: bool = False) -> None:
+    def save(self, metadata: CheckpointMetadata, durable: bool = False) -> None:
         """Write a checkpoint and publish it; all ranks call it together.
 
         With `mode = "async"` it returns at once, and the optimizer's next step waits until the
@@ -118,7 +118,7 @@ class Checkpointer:
             CheckpointError: this save, or the last one that ran beside training, could not be
                 written; what it left is deleted, and older checkpoints are as they were.
         """
-        durable = durable or self.lasts(facts.step)
+        durable = durable or self.lasts(metadata.step)
         if self._running is not None and self._running.running:
             log.warning("the last checkpoint is still being written: waiting for it")
         if durable and self._copying is not None and self._copying.running:
@@ -126,11 +126,11 @@ class Checkpointer:
         # Where it fails and training goes on: ranks learn of it at different steps, and all of them
         # have to begin the next one.
         self.tried(functools.partial(self._wait_before, durable))
-        if self._written != facts.step:
-            self._written = facts.step
-            self._begin(facts)
+        if self._written != metadata.step:
+            self._written = metadata.step
+            self._begin(metadata)
         if durable and len(self.tiers) > 1:
-            self._begin_copy(facts, self._running)
+            self._begin_copy(metadata, self._running)
 
     @property
     def stops(self) -> bool:
@@ -154,18 +154,18 @@ class Checkpointer:
         if durable:  # else ranks learn at different steps whether it has failed
             self._wait_for_copy()
 
-    def _begin(self, facts: Facts) -> None:
+    def _begin(self, metadata: CheckpointMetadata) -> None:
         """Write a checkpoint to the first tier, or begin to."""
         flat = self._flat()
         if self.options.mode == "sync":
-            self._write(flat, facts, write_here)
+            self._write(flat, metadata, write_here)
             return
         write = self.staging.write
         try:
             self.plan.staged = self.staging.start(flat)
         except OSError as error:
             write = functools.partial(_raise, error)  # so that all ranks hear of it
-        self._running = Background(functools.partial(self._write, flat, facts, write))
+        self._running = Background(functools.partial(self._write, flat, metadata, write))
 
     def reserve(self) -> None:
         """Begin to reserve host memory for saves beside training, if there will be any; behind a
@@ -178,14 +178,14 @@ class Checkpointer:
         state = {**self._stored(self._held()), "rng": _get_rng(), "float8": self.scales}
         return {f"{kind}.{name}": value for kind, v in state.items() for name, value in v.items()}
 
-    def _begin_copy(self, facts: Facts, written: Background | None) -> None:
+    def _begin_copy(self, metadata: CheckpointMetadata, written: Background | None) -> None:
         """Copy a checkpoint from the first tier to the last one, when it is `written`."""
         assert self.copier is not None, "there are several tiers"
         if self._copies is None or not self._copies.alive:
             self._copies = WriterProcess()
-        self._copied = self.tiers[0].folder / f"step-{facts.step}"
+        self._copied = self.tiers[0].folder / f"step-{metadata.step}"
         copy = functools.partial(
-            self.copier.copy, self._copied, facts, self.tiers[-1], self._copies
+            self.copier.copy, self._copied, metadata, self.tiers[-1], self._copies
         )
 
         def act() -> None:
@@ -220,11 +220,11 @@ class Checkpointer:
         if copying is not None:
             copying.wait()
 
-    def _write(self, flat: dict[str, Any], facts: Facts, write: WriteFile) -> None:
+    def _write(self, flat: dict[str, Any], metadata: CheckpointMetadata, write: WriteFile) -> None:
         kept = [] if self._copied is None else [self._copied]
         try:
             self.staging.finish()
-            self.saver.write(flat, facts, self.tiers[0], self.plan, write, kept)
+            self.saver.write(flat, metadata, self.tiers[0], self.plan, write, kept)
         except CheckpointError:
             self.plan = KeptPlan()  # ranks may have got to know different parts of the plan
             self.staging.end()  # it may wait for a disk

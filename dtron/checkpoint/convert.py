@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dtron.checkpoint.dcp_storage import ShardReader, ShardWriter
 from dtron.checkpoint.directory import (
-    Facts,
+    CheckpointMetadata,
     check_agreement,
     check_content,
     find_weights,
-    read_facts,
-    write_facts,
+    read_metadata,
+    write_metadata,
 )
 from dtron.checkpoint.initial_weights import model_settings, open_initial
 from dtron.checkpoint.save import why
@@ -147,7 +147,7 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
         if dist.get_rank() == 0:
             _copy_beside(source.path, partial)
             model = {"name": source.family, **source.config.model_dump(mode="json")}
-            write_facts(partial, Facts.of_weights(model, dist.get_world_size()))
+            write_metadata(partial, CheckpointMetadata.of_weights(model, dist.get_world_size()))
     log.info("%s holds the weights of %s; train it with", out, source.path)
     log.info("  checkpoint.initial=%s %s", out, model_settings(source.family, source.config))
 
@@ -213,8 +213,8 @@ def to_hf_folder(
         CheckpointError: it cannot be read, transformers has no such model, or `out` exists.
         OSError: the disk is full.
     """
-    initial, facts = open_initial(checkpoint), read_facts(checkpoint)
-    seq_len = facts.settings.get("train.seq_len", 1)
+    initial, metadata = open_initial(checkpoint), read_metadata(checkpoint)
+    seq_len = metadata.settings.get("train.seq_len", 1)
     config = initial.config
     if config.positions == "rope":
         config = config.model_copy(update={"max_seq_len": max(config.max_seq_len, seq_len)})

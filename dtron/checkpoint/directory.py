@@ -52,7 +52,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
-class Facts:
+class CheckpointMetadata:
     """What a checkpoint says of itself, without opening its shards."""
 
     step: _Count
@@ -76,7 +76,7 @@ class Facts:
     """Keys of the run's config that learning rates depend on, and `warmup_steps`."""
 
     @classmethod
-    def of_weights(cls, model: dict[str, Any], world_size: int) -> "Facts":
+    def of_weights(cls, model: dict[str, Any], world_size: int) -> "CheckpointMetadata":
         """Of a checkpoint that holds weights and nothing else."""
         return cls(0, 0, 0, world_size, 0, {}, model, {})
 
@@ -96,15 +96,15 @@ def share(path: Location, group: dist.ProcessGroup) -> Location:
     return path.knowing(known[0])
 
 
-def write_facts(path: Location, facts: Facts) -> None:
+def write_metadata(path: Location, metadata: CheckpointMetadata) -> None:
     """Make a checkpoint of a folder that holds all else. Raises OSError."""
-    content = asdict(facts)
+    content = asdict(metadata)
     content["sha256"] = _checksum(path, content)
     sync_directory(path)
     appear(path / FACTS, json.dumps(content, indent=1) + "\n")
 
 
-def read_facts(path: Location) -> Facts:
+def read_metadata(path: Location) -> CheckpointMetadata:
     """Read dtron.json of one checkpoint.
 
     Raises:
@@ -116,7 +116,7 @@ def read_facts(path: Location) -> Facts:
     try:
         if found != _checksum(path, content):
             raise CheckpointError(f"{path}: {FACTS} or {INDEX} is corrupt: their SHA-256 differs")
-        return TypeAdapter(Facts).validate_python(content)
+        return TypeAdapter(CheckpointMetadata).validate_python(content)
     except UnreachableError:
         raise
     except OSError as error:
@@ -125,9 +125,9 @@ def read_facts(path: Location) -> Facts:
         raise CheckpointError(f"{path / FACTS} is of another kind: {error}") from None
 
 
-def _checksum(path: Location, facts: dict[str, Any]) -> str:
+def _checksum(path: Location, metadata: dict[str, Any]) -> str:
     """Of what a checkpoint says of itself and of its index, which has those of all files."""
-    text = json.dumps(facts, sort_keys=True).encode()
+    text = json.dumps(metadata, sort_keys=True).encode()
     return hashlib.sha256(text + read(path / INDEX, INDEX_BYTES)).hexdigest()
 
 
@@ -135,7 +135,7 @@ def problem(path: Location) -> str | None:
     """What is wrong with a checkpoint, as far as names, sizes and what it says of itself tell.
     Raises UnreachableError."""
     try:
-        read_facts(path)
+        read_metadata(path)
         if wrong := missing_or_short(path, read_index(path).files):
             return f"{path}: {wrong}"
     except UnreachableError:  # it may be as good as any
@@ -323,9 +323,9 @@ def begin(folder: Location, kept: Collection[Location] = ()) -> None:
     make_folder(folder)
 
 
-def publish(folder: Location, facts: Facts) -> None:
+def publish(folder: Location, metadata: CheckpointMetadata) -> None:
     """Make a checkpoint of a folder that holds all else, the newest one. Raises OSError."""
-    write_facts(folder, facts)
+    write_metadata(folder, metadata)
     sync_directory(folder.parent)
     appear(folder.parent / "latest", folder.name + "\n")
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dtron.checkpoint.dcp_storage import ShardReader, StoredReader, tensor_metadata
-from dtron.checkpoint.directory import find_weights, read_facts
+from dtron.checkpoint.directory import find_weights, read_metadata
 from dtron.config import Data
 from dtron.data.tokenizer import Tokenizer, load_tokenizer
 from dtron.errors import CheckpointError, ConfigError
@@ -78,7 +78,7 @@ def open_initial(path: str | Location, zero_centered: bool = False) -> Initial:
         folder = hf_folder(where, zero_centered)
         return Initial(where, folder.family, folder.config, folder)
     found = find_weights(where, "a Hugging Face folder (with config.json) nor ")
-    model = dict(read_facts(found).model)
+    model = dict(read_metadata(found).model)
     name = str(model.pop("name", ""))
     try:
         return Initial(found, name, DecoderConfig.model_validate(model, strict=False), None)
@@ -156,8 +156,8 @@ def tokenizer_of(path: str | Location) -> str:
     where = location(path)
     if isinstance(where, Path) and is_file(where / CONFIG):
         return str(where / TOKENIZER) if is_file(where / TOKENIZER) else ""
-    facts = read_facts(find_weights(where, "a Hugging Face folder (with config.json) nor "))
-    return str(facts.settings.get("data.tokenizer", ""))
+    metadata = read_metadata(find_weights(where, "a Hugging Face folder (with config.json) nor "))
+    return str(metadata.settings.get("data.tokenizer", ""))
 
 
 def check_tokenizer(initial: Initial, tokenizer: Tokenizer, data: Data) -> None:

@@ -25,7 +25,15 @@ from dtron.checkpoint.dcp_storage import (
     missing_or_short,
     read_files,
 )
-from dtron.checkpoint.directory import FACTS, Facts, begin, problem, publish, retire, withdraw
+from dtron.checkpoint.directory import (
+    FACTS,
+    CheckpointMetadata,
+    begin,
+    problem,
+    publish,
+    retire,
+    withdraw,
+)
 from dtron.checkpoint.locations import Tier
 from dtron.checkpoint.save_plan import KeptPlan
 from dtron.errors import CheckpointError
@@ -64,7 +72,7 @@ class Saver:
     def write(
         self,
         tensors: dict[str, Any],
-        facts: Facts,
+        metadata: CheckpointMetadata,
         tier: Tier,
         plan: KeptPlan,
         write: WriteFile,
@@ -83,9 +91,11 @@ class Saver:
             writer = ShardWriter(folder, write, self._limited)
             dcp.save(tensors, storage_writer=writer, planner=plan, process_group=self.group)
 
-        self._publish(act, facts, tier, kept)
+        self._publish(act, metadata, tier, kept)
 
-    def copy(self, source: Location, facts: Facts, tier: Tier, process: WriterProcess) -> None:
+    def copy(
+        self, source: Location, metadata: CheckpointMetadata, tier: Tier, process: WriterProcess
+    ) -> None:
         """Copy a checkpoint to another tier and publish it there, if it is not there already. Each
         rank copies some of the files, and compares what it reads with what was written.
 
@@ -101,7 +111,7 @@ class Saver:
             self.first(lambda: write_synced(folder / INDEX, _index(source)))
 
         try:
-            self._publish(act, facts, tier)
+            self._publish(act, metadata, tier)
         except CheckpointError:
             process.kill()  # it may wait for a disk
             raise
@@ -109,11 +119,11 @@ class Saver:
     def _publish(
         self,
         act: Callable[[Location], None],
-        facts: Facts,
+        metadata: CheckpointMetadata,
         tier: Tier,
         kept: Collection[Location] = (),
     ) -> None:
-        folder, begun = tier.folder / f"step-{facts.step}", False
+        folder, begun = tier.folder / f"step-{metadata.step}", False
         started = time.monotonic()
         try:
             self.first(lambda: self._begin(folder, kept))
@@ -122,7 +132,7 @@ class Saver:
             seen = self._listed / folder.name if self._listed is not None else folder
             act(seen)
             self._on(self._looks(folder), lambda: self._check_files(folder))
-            self.first(lambda: self._complete(seen, facts))
+            self.first(lambda: self._complete(seen, metadata))
         except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
             if begun and dist.get_rank() == 0:
                 with contextlib.suppress(OSError):
@@ -157,8 +167,8 @@ class Saver:
         if wrong:
             raise CheckpointError(f"{wrong}; all ranks have to reach the same {folder.parent}")
 
-    def _complete(self, folder: Location, facts: Facts) -> None:
-        publish(folder, facts)
+    def _complete(self, folder: Location, metadata: CheckpointMetadata) -> None:
+        publish(folder, metadata)
         if self.committed is not None:
             self.committed(folder)
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from dtron.checkpoint.directory import Facts, check_model, read_facts
+from dtron.checkpoint.directory import CheckpointMetadata, check_model, read_metadata
 from dtron.config import RunConfig, Schedule, fields
 from dtron.config.learning_rate import learning_rate, warmup_steps
 from dtron.data.sources import BY_POSITION, SPLIT
@@ -23,24 +23,26 @@ _CONTENT_KEYS = (*(f"data.{key}" for key in _CONTENT), "data.hf_path", "data.hf_
 """Keys that act through the content alone, of which `check_data` compares hashes."""
 
 
-def read_compatible(config: RunConfig, model: DecoderConfig, checkpoint: Location) -> Facts:
+def read_compatible(
+    config: RunConfig, model: DecoderConfig, checkpoint: Location
+) -> CheckpointMetadata:
     """Read the metadata of a checkpoint that a run of this config can resume.
 
     Raises:
         CheckpointError: it is damaged or of another model, optimizer or kind.
     """
-    facts = read_facts(checkpoint)
-    if facts.weights_only:
+    metadata = read_metadata(checkpoint)
+    if metadata.weights_only:
         raise CheckpointError(
             f"{checkpoint} holds weights only; set checkpoint.initial instead of checkpoint.resume"
         )
-    check_model(checkpoint, {**_defaults(), **facts.model}, model_metadata(config, model))
-    for key, value, saved in _changed_settings(config, facts):
+    check_model(checkpoint, {**_defaults(), **metadata.model}, model_metadata(config, model))
+    for key, value, saved in _changed_settings(config, metadata):
         if key.startswith("optim."):
             raise CheckpointError(
                 f"{checkpoint} holds the state of {key} = {saved!r}, not of {value!r}; keep {key}"
             )
-    return facts
+    return metadata
 
 
 def model_metadata(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def resume_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def schedule_settings(config: RunConfig, warmup: int) -> dict[str, Any]:
-    """All keys that determine a run's learning rates, for `Facts.schedule`.
+    """All keys that determine a run's learning rates, for `CheckpointMetadata.schedule`.
 
     Args:
         warmup: number of warm-up steps, from `resumed_warmup`.
@@ -79,43 +81,47 @@ def schedule_settings(config: RunConfig, warmup: int) -> dict[str, Any]:
     return {**rate, **keys, "warmup_steps": warmup}
 
 
-def resumed_warmup(config: RunConfig, facts: Facts | None) -> int:
+def resumed_warmup(config: RunConfig, metadata: CheckpointMetadata | None) -> int:
     """Number of warm-up steps. A complete warm-up keeps its length when the run resumes with
     another train.steps, and is not entered again; another schedule.warmup takes effect."""
     own = warmup_steps(config.train.steps, config.schedule)
-    if facts is None or facts.schedule.get("schedule.warmup") != config.schedule.warmup:
+    if metadata is None or metadata.schedule.get("schedule.warmup") != config.schedule.warmup:
         return own
-    before = facts.schedule["warmup_steps"]
-    same = facts.schedule["train.steps"] == config.train.steps
-    return before if same or facts.step >= before else own
+    before = metadata.schedule["warmup_steps"]
+    same = metadata.schedule["train.steps"] == config.train.steps
+    return before if same or metadata.step >= before else own
 
 
-def _changed_settings(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Any, Any]]:
+def _changed_settings(
+    config: RunConfig, metadata: CheckpointMetadata
+) -> Iterator[tuple[str, Any, Any]]:
     """(key, value, value in the checkpoint) of `resume_settings` that differ."""
     defaults = {key: default for key, default, _ in fields(RunConfig)}
     for key, value in resume_settings(config).items():
-        saved = facts.settings.get(key, defaults[key])  # missing: added after the checkpoint
+        saved = metadata.settings.get(key, defaults[key])  # missing: added after the checkpoint
         if saved != value:
             yield key, value, saved
 
 
-def _log_schedule_changes(checkpoint: Location, config: RunConfig, facts: Facts) -> None:
+def _log_schedule_changes(
+    checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata
+) -> None:
     """Warn of changes that affect the learning rate of the next step."""
-    before = facts.schedule
-    after = schedule_settings(config, resumed_warmup(config, facts))
+    before = metadata.schedule
+    after = schedule_settings(config, resumed_warmup(config, metadata))
     changed = [key for key, value in after.items() if key in before and before[key] != value]
-    if not changed or facts.step >= config.train.steps:
+    if not changed or metadata.step >= config.train.steps:
         return
     would = ""
-    if facts.step < before["train.steps"]:
-        would = f", where it would have been {_rate(facts.step, before):.3g}"
+    if metadata.step < before["train.steps"]:
+        would = f", where it would have been {_rate(metadata.step, before):.3g}"
     changes = ", ".join(f"{key} = {after[key]!r} (was {before[key]!r})" for key in changed)
     log.warning(
         "%s since %s: the learning rate of step %d is %.3g%s; the warm-up is %d steps",
         changes,
         checkpoint,
-        facts.step + 1,
-        _rate(facts.step, after),
+        metadata.step + 1,
+        _rate(metadata.step, after),
         would,
         after["warmup_steps"],
     )
@@ -129,7 +135,9 @@ def _rate(step: int, settings: dict[str, Any]) -> float:
     return learning_rate(step, steps, peak, options, warmup)
 
 
-def check_data(checkpoint: Location, config: RunConfig, facts: Facts, data: dict[str, str]) -> None:
+def check_data(
+    checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata, data: dict[str, str]
+) -> None:
     """Refuse data or a tokenizer that differ from the checkpoint's: the same sequence number would
     select different text.
 
@@ -139,8 +147,8 @@ def check_data(checkpoint: Location, config: RunConfig, facts: Facts, data: dict
     if config.checkpoint.allow_data_change:
         return
     older = {key: data[key] for key in data if key != SPLIT}  # of which a checkpoint may lack some
-    changed = [key for key in older if facts.data.get(key, older[key]) != older[key]]
-    split, saved = (each.get(SPLIT, BY_POSITION) for each in (data, facts.data))
+    changed = [key for key in older if metadata.data.get(key, older[key]) != older[key]]
+    split, saved = (each.get(SPLIT, BY_POSITION) for each in (data, metadata.data))
     if not changed and split != saved and config.data.validation_fraction:
         raise ConfigError(
             f"data.validation_fraction = {config.data.validation_fraction}: {checkpoint} holds "
@@ -161,10 +169,10 @@ def check_data(checkpoint: Location, config: RunConfig, facts: Facts, data: dict
     )
 
 
-def warn_of_changes(checkpoint: Location, config: RunConfig, facts: Facts) -> None:
+def warn_of_changes(checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata) -> None:
     """Warn of settings that change the text of a sequence number, and of changed learning rates."""
-    known = _CONTENT_KEYS if {"content", "tokenizer"} <= facts.data.keys() else ()
-    for key, value, saved in _changed_settings(config, facts):
+    known = _CONTENT_KEYS if {"content", "tokenizer"} <= metadata.data.keys() else ()
+    for key, value, saved in _changed_settings(config, metadata):
         if key in known:
             continue
         log.warning(
@@ -175,4 +183,4 @@ def warn_of_changes(checkpoint: Location, config: RunConfig, facts: Facts) -> No
             checkpoint,
             saved,
         )
-    _log_schedule_changes(checkpoint, config, facts)
+    _log_schedule_changes(checkpoint, config, metadata)

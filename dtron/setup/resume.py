@@ -18,7 +18,14 @@ from pydantic import TypeAdapter
 
 from dtron.checkpoint import directory
 from dtron.checkpoint.dcp_storage import corrupt, read_index
-from dtron.checkpoint.directory import PROBE, RESUME, Facts, check_agreement, complete, find
+from dtron.checkpoint.directory import (
+    PROBE,
+    RESUME,
+    CheckpointMetadata,
+    check_agreement,
+    complete,
+    find,
+)
 from dtron.checkpoint.initial_weights import Initial
 from dtron.checkpoint.locations import Tier, owner, tiers_of
 from dtron.config import RunConfig
@@ -46,7 +53,7 @@ class ResumeState:
     folders: Sequence[Location]
     """Their folders, with the listing read at the start; empty on ranks that did not look."""
     checkpoint: Location | None = None
-    metadata: Facts | None = None
+    metadata: CheckpointMetadata | None = None
     """Of the checkpoint; None where there is none."""
     initial: Initial | None = None
     """Weights to start from; None when a checkpoint is resumed."""
@@ -124,7 +131,7 @@ def find_resume_state(
 
 def find_checkpoint(
     config: RunConfig, model: DecoderConfig, resume: str, folders: Sequence[Location]
-) -> tuple[Location | None, Facts | None]:
+) -> tuple[Location | None, CheckpointMetadata | None]:
     """The checkpoint to resume from and its metadata; None where the run starts afresh.
 
     Args:
@@ -213,7 +220,7 @@ def _look(
 
 def _newest_or_named(
     config: RunConfig, model: DecoderConfig, restarted: bool, folders: Sequence[Location]
-) -> tuple[str, Location | None, Facts | None]:
+) -> tuple[str, Location | None, CheckpointMetadata | None]:
     """How this attempt resumes, and from which checkpoint.
 
     The first attempt of a job follows `checkpoint.resume`. A restarted one continues from the
@@ -257,7 +264,7 @@ def _look_on_rank_0(
     answer = json.loads(text)
     if "error" in answer:
         raise CheckpointError(answer["error"])
-    metadata = TypeAdapter(Facts | None).validate_python(answer["metadata"])
+    metadata = TypeAdapter(CheckpointMetadata | None).validate_python(answer["metadata"])
     checkpoint = location(answer["at"]) if answer["at"] else None
     return ResumeState(answer["mode"], tiers, [], checkpoint, metadata, found_by_rank_0=True)
 

@@ -4,7 +4,12 @@ import logging
 from collections.abc import Sequence
 
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.directory import Facts, check_agreement, newest_good, read_facts
+from dtron.checkpoint.directory import (
+    CheckpointMetadata,
+    check_agreement,
+    newest_good,
+    read_metadata,
+)
 from dtron.checkpoint.locations import Tier
 from dtron.config import Faults
 from dtron.errors import CheckpointError, TrainingError
@@ -22,7 +27,7 @@ class Rollback:
         self.faults, self.tiers, self.checkpointer = faults, tiers, checkpointer
         self.n_rollbacks = 0
 
-    def load(self, spike: Spike, step: int) -> tuple[Location, Facts]:
+    def load(self, spike: Spike, step: int) -> tuple[Location, CheckpointMetadata]:
         """Load model and optimizer from a checkpoint before the spike; all ranks call it.
 
         The data position is not changed, so that all batches since that checkpoint are skipped.
@@ -52,11 +57,11 @@ class Rollback:
         )
         return checkpoint, metadata
 
-    def _newest_before(self, step: int) -> tuple[Location, Facts]:
+    def _newest_before(self, step: int) -> tuple[Location, CheckpointMetadata]:
         """The newest intact checkpoint of an earlier step."""
         path = newest_good([tier.folder for tier in self.tiers], below=step)
         if path is None:
             raise CheckpointError(f"no checkpoint is of an earlier step than {step}")
         check_agreement(path, self.checkpointer.group)
         path = newest_intact(self.tiers, path, self.checkpointer.group)
-        return path, read_facts(path)
+        return path, read_metadata(path)

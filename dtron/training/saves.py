@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.directory import Facts
+from dtron.checkpoint.directory import CheckpointMetadata
 from dtron.faults.signals import StopSignal
 
 
@@ -11,11 +11,13 @@ class Saving:
     """Saves of one run, by `checkpoint.on_error`.
 
     Args:
-        facts: returns the metadata of the next checkpoint.
+        metadata: returns the metadata of the next checkpoint.
     """
 
-    def __init__(self, checkpointer: Checkpointer, facts: Callable[[], Facts]) -> None:
-        self.checkpointer, self.facts = checkpointer, facts
+    def __init__(
+        self, checkpointer: Checkpointer, metadata: Callable[[], CheckpointMetadata]
+    ) -> None:
+        self.checkpointer, self.metadata = checkpointer, metadata
 
     def begin(self, durable: bool = False) -> None:
         """Save, or begin an asynchronous save; `durable` as for `Checkpointer.save`.
@@ -23,7 +25,7 @@ class Saving:
         Raises:
             CheckpointError: on all ranks.
         """
-        self.checkpointer.save(self.facts(), durable)
+        self.checkpointer.save(self.metadata(), durable)
 
     def try_begin(self) -> bool:
         """Begin a save; returns whether that worked.

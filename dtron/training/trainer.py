@@ -17,11 +17,11 @@ from torch import nn
 
 from dtron.checkpoint.checkpointer import Checkpointer
 from dtron.checkpoint.directory import (
-    Facts,
+    CheckpointMetadata,
     abandon_after,
     check_agreement,
     check_content,
-    write_facts,
+    write_metadata,
 )
 from dtron.checkpoint.initial_weights import Initial
 from dtron.checkpoint.locations import owner
@@ -301,7 +301,7 @@ class Trainer:
             check_content(initial.path, self.checkpointer.group)
         self.checkpointer.load_weights(initial.reader(), initial.path)
 
-    def _load_guards(self, metadata: Facts) -> None:
+    def _load_guards(self, metadata: CheckpointMetadata) -> None:
         before = metadata.faults.get("rollbacks", 0)
         self.rollback.n_rollbacks = max(self.rollback.n_rollbacks, before)
         if self.guards.spikes is not None:
@@ -494,9 +494,9 @@ class Trainer:
         self.throughput.restart()
         return saved
 
-    def _metadata(self) -> Facts:
+    def _metadata(self) -> CheckpointMetadata:
         """The metadata of a checkpoint of this step."""
-        return Facts(
+        return CheckpointMetadata(
             step=self.step,
             tokens=self.tokens,
             skipped=int(self.run.step.skipped),
@@ -527,10 +527,10 @@ class Trainer:
         self.throughput.restart()
         return checkpoint
 
-    def _skip_batches(self, checkpoint: Location, metadata: Facts) -> None:
+    def _skip_batches(self, checkpoint: Location, metadata: CheckpointMetadata) -> None:
         """On the first rank: let a run that resumes from the checkpoint skip the same batches."""
         data, faults = self.batches.loader.state_dict(), self._guard_state()
-        write_facts(checkpoint, replace(metadata, data=data, faults=faults))
+        write_metadata(checkpoint, replace(metadata, data=data, faults=faults))
         for tier in self.resume.tiers:
             abandon_after(tier.folder, self.step)
 

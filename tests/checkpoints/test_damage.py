@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtron.checkpoint.directory import read_facts, write_facts
+from dtron.checkpoint.directory import read_metadata, write_metadata
 from dtron.errors import CheckpointError
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
@@ -99,9 +99,9 @@ def test_what_names_and_sizes_tell_is_found_before_anything_starts(
     with pytest.raises(CheckpointError, match=rf"step-4.*{named}.*resume = .*step-2"):
         Trainer(tiny(tmp_path / "other", checkpoint__resume=at))
     # `latest` takes the one before
-    facts = Trainer(tiny(run, checkpoint__resume="latest")).resume.metadata
-    assert facts is not None
-    assert facts.step == 2
+    metadata = Trainer(tiny(run, checkpoint__resume="latest")).resume.metadata
+    assert metadata is not None
+    assert metadata.step == 2
     assert any(named in message and "step-4" in message for message in reports), reports
 
 
@@ -179,11 +179,11 @@ def test_a_tensor_that_is_not_there_as_it_should_be_is_named(
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     folder = run / "checkpoints/step-6"
-    facts = read_facts(folder)
+    metadata = read_metadata(folder)
     index = json.loads((folder / "index.json").read_text())
     change(index["tensors"])
     (folder / "index.json").write_text(json.dumps(index))
-    write_facts(folder, facts)
+    write_metadata(folder, metadata)
     config = tiny(tmp_path / "x", checkpoint__resume=str(folder), train__steps=8)
     for _, error in run_ranks(2, fit_and_listen, config):
         assert error is not None

@@ -220,7 +220,7 @@ def order_of_saves(config: Any) -> list[str]:
 
     def began(self: Saving, durable: bool = False) -> None:
         begin(self, durable)
-        events.append(f"begun {self.facts().step}")
+        events.append(f"begun {self.metadata().step}")
 
     Saving.begin = began  # type: ignore[method-assign]
     Trainer(config).fit()

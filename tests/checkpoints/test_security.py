@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtron.checkpoint.directory import Facts, read_facts, write_facts
+from dtron.checkpoint.directory import CheckpointMetadata, read_metadata, write_metadata
 from dtron.errors import CheckpointError, DtronError
 from dtron.io.filesystem import plain_name
 from dtron.models import from_hf
@@ -74,7 +74,7 @@ def signed(folder: Path) -> None:
     (folder / "index.json").write_text(json.dumps(index))
     content = json.loads((folder / "dtron.json").read_text())
     content.pop("sha256")
-    write_facts(folder, Facts(**content))
+    write_metadata(folder, CheckpointMetadata(**content))
 
 
 def load(run: Path, tmp_path: Path) -> str:
@@ -133,12 +133,12 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path, trained: Path,
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     folder = run / "checkpoints/step-1"
-    facts = read_facts(folder)
+    metadata = read_metadata(folder)
     index = (
         (folder / "index.json").read_text().replace("rank-0.safetensors", json.dumps(name)[1:-1])
     )
     (folder / "index.json").write_text(index)
-    write_facts(folder, facts)
+    write_metadata(folder, metadata)
     with pytest.raises(CheckpointError, match="outside of its folder"):
         Trainer(tiny(run, checkpoint__resume="latest", train__steps=2))
 

@@ -21,7 +21,7 @@ from dtron.checkpoint import save as saving
 from dtron.checkpoint.convert import convert_parser, to_hf_from
 from dtron.checkpoint.dcp_storage import read_index, untiled
 from dtron.checkpoint.directory import (
-    Facts,
+    CheckpointMetadata,
     agree,
     begin,
     complete,
@@ -48,7 +48,7 @@ from tests.harness import run_ranks
 from tests.test_architecture import ROOT
 from tests.training.test_trainer import fit, losses, rows, same_checkpoint, tiny
 
-FACTS = Facts(1, 0, 0, 1, 0, {}, {}, {"next": 0})
+FACTS = CheckpointMetadata(1, 0, 0, 1, 0, {}, {}, {"next": 0})
 
 # -- what an index says ---------------------------------------------------------------------
 
@@ -83,9 +83,9 @@ def make(folder: Path, step: int) -> Path:
     file = TensorFile(path / "rank-0.safetensors", {"x": Described(torch.float32, (2, 3))}, {})
     file.write("x", torch.full((2, 3), float(step)))
     written = file.close()
-    facts = {"bytes": written.bytes, "sha256": written.sha256}
+    metadata = {"bytes": written.bytes, "sha256": written.sha256}
     entry = {"dtype": "F32", "shape": [2, 3], "parts": [[[0, 0], [2, 3], "rank-0.safetensors"]]}
-    index = {"format": 1, "files": {"rank-0.safetensors": facts}, "tensors": {"x": entry}}
+    index = {"format": 1, "files": {"rank-0.safetensors": metadata}, "tensors": {"x": entry}}
     (path / "index.json").write_text(json.dumps(index))
     return path
 

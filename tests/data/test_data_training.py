@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from dtron.checkpoint.directory import read_facts, write_facts
+from dtron.checkpoint.directory import read_metadata, write_metadata
 from dtron.config import RunConfig
 from dtron.data import cache, open_data, sources
 from dtron.errors import ConfigError, DataError
@@ -44,9 +44,9 @@ def test_ranks_do_not_change_a_run(tmp_path: Path, corpus: dict, packing: str) -
 
     config = tiny(one, **settings)
     source, _ = open_data(config.data, seq_len=32, seed=config.train.seed)
-    facts, waste = json.loads((one / "run.json").read_text()), source.waste()
+    metadata, waste = json.loads((one / "run.json").read_text()), source.waste()
     assert waste is not None
-    assert facts["packing"] == {"mode": packing, **vars(waste)}
+    assert metadata["packing"] == {"mode": packing, **vars(waste)}
     padding = [source.sequence(k).padding for k in range(48)]
     share = [sum(padding[start : start + 16]) / (16 * 32) for start in (0, 16, 32)]
     logged = [row.get("padding") for row in rows(one)]
@@ -80,9 +80,9 @@ def test_another_packing_warns_on_resuming(
 
     caplog.clear()
     (saved,) = run_dir.glob("checkpoints/step-*")
-    facts = read_facts(saved)
-    del facts.settings["data.packing"]  # saved before the key was there
-    write_facts(saved, facts)
+    metadata = read_metadata(saved)
+    del metadata.settings["data.packing"]  # saved before the key was there
+    write_metadata(saved, metadata)
     preflight(tiny(run_dir, **resume), PLACE)
     assert not caplog.records
 
@@ -167,8 +167,8 @@ def test_a_checkpoint_with_copies_split_by_position_is_refused(
     corpus["data__paths"] *= 2
     run_ranks(1, fit, tiny(run_dir, train__steps=1, data__validation_fraction=0.2, **corpus))
     checkpoint = run_dir / "checkpoints/step-1"
-    facts = read_facts(checkpoint)
-    assert facts.data["split"] == "content"
+    metadata = read_metadata(checkpoint)
+    assert metadata.data["split"] == "content"
     resume = tiny(
         run_dir,
         checkpoint__resume="latest",
@@ -177,8 +177,8 @@ def test_a_checkpoint_with_copies_split_by_position_is_refused(
         **corpus,
     )
     preflight(resume, PLACE)
-    data = {key: value for key, value in facts.data.items() if key != "split"}
-    write_facts(checkpoint, dataclasses.replace(facts, data=data))
+    data = {key: value for key, value in metadata.data.items() if key != "split"}
+    write_metadata(checkpoint, dataclasses.replace(metadata, data=data))
     with pytest.raises(ConfigError, match="by their position, this dtron by their content"):
         preflight(resume, PLACE)
     options = resume.checkpoint.model_copy(update={"allow_data_change": True})

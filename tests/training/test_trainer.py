@@ -28,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.checkpoint.dcp_storage import ShardReader
-from dtron.checkpoint.directory import Facts, read_facts
+from dtron.checkpoint.directory import CheckpointMetadata, read_metadata
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate, warmup_steps
 from dtron.errors import CheckpointError, ConfigError, TrainingError
@@ -171,14 +171,18 @@ def test_run_directory_says_what_ran(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = tiny(run_dir, debug__collectives=True, metrics__tensorboard=True)
     run_ranks(2, fit, config)
-    facts = json.loads((run_dir / "run.json").read_text())
-    assert facts["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
-    assert (facts["micro_batches"], facts["attention"], facts["compiled"]) == (2, "sdpa", [])
-    assert sum(facts["parameter_bytes_per_rank"]) == 4 * facts["parameters"]
+    metadata = json.loads((run_dir / "run.json").read_text())
+    assert metadata["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert (metadata["micro_batches"], metadata["attention"], metadata["compiled"]) == (
+        2,
+        "sdpa",
+        [],
+    )
+    assert sum(metadata["parameter_bytes_per_rank"]) == 4 * metadata["parameters"]
     units = 4  # embed, two blocks, norm + head; the root has no parameters of its own
-    shard = facts["collectives"]["dp_shard"]
+    shard = metadata["collectives"]["dp_shard"]
     assert shard["reduce_scatter"]["count"] == 2 * units
-    assert shard["reduce_scatter"]["bytes"] == 2 * 4 * facts["parameters"]
+    assert shard["reduce_scatter"]["bytes"] == 2 * 4 * metadata["parameters"]
     assert shard["all_gather"]["count"] == 2 * (2 * units - 1)  # the last unit stays gathered
     assert RunConfig.of(tomllib.loads((run_dir / "config.toml").read_text())) == config
     board = EventAccumulator(str(run_dir / "tensorboard"))
@@ -354,14 +358,14 @@ def test_collectives_of_a_step(
     config = {"debug__collectives": True, "train__steps": 1, "train__micro_batch": 1, **changes}
     run_dir = tmp_path / "run"
     run_ranks(4, fit, tiny(run_dir, train__dtype="bfloat16", **config))
-    facts = json.loads((run_dir / "run.json").read_text())
-    shard = facts["collectives"]["dp_shard"]
-    reductions = facts["micro_batches"] if facts["reduce"] == "micro_batch" else 1
+    metadata = json.loads((run_dir / "run.json").read_text())
+    shard = metadata["collectives"]["dp_shard"]
+    reductions = metadata["micro_batches"] if metadata["reduce"] == "micro_batch" else 1
     scattered = shard["reduce_scatter"]
     assert scattered["count"] == 4 * reductions
-    assert scattered["bytes"] == reductions * reduced_bytes * facts["parameters"]
+    assert scattered["bytes"] == reductions * reduced_bytes * metadata["parameters"]
     assert shard["all_gather"]["count"] == gathers
-    replicate = facts["collectives"].get("dp_replicate", {}).get("all_reduce", {"count": 0})
+    replicate = metadata["collectives"].get("dp_replicate", {}).get("all_reduce", {"count": 0})
     assert replicate["count"] == all_reduces  # one a unit, in the last micro-batch only
 
 
@@ -373,8 +377,8 @@ def test_gradients_that_travel_in_bfloat16_have_the_sums_of_float32(tmp_path: Pa
         changes = {"parallel__reduce_by": name, "train__dtype": "bfloat16"}
         run_ranks(2, fit, tiny(tmp_path / name, debug__collectives=True, **changes))
         found.append([(row["loss"], row["grad_norm"]) for row in rows(tmp_path / name)])
-        facts = json.loads((tmp_path / name / "run.json").read_text())
-        counts.append(facts["collectives"]["dp_shard"][name])
+        metadata = json.loads((tmp_path / name / "run.json").read_text())
+        counts.append(metadata["collectives"]["dp_shard"][name])
     rounded = 0.0 if torch.__version__ < "2.15" else 1e-5
     for row, wanted in zip(*found, strict=True):
         assert row == pytest.approx(wanted, rel=rounded, abs=0)
@@ -392,14 +396,14 @@ def test_copy_engines_take_the_place_of_collectives(tmp_path: Path, model: str) 
         config = tiny(run_dir, model__name=model, debug__collectives=True, **changes)
         run_ranks(4, fit, config)
         found[copies] = [(row["loss"], row["grad_norm"]) for row in rows(run_dir)]
-        facts = json.loads((run_dir / "run.json").read_text())
+        metadata = json.loads((run_dir / "run.json").read_text())
         sent = sum(
             count["bytes"]
-            for kinds in facts["collectives"].values()
+            for kinds in metadata["collectives"].values()
             for kind, count in kinds.items()
             if kind in ("all_gather", "all_to_all", "reduce_scatter")
         )  # with copies, names of files
-        assert sent < facts["parameters"] if copies else sent >= 8 * facts["parameters"]
+        assert sent < metadata["parameters"] if copies else sent >= 8 * metadata["parameters"]
     assert found[True] == found[False]
 
 
@@ -407,14 +411,14 @@ def test_collectives_of_tensor_and_pipeline_parallelism(tmp_path: Path) -> None:
     layout = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 1, "debug__collectives": True}
     run_dir = tmp_path / "run"
     run_ranks(4, fit, tiny(run_dir, **layout))
-    facts = json.loads((run_dir / "run.json").read_text())
-    assert facts["schedule"] == "1F1B"
-    assert facts["stages"] == [["embed", "blocks.0"], ["blocks.1", "norm", "head"]]
+    metadata = json.loads((run_dir / "run.json").read_text())
+    assert metadata["schedule"] == "1F1B"
+    assert metadata["stages"] == [["embed", "blocks.0"], ["blocks.1", "norm", "head"]]
     hidden = 2 * 32 // 2 * 32 * 4  # B x T / tp x D in float32, of the first stage
-    counts = facts["collectives"]["pp"]
+    counts = metadata["collectives"]["pp"]
     assert counts["send"] == {"count": 4 + 1, "bytes": 4 * hidden + 8 * 8}  # and one header
     assert counts["recv"] == {"count": 4, "bytes": 4 * hidden}
-    assert facts["collectives"]["tp"]["all_reduce"]["count"] == 1  # the norms' gradients
+    assert metadata["collectives"]["tp"]["all_reduce"]["count"] == 1  # the norms' gradients
 
 
 class _AsksHost(TorchDispatchMode):
@@ -482,7 +486,7 @@ def test_a_longer_run_keeps_its_warm_up_and_says_what_its_rate_does(
     rates = [row["lr"] for row in rows(run_dir)]
     assert rates[4] == pytest.approx(rate)
     assert rates[4:] == sorted(rates[4:], reverse=True), "the warm-up was over"
-    again = read_facts(next(run_dir.glob("checkpoints/step-20")))
+    again = read_metadata(next(run_dir.glob("checkpoints/step-20")))
     assert again.schedule["warmup_steps"] == 2
 
 
@@ -501,8 +505,10 @@ def test_which_warm_up_a_resumed_run_has(
 ) -> None:
     config = tiny(tmp_path, **before)
     own = warmup_steps(config.train.steps, config.schedule)
-    facts = Facts(step, 0, 0, 1, 0, {}, {}, {}, schedule=schedule_settings(config, own))
-    assert resumed_warmup(tiny(tmp_path, **{**before, **now}), facts) == kept
+    metadata = CheckpointMetadata(
+        step, 0, 0, 1, 0, {}, {}, {}, schedule=schedule_settings(config, own)
+    )
+    assert resumed_warmup(tiny(tmp_path, **{**before, **now}), metadata) == kept
 
 
 def test_a_finished_trunk_goes_on_into_its_decay(
