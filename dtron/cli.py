@@ -25,7 +25,7 @@ from dtron.setup.versions import warn_untested
 
 _GRACE_SECONDS = 10
 _CLOSED = 141
-"""Exit status of programs whose reader has gone, as shells tell it: 128 and SIGPIPE's number."""
+"""Exit status of programs whose reader has closed the pipe: 128 plus SIGPIPE's number."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +124,7 @@ def _to_reader(command: Callable[[], int]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (main, "train a model, under torchrun; the same as train.py"),
-    "plan": (_plan, "tell what a run needs and how fast it will be, without a GPU"),
+    "plan": (_plan, "predict the memory and speed of a run, without a GPU"),
     "bench": (_bench, "measure the speed of a run, for every combination of settings"),
     "convert": (
         _convert,

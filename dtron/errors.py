@@ -20,7 +20,7 @@ _CONTROL = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) n
 
 
 class DtronError(Exception):
-    """A mistake the user can mend; the message says how.
+    """A user error; the message says how to fix it.
 
     It may quote a file that somebody else wrote: it is cut in the middle beyond 10,000 characters,
     and control characters, which a terminal would obey, are escaped.
@@ -90,7 +90,7 @@ def note(message: str, kind: str = "note") -> None:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Whose mistakes are ConfigErrors."""
+    """An argument parser that raises ConfigErrors."""
 
     def error(self, message: str) -> NoReturn:
         """Raises what is reported as any other user error."""

@@ -1,9 +1,9 @@
-"""Saving beside training: copies on the host, the process that writes them, the thread that leads.
+"""Asynchronous saves: copies in host memory, the process that writes them, the thread that waits.
 
-Weights and moments change in the optimizer's step alone. So copies are made while the next forward
-and backward run, on CUDA by a stream of their own into pinned memory, else by the thread, and only
-the next step waits for them, if they are not there by then. The copies lie in memory that a process
-shares, which hashes and writes them (`writer.py`); the thread waits for it, and for other ranks.
+Weights and moments change only in the optimizer's step. So they are copied during the next forward
+and backward, on CUDA by a separate stream into pinned memory, else by the thread; only the next
+optimizer step waits for the copies. They are in memory shared with a process that hashes and
+writes them (`dtron.io.writer_process`); the thread waits for it, and for other ranks.
 """
 
 import itertools

@@ -115,8 +115,8 @@ class Checkpointer:
         Args:
             durable: copy it to the durable tier though it is not due there.
         Raises:
-            CheckpointError: this save, or the last one that ran beside training, could not be
-                written; what it left is deleted, and older checkpoints are as they were.
+            CheckpointError: this save, or the last asynchronous one, could not be written; its
+                files are deleted, and older checkpoints are unchanged.
         """
         durable = durable or self.lasts(metadata.step)
         if self._running is not None and self._running.running:
@@ -149,7 +149,7 @@ class Checkpointer:
         return True
 
     def _wait_before(self, durable: bool) -> None:
-        """Wait for what a new save may not run beside."""
+        """Wait for saves that may not overlap with a new one."""
         self._wait_for_write()
         if durable:  # else ranks learn at different steps whether it has failed
             self._wait_for_copy()
@@ -164,12 +164,12 @@ class Checkpointer:
         try:
             self.plan.staged = self.staging.start(flat)
         except OSError as error:
-            write = functools.partial(_raise, error)  # so that all ranks hear of it
+            write = functools.partial(_raise, error)  # so that all ranks raise it
         self._running = Background(functools.partial(self._write, flat, metadata, write))
 
     def reserve(self) -> None:
-        """Begin to reserve host memory for saves beside training, if there will be any; behind a
-        first step, when the optimizer has its state."""
+        """Begin to reserve host memory for asynchronous saves, if there are any; called after the first
+        step, when the optimizer has its state."""
         if self.options.mode == "async" and any(tier.interval for tier in self.tiers):
             self.staging.reserve(self._flat())
 
@@ -202,11 +202,11 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether a save beside training has failed, which `wait` will raise."""
+        """Whether an asynchronous save has failed, which `wait` will raise."""
         return any(each is not None and each.failed for each in (self._running, self._copying))
 
     def wait(self) -> None:
-        """Wait for what runs beside training. Raises CheckpointError: it failed."""
+        """Wait for asynchronous saves. Raises CheckpointError: one has failed."""
         self._wait_for_write()
         self._wait_for_copy()
 

@@ -59,7 +59,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""What belongs to a model beside its weights; copied as it is."""
+"""Files of a model other than its weights; copied unchanged."""
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of which a tokenizer has."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -100,7 +100,7 @@ def convert_parser() -> argparse.ArgumentParser:
     two.add_argument(
         "--tokenizer",
         type=Path,
-        help="a folder with tokenizer files; default: those beside the run's tokenizer",
+        help="a folder with tokenizer files; default: those in the folder of the run's tokenizer",
     )
     two.add_argument("--file-gb", type=float, default=5.0, help="largest file; default: 5")
     two.set_defaults(run=to_hf_from)
@@ -275,7 +275,7 @@ def _copy_beside(folder: Path, out: Path) -> None:
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """A folder beside `out` for all ranks to write to, which is `out` when they are done.
+    """A folder next to `out` for all ranks to write to, which is `out` when they are done.
 
     Raises:
         CheckpointError: `out` exists.

@@ -119,7 +119,7 @@ class ShardWriter(dcp.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell each rank its file."""
+        """Assign each rank its file."""
         return [replace(plan, storage_data=name_of_file(r)) for r, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -195,7 +195,7 @@ def _entry(fqn: str, tensor: Any, places: Mapping[MetadataIndex, _Place]) -> dic
 
 @dataclass(frozen=True)
 class Index:
-    """What index.json says."""
+    """The content of index.json."""
 
     files: dict[str, Written]
     tensors: dict[str, TensorStorageMetadata]

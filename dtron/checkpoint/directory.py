@@ -1,12 +1,12 @@
-"""Checkpoints in a folder: what one says of itself, the newest good one, publishing, retiring.
+"""Checkpoints in a folder: their metadata, the newest valid one, committing, deleting.
 
-    RUN/checkpoints/step-N/     `storage.py`'s files, and dtron.json: step, data position, model
-    RUN/checkpoints/latest      names the one that was published last, for people and scripts
+    RUN/checkpoints/step-N/     files of `dcp_storage.py`; dtron.json: step, data position, model
+    RUN/checkpoints/latest      names the one that was committed last, for people and scripts
 
-A folder is a checkpoint if it has a dtron.json, which appears at once, when all the rest has
-reached the disk or the store, and goes first. So a half-written or half-deleted one is never taken
-for a checkpoint, not even on stores that cannot rename. dtron.json has a checksum of itself and of
-the index, and the index has those of all files.
+A folder is a checkpoint if it has a dtron.json, which is written atomically after all other files
+have reached the disk or the store, and deleted first. So a half-written or half-deleted folder is
+never taken for a checkpoint, also on stores that cannot rename. dtron.json has a checksum of itself
+and of the index, and the index has those of all files.
 """
 
 import hashlib
@@ -39,21 +39,21 @@ from dtron.io.remote_path import Remote, UnreachableError
 from dtron.io.untrusted import INDEX_BYTES
 
 log = logging.getLogger("dtron")
-FACTS = "dtron.json"
+METADATA = "dtron.json"
 _ABANDONED = "abandoned.json"
-"""The name of FACTS where training went on from an earlier step."""
+"""METADATA is renamed to it where training has continued from an earlier step."""
 PROBE = "latest.partial"
 """A start writes it to a store, to see that it can; the next save deletes it."""
 _STEP = re.compile(r"[0-9]{1,18}")
 _OWN = re.compile(r"rank-\d+\.safetensors|(index|dtron|abandoned)\.json(\.partial)?")
 RESUME = "set checkpoint.resume ="
-"""How an error says which checkpoint to resume from instead."""
+"""The beginning of the fix in an error about a checkpoint to resume from."""
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What a checkpoint says of itself, without opening its shards."""
+    """The metadata of a checkpoint, which is read without opening its shards."""
 
     step: _Count
     """Optimizer steps done."""
@@ -101,7 +101,7 @@ def write_metadata(path: Location, metadata: CheckpointMetadata) -> None:
     content = asdict(metadata)
     content["sha256"] = _checksum(path, content)
     sync_directory(path)
-    appear(path / FACTS, json.dumps(content, indent=1) + "\n")
+    appear(path / METADATA, json.dumps(content, indent=1) + "\n")
 
 
 def read_metadata(path: Location) -> CheckpointMetadata:
@@ -111,28 +111,30 @@ def read_metadata(path: Location) -> CheckpointMetadata:
         CheckpointError: it or the index cannot be read, or their checksum differs.
         UnreachableError: a store does not answer.
     """
-    content = read_json(path / FACTS)
+    content = read_json(path / METADATA)
     found = content.pop("sha256", None)
     try:
         if found != _checksum(path, content):
-            raise CheckpointError(f"{path}: {FACTS} or {INDEX} is corrupt: their SHA-256 differs")
+            raise CheckpointError(
+                f"{path}: {METADATA} or {INDEX} is corrupt: their SHA-256 differs"
+            )
         return TypeAdapter(CheckpointMetadata).validate_python(content)
     except UnreachableError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except ValidationError as error:
-        raise CheckpointError(f"{path / FACTS} is of another kind: {error}") from None
+        raise CheckpointError(f"{path / METADATA} is of another kind: {error}") from None
 
 
 def _checksum(path: Location, metadata: dict[str, Any]) -> str:
-    """Of what a checkpoint says of itself and of its index, which has those of all files."""
+    """SHA-256 of a checkpoint's metadata and index, which has the hashes of all files."""
     text = json.dumps(metadata, sort_keys=True).encode()
     return hashlib.sha256(text + read(path / INDEX, INDEX_BYTES)).hexdigest()
 
 
 def problem(path: Location) -> str | None:
-    """What is wrong with a checkpoint, as far as names, sizes and what it says of itself tell.
+    """The problem of a checkpoint that its names, sizes and metadata show; None: there is none.
     Raises UnreachableError."""
     try:
         read_metadata(path)
@@ -164,7 +166,7 @@ def find(resume: str, folders: Sequence[Location]) -> Location | None:
     if found is None:
         raise CheckpointError(
             f"checkpoint.resume = {resume!r} is neither a checkpoint (a folder step-N with "
-            f"{FACTS}) nor a run directory that has one"
+            f"{METADATA}) nor a run directory that has one"
         )
     if wrong := problem(found):
         raise unreadable(found, wrong)
@@ -180,8 +182,8 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
     found = _within(path)
     if found is None:
         raise CheckpointError(
-            f"{path} is neither {besides}a checkpoint of dtron (with {FACTS}) nor a run directory "
-            "that has one"
+            f"{path} is neither {besides}a checkpoint of dtron (with {METADATA}) nor a run "
+            "directory that has one"
         )
     if wrong := problem(found):
         raise unreadable(found, wrong, "take")
@@ -191,7 +193,7 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
 def _within(path: Location | str) -> Location | None:
     """The checkpoint that a path is, or the newest good one below it."""
     where = listed(location(path))
-    if is_file(where / FACTS):
+    if is_file(where / METADATA):
         return where
     return newest_good([where / "checkpoints", where])
 
@@ -287,9 +289,9 @@ def agree(
 
 
 def identity(path: Location) -> tuple[str, str]:
-    """Name and content, as far as a folder says what it holds."""
-    said = path / FACTS
-    return path.name, hashlib.sha256(read(said)).hexdigest() if said.exists() else ""
+    """Name and hash of the metadata of a checkpoint."""
+    file = path / METADATA
+    return path.name, hashlib.sha256(read(file)).hexdigest() if file.exists() else ""
 
 
 def check_content(path: Location, group: dist.ProcessGroup, fix: str = "take") -> None:
@@ -307,7 +309,7 @@ def unreadable(path: Location, reason: str, fix: str = RESUME) -> CheckpointErro
 
 
 def begin(folder: Location, kept: Collection[Location] = ()) -> None:
-    """An empty folder to write a checkpoint to; what killed runs have left beside it is deleted.
+    """Make an empty folder to write a checkpoint to; incomplete ones next to it are deleted.
 
     Args:
         kept: folders that somebody still reads or writes.
@@ -315,7 +317,7 @@ def begin(folder: Location, kept: Collection[Location] = ()) -> None:
         OSError
     """
     delete(*_left_over(folder.parent, kept))
-    if folder in kept or (folder / FACTS).exists():
+    if folder in kept or (folder / METADATA).exists():
         raise CheckpointError(f"{folder} is there already")
     if foreign := _foreign(folder):
         raise CheckpointError(f"{folder} holds {foreign}, which no checkpoint has; move it away")
@@ -344,7 +346,7 @@ def retire(
     old = [path for path in old if path not in {newest, *kept, *spared}]
     if not isinstance(checkpoints, Remote):  # where one request deletes all
         for path in old:
-            delete(path / FACTS)
+            delete(path / METADATA)
     probe = checkpoints / PROBE
     left = _left_over(checkpoints, {newest, *kept}, abandoned=True)
     delete(*old, *left, *([probe] if probe.exists() else []))
@@ -352,7 +354,7 @@ def retire(
 
 def withdraw(folder: Location) -> None:
     """Delete a checkpoint, which is none from the beginning of the deletion on. Raises OSError."""
-    delete(folder / FACTS)
+    delete(folder / METADATA)
     delete(folder)
 
 
@@ -366,8 +368,8 @@ def abandon_after(checkpoints: Location, step: int) -> None:
     until the next one is published: a renamed dtron.json brings them back. Raises OSError."""
     for path in complete(checkpoints):
         if step_of(path) > step:
-            appear(path / _ABANDONED, read(path / FACTS).decode())
-            delete(path / FACTS)
+            appear(path / _ABANDONED, read(path / METADATA).decode())
+            delete(path / METADATA)
 
 
 def _left_over(
@@ -377,14 +379,14 @@ def _left_over(
     abandoned, but `kept`. Raises OSError."""
     steps = (checkpoints / name for name in names_in(checkpoints))
     left = [path for path in steps if step_of(path) and path not in kept]
-    left = [path for path in left if not (_foreign(path) or (path / FACTS).exists())]
+    left = [path for path in left if not (_foreign(path) or (path / METADATA).exists())]
     return [path for path in left if abandoned or not (path / _ABANDONED).exists()]
 
 
 def complete(checkpoints: Location) -> list[Location]:
     """Folders that were published, in any order."""
     found = (checkpoints / name for name in names_in(checkpoints))
-    return [path for path in found if step_of(path) and (path / FACTS).exists()]
+    return [path for path in found if step_of(path) and (path / METADATA).exists()]
 
 
 def step_of(path: Location) -> int:

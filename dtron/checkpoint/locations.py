@@ -1,7 +1,7 @@
-"""Where a run's checkpoints are: a durable folder, and before it a faster one if there is one.
+"""Where a run's checkpoints are: a durable folder or store, and optionally a faster tier.
 
-With a fast tier (the node's disk, /dev/shm) a checkpoint is written there every few steps, and
-every so many of them are copied on, beside training, to the durable folder or store.
+With a fast tier (the node's disk, /dev/shm) a checkpoint is written there every few steps; some of
+them are copied to the durable folder or store in the background.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Tier:
     keep: int
     """How many of the newest are kept; 0: all."""
     keep_every: int = 0
-    """Steps that this divides are kept beside them; 0: none."""
+    """Checkpoints of steps that this divides are kept too; 0: none."""
 
 
 def tiers_of(config: RunConfig) -> list[Tier]:

@@ -1,9 +1,9 @@
-"""Writing checkpoints and publishing them, by all ranks together.
+"""Write checkpoints and commit them, on all ranks together.
 
-A disk that does not answer ends a save, not a run and not never: what reaches the disk runs in a
-thread that is given up after `checkpoint.timeout_seconds`, which every rank then hears of. So no
-collective waits for a disk longer than that, in a group whose own limit is beyond it; those of
-training keep `parallel.timeout_seconds`.
+A hung disk fails the save, not the run: disk access runs in a thread that is abandoned after
+`checkpoint.timeout_seconds`, and every rank then raises the error. So no collective waits longer
+than that for a disk; the save's process group has a longer time-out, and those of training keep
+`parallel.timeout_seconds`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from dtron.checkpoint.dcp_storage import (
     read_files,
 )
 from dtron.checkpoint.directory import (
-    FACTS,
+    METADATA,
     CheckpointMetadata,
     begin,
     problem,
@@ -53,8 +53,8 @@ Committed = Callable[[Location], object]
 class Saver:
     """Writes checkpoints of one run; all ranks make it and call each method together.
 
-    One for what is written beside training and one for what is copied meanwhile: each has a group
-    of its own, so that their collectives cannot mix.
+    There is one for asynchronous saves and one for copies between tiers, each with its own process
+    group, so that their collectives cannot mix.
 
     Args:
         seconds: how long a rank's disk may take for one thing.
@@ -96,7 +96,7 @@ class Saver:
     def copy(
         self, source: Location, metadata: CheckpointMetadata, tier: Tier, process: WriterProcess
     ) -> None:
-        """Copy a checkpoint to another tier and publish it there, if it is not there already. Each
+        """Copy a checkpoint to another tier and commit it there, if it is not there already. Each
         rank copies some of the files, and compares what it reads with what was written.
 
         Raises:
@@ -179,7 +179,7 @@ class Saver:
         def look() -> None:
             self._listed = listed(folder.parent)
             there = self._listed / folder.name
-            whole = (there / FACTS).exists() and problem(there) is None
+            whole = (there / METADATA).exists() and problem(there) is None
             found[0] = whole and _index(there) == _index(source)
 
         if dist.get_rank() == 0:

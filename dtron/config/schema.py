@@ -83,7 +83,7 @@ class Model(Section):
     attention: Literal["auto", "fa4", "cudnn", "flash_attn", "flash", "flex", "sdpa", "math"] = (
         "auto"
     )
-    """Attention backend; `auto` takes the best one available and the log says which."""
+    """Attention backend; `auto` takes the best one available and logs its name."""
 
 
 class Parallel(Section):
@@ -320,7 +320,7 @@ class Float8(Section):
     """A row of dtron.float8.RECIPES; empty: no float8. `tensorwise`: one scale a tensor. `rowwise`:
     one a row, powers of two. `rowwise_with_gw_hp`: the same, weight gradients in `train.dtype`.
     `blockwise`: 1 x 128 activations and 128 x 128 weights, as DeepSeek-V3. `mxfp8`: 1 x 32, powers
-    of two. Where the hardware does not multiply them, they are emulated, slowly, and the log says
+    of two. Where the hardware does not multiply them, they are emulated, slowly, and the log shows
     so."""
     scaling: Literal["dynamic", "delayed"] = "dynamic"
     """When the scales of inputs and gradients are known. `dynamic`: by their own values. `delayed`,

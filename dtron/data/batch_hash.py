@@ -1,4 +1,4 @@
-"""A number that tells which tokens a step has trained on, the same in every layout."""
+"""A hash of the tokens that a step has trained on, the same in every layout."""
 
 from collections.abc import Iterable
 

@@ -12,7 +12,7 @@ Sequence k of a run, k = 0, 1, 2, ... without end, is number k % n of epoch k //
 number of whole sequences an epoch holds; the tail that fills none is dropped. It is a pure
 function of (seed, k): nothing needs to be remembered in order to resume.
 
-With masks, a document is its own world: positions restart in it, its number tells attention
+With masks, documents are independent: positions restart in each, and its number tells attention
 where it ends, and its EOS has no label, for the next document's first token does not follow from
 it. A document that began in an earlier sequence starts again at position 0.
 

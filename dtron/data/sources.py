@@ -117,7 +117,7 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
 
 @dataclass(frozen=True)
 class Opened:
-    """Tokens in memory or in a file, to be packed as `data.packing` says."""
+    """Tokens in memory or in a file, packed by `data.packing`."""
 
     data: Data
     tokens: Tokens

@@ -31,8 +31,8 @@ _T = TypeVar("_T")
 def is_of_lost_peer(error: BaseException) -> bool:
     """Whether a connection to another rank has broken: that one has failed or is gone.
 
-    gloo raises RuntimeError itself; of its subclasses those of torch.distributed alone tell of
-    ranks, and not of the compiler's processes.
+    gloo raises RuntimeError itself; of its subclasses only those of torch.distributed are about
+    ranks; others come from the compiler's processes.
     """
     of_ranks = type(error) is RuntimeError or isinstance(error, dist.DistError)
     return of_ranks and _LOST.search(str(error)) is not None

@@ -1,4 +1,4 @@
-"""The guards of one run, as its section [faults] says, and when each of them acts."""
+"""The guards that a run's section [faults] turns on, and when each of them acts."""
 
 import contextlib
 import logging
@@ -81,7 +81,7 @@ class Guards:
             self.alive(step)
 
     def sampling(self, step: int) -> contextlib.AbstractContextManager:
-        """Around step `step` (1-based): takes it apart, where it is its turn."""
+        """A context around step `step` (1-based) that samples its times, if it is due."""
         if self.stragglers is not None and self.stragglers.samples(step):
             return self.stragglers.sampling()
         return contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """A run that is asked to stop: all ranks end at one step, save, and exit 0 before a deadline.
 
-A rank that is signalled tells the others by a 1-element all-reduce a step, read one step late, so
-that nothing waits. The deadline runs from the signal, also while the main thread is inside a
+A rank that is signalled informs the others by a 1-element all-reduce per step, read one step late,
+so that nothing waits. The deadline runs from the signal, also while the main thread is inside a
 collective and Python's handlers cannot run: the interpreter writes the number of a signal to a
 socket at once (`signal.set_wakeup_fd`), which a thread reads. Where another rank is dead, nothing
 can be saved, and the process ends a few seconds later.
@@ -81,7 +81,7 @@ class Deadline:
 class Peers:
     """Whether all ranks live, asked once some of them are asked to stop.
 
-    When a rank dies, torchrun tells the others to stop. These may wait for it inside a kernel,
+    When a rank dies, torchrun stops the others. These may wait for it inside a kernel,
     which does not see that it is dead, until torchrun kills them 30 seconds later. A collective on
     the host does: its connections break.
 
@@ -96,7 +96,7 @@ class Peers:
         self.deadline = Deadline(_ALONE_SECONDS, _ALONE, EXIT_HUNG)
 
     def ask(self) -> None:
-        """Find out, beside what else is done; every rank asks once, some only in `end`."""
+        """Find out in the background; every rank asks once, some only in `end`."""
         with self._asked:
             if self._asks.ident is None:
                 self._asks.start()
@@ -125,7 +125,7 @@ class StopSignal:
     Args:
         seconds: after a signal, or after the agreement on ranks without one, until the process is
             ended if `end` has not come; 0: for ever.
-        failure: where another rank's failure would be, after which nothing is to be said here.
+        failure: where another rank's failure is recorded, after which this rank logs nothing.
         received: is called at each signal, in a thread.
     """
 
@@ -178,14 +178,14 @@ class StopSignal:
         if self._peers is not None:
             self._peers.deadline.call_off()
 
-    def begin(self, group: dist.ProcessGroup, apart: dist.ProcessGroup) -> bool:
+    def begin(self, group: dist.ProcessGroup, separate: dist.ProcessGroup) -> bool:
         """Training begins. Whether it has to stop before its first step, on all ranks.
 
         Args:
             group: over all ranks, on the host.
-            apart: another one, which nothing else uses and whose collectives may wait for hours.
+            separate: another one, which nothing else uses and whose collectives may wait for hours.
         """
-        self._group, self._peers = group, Peers(apart)
+        self._group, self._peers = group, Peers(separate)
         self.agreed()
         return self.agreed()  # of what the first call has asked
 
@@ -202,7 +202,7 @@ class StopSignal:
         self.__exit__()
 
     def _catch(self, *numbers: signal.Signals) -> None:
-        for number in numbers:  # the rest is the thread's, which hears of it in any case
+        for number in numbers:  # the listening thread does the rest
             previous = signal.signal(number, lambda *_: self.request())
             self._previous.setdefault(number, previous)
         self._caught |= set(numbers)

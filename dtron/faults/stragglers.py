@@ -1,10 +1,10 @@
 """Which rank is slow, and in which part of its step: a table every N steps.
 
-Ranks that work together end each step together, so the time of a step tells nothing: the others
-wait for the slow one inside collectives. A sampled step therefore takes its waiting apart. On CPUs
-the interpreter's profile hook, on for that step alone, times calls that wait for a collective; on
-GPUs it is the sum of what NCCL's flight recorder says collectives took, which needs
-TORCH_NCCL_ENABLE_TIMING=1. What is left is what the rank was busy with itself.
+Ranks that work together end each step together, so the time of a step shows nothing: the others
+wait for the slow one inside collectives. A sampled step therefore measures waiting
+separately. On CPUs the interpreter's profile hook, on for that step only, times calls that wait for
+a collective; on GPUs it is the sum of the times of collectives in NCCL's flight recorder, which
+needs TORCH_NCCL_ENABLE_TIMING=1. The rest is the rank's own work.
 
     data     until the batch is on its way to the device
     busy     the rest of the step, less waiting
@@ -44,7 +44,7 @@ class Stragglers:
         self._waits = _CpuWaits() if device.type == "cpu" else _NcclWaits()
 
     def samples(self, step: int) -> bool:
-        """Whether this step (1-based) is taken apart."""
+        """Whether this step (1-based) is sampled."""
         return step % self.interval == 0
 
     @contextmanager
@@ -64,7 +64,7 @@ class Stragglers:
         self._data = time.perf_counter()
 
     def report(self, step: int) -> list[dict[str, float]]:
-        """Gather all ranks' samples (all of them call it) and tell of the slowest ones."""
+        """Gather all ranks' samples (all of them call it) and log the slowest ones."""
         own = torch.tensor([self.seconds[part] for part in PARTS], dtype=torch.float64)
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(ranks, own, group=self.group)

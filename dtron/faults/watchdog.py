@@ -1,4 +1,4 @@
-"""A step that does not end: the rank says where it is and ends, so that the run can be restarted.
+"""A step that does not end: the rank reports where it is and exits, so that the run restarts.
 
 A thread looks at the time since the rank last finished a step, or since its start. Nothing is
 recorded while training goes on; when the limit is reached the stacks of all threads are read
@@ -61,7 +61,7 @@ _RENDEZVOUS = "dtron/run/rendezvous.py"
 
 @dataclass(frozen=True)
 class Where:
-    """Where a rank is, as its report's first line says it."""
+    """Where a rank is: the first line of its report."""
 
     rank: int
     step: int
@@ -314,12 +314,12 @@ def summary(folder: Path, world_size: int, since: float) -> list[str]:
         since: seconds of the epoch; older reports are of an earlier hang at the same step.
     """
     new = [path for path in folder.glob("rank-*.txt") if path.stat().st_mtime >= since]
-    said = [Where(**json.loads(path.read_text().split("\n")[0])) for path in new]
-    said.sort(key=lambda where: where.rank)
-    silent = sorted(set(range(world_size)) - {where.rank for where in said})
-    waiting = [str(where.rank) for where in said if where.collective]
+    reports = [Where(**json.loads(path.read_text().split("\n")[0])) for path in new]
+    reports.sort(key=lambda where: where.rank)
+    silent = sorted(set(range(world_size)) - {where.rank for where in reports})
+    waiting = [str(where.rank) for where in reports if where.collective]
     lines = [f"hang: ranks {', '.join(waiting) or 'none'} wait in a collective"]
-    lines += [f"hang: {where} and is waited for" for where in said if not where.collective]
+    lines += [f"hang: {where} and is waited for" for where in reports if not where.collective]
     if silent:
         names = ", ".join(map(str, silent))
         lines.append(

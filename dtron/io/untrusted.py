@@ -87,7 +87,7 @@ def read_text_or_pipe(path: Path | str, limit: int, seconds: float) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (ValueError, OSError):
-        return read_text(path, limit)  # which says what is wrong
+        return read_text(path, limit)  # which raises the error
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         named = os.path.exists(os.path.realpath(path))
         if named or not stat.S_ISFIFO(os.fstat(descriptor).st_mode):

@@ -150,7 +150,7 @@ class WriterProcess:
     def _ask(self, order: dict[str, Any]) -> tuple[int, str]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died, which its silence tells
+        with contextlib.suppress(BrokenPipeError):  # it has died; the missing answer shows it
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -185,7 +185,7 @@ def main() -> None:
 def _obey(order: dict[str, Any], memory: memoryview) -> dict[str, Any]:
     try:
         n_bytes, sha256 = write_file(order["target"], _content(order, memory))
-    except Exception as error:  # the parent tells it
+    except Exception as error:  # the parent raises it
         return {"error": str(error) or type(error).__name__}
     return {"bytes": n_bytes, "sha256": sha256}
 

@@ -1,1 +1,1 @@
-"""Triton and custom-op kernels; each file holds one operator and says what it computes."""
+"""Triton and custom-op kernels; each file defines one operator and documents what it computes."""

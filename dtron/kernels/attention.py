@@ -1,4 +1,4 @@
-"""Attention kernels that also give the log-sum-exp, forward and backward apart.
+"""Attention kernels that also return the log-sum-exp, with separate forward and backward.
 
 Attention over all keys can be put together from attention over blocks of them, given each block's
 output o and log-sum-exp l of its scores (natural logarithm):
@@ -15,7 +15,7 @@ K = head_dim, V width of values; q (B, T, H, K), k (B, S, G, K), v (B, S, G, V),
 float32 at least. The flash row takes V = K alone. `causal` aligns queries and keys at their ends:
 the last query sees all keys, the one before all but one.
 
-Segments: int32 (2, n + 1), for B = 1. Row 0 says where each segment's queries begin and end, row 1
+Segments: int32 (2, n + 1), for B = 1. Row 0 has where each segment's queries begin and end, row 1
 its keys; queries of one segment see keys of the same segment only, and `causal` aligns each at its
 end. A segment may lack queries, or keys: queries without keys give out = 0 and lse = -inf.
 
@@ -61,7 +61,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation, and what it can do beside plain attention."""
+    """One implementation, and what it supports besides plain attention."""
 
     name: str
     forward: Forward

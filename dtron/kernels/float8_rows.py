@@ -1,4 +1,4 @@
-"""Rows in float8 for a wire, their scales beside them, so that a row is one message.
+"""Rows in float8 with their scales, packed so that a row is one message.
 
     a row of D elements -> uint8 (W,):  [ D numbers, E4M3 | ceil(D / 128) scales, float32 | - ]
 
@@ -6,7 +6,7 @@
 
 The last scale is of what is left of the row. Scales begin at a multiple of 4 bytes, and W is one of
 16. What is between and behind is anything. A row is rounded by itself: its bytes are the same
-whichever rank casts it, beside whatever others.
+on every rank, independently of other rows.
 
 Where all 128 are zero, or as small as nothing, the scale is that of `SMALLEST`, so that nothing is
 divided by zero. Where one is infinite or NaN the scale is too, and all 128 are NaN on arrival: a

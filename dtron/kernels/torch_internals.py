@@ -1,4 +1,4 @@
-"""What dtron uses of torch without a public name, apart from collectives, attention and FSDP.
+"""Private names of torch that dtron uses, except those of collectives, attention and FSDP.
 
 Private names, tested with torch 2.11, 2.13 and 2.15:
 

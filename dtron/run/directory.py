@@ -58,9 +58,9 @@ class RunDir:
             _set_aside(self.config)
         _write(self.config, config_toml)
 
-    def write_run_json(self, facts: dict[str, Any]) -> None:
+    def write_run_json(self, info: dict[str, Any]) -> None:
         """Replace run.json; a warning where that fails."""
-        _try_to_write(self.run_json, json.dumps(facts, indent=1) + "\n")
+        _try_to_write(self.run_json, json.dumps(info, indent=1) + "\n")
 
     def write_steps_json(self, times: dict[str, Any]) -> None:
         """Replace steps.json; a warning where that fails."""

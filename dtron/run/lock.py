@@ -1,8 +1,8 @@
 """The lock of a run directory: one run at a time writes there.
 
-Rank 0 holds an exclusive lock (flock) on RUN/lock for as long as its process lives, whatever ends
-it, on this host or on another one that shares the file system. The file says who holds it. Other
-ranks look at the directory only once rank 0 has it.
+Rank 0 holds an exclusive lock (flock) on RUN/lock until its process ends, on this host or another
+one that shares the file system. The file names that process. Other ranks read the directory only
+after rank 0 has the lock.
 """
 
 import contextlib

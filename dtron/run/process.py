@@ -28,7 +28,7 @@ _PROBE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands, as torchrun's environment says; a lone process is a world of 1."""
+    """This process's ranks, from torchrun's environment; without it the world size is 1."""
 
     rank: int
     local_rank: int

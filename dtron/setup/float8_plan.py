@@ -185,7 +185,7 @@ class Float8Plan:
         return interval > 0 and step % interval == 0
 
     def announce(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Tell the log how many layers there are, and whether they are emulated."""
+        """Log how many float8 layers there are, and whether they are emulated."""
         settings = self.settings
         log.info("float8: %s, %d linear layers", self.recipe.name, len(self.layers))
         found = [

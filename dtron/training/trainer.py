@@ -1,4 +1,4 @@
-"""The training loop: builds what the config says and runs it step by step."""
+"""The training loop: builds a run from its config and trains it step by step."""
 
 import contextlib
 import functools
@@ -76,7 +76,7 @@ from dtron.training.step_log import StepLog
 
 log = logging.getLogger("dtron")
 _HOURS = 10**6
-"""More seconds than it takes until all ranks have heard of a signal."""
+"""More seconds than any wait for the agreement on a signal takes."""
 
 
 class Trainer:
@@ -362,7 +362,7 @@ class Trainer:
                 saved = self.step if self.checkpointer.lasts(self.step) else saved
         finished = self.step == config.train.steps
         with self.guards.saving(self.step):
-            if not self.saving.try_wait():  # a failure beside training ends it here
+            if not self.saving.try_wait():  # an asynchronous failure is raised here
                 saved = -1
             due = config.checkpoint.last or self.checkpointer.lasts(self.step)
             if saved != self.step and (due or not finished):
