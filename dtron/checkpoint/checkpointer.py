@@ -168,8 +168,8 @@ class Checkpointer:
         self._running = Background(functools.partial(self._write, flat, metadata, write))
 
     def reserve(self) -> None:
-        """Begin to reserve host memory for asynchronous saves, if there are any; called after the first
-        step, when the optimizer has its state."""
+        """Begin to reserve host memory for asynchronous saves, if there are any; called after the
+        first step, when the optimizer has its state."""
         if self.options.mode == "async" and any(tier.interval for tier in self.tiers):
             self.staging.reserve(self._flat())
 
