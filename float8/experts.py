@@ -24,7 +24,7 @@ from dtron.errors import ConfigError
 from dtron.float8.casting import Scaled, dequantize, quantize, wide
 from dtron.float8.convert import MULTIPLE
 from dtron.float8.recipes import EXPERTS, Product
-from dtron.kernels.grouped import grouped_gradient, grouped_product
+from dtron.kernels.grouped import grouped_gradient, grouped_matmul
 
 
 def convert_experts(model: nn.Module, names: Collection[str], emulate: bool) -> None:
@@ -51,7 +51,7 @@ def check_sizes(fqn: str, module: nn.Module, parts: int) -> None:
 
 
 class Float8Grouped:
-    """In place of `grouped_product`: its numbers in float8.
+    """In place of `grouped_matmul`: its numbers in float8.
 
     Args:
         emulate: multiply what the float8 numbers stand for.
@@ -94,7 +94,7 @@ def _product(left: Tensor, right: Tensor, offsets: Tensor, casts: Product, emula
         return multiply_grouped(a, b, offsets, left.dtype, casts.fast_accumulation)
     exact = wide(left.dtype)
     stacked = dequantize(b, exact).view(right.shape)
-    return grouped_product(dequantize(a, exact), stacked, offsets).to(left.dtype)
+    return grouped_matmul(dequantize(a, exact), stacked, offsets).to(left.dtype)
 
 
 def multiply_grouped(

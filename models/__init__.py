@@ -1,4 +1,4 @@
-"""Models: plain unsharded modules, described by a row each in MODELS and built by `build_model`."""
+"""Unsharded models: plain nn.Modules, one row of MODELS per family, built by `build_model`."""
 
 if __name__ == "models":
     raise ImportError(
@@ -21,8 +21,8 @@ from dtron.models.deepseek_v3 import DEEPSEEK_V3
 from dtron.models.gpt import GPT
 from dtron.models.gpt_oss import GPT_OSS
 from dtron.models.hf import HuggingFace
-from dtron.models.hf_export import Export
-from dtron.models.hf_weights import Family, Folder, Region, whole
+from dtron.models.hf_export import HFExport
+from dtron.models.hf_weights import HFFamily, HFFolder, Region, full_region
 from dtron.models.llama import LLAMA
 from dtron.models.mixtral import MIXTRAL
 from dtron.models.qwen3 import QWEN3
@@ -49,10 +49,10 @@ MODELS: dict[str, ModelSpec] = {
 
 
 def model_config(name: str, size: str, override: Mapping[str, Any] | None = None) -> DecoderConfig:
-    """The config of one size of one model, with the user's `[model.override]` applied.
+    """Return the config of one model size, with the user's `[model.override]` applied.
 
     Raises:
-        ConfigError: an unknown model, size or field, or a value that is not legal.
+        ConfigError: unknown model, size or field, or illegal value.
     """
     if name not in MODELS:
         raise ConfigError(
@@ -72,7 +72,7 @@ _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def _nearest_size(size: str, sizes: Iterable[str]) -> str:
-    """A hint by number where there is one: 7b is nearer to 8b than to 70b."""
+    """Suggest a size, by parameter count where names have one: 7b is nearer to 8b than to 70b."""
     numbers = {name: n for name in sizes if (n := _number(name))}
     if not (wanted := _number(size)) or not numbers:
         return nearest(size, sizes)
@@ -81,47 +81,47 @@ def _nearest_size(size: str, sizes: Iterable[str]) -> str:
 
 
 def _number(size: str) -> float:
-    """Parameters that a name promises; 0: none."""
+    """Parse the parameter count in a size's name; 0: the name has none."""
     found = _SIZE.search(size)
     return float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
 
 
 def build_model(name: str, config: DecoderConfig, attention: Backend) -> nn.Module:
-    """An unsharded model on the current default device (`with torch.device("meta"):`).
+    """Build an unsharded model on the current default device (`with torch.device("meta"):`).
 
     Weights are uninitialised; MODELS[name].init_parameter fills each by its name.
 
     Args:
         name: a row of MODELS.
-        config: of `model_config`.
-        attention: of `choose_backend`.
+        config: from `model_config`.
+        attention: from `choose_backend`.
     Raises:
-        ConfigError: the model drops attention weights and the backend cannot.
+        ConfigError: the model has attention dropout, which the backend does not support.
     """
     if config.attention_dropout and not attention.dropout:
         able = [row.name for row in BACKENDS.values() if row.dropout]
         raise ConfigError(
-            f"model.attention = {attention.name} cannot drop attention weights "
+            f"model.attention = {attention.name} does not support attention dropout "
             f"(model.override.attention_dropout = {config.attention_dropout}); "
             f"use {' or '.join(able)}"
         )
     return MODELS[name].build(config, attention)
 
 
-def hf_folder(path: str | Path, zero_centered: bool = False) -> Folder:
+def hf_folder(path: str | Path, zero_centered: bool = False) -> HFFolder:
     """Open a folder in Hugging Face's format and check that it holds one of MODELS.
 
     Args:
-        zero_centered: as `Folder`'s.
+        zero_centered: see `HFFolder`.
     Raises:
-        CheckpointError: see `Folder`.
+        CheckpointError: see `HFFolder`.
     """
     families = {
-        spec.hf.model_type: Family(name, spec.hf, _on_meta(spec))
+        spec.hf.model_type: HFFamily(name, spec.hf, _on_meta(spec))
         for name, spec in MODELS.items()
         if spec.hf is not None
     }
-    return Folder(Path(path).expanduser(), families, zero_centered)
+    return HFFolder(Path(path).expanduser(), families, zero_centered)
 
 
 @torch.no_grad()
@@ -132,17 +132,18 @@ def from_hf(
     device: torch.device | str = "cpu",
     attention: str = "auto",
 ) -> nn.Module:
-    """The unsharded model of a Hugging Face folder, in evaluation mode.
+    """Load the unsharded model of a Hugging Face folder, in evaluation mode.
 
         logits = from_hf("Qwen3-0.6B")(tokens)      # tokens int64 (B, T) -> (B, T, V)
 
     Args:
         path: a folder with config.json and safetensors files.
-        dtype: of all parameters; None: as each is stored. Routers' biases stay float32.
+        dtype: of all parameters; None: the stored dtype of each. Router biases stay float32.
         attention: "auto" or a row of BACKENDS.
     Raises:
-        CheckpointError: the folder does not hold one of MODELS, whole; names key or tensor.
-        ConfigError: the attention backend cannot run it here.
+        CheckpointError: the folder does not hold a complete model of MODELS; the message names the
+            key or tensor.
+        ConfigError: the attention backend cannot run this model on this device.
     """
     folder, device = hf_folder(path), torch.device(device)
     config, dtypes = folder.config, folder.dtypes
@@ -162,7 +163,7 @@ def from_hf(
         model = build_model(folder.family, config, backend)
     for fqn, each in folder.ours.items():
         kept = each.dtype or dtype or dtypes[fqn]
-        value = folder.read(fqn, whole(each.shape)).to(device, kept)
+        value = folder.read(fqn, full_region(each.shape)).to(device, kept)
         module, _, name = fqn.rpartition(".")
         owner = model.get_submodule(module)
         is_parameter = isinstance(getattr(owner, name), nn.Parameter)
@@ -170,7 +171,7 @@ def from_hf(
     shared = [*(["head"] if config.tied else []), *(["mtp_embed"] if config.mtp else [])]
     for name in shared:
         model.get_submodule(name).weight = model.get_submodule("embed").weight
-    return model.to(device).eval()  # what is not saved too, such as routers' counts
+    return model.to(device).eval()  # moves unsaved buffers too, such as router counts
 
 
 @torch.no_grad()
@@ -182,20 +183,20 @@ def to_hf(
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write an unsharded model so that transformers loads it: config.json and safetensors files.
+    """Write an unsharded model for transformers: config.json and safetensors files.
 
     Args:
-        model: of `build_model` or `from_hf`.
-        path: a folder that is not there yet.
+        model: from `build_model` or `from_hf`.
+        path: a folder that does not exist yet.
         name: the model's row in MODELS.
         dtype: of the files; None: that of each parameter.
-        file_bytes: how large a file may become.
+        file_bytes: maximum size of a file.
     Raises:
-        CheckpointError: the folder exists, or transformers has no such model; says why.
+        CheckpointError: the folder exists, or transformers has no such model.
     """
     hf, folder = hf_of(name), Path(path).expanduser()
     if folder.exists():
-        raise CheckpointError(f"{folder} exists already; give another folder")
+        raise CheckpointError(f"{folder} already exists; use another folder")
     state = model.state_dict()
 
     def get(fqn: str, region: Region) -> Tensor:
@@ -203,24 +204,24 @@ def to_hf(
 
     config = model.config
     assert isinstance(config, DecoderConfig), "a model of MODELS has its config"
-    export = Export(hf, config, model, lambda fqn: dtype or state[fqn].dtype, get, file_bytes)
+    export = HFExport(hf, config, model, lambda fqn: dtype or state[fqn].dtype, get, file_bytes)
     folder.mkdir(parents=True)
     export.write(folder, range(len(export.files)))
     export.write_json(folder)
 
 
 def hf_of(name: str) -> HuggingFace:
-    """What a row of MODELS is called in Hugging Face's format.
+    """Return the Hugging Face names of a row of MODELS.
 
     Raises:
-        CheckpointError: there is no such row, or it has no name there.
+        CheckpointError: there is no such row, or transformers has no such model.
     """
     if name not in MODELS:
         raise CheckpointError(
-            f"{name!r} is no model{nearest(name, MODELS)}; use {', '.join(MODELS)}"
+            f"{name!r} is not a model{nearest(name, MODELS)}; use {', '.join(MODELS)}"
         )
     if (hf := MODELS[name].hf) is None:
-        raise CheckpointError(f"transformers has no model that {name} could be written as")
+        raise CheckpointError(f"transformers has no model that corresponds to {name}")
     return hf
 
 

@@ -1,9 +1,9 @@
 """Causal self-attention, and the table of kernels that can compute it.
 
-A backend is a row of BACKENDS: a function of local tensors, when it can run, what it supports and
-how it wants documents to be described. The table is in order of preference; `choose_backend` takes
-the first row that works, or says why the one asked for does not. A model is built with one backend
-and no global says otherwise.
+A backend is a row of BACKENDS: a function of local tensors, its requirements, its features and
+the form in which it takes documents. The table is in order of preference; `choose_backend` returns
+the first row that works, or raises the reason why the requested one does not. A model is built with
+one backend; there is no global setting.
 
 Shapes: B sequences, T tokens, H query heads, G key/value heads (H a multiple of G; H / G query
 heads share one), K = head_dim. Heads are (B, T, H, K), as the projections produce them.
@@ -32,14 +32,14 @@ from dtron.models.dropout import AttentionDropout
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope, yarn_mscale
 
-Mask = Tensor | BlockMask | Tables | None  # None: causal, nothing else
+Mask = Tensor | BlockMask | Tables | None  # None: causal only
 
 
-class Core(nn.Module):
-    """Queries, keys and values to attention: what context parallelism replaces from outside.
+class AttentionCore(nn.Module):
+    """Attention over given queries, keys and values; context parallelism replaces its forward.
 
     Args:
-        window: of this layer, 0: none; None: the config's.
+        window: sliding window of this layer, 0: none; None: that of the config.
     """
 
     def __init__(self, backend: "Backend", config: DecoderConfig, window: int | None = None):
@@ -47,24 +47,24 @@ class Core(nn.Module):
         self.backend, self.scale = backend, score_scale(config)
         self.window = config.window if window is None else window
         self.softcap = config.softcap
-        self.by_kernel = varies(config)
+        self.by_kernel = modifies_scores(config)
 
     @property
     def scoring(self) -> tuple[int, float, float]:
-        """Window, soft cap and scale, by which context parallelism attends in its place."""
+        """Window, soft cap and scale, for context parallelism."""
         return self.window, self.softcap, self.scale
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: Tensor | None = None
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
             q: (B, T, H, K).
             k: (B, T, G, K).
-            v: (B, T, G, V), V = K unless the backend takes narrow values.
-            mask: of the backend's `prepare`.
-            sink: (H,), a score without a value; None: none.
+            v: (B, T, G, V), V = K unless the backend supports narrow values.
+            mask: from the backend's `prepare`.
+            sink: (H,), attention-sink scores; None: none.
         Returns:
             (B, T, H, V).
         """
@@ -75,11 +75,11 @@ class Core(nn.Module):
         return torch.ops.dtron.attention(q, k, v, sink, segments, *settings)[0]
 
 
-class Sinks(nn.Module):
-    """A learned score for each of the model's heads.
+class AttentionSinks(nn.Module):
+    """One learned attention-sink score per head of the model.
 
     Attributes:
-        head_shard: which part of the heads a rank has, where heads are split evenly.
+        head_shard: index of this rank's shard of the heads, which are sharded evenly.
     """
 
     def __init__(self, n_heads: int):
@@ -88,18 +88,18 @@ class Sinks(nn.Module):
         self.head_shard = 0
 
     def forward(self, q: Tensor) -> Tensor:
-        """Scores (H,) of the heads that q (B, T, H, K) has."""
+        """Return the scores (H,) of the heads of q (B, T, H, K)."""
         return self.weight.unflatten(0, (-1, q.shape[2]))[self.head_shard]
 
 
-def varies(config: DecoderConfig) -> bool:
-    """Whether scores are more than scaled products, which not every backend can do."""
+def modifies_scores(config: DecoderConfig) -> bool:
+    """Whether attention has a window, a soft cap or sinks, which not every backend supports."""
     return bool(config.window or config.softcap or config.sinks)
 
 
 def score_scale(config: DecoderConfig) -> float:
-    """What products of queries and keys are multiplied by: 1 / sqrt(K), and for latent attention
-    YaRN's temperature, which its rotated parts alone could not give all scores."""
+    """Return the factor on q k^T: 1 / sqrt(K), and for latent attention YaRN's temperature, because
+    scaling the rotated part alone would not scale the whole score."""
     scale = config.head_size**-0.5
     if config.kv_lora_rank and config.rope_scaling == "yarn":
         scale *= yarn_mscale(config.rope_scaling_factor, config.rope_mscale_all_dim) ** 2
@@ -107,21 +107,21 @@ def score_scale(config: DecoderConfig) -> float:
 
 
 class Attention(nn.Module):
-    """(B, T, D) -> (B, T, D).
+    """Multi-head causal self-attention, (B, T, D) -> (B, T, D).
 
-    The number of heads is read from the projections' outputs, so that a module whose projections
-    were split over heads works as it is.
+    The number of heads is read from the projections' outputs, so that the module also works with
+    projections that are sharded over heads.
 
     Args:
-        window: of this layer, 0: none; None: the config's.
+        window: sliding window of this layer, 0: none; None: that of the config.
     """
 
     def __init__(self, config: DecoderConfig, backend: "Backend", window: int | None = None):
         super().__init__()
         self._build_projections(config)
         self.drop = AttentionDropout(config.attention_dropout)
-        self.core = Core(backend, config, window)
-        self.sinks = Sinks(config.n_heads) if config.sinks else None
+        self.core = AttentionCore(backend, config, window)
+        self.sinks = AttentionSinks(config.n_heads) if config.sinks else None
 
     def _build_projections(self, config: DecoderConfig) -> None:
         size = config.head_size
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         self.head_size = size
 
     def heads(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) -> q (B, T, H, K), k and v (B, T, G, K), rotated."""
+        """Project and rotate: (B, T, D) -> q (B, T, H, K), k and v (B, T, G, K)."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_size)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -144,13 +144,13 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor, rope: Tensor | None, mask: Mask, keys: Tensor | None) -> Tensor:
-        """Attend.
+        """Compute self-attention.
 
         Args:
             x: (B, T, D), normalised.
-            rope: float32 (B or 1, T, K) of `rope_table`, or None for no rotation.
-            mask: what the backend's `prepare` made; None: causal.
-            keys: int64 (B, T) dropout keys; needed in training if attention dropout is on.
+            rope: float32 (B or 1, T, K) from `rope_table`; None: no rotation.
+            mask: from the backend's `prepare`; None: causal.
+            keys: int64 (B, T) dropout keys; required in training with attention dropout.
         """
         q, k, v = self.heads(x, rope)
         width = v.shape[-1]
@@ -173,18 +173,18 @@ def math_attention(
     drop: AttentionDropout | None = None,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v, written out; the reference for every other backend.
+    """Compute softmax(q k^T * scale) v in plain PyTorch; the reference for all other backends.
 
     Args:
         q: (B, T, H, K).
         k: (B, S, G, K).
         v: (B, S, G, V).
-        mask: bool (B, 1, T, S), True where attended; None: causal, with S = T.
-        scale: of the scores.
-        drop: drops attention weights.
+        mask: bool (B, 1, T, S), True: attend; None: causal, with S = T.
+        scale: factor on q k^T.
+        drop: dropout of the attention weights; None: none.
         keys: int64 (B, T) dropout keys of the queries.
     Returns:
-        (B, T, H, V) in q's dtype; all is computed in float32 at least.
+        (B, T, H, V) in q's dtype; computed in float32 at least.
     """
     assert mask is None or isinstance(mask, Tensor), "this mask is for another backend"
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -203,12 +203,12 @@ def math_attention(
 def _sdpa(
     kernel: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
 ) -> Tensor:
-    """torch's scaled_dot_product_attention, by one of its kernels or by its own choice."""
+    """Call torch's scaled_dot_product_attention with one kernel; None: torch chooses."""
     assert mask is None or isinstance(mask, Tensor), "this mask is for another backend"
     shared = q.shape[2] != k.shape[2]
     if shared and kernel is None and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # The one fused CUDA kernel for masks and for float32 has no grouped heads; without a copy
-        # torch would fall back to unfused attention with all T * T scores in memory.
+        # The only fused CUDA kernel for masks and for float32 does not support grouped queries;
+        # without a copy torch would fall back to unfused attention with T * T scores in memory.
         group = q.shape[2] // k.shape[2]
         k, v, shared = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), False
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -219,7 +219,7 @@ def _sdpa(
         scale=scale,
         enable_gqa=shared,
     )
-    if kernel is None:  # torch's own choice may be cuDNN's
+    if kernel is None:  # torch may choose cuDNN
         out = attend(q, k, v).transpose(1, 2)
         return dense_gradient(out) if q.is_cuda else out
     with sdpa_kernel(kernel):
@@ -228,8 +228,8 @@ def _sdpa(
 
 
 def dense_gradient(x: Tensor) -> Tensor:
-    """x, whose gradient comes without gaps. cuDNN attention of torch 2.11 reads the gradient of its
-    output as if it had none: of a part of a wider tensor it made wrong gradients in silence."""
+    """Return x with a gradient that is made contiguous. The cuDNN attention of torch 2.11 assumes a
+    dense output gradient: for a slice of a wider tensor it silently returned wrong gradients."""
     return _DenseGradient.apply(x)  # type: ignore[return-value]
 
 
@@ -248,7 +248,7 @@ def _flash4(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor
 
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """The flash-attn package: FlashAttention-3 where it is installed, else FlashAttention-2."""
+    """Call the flash-attn package: FlashAttention-3 if installed, else FlashAttention-2."""
     if _has_flash3():
         from flash_attn_interface import flash_attn_func
     else:
@@ -256,17 +256,17 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Te
 
     deterministic = torch.are_deterministic_algorithms_enabled()
     out = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, deterministic=deterministic)
-    return out[0] if isinstance(out, tuple) else out  # early releases of 3 return (out, lse)
+    return out[0] if isinstance(out, tuple) else out  # early FlashAttention-3: (out, lse)
 
 
-@torch.compiler.assume_constant_result  # the look-up of a package cannot be traced
+@torch.compiler.assume_constant_result  # dynamo cannot trace the look-up of a package
 def _has_flash3() -> bool:
     return _capability() == 9 and _installed("flash_attn_interface")
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """FlexAttention; fused by torch.compile here unless a compiled region does it already."""
-    assert isinstance(mask, BlockMask), "flex attention needs the block mask of its prepare"
+    """Call FlexAttention, compiled here unless the caller is compiled."""
+    assert isinstance(mask, BlockMask), "flex attention needs the BlockMask from its prepare"
     attend = flex_attention
     if q.is_cuda and not torch.compiler.is_compiling():
         attend = _compiled_flex()
@@ -284,45 +284,45 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled_block_mask() -> Callable[..., BlockMask]:
-    return torch.compile(create_block_mask)  # unfused it would hold T * T booleans
+    return torch.compile(create_block_mask)  # unfused it would materialise T * T booleans
 
 
 def _causal_only(documents: Tensor | None, positions: Tensor) -> None:
     if documents is not None:
         raise ConfigError(
-            "this model's attention backend cannot keep documents apart (data.mask_documents); "
+            "this model's attention backend does not support document masks (data.mask_documents); "
             "use model.attention = auto, fa4, flash, flex, sdpa or math"
         )
 
 
 def _prepared(documents: Tables | None, positions: Tensor) -> Tables | None:
-    """Under context parallelism documents come as its tables."""
-    return _of_any_number(documents)
+    """Return the tables of context parallelism, which describe the documents."""
+    return _dynamic(documents)
 
 
 def _segments(documents: Tensor | Tables | None, positions: Tensor) -> Tables | None:
-    """Where documents begin, unless the caller has found that on the host."""
+    """Return document boundaries, computed here unless the caller did so on the host."""
     if isinstance(documents, Tensor):
         documents = {"segments": (document_segments(documents),)}
-    return _of_any_number(documents)
+    return _dynamic(documents)
 
 
-def _of_any_number(tables: Tables | None) -> Tables | None:
-    """Tables whose segments, the last of each row, compiled code takes in any number."""
+def _dynamic(tables: Tables | None) -> Tables | None:
+    """Mark the number of segments, the last tensor of each row, as dynamic for torch.compile."""
     for *_, segments in (tables or {}).values():
         mark_dynamic(segments, segments.dim() - 1)
     return tables
 
 
 def _dense_mask(documents: Tensor | None, positions: Tensor) -> Tensor | None:
-    """bool (B, 1, T, T): a token attends to earlier tokens of its own document."""
+    """Return the mask bool (B, 1, T, T): tokens attend to earlier tokens of their document."""
     if documents is None:
         return None
     return (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().unsqueeze(1)
 
 
 def _block_mask(documents: Tensor | None, positions: Tensor) -> BlockMask:
-    """The same as a BlockMask, whose empty blocks are skipped; causal without documents."""
+    """Return the same mask as a BlockMask, whose empty blocks are skipped."""
 
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q >= k
@@ -340,7 +340,7 @@ def _block_mask(documents: Tensor | None, positions: Tensor) -> BlockMask:
 
 @dataclass(frozen=True)
 class Need:
-    """What a backend is asked to run on."""
+    """Device, dtype and sizes that a backend must support."""
 
     device_type: str
     dtype: torch.dtype
@@ -349,12 +349,12 @@ class Need:
 
 
 def _capability() -> int:
-    """Major compute capability of the CUDA device: 8 Ampere and Ada, 9 Hopper, 10 Blackwell."""
+    """Return the major compute capability: 8 Ampere and Ada, 9 Hopper, 10 Blackwell."""
     return torch.cuda.get_device_capability()[0]
 
 
 def _no_fused_kernel(need: Need, capability: int, head_dim: int) -> str | None:
-    """Why a fused half-precision kernel cannot run here, if it cannot."""
+    """Return why a fused half-precision kernel cannot run here; None: it can."""
     if need.device_type != "cuda" or not torch.cuda.is_available():
         return "needs a CUDA device"
     if _capability() < capability:
@@ -421,34 +421,34 @@ def _installed(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute causal attention."""
+    """One implementation of causal attention."""
 
     name: str
-    """As in `model.attention`."""
+    """Value of `model.attention`."""
     run: Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor]
-    """q (B, T, H, K), k (B, T, G, K), v (B, T, G, V), mask of `prepare`, scale -> (B, T, H, V)."""
+    """(q (B, T, H, K), k (B, T, G, K), v (B, T, G, V), prepared mask, scale) -> (B, T, H, V)."""
     unavailable: Callable[[Need], str | None]
-    """Why it cannot run there, or None if it can."""
+    """Returns why it cannot run there; None: it can."""
     prepare: Callable[[Any, Tensor], Mask] = _causal_only
-    """Called once a forward: documents int32 (B, T) or None, and positions (B or 1, T), which
-    tell T and the device -> mask that every block gets."""
+    """(documents int32 (B, T) or None, positions (B or 1, T)) -> the mask of all blocks; called
+    once per forward."""
     documents: bool = False
-    """Whether it can keep attention inside documents."""
+    """Whether it supports document masks."""
     dropout: bool = False
-    """Whether it can drop attention weights."""
+    """Whether it supports attention dropout."""
     automatic: bool = True
-    """Whether `auto` takes it when there are no documents."""
+    """Whether `auto` may choose it without documents."""
     packs: bool = True
-    """Whether `auto` takes it when there are documents."""
+    """Whether `auto` may choose it with documents."""
     narrow_values: bool = False
-    """Whether V may be less than K, as in latent attention; elsewhere values are padded."""
+    """Whether V may be less than K, as in latent attention; otherwise values are padded."""
     kernel: str = ""
-    """The row of `dtron.kernels.attention.KERNELS` that is its kernel, by which context parallelism
-    attends block by block; empty: it gives no log-sum-exp."""
+    """The row of `dtron.kernels.attention.KERNELS` with its kernel, which context parallelism calls
+    block by block; empty: no kernel that returns a log-sum-exp."""
 
     def described(self, documents: Tensor | Tables | None) -> Tensor | Tables | None:
-        """Documents on the host as `prepare` wants them, so that it need not wait for the device.
-        What is a table already stays as it is."""
+        """Convert documents on the host to what `prepare` takes, which saves a device
+        synchronisation. Tables are returned unchanged."""
         if self.prepare is _segments and isinstance(documents, Tensor):
             return {"segments": (document_segments(documents),)}
         return documents
@@ -522,25 +522,24 @@ def choose_backend(
     softcap: float = 0.0,
     sinks: bool = False,
 ) -> Backend:
-    """The row of BACKENDS to build a model with.
+    """Choose the row of BACKENDS for a model.
 
     Args:
-        name: `auto` for the first row that can do all that is asked, or a row's name.
+        name: a row's name, or `auto` for the first row that supports everything below.
         device_type: "cuda" or "cpu".
         dtype: of computation.
         head_dim: width of a head.
-        documents: attention has to stay inside documents.
-        dropout: attention weights are dropped.
-        deterministic: two runs have to give the same bits. The kernels themselves are set by
-            `torch.use_deterministic_algorithms(True)`, which the caller sets.
-        context: methods of context parallelism by which it has to attend, if there are several cp
-            ranks.
+        documents: mask attention between documents.
+        dropout: attention dropout is on.
+        deterministic: results must be bitwise reproducible. The caller calls
+            `torch.use_deterministic_algorithms(True)`, which configures the kernels.
+        context: methods of context parallelism in use; empty: cp = 1.
         window: as in DecoderConfig.
-        softcap: likewise.
-        sinks: likewise.
+        softcap: as in DecoderConfig.
+        sinks: as in DecoderConfig.
     Raises:
-        ConfigError: no such row, or it cannot do what is asked; names the reason and the rows
-            that can.
+        ConfigError: no such row, or it lacks a feature; the message has the reason and the rows
+            that work.
     """
     need = Need(device_type, dtype, head_dim, deterministic)
     ask = _Ask(documents, dropout, context, window, softcap, sinks)
@@ -560,7 +559,7 @@ def choose_backend(
 
 @dataclass(frozen=True)
 class _Ask:
-    """What attention has to do beside attending causally."""
+    """Features that attention must support in addition to the causal mask."""
 
     documents: bool
     dropout: bool
@@ -571,28 +570,28 @@ class _Ask:
 
     @property
     def by_kernel(self) -> bool:
-        """Whether it takes a row of KERNELS, whose function the backend's own is not."""
+        """Whether attention calls a row of KERNELS instead of the backend's `run`."""
         return bool(self.context or self.window or self.softcap or self.sinks)
 
     def automatic(self, row: Backend) -> bool:
-        """Whether `auto` takes a row by its own function."""
+        """Whether `auto` may choose a row."""
         return row.packs if self.documents else row.automatic
 
     def prepared(self, row: Backend) -> Backend:
-        """The row, with documents described as they are needed."""
+        """Return the row with a `prepare` that suits these features."""
         if self.context:
-            # Keys and values travel as one tensor there.
+            # Context parallelism sends keys and values as one tensor.
             return replace(row, prepare=_prepared, narrow_values=False)
         return replace(row, prepare=_segments) if self.by_kernel else row
 
     def refusal(self, row: Backend) -> str | None:
-        """Why a row cannot do it, if it cannot."""
+        """Return which feature a row lacks; None: it supports all."""
         if self.by_kernel:
             return self._no_kernel(row)
         if self.documents and not row.documents:
-            return "cannot keep documents apart (data.mask_documents)"
+            return "does not support document masks (data.mask_documents)"
         if self.dropout and not row.dropout:
-            return "cannot drop attention weights (model.override.attention_dropout)"
+            return "does not support attention dropout (model.override.attention_dropout)"
         return None
 
     def _no_kernel(self, row: Backend) -> str | None:
@@ -600,17 +599,17 @@ class _Ask:
         asked = zip(keys, (self.context, self.window, self.softcap, self.sinks), strict=True)
         reason = next(key for key, value in asked if value)
         if not row.kernel:
-            return f"gives no log-sum-exp, which {reason} needs"
+            return f"returns no log-sum-exp, which {reason} needs"
         kernel = KERNELS[row.kernel]
         gathers = "all_gather" in self.context
         lacks = [
-            (self.documents and not kernel.segments, f"keep documents apart with {reason}"),
-            (self.dropout, f"drop attention weights with {reason}"),
-            (self.window and not kernel.window, f"do model.override.window = {self.window}"),
-            (self.softcap and not kernel.softcap, f"do model.override.softcap = {self.softcap}"),
+            (self.documents and not kernel.segments, f"document masks with {reason}"),
+            (self.dropout, f"attention dropout with {reason}"),
+            (self.window and not kernel.window, f"model.override.window = {self.window}"),
+            (self.softcap and not kernel.softcap, f"model.override.softcap = {self.softcap}"),
             (
                 gathers and not kernel.aligned_at_end,
-                'see more keys than queries, as parallel.cp_method = "all_gather" needs',
+                'more keys than queries, as parallel.cp_method = "all_gather" needs',
             ),
         ]
-        return next((f"cannot {what}" for broken, what in lacks if broken), None)
+        return next((f"does not support {what}" for broken, what in lacks if broken), None)

@@ -1,7 +1,7 @@
-"""What a decoder-only transformer is made of: one flat, frozen description a size.
+"""Configuration of a decoder-only transformer: one flat, frozen DecoderConfig per size.
 
-Fields are flat so that each can be set alone, as `model.override.KEY=value`. Derived values are
-properties; nothing is written back.
+Fields are flat so that each can be overridden alone, as `model.override.KEY=value`. Derived values
+are properties and are never stored.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ MOST_FACTOR = 1e30
 
 
 class DecoderConfig(BaseModel):
-    """Shape and ingredients of a `dtron.models.decoder.Decoder`."""
+    """Sizes and variants of a `dtron.models.decoder.Decoder`."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -29,45 +29,45 @@ class DecoderConfig(BaseModel):
     )
 
     vocab_size: int = Field(ge=1, le=2**28)
-    """Tokens of the vocabulary; it has to cover the tokenizer's."""
+    """Size of the vocabulary; at least that of the tokenizer."""
     dim: int = Field(ge=1, le=2**20)
     """Width of the residual stream."""
     n_layers: int = Field(ge=1, le=MOST_LAYERS)
     """Transformer blocks."""
     n_heads: int = Field(ge=1, le=2**16)
-    """Query heads a block."""
+    """Query heads per block."""
     n_kv_heads: int = Field(ge=1, le=2**16)
-    """Key and value heads a block; fewer than n_heads is grouped-query attention, 1 is
+    """Key and value heads per block; fewer than n_heads is grouped-query attention, 1 is
     multi-query attention (arXiv:2305.13245)."""
     head_dim: int = Field(default=0, ge=0, le=2**16)
     """Width of a head; 0: dim / n_heads."""
     ffn_dim: int = Field(default=0, ge=0, le=2**24)
-    """Hidden width of the feed-forward layer; 0 where every layer has experts instead."""
+    """Hidden width of the dense feed-forward layers; 0 if every layer has experts."""
     activation: Literal["swiglu", "geglu", "gelu", "relu2", "clamped_swiglu"] = "swiglu"
     """A row of dtron.models.layers.ACTIVATIONS; swiglu, geglu and clamped_swiglu have a gate
     projection."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """A row of dtron.models.layers.NORMS."""
     norm_eps: float = Field(default=1e-5, gt=0, le=MOST_FACTOR)
-    """Added to the variance before its root is taken; norms of latents add 1e-6."""
+    """Added to the variance before the square root; norms of latent vectors use 1e-6."""
     norm_zero_centered: bool = False
-    """Store norm weights as gamma - 1, as checkpoints of Megatron-LM may have them. Norms are not
-    decayed either way."""
+    """Store norm weights as gamma - 1, as Megatron-LM checkpoints may do. Norm weights have no
+    weight decay in either form."""
     qk_norm: bool = False
     """Normalise every query and key head (arXiv:2302.05442)."""
     bias: bool = False
-    """Biases in the linear layers of the blocks, experts and routers too; the head never has
-    one."""
+    """Biases in all linear layers of the blocks, including experts and routers; the head has
+    none."""
     window: int = Field(default=0, ge=0, le=2**31)
     """Sliding window: a token attends to this many tokens, itself included (arXiv:2004.05150);
-    0: to all before it."""
+    0: full causal attention."""
     full_attention_every: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """n: of every n layers the last has no window, as in gpt-oss with 2; 0: all have it."""
+    """n: every n-th layer has full attention (gpt-oss: 2); 0: all layers have the window."""
     softcap: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """c: attention scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118); 0: off."""
     sinks: bool = False
-    """A learned score a head that takes part in the softmax without a value (gpt-oss,
-    arXiv:2508.10925; attention sinks, arXiv:2309.17453)."""
+    """Attention sinks: one learned score per head in the softmax, without a value (gpt-oss,
+    arXiv:2508.10925; arXiv:2309.17453)."""
     kv_lora_rank: int = Field(default=0, ge=0, le=2**20)
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come from a
     latent vector of this width; 0: ordinary attention."""
@@ -80,8 +80,8 @@ class DecoderConfig(BaseModel):
     v_head_dim: int = Field(default=0, ge=0, le=2**16)
     """Latent attention: width of value heads, at most that of query heads."""
     positions: Literal["rope", "learned"] = "rope"
-    """`rope`: queries and keys are rotated by their position (arXiv:2104.09864). `learned`: an
-    embedding a position is added to the token's."""
+    """`rope`: queries and keys are rotated by their position (arXiv:2104.09864). `learned`: a
+    position embedding is added to the token embedding."""
     max_seq_len: int = Field(default=2048, ge=1, le=2**31)
     """Positions of `positions = "learned"`; rope has no limit."""
     rope_theta: float = Field(default=10000.0, gt=0, le=MOST_FACTOR)
@@ -103,72 +103,71 @@ class DecoderConfig(BaseModel):
     """yarn: frequencies that turn at most this often in rope_original_context are scaled in
     full."""
     rope_truncate: bool = True
-    """yarn: those two numbers of dimensions are rounded down and up; gpt-oss does not."""
+    """yarn: round the first and last scaled dimension down and up; gpt-oss does not."""
     rope_mscale: float = Field(default=1.0, ge=0, le=MOST_FACTOR)
     """yarn: cosines and sines, and so queries and keys, are multiplied by
     (0.1 rope_mscale ln s + 1) / (0.1 rope_mscale_all_dim ln s + 1), s = rope_scaling_factor."""
     rope_mscale_all_dim: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
-    """yarn: see rope_mscale. For models with parts of heads that are not rotated, which multiply
-    all their scores instead (DeepSeek-V3)."""
+    """yarn: see rope_mscale. Latent attention also multiplies all attention scores by
+    (0.1 rope_mscale_all_dim ln s + 1)^2 (DeepSeek-V3)."""
     tied: bool = False
     """The head uses the embedding's weight."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of the embeddings and of what each attention and feed-forward layer adds."""
+    """Dropout of the embeddings and of each attention and feed-forward layer's output."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of the attention weights; the `math` attention backend alone supports it."""
+    """Dropout of the attention weights; only the `math` attention backend supports it."""
     n_experts: int = Field(default=0, ge=0, le=2**16)
-    """Experts of a layer, of which each token takes some (arXiv:1701.06538); 0: all layers are
-    dense."""
+    """Routed experts per layer (arXiv:1701.06538); 0: all layers are dense."""
     experts_per_token: int = Field(default=0, ge=0, le=2**16)
-    """Experts that a token takes."""
+    """Top-k: routed experts per token."""
     expert_dim: int = Field(default=0, ge=0, le=2**20)
     """Hidden width of an expert."""
     first_dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """Layers before the first with experts; they have ffn_dim."""
+    """Dense layers before the first layer with experts; their width is ffn_dim."""
     n_shared_experts: int = Field(default=0, ge=0, le=2**10)
-    """Experts that every token takes beside its own, as one layer of this many times expert_dim
-    (DeepSeekMoE, arXiv:2401.06066)."""
+    """Shared experts, which process every token, computed as one feed-forward layer of this many
+    times expert_dim (DeepSeekMoE, arXiv:2401.06066)."""
     shared_gate: bool = False
-    """The shared experts' output is multiplied by a learned sigmoid a token (Qwen2-MoE)."""
+    """Multiply the shared experts' output by a learned sigmoid gate per token (Qwen2-MoE)."""
     router: Literal["softmax", "sigmoid", "topk_softmax", "sinkhorn"] = "softmax"
-    """A row of dtron.models.router.ROUTERS: how logits become experts and weights."""
+    """A row of dtron.models.router.ROUTERS: how logits select and weight experts."""
     renormalize: bool = False
-    """softmax and sigmoid: a token's weights are divided by their sum."""
+    """softmax and sigmoid: divide a token's expert weights by their sum."""
     routed_scaling: float = Field(default=1.0, gt=0, le=MOST_FACTOR)
-    """The experts' weights are multiplied by this."""
+    """Factor on the weights of the routed experts."""
     n_groups: int = Field(default=1, ge=1, le=2**16)
-    """softmax and sigmoid: groups of experts, of which a token takes top_groups and in them its
-    experts (device-limited routing, arXiv:2405.04434; 1: no groups)."""
+    """softmax and sigmoid: groups of experts; a token selects its experts within its top_groups
+    best groups (device-limited routing, arXiv:2405.04434); 1: no groups."""
     top_groups: int = Field(default=1, ge=1, le=2**16)
-    """Groups that a token may take experts from."""
+    """Groups that a token may select experts from."""
     bias_speed: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
-    """softmax and sigmoid: a bias an expert, which acts on the choice alone, moves by this after
-    each step towards even loads (auxiliary-loss-free balancing, arXiv:2408.15664); 0: no bias."""
+    """softmax and sigmoid: update rate of a bias per expert that affects the selection only and
+    balances loads (auxiliary-loss-free balancing, arXiv:2408.15664); 0: no bias."""
     balance: Literal["none", "sequence", "micro_batch", "global_batch"] = "none"
-    """An auxiliary loss for even loads (arXiv:2006.16668, 2101.03961), over what its loads are
-    counted: each sequence, a micro-batch, or all micro-batches of the step so far
+    """Auxiliary load-balancing loss (arXiv:2006.16668, 2101.03961), and the tokens over which it
+    counts loads: a sequence, a micro-batch, or all micro-batches of the step so far
     (arXiv:2501.11873)."""
     balance_coefficient: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
-    """Weight of the balance loss; the loss is 1 where loads are even."""
+    """Weight of the load-balancing loss, which is 1 for even loads."""
     z_loss: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """Weight of the mean square of the router's log-sum-exp (ST-MoE, arXiv:2202.08906)."""
     jitter: float = Field(default=0.0, ge=0, lt=1)
-    """In training the router's input is multiplied by uniform noise in 1 - jitter to 1 + jitter
+    """In training, multiply the router's input by uniform noise in [1 - jitter, 1 + jitter)
     (Switch Transformer, arXiv:2101.03961)."""
     capacity_factor: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
-    """An expert takes at most this times the mean load of a micro-batch, the first tokens first;
-    what is over is dropped (GShard, arXiv:2006.16668). 0: nothing is dropped."""
+    """Capacity of an expert, as a multiple of the mean load of a micro-batch; the last tokens over
+    it are dropped (GShard, arXiv:2006.16668). 0: dropless."""
     capacity_pad: bool = False
-    """Every expert computes as many rows as it may take, zeros where fewer came."""
+    """Pad each expert's input with zeros to its capacity, for static shapes."""
     mtp: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): blocks with experts
-    after the last, each of which predicts a token further; 0: none."""
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): number of extra blocks
+    with experts; block k predicts the token k + 2 ahead, k = 0, 1, ...; 0: none."""
     mtp_coefficient: float = Field(default=0.3, gt=0, le=MOST_FACTOR)
-    """Weight of the mean of their losses."""
+    """Weight of the mean of the MTP losses."""
     force_balance: bool = False
-    """For benchmarks: experts in turn instead of those of the router, so that loads are even."""
+    """For benchmarks: assign experts round-robin instead of by the router, for even loads."""
 
-    if TYPE_CHECKING:  # pydantic gives frozen models one
+    if TYPE_CHECKING:  # pydantic defines it for frozen models
 
         def __hash__(self) -> int: ...
 
@@ -186,17 +185,17 @@ class DecoderConfig(BaseModel):
 
     @property
     def rope_size(self) -> int:
-        """Width of the part of a head that is rotated."""
+        """Width of the rotated part of a head."""
         return self.rope_head_dim if self.kv_lora_rank else self.head_size
 
     @property
     def n_expert_layers(self) -> int:
-        """Layers with experts: the last ones."""
+        """Layers with experts; they come last."""
         return self.n_layers - self.first_dense_layers if self.n_experts else 0
 
     @property
     def n_dense_layers(self) -> int:
-        """Layers with one feed-forward layer: the first ones."""
+        """Layers without experts; they come first."""
         return self.n_layers - self.n_expert_layers
 
     @property
@@ -210,12 +209,12 @@ class DecoderConfig(BaseModel):
 
     @property
     def draws(self) -> bool:
-        """Whether training draws random numbers, for which it needs keys of tokens."""
+        """Whether training draws random numbers and so needs `dropout_keys`."""
         return bool(self.dropout or self.attention_dropout or self.jitter)
 
     @property
     def lookup_params(self) -> int:
-        """Parameters that are looked up and never multiplied: embeddings, but not a tied one."""
+        """Parameters that are only looked up, never in a matmul: untied embeddings."""
         tokens = 0 if self.tied else self.vocab_size * self.dim
         positions = self.max_seq_len * self.dim if self.positions == "learned" else 0
         return tokens + positions
@@ -274,7 +273,7 @@ _ROPE_RANGES = {
     "llama3": ("rope_low_freq_factor", "rope_high_freq_factor", "Llama 3.1 has 4 and 1"),
     "yarn": ("rope_beta_slow", "rope_beta_fast", "YaRN has 32 and 1"),
 }
-"""Fields between which frequencies are scaled in part, by scaling, and what its source has."""
+"""rope_scaling -> lower and upper bound of the partly scaled frequencies, values in the source."""
 _ROPE_KEYS = {
     "rope_low_freq_factor": "llama3",
     "rope_high_freq_factor": "llama3",
@@ -284,21 +283,21 @@ _ROPE_KEYS = {
     "rope_mscale": "yarn",
     "rope_mscale_all_dim": "yarn",
 }
-"""The scaling that reads a field."""
+"""Field -> the rope_scaling that reads it."""
 
 
 def overridden(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:
-    """The config with some fields replaced by the user's `[model.override]`.
+    """Return the config with some fields replaced by the user's `[model.override]`.
 
     Raises:
-        ConfigError: an unknown field, an illegal value, or values that do not fit together; the
-            message starts with the key under `model.override`.
+        ConfigError: unknown field, illegal value, or inconsistent values; the message starts with
+            the key under `model.override`.
     """
     try:
         return DecoderConfig.model_validate({**config.model_dump(), **values})
     except ValidationError as error:
         first = error.errors()[0]
-        if "ctx" in first and first["type"] == "value_error":  # of _check; starts with the field
+        if "ctx" in first and first["type"] == "value_error":  # from _check; starts with the field
             raise ConfigError(f"model.override.{first['ctx']['error']}") from None
         known = [f"model.override.{name}" for name in DecoderConfig.model_fields]
         raise config_error(error, "model.override", known) from None

@@ -1,10 +1,10 @@
-"""What a family that builds its own module has to have, found out on the meta device.
+"""Requirements of a custom model family, checked on the meta device.
 
     MODELS["mine"] = ModelSpec("mine", SIZES, build=Mine, reads={"vocab_size", "dim", "n_layers"})
 
-Layers, embedding, head and vocabulary are modules under the names of the row; `forward` takes what
-every stage of a pipeline gets, by name; `reads` are the fields of DecoderConfig that the module
-reads, so that a setting which it ignores is refused in place of being ignored.
+Layers, embedding, head and vocabulary modules have the names given in the ModelSpec. `forward`
+accepts FORWARD_ARGUMENTS by name. `reads` lists the DecoderConfig fields that the module uses; a
+setting that it would ignore is an error.
 """
 
 import inspect
@@ -19,19 +19,19 @@ from dtron.models.config import DecoderConfig
 from dtron.models.decoder import Decoder
 from dtron.models.spec import ModelSpec
 
-GIVEN = ("positions", "documents", "dropout_keys")
-"""Arguments of every forward, by name, besides the tokens or hidden states."""
+FORWARD_ARGUMENTS = ("positions", "documents", "dropout_keys")
+"""Keyword arguments of every forward, in addition to the tokens or hidden states."""
 EXTRA_READS = frozenset({"documents", "attention"})
-"""What `ModelSpec.reads` may name besides fields of DecoderConfig."""
+"""Names allowed in `ModelSpec.reads` in addition to the fields of DecoderConfig."""
 
 
 def ignored(spec: ModelSpec, name: str) -> bool:
-    """Whether a family reads a field of DecoderConfig, or a name of EXTRA_READS, nowhere."""
+    """Whether a family ignores a field of DecoderConfig or a name of EXTRA_READS."""
     return spec.build is not Decoder and name not in (spec.reads or ())
 
 
 def counted_as_decoder(row: str, spec: ModelSpec) -> Iterator[str]:
-    """A warning where figures are those of another model than the one that is trained."""
+    """Yield a warning if parameter and FLOP counts are those of a Decoder, not of this model."""
     if spec.build is not Decoder:
         yield (
             f"model.name = {row} builds its own module: its parameters, FLOPs, MFU, memory and "
@@ -40,20 +40,20 @@ def counted_as_decoder(row: str, spec: ModelSpec) -> Iterator[str]:
 
 
 def check_family(row: str, spec: ModelSpec, config: DecoderConfig) -> None:
-    """Refuse a family without what passes need of it, before ranks meet.
+    """Check that a family meets the requirements of all passes, before the process group starts.
 
     Args:
         row: its key in MODELS.
-        config: of the model that is to be built.
+        config: of the model to build.
     Raises:
-        ConfigError: names all that is missing.
+        ConfigError: lists all broken requirements.
     """
     if spec.build is Decoder:
         return
     if broken := list(_broken(row, spec, config)):
         shown = "".join(f"\n  - {each}" for each in broken)
         raise ConfigError(
-            f'MODELS["{row}"] does not fit (docs/models.md, "Adding a model"):{shown}'
+            f'MODELS["{row}"] breaks requirements (docs/models.md, "Adding a model"):{shown}'
         )
 
 
@@ -64,15 +64,15 @@ def _broken(row: str, spec: ModelSpec, config: DecoderConfig) -> Iterator[str]:
     if spec.reads is None:
         yield (
             "reads is not set; name the fields of DecoderConfig that build reads, such as "
-            'reads={"vocab_size", "dim", "n_layers"}, "documents" if attention keeps to them, and '
-            '"attention" if it uses the backend'
+            'reads={"vocab_size", "dim", "n_layers"}, "documents" if attention masks documents, '
+            'and "attention" if it uses the backend'
         )
     elif unknown := sorted(spec.reads - known):
-        yield f"reads names {', '.join(unknown)}, no fields of DecoderConfig"
+        yield f"reads has {', '.join(unknown)}, which are not fields of DecoderConfig"
     with torch.device("meta"):
         model = spec.build(config, BACKENDS["math"])
     if not isinstance(model, nn.Module):
-        yield f"build gives a {type(model).__name__}; return an nn.Module"
+        yield f"build returns a {type(model).__name__}; return an nn.Module"
         return
     modules = dict(model.named_modules())
     layers = [spec.layer.format(i) for i in range(config.n_layers)]
@@ -98,7 +98,7 @@ def _broken(row: str, spec: ModelSpec, config: DecoderConfig) -> Iterator[str]:
             )
     arguments = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in arguments.values())
-    if lacking := [name for name in GIVEN if name not in arguments and not takes_all]:
+    if lacking := [name for name in FORWARD_ARGUMENTS if name not in arguments and not takes_all]:
         yield f"forward does not take {', '.join(lacking)}; add {', '.join(lacking)}=None"
     if buffers := [name for name, _ in model.named_buffers()]:
-        yield f"buffer {buffers[0]} would lose its values; compute it in forward"
+        yield f"buffer {buffers[0]} loses its values on the meta device; compute it in forward"

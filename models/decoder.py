@@ -1,7 +1,7 @@
 """A decoder-only transformer: embedding, blocks, norm, head.
 
-One module covers all families; a DecoderConfig says which. It is unsharded and knows no
-rank, mesh or process group: parallelism is applied to it from outside, by module name (FQN):
+One module covers all families; a DecoderConfig selects the variant. It is unsharded and knows no
+rank, mesh or process group: parallelism is applied from outside, by module name (FQN):
 
     embed, position_embed                              the second for learned positions
     blocks.<i>.attn_norm, .attn.{wq,wk,wv,wo}          .attn.{q_norm,k_norm} with qk_norm
@@ -10,23 +10,22 @@ rank, mesh or process group: parallelism is applied to it from outside, by modul
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
     blocks.<i>.ffn.{router,experts,shared}             with experts (`moe.py`)
     norm, head                                         the projection to logits
-    mtp_embed                                      with mtp: the embedding's weight once more
-    blocks.<n_layers + k>, .{token_norm,hidden_norm,merge,norm}    with mtp: as a block, and these
+    mtp_embed                                          with mtp: shares the embedding's weight
+    blocks.<n_layers + k>, .{token_norm,hidden_norm,merge,norm}    MTP block k: a block, plus these
 
-Given hidden states instead of tokens it goes on from there, so that a part of it works as a
-pipeline stage once the modules it lacks pass their input through
-(`parallelisms/pipeline/stages.py`). Between blocks the sequence may be split over ranks: nothing
-there reads its length from x. Blocks of one kind (dense or with experts, with a window or not)
-differ in nothing but their weights and take tensors only, so that torch.compile compiles one for
-all.
+The input may also be hidden states instead of tokens. A pipeline stage is a Decoder in which the
+missing modules return their input (`parallelisms/pipeline/stages.py`). Between blocks the sequence
+may be sharded over ranks: no module there reads its length from x. Blocks of one kind (dense or
+with experts, with or without a window) differ only in their weights and take only tensors, so that
+torch.compile compiles one graph for all of them.
 
-Multi-token prediction: with h the hidden states after the last norm and e the embedding of the
-token k + 1 ahead, prediction block k = 0, 1, ... makes of them
+Multi-token prediction (MTP): with h the hidden states after the last norm and e the embedding of
+the token k + 1 ahead, MTP block k = 0, 1, ... computes
 
     h <- norm(block(merge [token_norm(e), hidden_norm(h)]))
 
-from which the head predicts the token k + 2 ahead. It is computed where `mtp_tokens` is passed, and
-its logits follow the others; evaluation and samples leave it out.
+from which the head predicts the token k + 2 ahead. It runs if `mtp_tokens` is given, and its logits
+follow those of the next token. Evaluation and generation skip it.
 
 Shapes: B sequences, T tokens, D = dim, V vocabulary, K = head_dim, P = mtp.
 Sources: arXiv:1706.03762; pre-norm arXiv:2002.04745; initialisation GPT-2, arXiv:1909.08053;
@@ -52,7 +51,7 @@ INIT_STD = 0.02
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+    """Pre-norm transformer block: x += attention(norm(x)), then x += feed_forward(norm(x))."""
 
     ffn: FeedForward | MoE
 
@@ -76,8 +75,8 @@ class Block(nn.Module):
 
         Args:
             x: (B, T, D).
-            rope: float32 (B or 1, T, K) of `rope_table`; None with learned positions.
-            mask: what the attention backend's `prepare` made.
+            rope: float32 (B or 1, T, K) from `rope_table`; None with learned positions.
+            mask: from the attention backend's `prepare`.
             dropout_keys: int64 (B, T) with this layer folded in; None without dropout.
         """
         x = self._attended(x, rope, mask, dropout_keys)
@@ -91,8 +90,8 @@ class Block(nn.Module):
 
 
 class ExpertBlock(Block):
-    """A block whose feed-forward layer is a mixture of experts. It gives what its router has to
-    record, since a block may run again, in recomputation, and must not count again."""
+    """Block whose feed-forward layer is a mixture of experts. Its router's counts and losses are
+    outputs: recomputation may run the block twice, but they must be recorded once."""
 
     def _feed_forward(self, config: DecoderConfig) -> MoE:
         return MoE(config)
@@ -107,27 +106,28 @@ class ExpertBlock(Block):
         order: Tensor | None = None,
         real: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) -> (B, T, D), and counts and losses of `MoE.forward`; arguments as a Block's.
+        """(B, T, D) -> (B, T, D), and counts and losses as in `MoE.forward`.
 
         Args:
-            loads: of `Router.loads`.
-            order, real: of `MoE.forward`.
+            x, rope, mask, dropout_keys: as in `Block.forward`.
+            loads: from `Router.loads`.
+            order, real: as in `MoE.forward`.
         """
         x = self._attended(x, rope, mask, dropout_keys)
         ffn = self.ffn
         assert isinstance(ffn, MoE)
-        rows, offsets, kept = ffn.send(self.ffn_norm(x), dropout_keys, loads, order, real)
-        pending = ffn.experts.begin(rows, offsets, kept.tail)
-        beside = ffn.beside(kept.x)
-        h, counts, losses = ffn.receive(ffn.experts.finish(pending), beside, kept)
+        rows, offsets, state = ffn.dispatch(self.ffn_norm(x), dropout_keys, loads, order, real)
+        pending = ffn.experts.begin(rows, offsets, state.tail)
+        shared_output = ffn.shared_output(state.x)
+        h, counts, losses = ffn.combine(ffn.experts.finish(pending), shared_output, state)
         return x + self.ffn_drop(h, dropout_keys), counts, losses
 
 
-class PredictionBlock(ExpertBlock):
-    """Hidden states and the token ahead of each -> hidden states that predict one further.
+class MTPBlock(ExpertBlock):
+    """Block of multi-token prediction; see the module's docstring.
 
     Attributes:
-        in_training_alone: other forwards leave it out.
+        in_training_alone: marks blocks that evaluation and generation skip.
     """
 
     in_training_alone = True
@@ -150,20 +150,20 @@ class PredictionBlock(ExpertBlock):
         real: Tensor | None = None,
         ahead: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As an ExpertBlock's.
+        """As `ExpertBlock.forward`, with `ahead`.
 
         Args:
             x: (B, T, D), normalised.
-            ahead: (B, T, D), embeddings of the tokens ahead.
+            ahead: (B, T, D), embeddings of the tokens k + 1 ahead.
         """
-        assert ahead is not None, "a prediction needs the tokens ahead"
+        assert ahead is not None, "an MTP block needs the tokens ahead"
         x = self.merge(torch.cat([self.token_norm(ahead), self.hidden_norm(x)], dim=-1))
         x, counts, losses = super().forward(x, rope, mask, dropout_keys, loads, order, real)
         return self.norm(x), counts, losses
 
 
 class Decoder(nn.Module):
-    """Tokens to logits; see the module's docstring for names and stages.
+    """Decoder-only transformer; see the module's docstring for its module names.
 
     Weights are uninitialised: `init_parameter` fills them by name once they are on a device.
     """
@@ -187,7 +187,7 @@ class Decoder(nn.Module):
             }
         )
         for layer in range(config.n_layers, config.n_layers + config.mtp):
-            self.blocks[str(layer)] = PredictionBlock(config, backend)
+            self.blocks[str(layer)] = MTPBlock(config, backend)
         self.norm = norm(config, config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
@@ -211,16 +211,16 @@ class Decoder(nn.Module):
 
         Args:
             x: tokens int64 (B, T), or hidden states (B, T, D) in a later pipeline stage.
-            positions: int64 (B, T) or (1, T); None: 0 ... T - 1, with tokens only.
-            documents: int32 (B, T), equal within a document; None: one document a sequence.
-            dropout_keys: int64 (B, T) of `dropout.token_keys`; read in training with dropout only.
-            labels: int64 (B, T), handed to a head into which a loss was put from outside.
-            mtp_tokens: int64 (B, T, P), the tokens 1, 2, ... P ahead; None: no such predictions.
-            order: of `MoE.forward`; read where experts have a capacity.
-            real: of `MoE.forward`; read where there are experts.
+            positions: int64 (B, T) or (1, T); None: 0 ... T - 1, allowed for tokens only.
+            documents: int32 (B, T), equal within a document; None: one document per sequence.
+            dropout_keys: int64 (B, T) from `dropout.token_keys`; used in training with dropout.
+            labels: int64 (B, T), passed to a head that computes the loss (`train.loss_chunks`).
+            mtp_tokens: int64 (B, T, P), the tokens 1, 2, ... P ahead; None: skip MTP.
+            order: as in `MoE.forward`; used if experts have a capacity.
+            real: as in `MoE.forward`; used if there are experts.
         Returns:
-            Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without head;
-            with labels the head's output. With `mtp_tokens`, where the head is, 1 + P such logits.
+            Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without a head;
+            with labels, the head's loss. With `mtp_tokens`, 1 + P logits on the head's stage.
         """
         if positions is None:
             assert not x.is_floating_point(), "a later stage needs positions"
@@ -235,12 +235,12 @@ class Decoder(nn.Module):
             keys = self._layer_keys(dropout_keys, int(layer))
             if int(layer) < self.config.n_layers:
                 x = self._through(block, x, rope, mask, keys, routed)
-            elif isinstance(block, PredictionBlock):  # on the last stage
+            elif isinstance(block, MTPBlock):  # on the last stage
                 predictions.append((block, keys))
         x = self.norm(x)
         if mtp_tokens is None or not predictions:
             return self.head(x) if labels is None else self.head(x, labels=labels)
-        # One call of the embedding, and one of the head, in which sharding gathers its weight.
+        # Call embedding and head once each: under sharding every call gathers the weight.
         ahead = self.mtp_embed(mtp_tokens.movedim(-1, 0).flatten(0, 1)).chunk(len(predictions))
         hidden = [x]
         for (block, keys), e in zip(predictions, ahead, strict=True):
@@ -278,7 +278,7 @@ class Decoder(nn.Module):
         return self.embed_drop(x, self._layer_keys(keys, -1))
 
     def _layer_keys(self, keys: Tensor | None, layer: int) -> Tensor | None:
-        """Dropout keys of one layer (-1: of the embedding), or None when nothing is dropped."""
+        """Dropout keys of one layer (-1: the embedding); None without dropout."""
         if not self.training or not self.config.draws:
             return None
         assert keys is not None, "a model with dropout or jitter needs dropout_keys in training"
@@ -289,12 +289,12 @@ class Decoder(nn.Module):
 def init_parameter(
     config: DecoderConfig, fqn: str, full: Tensor, generator: torch.Generator
 ) -> None:
-    """Fill one whole parameter in place, as a function of its name and the generator alone.
+    """Initialise one unsharded parameter in place, from its name and the generator only.
 
-    Matrices and embeddings are normal with standard deviation 0.02; those that write into the
-    residual stream (wo, down) are divided by sqrt(2 * n_layers), so that its variance does not
-    grow with depth (GPT-2). Norms start at gamma = 1, biases at 0. Stacked matrices of experts are
-    drawn at once.
+    Matrices and embeddings are normal with standard deviation 0.02, divided by sqrt(2 * n_layers)
+    for matrices that write to the residual stream (wo, down), so that its variance does not grow
+    with depth (GPT-2). Norms start at gamma = 1, biases at 0. The stacked matrices of experts are
+    drawn as one tensor.
 
     Args:
         config: of the model.
@@ -303,7 +303,7 @@ def init_parameter(
         generator: on the tensor's device.
     """
     *path, kind = fqn.split(".")
-    name = path[-1] if kind in ("weight", "bias") else kind  # experts have no module a matrix
+    name = path[-1] if kind in ("weight", "bias") else kind  # experts: parameters, not modules
     if kind.endswith("bias"):
         full.zero_()
     elif name.endswith("norm"):

@@ -1,13 +1,13 @@
-"""DeepSeek-V3 and its family: latent attention, many small experts and shared ones.
+"""DeepSeek-V3 and its family: latent attention, many small experts, shared experts.
 
-    size    what                      router                           balance
-    671b    DeepSeek-V3               sigmoid, 4 of 8 groups           bias, and a loss a sequence
-    16b     DeepSeek-V2-Lite          softmax, not renormalised        loss a sequence
-    236b    DeepSeek-V2               softmax, 3 of 8 groups           loss a sequence
-    16b-a3b Moonlight                 sigmoid                          bias, and a loss a sequence
+    size    model                     router                           load balancing
+    671b    DeepSeek-V3               sigmoid, 4 of 8 groups           bias, and a sequence loss
+    16b     DeepSeek-V2-Lite          softmax, not renormalised        sequence loss
+    236b    DeepSeek-V2               softmax, 3 of 8 groups           sequence loss
+    16b-a3b Moonlight                 sigmoid                          bias, and a sequence loss
 
-671b predicts a second token (`mtp`), by 11.61 B parameters beside the 671.03 B of the main model.
-DeepSeek-V2's losses for devices and communication are left out.
+671b has one MTP block (`mtp`) of 11.61 B parameters, in addition to the 671.03 B of the main model.
+DeepSeek-V2's device-level and communication balance losses are not implemented.
 
 Sources: DeepSeek-V3, arXiv:2412.19437; DeepSeek-V2, arXiv:2405.04434; Moonlight, arXiv:2502.16982;
 the released configurations.
@@ -25,15 +25,15 @@ from dtron.models.hf import (
     EXPERT_NAMES,
     KV_HEADS,
     LLAMA_BASE,
-    LLAMA_CONSTANTS,
     LLAMA_DEFAULTS,
+    LLAMA_IGNORED_TENSORS,
     LLAMA_NAMES,
     MOE_FIELDS,
-    MOE_NEUTRAL,
+    MOE_IGNORED_KEYS,
     ROPE,
     HuggingFace,
-    Name,
-    Part,
+    KeyConverter,
+    WeightName,
     read_rope,
 )
 from dtron.models.spec import ModelSpec
@@ -167,13 +167,13 @@ SIZES = {
 
 
 def _halves(start: int, width: int) -> Iterator[int]:
-    """Where rows that rotate halves against each other lie if even rotate against odd ones."""
+    """Map rows for half-rotation (GPT-NeoX style) to rows for interleaved rotation."""
     for i in range(width):
         yield start + 2 * i if i < width // 2 else start + 2 * i - width + 1
 
 
 def _query_rows(config: DecoderConfig, n_rows: int) -> list[int]:
-    """Of each head the rows that are not rotated, then those that are."""
+    """Rows of each head: first those without rotation, then the rotated ones."""
     rows: list[int] = []
     for start in range(0, n_rows, config.head_size):
         rotated = start + config.nope_head_dim
@@ -182,18 +182,18 @@ def _query_rows(config: DecoderConfig, n_rows: int) -> list[int]:
 
 
 def _latent_rows(config: DecoderConfig, n_rows: int) -> list[int]:
-    """The latent, then the key that is rotated."""
+    """Rows of the latent vector, then those of the rotated key."""
     latent = config.kv_lora_rank
     return [*range(latent), *_halves(latent, config.rope_head_dim)]
 
 
 def _read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
-    """As others, but mscale_all_dim multiplies scores whatever cosines are multiplied by."""
+    """As `read_rope`, but mscale_all_dim always multiplies the attention scores."""
     rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
     explicit = rope.get("attention_factor") is not None
     if (whole := rope.get("mscale_all_dim")) and (explicit or not rope.get("mscale")):
         other = "with attention_factor" if explicit else "without mscale"
-        raise CheckpointError(f"mscale_all_dim = {whole} {other} is not implemented")
+        raise CheckpointError(f"mscale_all_dim = {whole} {other} is not supported")
     return read_rope(given)
 
 
@@ -208,7 +208,7 @@ def _write_dense(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_groups(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A token that may take experts of all groups has none."""
+    """Group-limited routing; selecting from all groups is the same as having no groups."""
     groups, top = given.get("n_group", 8), given.get("topk_group", 4)
     if groups == top:
         groups, top = 1, 1
@@ -239,7 +239,7 @@ def _write_mtp(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _copies(config: DecoderConfig) -> dict[str, str]:
-    """Layers that predict further tokens have the embedding and the head once more."""
+    """MTP layers store copies of the embedding and of the head."""
     layers = [f"model.layers.{config.n_layers + i}" for i in range(config.mtp)]
     return {
         **{f"{layer}.embed_tokens.weight": "embed.weight" for layer in layers},
@@ -251,30 +251,30 @@ HF = HuggingFace(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     names=(
-        Name("blocks.*.attn.wq", "model.layers.*.self_attn.q_proj", rows=_query_rows),
-        Name("blocks.*.attn.wq_a", "model.layers.*.self_attn.q_a_proj"),
-        Name("blocks.*.attn.q_a_norm", "model.layers.*.self_attn.q_a_layernorm"),
-        Name("blocks.*.attn.wq_b", "model.layers.*.self_attn.q_b_proj", rows=_query_rows),
-        Name(
+        WeightName("blocks.*.attn.wq", "model.layers.*.self_attn.q_proj", rows=_query_rows),
+        WeightName("blocks.*.attn.wq_a", "model.layers.*.self_attn.q_a_proj"),
+        WeightName("blocks.*.attn.q_a_norm", "model.layers.*.self_attn.q_a_layernorm"),
+        WeightName("blocks.*.attn.wq_b", "model.layers.*.self_attn.q_b_proj", rows=_query_rows),
+        WeightName(
             "blocks.*.attn.wkv_a",
             "model.layers.*.self_attn.kv_a_proj_with_mqa",
             rows=_latent_rows,
         ),
-        Name("blocks.*.attn.kv_a_norm", "model.layers.*.self_attn.kv_a_layernorm"),
-        Name("blocks.*.attn.wkv_b", "model.layers.*.self_attn.kv_b_proj"),
-        Name("blocks.*.token_norm", "model.layers.*.enorm"),
-        Name("blocks.*.hidden_norm", "model.layers.*.hnorm"),
-        Name("blocks.*.merge", "model.layers.*.eh_proj"),
-        Name("blocks.*.norm", "model.layers.*.shared_head.norm"),
+        WeightName("blocks.*.attn.kv_a_norm", "model.layers.*.self_attn.kv_a_layernorm"),
+        WeightName("blocks.*.attn.wkv_b", "model.layers.*.self_attn.kv_b_proj"),
+        WeightName("blocks.*.token_norm", "model.layers.*.enorm"),
+        WeightName("blocks.*.hidden_norm", "model.layers.*.hnorm"),
+        WeightName("blocks.*.merge", "model.layers.*.eh_proj"),
+        WeightName("blocks.*.norm", "model.layers.*.shared_head.norm"),
         *LLAMA_NAMES,
-        Name(
+        WeightName(
             "blocks.*.ffn.router.expert_bias",
             "model.layers.*.mlp.gate.e_score_correction_bias",
         ),
-        Name("blocks.*.ffn.router", "model.layers.*.mlp.gate"),
+        WeightName("blocks.*.ffn.router", "model.layers.*.mlp.gate"),
         *EXPERT_NAMES,
         *(
-            Name(f"blocks.*.ffn.shared.{w}", f"model.layers.*.mlp.shared_experts.{w}_proj")
+            WeightName(f"blocks.*.ffn.shared.{w}", f"model.layers.*.mlp.shared_experts.{w}_proj")
             for w in ("gate", "up", "down")
         ),
     ),
@@ -300,18 +300,21 @@ HF = HuggingFace(
         "rope_interleave": (True,),
     },
     defaults={**LLAMA_DEFAULTS, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
-    parts=(
+    converters=(
         replace(ROPE, read=_read_rope),
         CONTEXT,
         KV_HEADS,
-        Part(frozenset({"first_k_dense_replace", "intermediate_size"}), _read_dense, _write_dense),
-        Part(frozenset({"n_group", "topk_group"}), _read_groups, _write_groups),
-        Part(frozenset({"q_lora_rank"}), _read_query_rank, _write_query_rank),
-        Part(frozenset(_MTP_KEYS), _read_mtp, _write_mtp),
+        KeyConverter(
+            frozenset({"first_k_dense_replace", "intermediate_size"}), _read_dense, _write_dense
+        ),
+        KeyConverter(frozenset({"n_group", "topk_group"}), _read_groups, _write_groups),
+        KeyConverter(frozenset({"q_lora_rank"}), _read_query_rank, _write_query_rank),
+        KeyConverter(frozenset(_MTP_KEYS), _read_mtp, _write_mtp),
     ),
-    # widths that follow from others, and settings of training
-    neutral=MOE_NEUTRAL | {"head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"},
-    constants=LLAMA_CONSTANTS,
+    # derived widths, and settings of training
+    ignored_keys=MOE_IGNORED_KEYS
+    | {"head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"},
+    ignored_tensors=LLAMA_IGNORED_TENSORS,
     copies=_copies,
 )
 

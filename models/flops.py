@@ -1,13 +1,13 @@
-"""Floating-point operations of training, in both conventions of the field.
+"""Floating-point operations of training, in both common conventions.
 
     full     6 * P + 6 * L * H * (K + V) * S    attention over all S x S pairs (PaLM, torchtitan)
-    causal   6 * P + 3 * L * H * (K + V) * S    over the half a causal mask needs (Megatron-Bridge)
+    causal   6 * P + 3 * L * H * (K + V) * S    half of them, by the causal mask (Megatron-Bridge)
 
-per token, forward and backward. P: parameters that are multiplied (embeddings are looked up; the
-head once a prediction, of which multi-token prediction has several), L
-layers, H heads, K and V widths of query-key and value heads (with K = V the attention term of
-`full` is the usual 12 * L * H * K * S), S the sequence length. With packed documents of lengths l
-under a document mask, S is sum(l^2) / sum(l). Recomputation is not counted: MFU, not HFU.
+per token, forward and backward. P: parameters in matmuls (no embeddings; the head counts once per
+prediction, so 1 + mtp times), L layers, H heads, K and V widths of query-key and value heads (with
+K = V the attention term of `full` is the usual 12 * L * H * K * S), S the sequence length. With
+packed documents of lengths l under a document mask, S is sum(l^2) / sum(l). Recomputation is not
+counted: the result gives MFU, not HFU.
 
 Source: PaLM, arXiv:2204.02311, appendix B.
 """
@@ -21,7 +21,7 @@ from dtron.models.layers import ACTIVATIONS
 Convention = Literal["full", "causal"]
 _PASSES = {"full": 6, "causal": 3}
 
-# Dense bfloat16 peak of one device in FLOP/s, by the name torch.cuda gives; vendors' data sheets.
+# Dense bfloat16 peak of one device in FLOP/s by torch.cuda's device name; from data sheets.
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
@@ -35,10 +35,10 @@ PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """The sizes that decide a model's operations."""
+    """The sizes that determine a model's FLOPs."""
 
     matmul_params: int
-    """Parameters a token is multiplied with; of experts those that are active."""
+    """Parameters in a token's matmuls, including only the active experts."""
     n_layers: int
     n_heads: int
     qk_head_dim: int
@@ -46,7 +46,7 @@ class FlopsModel:
 
     @classmethod
     def of(cls, config: DecoderConfig) -> Self:
-        """Of a decoder; counts its matrices, norms and biases as the model has them."""
+        """Return the sizes of a decoder, including norms and biases."""
         return cls(
             matmul_params=n_active_parameters(config)
             - config.lookup_params
@@ -59,14 +59,14 @@ class FlopsModel:
 
 
 def n_parameters(config: DecoderConfig) -> int:
-    """All parameters of a decoder; a tied weight counts once."""
+    """Count all parameters of a decoder; a tied weight counts once."""
     attention = _latent_attention(config) if config.kv_lora_rank else _attention(config)
     attention += config.n_heads if config.sinks else 0
     layers = config.n_layers * (attention + 2 * _norm(config, config.dim))
     layers += config.n_dense_layers * _feed_forward(config, config.ffn_dim)
     layers += config.n_expert_layers * _mixture(config)
-    mtp = attention + 5 * _norm(config, config.dim) + _mixture(config) + 2 * config.dim**2
-    layers += config.mtp * mtp
+    mtp_block = attention + 5 * _norm(config, config.dim) + _mixture(config) + 2 * config.dim**2
+    layers += config.mtp * mtp_block
     embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
     if config.positions == "learned":
         embeddings += config.max_seq_len * config.dim
@@ -74,7 +74,7 @@ def n_parameters(config: DecoderConfig) -> int:
 
 
 def n_active_parameters(config: DecoderConfig) -> int:
-    """Those that a token meets: all but the experts that it does not take."""
+    """Count the parameters active for a token: all but its unselected experts."""
     idle = (config.n_experts - config.experts_per_token) * _expert(config)
     return n_parameters(config) - (config.n_expert_layers + config.mtp) * idle
 
@@ -123,7 +123,7 @@ def _mixture(config: DecoderConfig) -> int:
 
 
 def flops_per_token(model: FlopsModel, attended: float, convention: Convention) -> float:
-    """Operations of forward and backward for one token.
+    """Return the FLOPs of forward and backward per token.
 
     Args:
         attended: the sequence length, or sum(l^2) / sum(l) over documents of length l.
@@ -133,6 +133,6 @@ def flops_per_token(model: FlopsModel, attended: float, convention: Convention) 
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 peak of a device in FLOP/s, None where it is not in the table."""
+    """Return the dense bfloat16 peak of a device in FLOP/s; None: not in the table."""
     names = [name for name in PEAK_FLOPS if device_name.startswith(name)]
     return PEAK_FLOPS[max(names, key=len)] if names else None

@@ -1,11 +1,11 @@
-"""GPT: learned positions, LayerNorm, GELU, biases; the shapes of GPT-3 and of Megatron-LM.
+"""GPT: learned positions, LayerNorm, GELU, biases; the sizes of GPT-3 and of Megatron-LM.
 
-GELU is the tanh approximation, as in GPT-2 and GPT-3. Attention is dense in every layer, where
-GPT-3 alternates with sparse patterns. Dropout is off; GPT-2 had 0.1 (`model.override.dropout`).
+GELU is the tanh approximation, as in GPT-2 and GPT-3. All layers have dense attention; GPT-3
+alternates dense and sparse layers. Dropout is off; GPT-2 had 0.1 (`model.override.dropout`).
 
-Sources: 125m to 175b except as said: GPT-3, arXiv:2005.14165, table 2.1. For 1.3b the paper gives
-24 heads of 128, which do not make its width of 2048; here it has 16 heads of 128. 1.7b, 7.1b and
-16b, untied: the weak-scaling benchmark of Megatron-LM (github.com/NVIDIA/Megatron-LM, README).
+Sources: 125m to 175b: GPT-3, arXiv:2005.14165, table 2.1, except that 1.3b has 16 heads of 128
+(the paper's 24 heads of 128 do not give its width of 2048). 1.7b, 7.1b and 16b, untied: the
+weak-scaling benchmark of Megatron-LM (github.com/NVIDIA/Megatron-LM, README).
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any
 
 from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
-from dtron.models.hf import HuggingFace, Name, Part, Rows
+from dtron.models.hf import HuggingFace, KeyConverter, RowOrder, WeightName
 from dtron.models.spec import ModelSpec
 
 
@@ -62,8 +62,8 @@ SIZES = {
 }
 
 
-def _third(i: int) -> Rows:
-    """Queries, keys and values are the thirds of one matrix."""
+def _third(i: int) -> RowOrder:
+    """Rows of third i of a matrix that holds queries, keys and values."""
     return lambda config, n_rows: range(i * n_rows, (i + 1) * n_rows)
 
 
@@ -80,7 +80,8 @@ def _read_dropout(given: Mapping[str, Any]) -> dict[str, Any]:
     added, embedded = given.get("resid_pdrop", 0.1), given.get("embd_pdrop", 0.1)
     if added != embedded:
         raise CheckpointError(
-            f"resid_pdrop = {added} with embd_pdrop = {embedded}: dtron's gpt has one dropout"
+            f"resid_pdrop = {added} with embd_pdrop = {embedded} is not supported; dtron's gpt has "
+            "one dropout probability"
         )
     return {"dropout": added, "attention_dropout": given.get("attn_pdrop", 0.1)}
 
@@ -94,19 +95,19 @@ HF = HuggingFace(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     names=(
-        Name("embed", "transformer.wte"),
-        Name("position_embed", "transformer.wpe"),
-        Name("norm", "transformer.ln_f"),
-        Name("head", "lm_head"),
-        Name("blocks.*.attn_norm", "transformer.h.*.ln_1"),
+        WeightName("embed", "transformer.wte"),
+        WeightName("position_embed", "transformer.wpe"),
+        WeightName("norm", "transformer.ln_f"),
+        WeightName("head", "lm_head"),
+        WeightName("blocks.*.attn_norm", "transformer.h.*.ln_1"),
         *(
-            Name(f"blocks.*.attn.{w}", "transformer.h.*.attn.c_attn", True, _third(i))
+            WeightName(f"blocks.*.attn.{w}", "transformer.h.*.attn.c_attn", True, _third(i))
             for i, w in enumerate(("wq", "wk", "wv"))
         ),
-        Name("blocks.*.attn.wo", "transformer.h.*.attn.c_proj", transposed=True),
-        Name("blocks.*.ffn_norm", "transformer.h.*.ln_2"),
-        Name("blocks.*.ffn.up", "transformer.h.*.mlp.c_fc", transposed=True),
-        Name("blocks.*.ffn.down", "transformer.h.*.mlp.c_proj", transposed=True),
+        WeightName("blocks.*.attn.wo", "transformer.h.*.attn.c_proj", transposed=True),
+        WeightName("blocks.*.ffn_norm", "transformer.h.*.ln_2"),
+        WeightName("blocks.*.ffn.up", "transformer.h.*.mlp.c_fc", transposed=True),
+        WeightName("blocks.*.ffn.down", "transformer.h.*.mlp.c_proj", transposed=True),
     ),
     fields={
         "vocab_size": "vocab_size",
@@ -125,11 +126,13 @@ HF = HuggingFace(
         "add_cross_attention": (False,),
     },
     defaults={"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, "n_positions": 1024},
-    parts=(
-        Part(frozenset({"n_head", "n_inner"}), _read_shape, _write_shape),
-        Part(frozenset({"resid_pdrop", "embd_pdrop", "attn_pdrop"}), _read_dropout, _write_dropout),
+    converters=(
+        KeyConverter(frozenset({"n_head", "n_inner"}), _read_shape, _write_shape),
+        KeyConverter(
+            frozenset({"resid_pdrop", "embd_pdrop", "attn_pdrop"}), _read_dropout, _write_dropout
+        ),
     ),
-    neutral=frozenset(
+    ignored_keys=frozenset(
         {
             "n_ctx",
             "gradient_checkpointing",
@@ -141,7 +144,7 @@ HF = HuggingFace(
         }
     ),
     prefix="transformer.",
-    constants=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+    ignored_tensors=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
 )
 
 GPT = ModelSpec("gpt", SIZES, hf=HF)

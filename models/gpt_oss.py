@@ -1,8 +1,8 @@
-"""gpt-oss: experts with biases and a clamped SwiGLU, attention with sinks, every second window.
+"""gpt-oss: experts with biases and clamped SwiGLU, attention sinks, a window in every other layer.
 
-The 4 experts of a token are those of the largest logits, their weights the softmax of these. YaRN
-is from the start a part of the model, its two ends not rounded. The releases say nothing of
-training; the weight of the balance loss is that of their configuration.
+A token selects the 4 experts with the largest logits; their weights are the softmax of these. YaRN
+is part of the model and does not round its bounds. The sources do not describe training; the
+weight of the balance loss is that of the released configuration.
 
 Sources: gpt-oss model card, arXiv:2508.10925, and the released configurations.
 """
@@ -19,15 +19,15 @@ from dtron.models.hf import (
     KV_HEADS,
     LLAMA_ATTENTION,
     LLAMA_BASE,
-    LLAMA_CONSTANTS,
     LLAMA_DEFAULTS,
+    LLAMA_IGNORED_TENSORS,
     MOE_FIELDS,
-    MOE_NEUTRAL,
+    MOE_IGNORED_KEYS,
     ROPE,
     HuggingFace,
-    Name,
-    Part,
-    Rows,
+    KeyConverter,
+    RowOrder,
+    WeightName,
     read_rope,
 )
 from dtron.models.spec import ModelSpec
@@ -94,7 +94,9 @@ SIZES = {
 
 def _read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_scaling" not in given and "rope_parameters" not in given:
-        raise CheckpointError("rope_parameters is missing, or rope_scaling of transformers 4")
+        raise CheckpointError(
+            "neither rope_parameters (transformers 5) nor rope_scaling (transformers 4) is set"
+        )
     return read_rope(given, default_theta=150000.0)
 
 
@@ -102,7 +104,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _read_windows(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers have a window: all, none, or all but the last of every n."""
+    """Read which layers have a window: all, none, or all but every n-th."""
     window, n_layers = given.get("sliding_window", 128), given["num_hidden_layers"]
     kinds = given.get("layer_types") or [(_SLIDING, _FULL)[i % 2] for i in range(n_layers)]
     if not window or _SLIDING not in kinds:
@@ -111,20 +113,20 @@ def _read_windows(given: Mapping[str, Any]) -> dict[str, Any]:
     wanted = [_FULL if every and (i + 1) % every == 0 else _SLIDING for i in range(n_layers)]
     if kinds != wanted or every == 1:
         raise CheckpointError(
-            f"layer_types = {kinds} is not implemented; in dtron's gpt_oss the last of every n "
-            "layers has full attention"
+            f"layer_types = {kinds} is not supported; in dtron's gpt_oss every n-th layer has full "
+            "attention"
         )
     return {"window": window, "full_attention_every": every}
 
 
 def _write_windows(config: DecoderConfig) -> dict[str, Any]:
     kinds = [_SLIDING if window else _FULL for window in config.windows]
-    # transformers wants a number even where no layer has a window
+    # transformers needs a number even if no layer has a window
     return {"sliding_window": config.window or 128, "layer_types": kinds}
 
 
-def _in_turn(i: int) -> Rows:
-    """Gate and up take turns in one matrix."""
+def _in_turn(i: int) -> RowOrder:
+    """Rows of gate (i = 0) or up (i = 1), which alternate in one matrix."""
     return lambda config, n_rows: range(i, 2 * n_rows, 2)
 
 
@@ -135,14 +137,16 @@ HF = HuggingFace(
     architecture="GptOssForCausalLM",
     names=(
         *LLAMA_ATTENTION,
-        Name("blocks.*.attn.sinks.weight", "model.layers.*.self_attn.sinks"),
-        Name("blocks.*.ffn.router", "model.layers.*.mlp.router"),
+        WeightName("blocks.*.attn.sinks.weight", "model.layers.*.self_attn.sinks"),
+        WeightName("blocks.*.ffn.router", "model.layers.*.mlp.router"),
         *(
-            Name(f"blocks.*.ffn.experts.{w}", f"{_EXPERTS}.gate_up_proj", True, _in_turn(i), 1)
+            WeightName(
+                f"blocks.*.ffn.experts.{w}", f"{_EXPERTS}.gate_up_proj", True, _in_turn(i), 1
+            )
             for i, w in enumerate(("gate", "up"))
         ),
         *(
-            Name(
+            WeightName(
                 f"blocks.*.ffn.experts.{w}_bias",
                 f"{_EXPERTS}.gate_up_proj_bias",
                 rows=_in_turn(i),
@@ -150,8 +154,8 @@ HF = HuggingFace(
             )
             for i, w in enumerate(("gate", "up"))
         ),
-        Name("blocks.*.ffn.experts.down", f"{_EXPERTS}.down_proj", transposed=True),
-        Name("blocks.*.ffn.experts.down_bias", f"{_EXPERTS}.down_proj_bias"),
+        WeightName("blocks.*.ffn.experts.down", f"{_EXPERTS}.down_proj", transposed=True),
+        WeightName("blocks.*.ffn.experts.down_bias", f"{_EXPERTS}.down_proj_bias"),
     ),
     fields={
         **MOE_FIELDS,
@@ -172,16 +176,16 @@ HF = HuggingFace(
         "swiglu_limit": (7.0,),
     },
     defaults={**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5},
-    parts=(
+    converters=(
         replace(ROPE, read=_read_rope),
         CONTEXT,
         HEAD_DIM,
         KV_HEADS,
-        Part(frozenset({"sliding_window", "layer_types"}), _read_windows, _write_windows),
+        KeyConverter(frozenset({"sliding_window", "layer_types"}), _read_windows, _write_windows),
     ),
-    # the releases repeat num_experts_per_tok and the context before YaRN under these names
-    neutral=MOE_NEUTRAL | {"experts_per_token", "initial_context_length"},
-    constants=LLAMA_CONSTANTS,
+    # released configurations repeat num_experts_per_tok and the original context as these keys
+    ignored_keys=MOE_IGNORED_KEYS | {"experts_per_token", "initial_context_length"},
+    ignored_tensors=LLAMA_IGNORED_TENSORS,
 )
 
 GPT_OSS = ModelSpec("gpt_oss", SIZES, hf=HF)

@@ -1,13 +1,14 @@
-"""What a model is called in Hugging Face's format: a row beside each model says it as data.
+"""Hugging Face's format as data: tables that translate configs and weight names, both ways.
 
-A folder in that format has config.json and safetensors files. Two tables translate:
+A folder in that format has config.json and safetensors files. Each model family has two tables:
 
-    fields and parts     keys of config.json <-> fields of DecoderConfig, both ways
-    names                FQNs here <-> names there, and how the numbers lie (transposed, several of
-                         ours in one of theirs, one of ours stacked of several of theirs)
+    fields, converters   keys of config.json <-> fields of DecoderConfig
+    names                FQNs of dtron <-> tensor names of transformers, and their layout
+                         (transposed, several parameters fused into one tensor, one stacked
+                         parameter as several tensors)
 
-Nothing is ignored: a key of config.json that no table knows is refused, and so is one with a value
-that changes what the model computes in a way dtron's does not.
+"Ours" is dtron's side, "theirs" that of transformers. Nothing is silently ignored: an unknown key
+of config.json, or a value that dtron's model does not implement, is an error.
 
 Sources: transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype),
 configuration_utils.py and modeling_rope_utils.py.
@@ -22,70 +23,70 @@ from dtron.errors import CheckpointError, nearest
 from dtron.models.config import DecoderConfig
 from dtron.models.rope import rope_magnitude
 
-Rows = Callable[[DecoderConfig, int], Sequence[int]]
-"""(config, number of our rows) -> where each of them lies among theirs."""
+RowOrder = Callable[[DecoderConfig, int], Sequence[int]]
+"""(config, number of our rows) -> index of each in their tensor."""
 
 
 @dataclass(frozen=True)
-class Name:
-    """One of our parameters in theirs. `*` in both is the layer's number; `weight` and `bias` at
-    the end are understood where a pattern names a module."""
+class WeightName:
+    """Name and layout of a parameter in both formats. `*` is the layer's index; a pattern that
+    names a module matches its `weight` and `bias`."""
 
     ours: str
     theirs: str
-    """`{expert}` in it: ours is stacked along dim 0 of one of theirs for each expert."""
+    """With `{expert}`: our parameter stacks theirs, one tensor per expert, along dim 0."""
     transposed: bool = False
-    """The last two dims are swapped, as in GPT-2's weights (input, output)."""
-    rows: Rows | None = None
-    """Where our rows lie in theirs (after the swap); None: they are theirs in order."""
+    """Whether the last two dims are swapped, as in GPT-2's weights (input, output)."""
+    rows: RowOrder | None = None
+    """Index of our rows in their tensor (after the swap); None: the same rows in order."""
     dim: int = 0
-    """What `rows` counts: a dim of ours, without that of `{expert}`."""
+    """The dim that `rows` indexes, not counting that of `{expert}`."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Keys of config.json that take more than a table to translate."""
+class KeyConverter:
+    """Functions that translate keys of config.json which `HuggingFace.fields` cannot."""
 
     keys: frozenset[str]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """config.json -> fields. Raises CheckpointError for what dtron does not do."""
+    """config.json -> fields. Raises CheckpointError for values that dtron does not support."""
     write: Callable[[DecoderConfig], dict[str, Any]]
+    """Config -> keys of config.json."""
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """An architecture of transformers, as a family of dtron's models."""
+    """Translation between an architecture of transformers and a model family of dtron."""
 
     model_type: str
     architecture: str
-    names: Sequence[Name]
+    names: Sequence[WeightName]
     fields: Mapping[str, str]
     """Key of config.json -> field of DecoderConfig."""
     base: Mapping[str, Any]
-    """Fields of DecoderConfig that are the architecture itself."""
+    """Fields of DecoderConfig that the architecture implies."""
     fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Key -> values under which it is dtron's model; the first is written."""
+    """Key -> supported values; the first is written."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes for a key of `fields` that is not in config.json."""
-    parts: Sequence[Part] = ()
-    neutral: frozenset[str] = frozenset()
-    """Keys that change nothing of what this architecture computes."""
+    """Key of `fields` -> default of transformers."""
+    converters: Sequence[KeyConverter] = ()
+    ignored_keys: frozenset[str] = frozenset()
+    """Keys that do not affect what this architecture computes."""
     prefix: str = ""
-    """What all but the head's names begin with; files of the bare model lack it."""
-    constants: Sequence[str] = ()
-    """Patterns of tensors that old files hold and that are no weights, such as masks."""
+    """Prefix of all tensor names but the head's; files of the model without head omit it."""
+    ignored_tensors: Sequence[str] = ()
+    """Patterns of tensors in old files that are not weights, such as masks."""
     copies: Callable[[DecoderConfig], Mapping[str, str]] = lambda config: {}
-    """Tensors that are one of our parameters once more, and which one."""
+    """Config -> their tensors that duplicate one of our parameters, and its FQN."""
 
     def read(self, given: Mapping[str, Any], where: str) -> DecoderConfig:
-        """The model of a config.json.
+        """Convert the content of a config.json.
 
         Args:
             given: the file's content.
             where: its path, for errors.
         Raises:
-            CheckpointError: a key is unknown, missing, or has a value that dtron's model does not
-                implement.
+            CheckpointError: a key is unknown, missing, or has an unsupported value.
         """
         try:
             self._refuse_unknown(given)
@@ -94,24 +95,24 @@ class HuggingFace:
                 if (value := given.get(key, self.defaults.get(key))) is None:
                     raise CheckpointError(f"{key} is missing")
                 fields[name] = value
-            for part in self.parts:
-                fields |= part.read(given)
+            for converter in self.converters:
+                fields |= converter.read(given)
             return DecoderConfig.model_validate(fields, strict=False)
-        except ValueError as error:  # a DtronError too
+        except ValueError as error:  # includes DtronErrors
             raise CheckpointError(f"{where}: {error}") from None
 
     def write(self, config: DecoderConfig) -> dict[str, Any]:
-        """config.json of a model, without what depends on its files (dtype).
+        """Return the content of config.json, without the dtype of the files.
 
         Raises:
-            CheckpointError: the architecture lacks something that the config sets; names it.
+            CheckpointError: the architecture does not support a field's value; names the field.
         """
         written: dict[str, Any] = {"architectures": [self.architecture]}
         written["model_type"] = self.model_type
         written |= {key: getattr(config, name) for key, name in self.fields.items()}
         written |= {key: values[0] for key, values in self.fixed.items()}
-        for part in self.parts:
-            written |= part.write(config)
+        for converter in self.converters:
+            written |= converter.write(config)
         there = self.read(written, "config.json")
         if lost := differences(config, there):
             shown = ", ".join(f"{name} = {ours!r} (it has {its!r})" for name, ours, its in lost)
@@ -124,39 +125,39 @@ class HuggingFace:
         if quantised := given.get("quantization_config"):
             how = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
             raise CheckpointError(
-                f"quantization_config: weights quantised by {how!r} are "
-                "not read; let transformers make bfloat16 of them, as docs/hugging-face.md shows"
+                f"quantization_config: weights quantised by {how!r} are not supported; dequantise "
+                "them to bfloat16 with transformers, as docs/hugging-face.md shows"
             )
         for key, values in self.fixed.items():
             if key in given and given[key] not in values:
                 raise CheckpointError(
-                    f"{key} = {given[key]!r} is not implemented by dtron's model, which has "
+                    f"{key} = {given[key]!r} is not supported by dtron's model; it needs "
                     f"{' or '.join(repr(value) for value in values)}"
                 )
-        known = {*self.fields, *self.fixed, *self.neutral, *NEUTRAL, "model_type"}
-        known = known.union(*(part.keys for part in self.parts))
+        known = {*self.fields, *self.fixed, *self.ignored_keys, *IGNORED_KEYS, "model_type"}
+        known = known.union(*(converter.keys for converter in self.converters))
         for key, value in given.items():
             if key not in known:
                 raise CheckpointError(
-                    f"{key} = {value!r} is not known to dtron's {self.model_type}"
+                    f"{key} = {value!r} is unknown to dtron's {self.model_type}"
                     f"{nearest(key, known)}; a model that depends on it cannot be loaded"
                 )
 
 
 def differences(config: DecoderConfig, other: DecoderConfig) -> list[tuple[str, Any, Any]]:
-    """Fields by which two models differ in names, shapes or results: (field, its values)."""
-    ours, theirs = _meaning(config), _meaning(other)
+    """List the fields by which two models differ in names, shapes or results, with both values."""
+    ours, theirs = _computation_fields(config), _computation_fields(other)
     return [(k, ours[k], theirs[k]) for k in ours if not _same(ours[k], theirs[k])]
 
 
-def _meaning(config: DecoderConfig) -> dict[str, Any]:
-    """Fields that decide what a model computes, those without effect left at their default."""
+def _computation_fields(config: DecoderConfig) -> dict[str, Any]:
+    """Return the fields that affect what a model computes; fields without effect have defaults."""
     fields = config.model_dump()
-    for name in TRAINING:
+    for name in TRAINING_FIELDS:
         fields.pop(name, None)
     if not config.kv_lora_rank:
         fields["head_dim"] = config.head_size
-    if config.bias_speed:  # that there is a bias is the model's, how fast it moves is training's
+    if config.bias_speed:  # the model has a bias; its speed is a training setting
         fields["bias_speed"] = BIAS_SPEED
     idle = [name for name in fields if name.startswith("rope_") and name != "rope_head_dim"]
     if config.positions == "rope":
@@ -172,7 +173,7 @@ def _same(one: Any, other: Any) -> bool:
     return one == other
 
 
-TRAINING = (
+TRAINING_FIELDS = (
     "dropout",
     "attention_dropout",
     "norm_zero_centered",
@@ -185,11 +186,11 @@ TRAINING = (
     "capacity_pad",
     "force_balance",
 )
-"""Fields that say how a model is trained or how its weights are kept, not which one it is."""
+"""Fields of training or of weight storage, which do not change the model."""
 BIAS_SPEED = 0.001
-"""Of a model whose experts have biases; config.json does not say how fast they move."""
+"""bias_speed of a model whose routers have biases; config.json does not have it."""
 
-NEUTRAL = frozenset(
+IGNORED_KEYS = frozenset(
     """
     architectures auto_map dtype torch_dtype transformers_version use_cache initializer_range
     _name_or_path name_or_path output_attentions output_hidden_states return_dict id2label label2id
@@ -204,8 +205,8 @@ NEUTRAL = frozenset(
     _attn_implementation_autoset
     """.split()  # noqa: SIM905 -- a table
 )
-"""Keys of any config.json that change nothing of what the model computes: how it was made, of which
-tokens generation begins and ends, and how it samples."""
+"""Keys of any config.json that do not affect what the model computes: metadata, special tokens,
+and generation settings."""
 
 
 ROPE_KEYS: Mapping[str, Mapping[str, str]] = {
@@ -227,7 +228,7 @@ ROPE_KEYS: Mapping[str, Mapping[str, str]] = {
 
 
 def read_rope(given: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
-    """Rotary positions of a config.json of transformers 4 or 5. Raises CheckpointError."""
+    """Read the rotary embedding of a config.json of transformers 4 or 5. Raises CheckpointError."""
     rope = _merged(given.get("rope_scaling") or {}, given.get("rope_parameters") or {})
     rope = _merged(rope, {"rope_theta": t} if (t := given.get("rope_theta")) is not None else {})
     kinds = {rope.pop(key) for key in ("rope_type", "type") if key in rope} or {"default"}
@@ -235,12 +236,12 @@ def read_rope(given: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
     kind = kinds.pop()
     if kinds or kind not in ROPE_KEYS:
         raise CheckpointError(
-            f"rope_type = {kind!r} is not implemented; dtron has {', '.join(ROPE_KEYS)}"
+            f"rope_type = {kind!r} is not supported; dtron has {', '.join(ROPE_KEYS)}"
         )
-    if (share := rope.pop("partial_rotary_factor", 1.0)) != 1:
-        raise CheckpointError(f"partial_rotary_factor = {share} is not implemented; dtron has 1.0")
+    if (fraction := rope.pop("partial_rotary_factor", 1.0)) != 1:
+        raise CheckpointError(f"partial_rotary_factor = {fraction} is not supported; dtron has 1.0")
     if kind == "default":
-        rope.pop("original_max_position_embeddings", None)  # which scales nothing
+        rope.pop("original_max_position_embeddings", None)  # no effect
     fields: dict[str, Any] = {"rope_theta": float(theta)}
     if kind == "yarn":
         fields |= _read_temperature(rope)
@@ -254,7 +255,7 @@ def read_rope(given: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
             fields[name] = value
     if rope:
         key, value = next(iter(rope.items()))
-        raise CheckpointError(f"{key} = {value!r} of rope_type = {kind!r} is not implemented")
+        raise CheckpointError(f"{key} = {value!r} of rope_type = {kind!r} is not supported")
     if fields.get("rope_scaling_factor", 1) != 1:
         fields["rope_scaling"] = kind
     return fields
@@ -268,15 +269,14 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_temperature(rope: dict[str, Any]) -> dict[str, Any]:
-    """Of a rope_type = "yarn", whose keys are taken: what queries and keys are multiplied by, and
-    whether its two ends are rounded."""
+    """Pop the keys of YaRN's temperature and of its rounding from `rope`."""
     mscale, whole = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
     magnitude = rope.pop("attention_factor", None)
     fields = {"rope_truncate": rope.pop("truncate", True)}
     if magnitude is not None:
         log = 0.1 * math.log(rope.get("factor") or 1)
         if magnitude < 1 or (log == 0 and magnitude != 1):
-            raise CheckpointError(f"attention_factor = {magnitude} is not implemented")
+            raise CheckpointError(f"attention_factor = {magnitude} is not supported")
         return {**fields, "rope_mscale": (magnitude - 1) / log if log else 1.0}
     if mscale and whole:
         fields |= {"rope_mscale": float(mscale), "rope_mscale_all_dim": float(whole)}
@@ -284,7 +284,7 @@ def _read_temperature(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
-    """Rotary positions for transformers 4 and 5."""
+    """Return the keys of the rotary embedding for transformers 4 and 5."""
     kind = config.rope_scaling if config.rope_scaling_factor > 1 else "default"
     scaling = {key: getattr(config, name) for key, name in ROPE_KEYS[kind].items()}
     if kind == "yarn":
@@ -293,7 +293,7 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
             scaling["mscale_all_dim"] = config.rope_mscale_all_dim
         elif config.rope_mscale != 1 or config.rope_mscale_all_dim:
             scaling["attention_factor"] = rope_magnitude(config)
-        if not config.rope_truncate:  # transformers before 4.55 knows no such key
+        if not config.rope_truncate:  # new in transformers 4.55
             scaling["truncate"] = False
     older = {"rope_type": kind, **scaling} if kind != "default" else None
     newer = {"rope_type": kind, "rope_theta": config.rope_theta, **scaling}
@@ -301,13 +301,13 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
 
 
 def read_context(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens that the model was made for, which rotary positions do not limit."""
+    """Read the model's context length."""
     positions = given.get("max_position_embeddings")
     return {"max_seq_len": positions} if positions else {}
 
 
 def write_context(config: DecoderConfig) -> dict[str, Any]:
-    """The same; of an extended context at least its length."""
+    """Return the model's context length, at least that after rope scaling."""
     extended = 0
     if config.rope_scaling_factor > 1:
         extended = round(config.rope_scaling_factor * config.rope_original_context)
@@ -315,30 +315,32 @@ def write_context(config: DecoderConfig) -> dict[str, Any]:
 
 
 def read_head_dim(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Width of a head; where it is not given, all heads together are as wide as the model."""
+    """Read the width of a head; 0 if missing: hidden_size / num_attention_heads."""
     return {"head_dim": given.get("head_dim") or 0}
 
 
 def write_head_dim(config: DecoderConfig) -> dict[str, Any]:
-    """Width of a head, resolved."""
+    """Return the resolved width of a head."""
     return {"head_dim": config.head_size}
 
 
 def read_kv_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Key and value heads; without the key as many as query heads."""
+    """Read the number of key and value heads, by default that of query heads."""
     heads = given.get("num_key_value_heads") or given.get("num_attention_heads")
     return {"n_kv_heads": heads}
 
 
 def write_kv_heads(config: DecoderConfig) -> dict[str, Any]:
-    """Key and value heads."""
+    """Return the number of key and value heads."""
     return {"num_key_value_heads": config.n_kv_heads}
 
 
-ROPE = Part(frozenset({"rope_theta", "rope_scaling", "rope_parameters"}), read_rope, write_rope)
-CONTEXT = Part(frozenset({"max_position_embeddings"}), read_context, write_context)
-HEAD_DIM = Part(frozenset({"head_dim"}), read_head_dim, write_head_dim)
-KV_HEADS = Part(frozenset({"num_key_value_heads"}), read_kv_heads, write_kv_heads)
+ROPE = KeyConverter(
+    frozenset({"rope_theta", "rope_scaling", "rope_parameters"}), read_rope, write_rope
+)
+CONTEXT = KeyConverter(frozenset({"max_position_embeddings"}), read_context, write_context)
+HEAD_DIM = KeyConverter(frozenset({"head_dim"}), read_head_dim, write_head_dim)
+KV_HEADS = KeyConverter(frozenset({"num_key_value_heads"}), read_kv_heads, write_kv_heads)
 
 LLAMA_FIELDS = {
     "vocab_size": "vocab_size",
@@ -350,39 +352,41 @@ LLAMA_FIELDS = {
     "tie_word_embeddings": "tied",
     "attention_dropout": "attention_dropout",
 }
-"""Fields that Llama's descendants share."""
+"""Fields of Llama and of models derived from it."""
 LLAMA_DEFAULTS = {"tie_word_embeddings": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6}
-LLAMA_PARTS = (ROPE, CONTEXT, HEAD_DIM, KV_HEADS)
+LLAMA_CONVERTERS = (ROPE, CONTEXT, HEAD_DIM, KV_HEADS)
 LLAMA_BASE = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rope"}
 LLAMA_ATTENTION = (
-    Name("embed", "model.embed_tokens"),
-    Name("norm", "model.norm"),
-    Name("head", "lm_head"),
-    Name("blocks.*.attn_norm", "model.layers.*.input_layernorm"),
-    Name("blocks.*.attn.wq", "model.layers.*.self_attn.q_proj"),
-    Name("blocks.*.attn.wk", "model.layers.*.self_attn.k_proj"),
-    Name("blocks.*.attn.wv", "model.layers.*.self_attn.v_proj"),
-    Name("blocks.*.attn.wo", "model.layers.*.self_attn.o_proj"),
-    Name("blocks.*.attn.q_norm", "model.layers.*.self_attn.q_norm"),
-    Name("blocks.*.attn.k_norm", "model.layers.*.self_attn.k_norm"),
-    Name("blocks.*.ffn_norm", "model.layers.*.post_attention_layernorm"),
+    WeightName("embed", "model.embed_tokens"),
+    WeightName("norm", "model.norm"),
+    WeightName("head", "lm_head"),
+    WeightName("blocks.*.attn_norm", "model.layers.*.input_layernorm"),
+    WeightName("blocks.*.attn.wq", "model.layers.*.self_attn.q_proj"),
+    WeightName("blocks.*.attn.wk", "model.layers.*.self_attn.k_proj"),
+    WeightName("blocks.*.attn.wv", "model.layers.*.self_attn.v_proj"),
+    WeightName("blocks.*.attn.wo", "model.layers.*.self_attn.o_proj"),
+    WeightName("blocks.*.attn.q_norm", "model.layers.*.self_attn.q_norm"),
+    WeightName("blocks.*.attn.k_norm", "model.layers.*.self_attn.k_norm"),
+    WeightName("blocks.*.ffn_norm", "model.layers.*.post_attention_layernorm"),
 )
 LLAMA_NAMES = (
     *LLAMA_ATTENTION,
-    Name("blocks.*.ffn.gate", "model.layers.*.mlp.gate_proj"),
-    Name("blocks.*.ffn.up", "model.layers.*.mlp.up_proj"),
-    Name("blocks.*.ffn.down", "model.layers.*.mlp.down_proj"),
+    WeightName("blocks.*.ffn.gate", "model.layers.*.mlp.gate_proj"),
+    WeightName("blocks.*.ffn.up", "model.layers.*.mlp.up_proj"),
+    WeightName("blocks.*.ffn.down", "model.layers.*.mlp.down_proj"),
 )
-LLAMA_CONSTANTS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+LLAMA_IGNORED_TENSORS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
 MOE_FIELDS = {
     **{key: name for key, name in LLAMA_FIELDS.items() if key != "intermediate_size"},
     "num_experts_per_tok": "experts_per_token",
 }
-"""Fields that mixtures of experts share."""
-MOE_NEUTRAL = frozenset({"router_aux_loss_coef", "output_router_logits"})
-"""Of training: the loss for even loads is a setting of the run, `model.override.balance`."""
+"""Fields of mixtures of experts."""
+MOE_IGNORED_KEYS = frozenset({"router_aux_loss_coef", "output_router_logits"})
+"""Training settings: the load-balancing loss is `model.override.balance`."""
 EXPERT_NAMES = tuple(
-    Name(f"blocks.*.ffn.experts.{w}", f"model.layers.*.mlp.experts.{{expert}}.{w}_proj.weight")
+    WeightName(
+        f"blocks.*.ffn.experts.{w}", f"model.layers.*.mlp.experts.{{expert}}.{w}_proj.weight"
+    )
     for w in ("gate", "up", "down")
 )

@@ -1,6 +1,6 @@
-"""Writing weights in Hugging Face's format: their tensors, each made of ours when it is its turn.
+"""Writes weights in Hugging Face's format, one tensor in memory at a time.
 
-The files can be shared among ranks, each of which writes some. What is held is one tensor.
+Ranks can write different files of one folder.
 """
 
 import json
@@ -19,29 +19,29 @@ from dtron.models.hf_weights import (
     CONFIG,
     INDEX,
     SINGLE,
-    Placed,
     Region,
+    WeightLocation,
+    full_region,
+    hf_shapes,
     is_gamma,
-    placed,
-    their_shapes,
-    whole,
+    weight_locations,
 )
 
 
-class Export:
-    """A model of ours on its way into Hugging Face's format.
+class HFExport:
+    """Writer of a model in Hugging Face's format.
 
     Attributes:
-        files: the tensors of each file, in order.
+        files: the tensor names of each file, in order.
     Args:
-        hf: of the family.
+        hf: translation table of the model family.
         config: of the model.
         model: on any device, for names and shapes.
-        dtype_of: one of our parameters in the files; saved buffers keep theirs.
-        get: a region of one of our parameters, on any device.
-        file_bytes: how large a file may become, unless one tensor is larger.
+        dtype_of: FQN -> dtype in the files; saved buffers keep their own.
+        get: (FQN, region) -> that part of a parameter, on any device.
+        file_bytes: maximum size of a file, unless one tensor is larger.
     Raises:
-        CheckpointError: the format cannot express the config; names the field.
+        CheckpointError: the format does not support the config; names the field.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Export:
         file_bytes: int,
     ) -> None:
         self.config_json = hf.write(config)
-        ours = placed(hf, model)
+        ours = weight_locations(hf, model)
         kind = str(dtype_of(next(iter(ours)))).removeprefix("torch.")
         self.config_json |= {"dtype": kind, "torch_dtype": kind}
         self._config, self._get = config, get
-        self._sources: dict[str, list[tuple[str, Placed, int]]] = {}
+        self._sources: dict[str, list[tuple[str, WeightLocation, int]]] = {}
         for fqn, each in ours.items():
-            for number, theirs in enumerate(each.tensors()):
+            for number, theirs in enumerate(each.tensor_names()):
                 self._sources.setdefault(theirs, []).append((fqn, each, number))
-        shapes = their_shapes(config, ours)
+        shapes = hf_shapes(config, ours)
         for theirs, fqn in hf.copies(config).items():
             fqn = fqn if fqn in ours else "embed.weight"  # the head of a tied model
             self._sources[theirs] = [(fqn, ours[fqn], 0)]
@@ -74,7 +74,7 @@ class Export:
         self.files = list(_filled(self._tensors, file_bytes))
 
     def name(self, number: int) -> str:
-        """Name of one of the files."""
+        """Return the name of a file."""
         n = len(self.files)
         return SINGLE if n == 1 else f"model-{number + 1:05}-of-{n:05}.safetensors"
 
@@ -91,7 +91,7 @@ class Export:
                 file.abandon()
 
     def write_json(self, folder: Path) -> None:
-        """Write config.json and, of several files, their index. Raises OSError."""
+        """Write config.json and, for several files, the index. Raises OSError."""
         write_synced(folder / CONFIG, _text(self.config_json))
         if len(self.files) > 1:
             total = sum(described.nbytes for described in self._tensors.values())
@@ -101,7 +101,7 @@ class Export:
         sync_directory(folder)
 
     def _tensor(self, theirs: str) -> Tensor:
-        """One of their tensors, made of ours."""
+        """Assemble one of their tensors from our parameters."""
         described = self._tensors[theirs]
         sources = self._sources[theirs]
         if len(sources) == 1 and not sources[0][1].name.transposed and not sources[0][1].name.rows:
@@ -118,8 +118,8 @@ class Export:
             target.index_copy_(name.dim, torch.tensor(rows), mine.to(out.dtype).cpu())
         return out
 
-    def _mine(self, fqn: str, each: Placed, number: int) -> Tensor:
-        region = whole(each.shape)
+    def _mine(self, fqn: str, each: WeightLocation, number: int) -> Tensor:
+        region = full_region(each.shape)
         if each.stacked:
             return self._get(fqn, (slice(number, number + 1), *region[1:]))[0]
         mine = self._get(fqn, region)
@@ -127,7 +127,7 @@ class Export:
 
 
 def _filled(tensors: Mapping[str, Described], file_bytes: int) -> Iterator[list[str]]:
-    """Names in order, in lists of at most so many bytes, but of one tensor at least."""
+    """Split tensor names, in order, into files of at most `file_bytes` or of one tensor."""
     keys: list[str] = []
     size = 0
     for key, described in tensors.items():

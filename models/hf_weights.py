@@ -1,8 +1,8 @@
-"""Reading weights in Hugging Face's format, slice by slice.
+"""Reads weights in Hugging Face's format, slice by slice.
 
-`placed` says where each of our parameters lies in their tensors. A `Folder` is checked when it is
-opened: every tensor of the model is there with its shape, and no other one. Its `read` gives a
-region of one of our parameters and reads no more than that.
+`weight_locations` maps each of our parameters to their tensors. Opening an `HFFolder` checks that
+it has exactly the tensors of the model, with the right shapes. `HFFolder.read` returns a region of
+a parameter and reads only those bytes.
 """
 
 import logging
@@ -17,7 +17,7 @@ from dtron.errors import CheckpointError, cause_of, nearest
 from dtron.io.filesystem import plain_name, read_json
 from dtron.io.safetensors_file import DTYPE_NAMES, DTYPES_BY_NAME, StoredTensors
 from dtron.models.config import DecoderConfig
-from dtron.models.hf import HuggingFace, Name
+from dtron.models.hf import HuggingFace, WeightName
 from dtron.parallelisms.placement import matches
 
 log = logging.getLogger("dtron")
@@ -26,56 +26,56 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 Region = tuple[slice, ...]
-"""Of each dim from where to where, without steps."""
+"""One slice per dim, with start and stop, without steps."""
 
 
-def whole(shape: Sequence[int]) -> Region:
-    """All of a tensor."""
+def full_region(shape: Sequence[int]) -> Region:
+    """Return the region that covers a whole tensor."""
     return tuple(slice(0, n) for n in shape)
 
 
 @dataclass(frozen=True)
-class Placed:
-    """One of our parameters and where it lies in their tensors."""
+class WeightLocation:
+    """Location of one of our parameters in their tensors."""
 
     shape: tuple[int, ...]
-    name: Name
+    name: WeightName
     theirs: str
-    """With `{expert}` still in it."""
+    """Tensor name, with `{expert}` not yet replaced."""
     dtype: torch.dtype | None = None
-    """Of a saved buffer, which no conversion changes; None: a parameter, of any dtype."""
+    """Dtype of a saved buffer, which is never converted; None: a parameter."""
 
     @property
     def stacked(self) -> bool:
-        """Whether each index of dim 0 is a tensor of theirs."""
+        """Whether each index of dim 0 is a separate tensor in the files."""
         return "{expert}" in self.theirs
 
-    def tensors(self) -> list[str]:
-        """Names of the tensors of theirs that hold it."""
+    def tensor_names(self) -> list[str]:
+        """Return the names of the tensors that hold the parameter."""
         if not self.stacked:
             return [self.theirs]
         return [self.theirs.format(expert=i) for i in range(self.shape[0])]
 
-    def one_shape(self) -> tuple[int, ...]:
-        """Shape of what lies in one of their tensors."""
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Return the shape of the part that one of their tensors holds."""
         return self.shape[1:] if self.stacked else self.shape
 
 
-def placed(hf: HuggingFace, model: nn.Module) -> dict[str, Placed]:
-    """Where all parameters and saved buffers of a model are in Hugging Face's format, by FQN; of a
-    tied weight the first."""
+def weight_locations(hf: HuggingFace, model: nn.Module) -> dict[str, WeightLocation]:
+    """Locate all parameters and saved buffers of a model in Hugging Face's format, by FQN; tied
+    weights appear once."""
     buffers = {id(b) for _, b in model.named_buffers()}
     owned = {id(p) for _, p in model.named_parameters()} | buffers
-    found: dict[str, Placed] = {}
+    found: dict[str, WeightLocation] = {}
     for fqn, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in owned:
             owned.remove(id(tensor))
             kept = tensor.dtype if id(tensor) in buffers else None
-            found[fqn] = replace(_place(hf, fqn, tuple(tensor.shape)), dtype=kept)
+            found[fqn] = replace(_locate(hf, fqn, tuple(tensor.shape)), dtype=kept)
     return found
 
 
-def _place(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> Placed:
+def _locate(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> WeightLocation:
     path, _, kind = fqn.rpartition(".")
     for name in hf.names:
         for candidate, suffix in ((fqn, ""), (path, f".{kind}")):
@@ -86,17 +86,19 @@ def _place(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> Placed:
                     if star == "*"
                 ]
                 theirs = name.theirs.replace("*", layers[0] if layers else "*") + suffix
-                return Placed(shape, name, theirs)
+                return WeightLocation(shape, name, theirs)
     raise AssertionError(f"{hf.architecture} has no name for {fqn}")
 
 
-def their_shapes(config: DecoderConfig, ours: Mapping[str, Placed]) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of theirs."""
+def hf_shapes(
+    config: DecoderConfig, ours: Mapping[str, WeightLocation]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors in Hugging Face's format, by name."""
     rows: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for each in ours.values():
-        one, dim = list(each.one_shape()), each.name.dim
-        for theirs in each.tensors():
+        one, dim = list(each.tensor_shape()), each.name.dim
+        for theirs in each.tensor_names():
             shape = list(one)
             if each.name.rows is not None:
                 rows[theirs] = rows.get(theirs, 0) + shape[dim]
@@ -108,8 +110,8 @@ def their_shapes(config: DecoderConfig, ours: Mapping[str, Placed]) -> dict[str,
 
 
 @dataclass(frozen=True)
-class Family:
-    """A row of MODELS, as far as this format needs it."""
+class HFFamily:
+    """The part of a row of MODELS that this format needs."""
 
     name: str
     hf: HuggingFace
@@ -117,8 +119,8 @@ class Family:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file."""
+class _StoredTensor:
+    """Location, dtype and shape of a tensor in a file."""
 
     file: Path
     key: str
@@ -127,36 +129,36 @@ class _Stored:
 
 
 def is_gamma(fqn: str) -> bool:
-    """Whether it is the weight of a norm."""
+    """Whether a parameter is the weight of a norm."""
     return fqn.endswith("norm.weight")
 
 
-class Folder:
-    """A model in Hugging Face's format.
+class HFFolder:
+    """Reader of a folder in Hugging Face's format.
 
     Attributes:
         family: name of its row in MODELS.
-        config: what config.json says.
-        ours: where each of our parameters is.
+        config: converted from config.json.
+        ours: location of each of our parameters, by FQN.
     Args:
         path: the folder.
-        families: rows of MODELS that have a name in this format, by `model_type`.
-        zero_centered: give weights of norms as gamma - 1, as `norm_zero_centered` wants them.
+        families: rows of MODELS that this format supports, by `model_type`.
+        zero_centered: return norm weights as gamma - 1, for `norm_zero_centered`.
     Raises:
-        CheckpointError: it is not such a folder, the model is not one of dtron's, or a tensor is
-            missing, left over, of another shape or not of a dtype that weights have; names it.
+        CheckpointError: not such a folder, not a model of dtron, or a tensor is missing,
+            unexpected, of the wrong shape or dtype; names it.
     """
 
     def __init__(
-        self, path: Path, families: Mapping[str, Family], zero_centered: bool = False
+        self, path: Path, families: Mapping[str, HFFamily], zero_centered: bool = False
     ) -> None:
         self.path, self._zero_centered = path, zero_centered
         given = read_json(path / CONFIG)
         kind = str(given.get("model_type"))
         if kind not in families:
             raise CheckpointError(
-                f"{path / CONFIG}: model_type = {kind!r} is none of dtron's models"
-                f"{nearest(kind, families)}; there are {', '.join(families)}"
+                f"{path / CONFIG}: model_type = {kind!r} is not a model of dtron"
+                f"{nearest(kind, families)}; dtron has {', '.join(families)}"
             )
         family = families[kind]
         self.family, self._hf = family.name, family.hf
@@ -165,23 +167,23 @@ class Folder:
         self.config = self._without_absent(family.hf.read(given, str(path / CONFIG)))
         self._refuse_missing_layers()
         with torch.device("meta"):
-            self.ours = placed(family.hf, family.build(self.config))
+            self.ours = weight_locations(family.hf, family.build(self.config))
         self._check()
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype in which each of our parameters is stored, and that of each saved buffer."""
+        """The stored dtype of each of our parameters and saved buffers, by FQN."""
         return {
-            fqn: each.dtype or self._tensors[each.tensors()[0]].dtype
+            fqn: each.dtype or self._tensors[each.tensor_names()[0]].dtype
             for fqn, each in self.ours.items()
         }
 
     def read(self, fqn: str, region: Region) -> Tensor:
-        """A part of one of our parameters: a copy on the host, of its dtype in `dtypes`, or
-        float32 where gamma - 1 is asked for.
+        """Read a region of one of our parameters to the host, in its stored dtype; float32 for
+        norm weights with `zero_centered`.
 
         Args:
-            region: of our parameter, one slice a dim.
+            region: of our parameter, one slice per dim.
         """
         each = self.ours[fqn]
         if not each.stacked:
@@ -195,11 +197,11 @@ class Folder:
             return torch.stack(parts)
         return torch.empty([s.stop - s.start for s in region], dtype=self.dtypes[fqn])
 
-    def _read_one(self, each: Placed, theirs: str, region: Region) -> Tensor:
+    def _read_one(self, each: WeightLocation, theirs: str, region: Region) -> Tensor:
         name, dim = each.name, each.name.dim
         rows: Sequence[int] = ()
         if name.rows is not None:
-            rows = name.rows(self.config, each.one_shape()[dim])[region[dim]]
+            rows = name.rows(self.config, each.tensor_shape()[dim])[region[dim]]
             around = slice(min(rows), max(rows) + 1) if rows else slice(0, 0)
             region = (*region[:dim], around, *region[dim + 1 :])
         part = self._slice(theirs, _swapped(region) if name.transposed else region)
@@ -210,7 +212,7 @@ class Folder:
         return part.contiguous()
 
     def _slice(self, theirs: str, region: Region) -> Tensor:
-        """A part of a tensor of theirs."""
+        """Read a region of one of their tensors."""
         stored = self._tensors[theirs]
         try:
             return self._open[stored.file].get_slice(stored.key)[region]
@@ -218,8 +220,8 @@ class Folder:
             cause = cause_of(error, stored.file)
             raise CheckpointError(f"{stored.file} cannot be read: {cause}") from None
 
-    def _headers(self) -> dict[str, _Stored]:
-        found: dict[str, _Stored] = {}
+    def _headers(self) -> dict[str, _StoredTensor]:
+        found: dict[str, _StoredTensor] = {}
         for file, listed in _files(self.path).items():
             try:
                 reader = self._open[file] = StoredTensors(file)
@@ -228,22 +230,22 @@ class Folder:
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file} cannot be read: {cause_of(error, file)}") from None
             if listed is not None and (absent := sorted(listed - keys)):
-                raise CheckpointError(f"{file} lacks {absent[0]}, which {INDEX} says is there")
+                raise CheckpointError(f"{file} lacks {absent[0]}, which {INDEX} lists for it")
             for key, header in headers.items():
                 dtype = DTYPES_BY_NAME[header.get_dtype()]
-                found[key] = _Stored(file, key, dtype, tuple(header.get_shape()))
-        if not any(key.startswith(self._hf.prefix) for key in found):  # the model without its head
+                found[key] = _StoredTensor(file, key, dtype, tuple(header.get_shape()))
+        if not any(key.startswith(self._hf.prefix) for key in found):  # model without a head
             return {self._hf.prefix + key if key != _HEAD else key: v for key, v in found.items()}
         return found
 
     def _without_absent(self, config: DecoderConfig) -> DecoderConfig:
-        """Without layers that predict further tokens where the files lack them: transformers speaks
-        of them in config.json and neither reads nor writes them."""
+        """Return the config without MTP layers if the files lack them: transformers has them in
+        config.json but neither reads nor writes their weights."""
         layers = tuple(f"model.layers.{config.n_layers + i}." for i in range(config.mtp))
         if not layers or any(key.startswith(layers) for key in self._tensors):
             return config
         log.info(
-            "%s: %s speaks of %d layers that predict further tokens, which the files lack",
+            "%s: %s has %d MTP layers, which the files lack; they are left out",
             self.path,
             CONFIG,
             config.mtp,
@@ -251,29 +253,29 @@ class Folder:
         return config.model_copy(update={"mtp": 0})
 
     def _refuse_missing_layers(self) -> None:
-        """Before a model of as many layers and experts as config.json names is built, which takes
-        long. Raises CheckpointError: the files hold far fewer tensors; `_check` names one."""
+        """Raise CheckpointError if the files have far fewer tensors than config.json implies. It
+        runs before the model is built, which would take long; `_check` finds the rest."""
         least = self.config.n_layers + self.config.mtp
         if any("{expert}" in name.theirs for name in self._hf.names):
             least += self.config.n_expert_layers * self.config.n_experts
         if least > len(self._tensors) + 1000:
             raise CheckpointError(
-                f"{self.path}: {CONFIG} describes at least {least} tensors, and the files hold "
+                f"{self.path}: {CONFIG} describes at least {least} tensors, but the files hold "
                 f"{len(self._tensors)}"
             )
 
     def _check(self) -> None:
-        """All tensors are there, with their shapes, and no others. Raises CheckpointError."""
-        wanted = their_shapes(self.config, self.ours)
+        """Check names, shapes and dtypes of all tensors. Raises CheckpointError."""
+        wanted = hf_shapes(self.config, self.ours)
         left = [
             key
             for key in sorted(self._tensors.keys() - wanted.keys())
-            if not any(matches(pattern, key) for pattern in self._hf.constants)
+            if not any(matches(pattern, key) for pattern in self._hf.ignored_tensors)
             and not self._repeats(key)
         ]
         problems = {
             "is missing": sorted(wanted.keys() - self._tensors.keys()),
-            "is left over: the model has no such tensor": left,
+            "is unexpected: the model has no such tensor": left,
         }
         for problem, names in problems.items():
             if names:
@@ -282,7 +284,7 @@ class Folder:
         for key, shape in wanted.items():
             if (stored := self._tensors[key]).shape != shape:
                 raise CheckpointError(
-                    f"{stored.file}: {key} has shape {list(stored.shape)}, and the model of "
+                    f"{stored.file}: {key} has shape {list(stored.shape)}, but the model of "
                     f"{CONFIG} has {list(shape)}"
                 )
             if stored.dtype not in _WEIGHTS:
@@ -291,13 +293,13 @@ class Folder:
                     ", ".join(DTYPE_NAMES[d] for d in _WEIGHTS),
                 )
                 raise CheckpointError(
-                    f"{stored.file}: {key} is {found}, and weights are {weights}; save the model "
-                    "dequantised"
+                    f"{stored.file}: {key} is {found}, but weights must be {weights}; save the "
+                    "model dequantised"
                 )
 
     def _repeats(self, key: str) -> bool:
-        """Whether it is another tensor once more: the head of a model whose head is the embedding,
-        or a copy that the architecture stores."""
+        """Whether a tensor duplicates another one: the head of a model with tied weights, or a
+        copy that the architecture stores. Raises CheckpointError if the values differ."""
         copies = dict(self._hf.copies(self.config))
         reason = ""
         if self.config.tied:
@@ -320,7 +322,7 @@ class Folder:
 
 _HEAD = "lm_head.weight"
 _WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_ROWS = 4096  # compared at once
+_ROWS = 4096  # compared at a time
 
 
 def _swapped(region: Region) -> Region:
@@ -328,14 +330,14 @@ def _swapped(region: Region) -> Region:
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
-    """Weight files of a folder and the tensors that its index wants of each; None: all of it."""
+    """Return the weight files of a folder and the tensors its index lists for each; None: all."""
     if (path / SINGLE).is_file():
         return {path / SINGLE: None}
     if not (path / INDEX).is_file():
         pickled = sorted(p.name for p in path.glob("*.bin")) + sorted(
             p.name for p in path.glob("*.pt*")
         )
-        why = f"; {pickled[0]} is a pickle, which dtron never loads" if pickled else ""
+        why = f"; {pickled[0]} is a pickle file, which dtron never loads" if pickled else ""
         raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}{why}")
     mapped = read_json(path / INDEX).get("weight_map")
     if not isinstance(mapped, dict):

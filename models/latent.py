@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads from one narrow vector a token.
+"""Multi-head latent attention: keys and values of all heads from one latent vector per token.
 
     c = kv_a_norm(wkv_a(x)[:R])             latent, of width R = kv_lora_rank
     k_i, v_i = wkv_b(c)                     of head i: N = nope_head_dim and V = v_head_dim wide
@@ -6,9 +6,9 @@
     q_i = [n_i, rope(p_i)]                  n, p of wq(x), or of wq_b(q_a_norm(wq_a(x)))
     scores = q_i . [k_i, r]
 
-Generation would keep c and r alone; training computes all heads' keys and values, as here.
-Released weights of DeepSeek rotate even against odd elements, here halves rotate against each
-other: a permutation of the rows of wq (wq_b) and wkv_a that make p and r.
+A KV cache for generation needs only c and r; training computes all heads' keys and values, as
+here. DeepSeek's released weights rotate interleaved pairs, this module rotates halves: the two
+differ by a permutation of the rows of wq (wq_b) and wkv_a that produce p and r.
 
 Sources: DeepSeek-V2, arXiv:2405.04434, section 2.1; DeepSeek-V3, arXiv:2412.19437.
 """
@@ -21,11 +21,11 @@ from dtron.models.config import DecoderConfig
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope
 
-LATENT_EPS = 1e-6  # of the norms of latents in the releases, whatever norm_eps is
+LATENT_EPS = 1e-6  # of the latent norms in the released models, independent of norm_eps
 
 
 class SharedKey(nn.Module):
-    """Rotates the key that all heads share; a module, so that it can be gathered by its name."""
+    """Rotates the key that all heads share; a module, so that tp placements can name it."""
 
     def forward(self, key: Tensor, rope: Tensor) -> Tensor:
         """(B, T, P) -> (B, T, 1, P)."""
@@ -33,7 +33,7 @@ class SharedKey(nn.Module):
 
 
 class LatentAttention(Attention):
-    """(B, T, D) -> (B, T, D)."""
+    """Multi-head latent attention, (B, T, D) -> (B, T, D)."""
 
     def _build_projections(self, config: DecoderConfig) -> None:
         self.nope, self.rotated = config.nope_head_dim, config.rope_head_dim
@@ -55,8 +55,8 @@ class LatentAttention(Attention):
         self.wo = nn.Linear(config.n_heads * self.v_size, config.dim, bias=config.bias)
 
     def heads(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) -> q and k (B, T, H, N + P), v (B, T, H, V)."""
-        assert rope is not None, "latent attention rotates a part of its heads"
+        """Project and rotate: (B, T, D) -> q and k (B, T, H, N + P), v (B, T, H, V)."""
+        assert rope is not None, "latent attention needs the rope table"
         q = self.wq_b(self.q_a_norm(self.wq_a(x))) if self.low_rank_q else self.wq(x)
         q = q.unflatten(-1, (-1, self.head_size))
         q, q_rotated = q.split([self.nope, self.rotated], dim=-1)

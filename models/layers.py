@@ -1,4 +1,4 @@
-"""Norms and feed-forward layers of a transformer block, and the tables that name them.
+"""Norms, activations and feed-forward layers of a transformer block, as tables.
 
 Shapes: B sequences, T tokens, D width, F hidden width of the feed-forward layer.
 Sources: RMSNorm arXiv:1910.07467; gated units arXiv:2002.05202; squared ReLU arXiv:2109.08668;
@@ -16,12 +16,12 @@ from dtron.models.config import DecoderConfig
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * gamma over the last dim, computed in float32 at least, returned in x's dtype.
+    """RMSNorm: x / rms(x) * gamma over the last dim, computed in float32 at least, in x's dtype.
 
     Args:
         dim: size of the last dim.
         eps: added to the mean square.
-        zero_centered: the weight is gamma - 1.
+        zero_centered: whether the weight is gamma - 1.
     """
 
     def __init__(self, dim: int, eps: float, zero_centered: bool):
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * gamma + bias over the last dim; dtypes and arguments as RMSNorm."""
+    """LayerNorm: (x - mean) / std * gamma + bias over the last dim; arguments as RMSNorm's."""
 
     def __init__(self, dim: int, eps: float, zero_centered: bool):
         super().__init__()
@@ -60,7 +60,7 @@ NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layern
 
 
 def norm(config: DecoderConfig, dim: int, eps: float | None = None) -> nn.Module:
-    """The config's norm over a last dim of this size; None: with the config's epsilon."""
+    """Build the config's norm over a last dim of size `dim`; eps None: the config's."""
     eps = config.norm_eps if eps is None else eps
     return NORMS[config.norm](dim, eps, config.norm_zero_centered)
 
@@ -72,7 +72,7 @@ class Activation:
     function: Callable[[Tensor], Tensor]
     gated: bool
     linear: Callable[[Tensor], Tensor] | None = None
-    """u; None: nothing."""
+    """u; None: the identity."""
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """f(gate) * u(up) of tensors of one shape."""
@@ -89,7 +89,7 @@ def _relu2(x: Tensor) -> Tensor:
 
 
 def _clamped_silu(x: Tensor) -> Tensor:
-    # x sigmoid(1.702 x) is GELU's approximation by a sigmoid; both constants as gpt-oss has them.
+    # x sigmoid(1.702 x) approximates GELU; both constants are gpt-oss's.
     x = x.clamp(max=7.0)
     return x * torch.sigmoid(1.702 * x)
 
@@ -108,7 +108,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class FeedForward(nn.Module):
-    """(B, T, D) -> (B, T, F) -> (B, T, D), the same for every token.
+    """Feed-forward layer: (B, T, D) -> (B, T, F) -> (B, T, D).
 
     Args:
         width: F; None: ffn_dim.

@@ -1,4 +1,4 @@
-"""Llama 3: grouped queries, SwiGLU, RMSNorm, rotary positions extended from 8192 tokens.
+"""Llama 3: grouped-query attention, SwiGLU, RMSNorm, rope with a context extended from 8192.
 
 Sources: 3.1 8B, 70B, 405B: The Llama 3 Herd of Models, arXiv:2407.21783, table 3, and the released
 configurations; 1B and 3B: the released configurations of Llama 3.2.
@@ -11,13 +11,13 @@ from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import (
     LLAMA_BASE,
-    LLAMA_CONSTANTS,
+    LLAMA_CONVERTERS,
     LLAMA_DEFAULTS,
     LLAMA_FIELDS,
+    LLAMA_IGNORED_TENSORS,
     LLAMA_NAMES,
-    LLAMA_PARTS,
     HuggingFace,
-    Part,
+    KeyConverter,
 )
 from dtron.models.spec import ModelSpec
 
@@ -65,8 +65,8 @@ def _read_bias(given: Mapping[str, Any]) -> dict[str, Any]:
     attention, mlp = (bool(given.get(f"{kind}_bias", False)) for kind in ("attention", "mlp"))
     if attention != mlp:
         raise CheckpointError(
-            f"attention_bias = {attention} with mlp_bias = {mlp}: dtron's llama has biases in both "
-            "or in neither"
+            f"attention_bias = {attention} with mlp_bias = {mlp} is not supported; dtron's llama "
+            "has both or neither"
         )
     return {"bias": attention}
 
@@ -83,11 +83,11 @@ HF = HuggingFace(
     base=LLAMA_BASE,
     fixed={"hidden_act": ("silu", "swish")},
     defaults=LLAMA_DEFAULTS,
-    parts=(
-        *LLAMA_PARTS,
-        Part(frozenset({"attention_bias", "mlp_bias"}), _read_bias, _write_bias),
+    converters=(
+        *LLAMA_CONVERTERS,
+        KeyConverter(frozenset({"attention_bias", "mlp_bias"}), _read_bias, _write_bias),
     ),
-    constants=LLAMA_CONSTANTS,
+    ignored_tensors=LLAMA_IGNORED_TENSORS,
 )
 
 LLAMA = ModelSpec("llama", SIZES, hf=HF)

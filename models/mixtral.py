@@ -1,8 +1,8 @@
-"""Mixtral: Llama's block with 8 experts, of which each token takes 2.
+"""Mixtral: Llama's block with 8 experts, 2 per token.
 
-Weights are the softmax over all experts, renormalised over the two. Training balances loads by an
-auxiliary loss a micro-batch, of weight 0.02 in the released configuration of 8x7b and 0.001 in
-that of 8x22b. The vocabulary of 8x22b is that of its first release.
+Weights are the softmax over all experts, renormalised over the two. An auxiliary loss per
+micro-batch balances loads, with weight 0.02 in the released configuration of 8x7b and 0.001 in that
+of 8x22b. The vocabulary of 8x22b is that of its first release.
 
 Sources: Mixtral of Experts, arXiv:2401.04088, and the released configurations.
 """
@@ -19,14 +19,14 @@ from dtron.models.hf import (
     KV_HEADS,
     LLAMA_ATTENTION,
     LLAMA_BASE,
-    LLAMA_CONSTANTS,
     LLAMA_DEFAULTS,
+    LLAMA_IGNORED_TENSORS,
     MOE_FIELDS,
-    MOE_NEUTRAL,
+    MOE_IGNORED_KEYS,
     ROPE,
     HuggingFace,
-    Name,
-    Part,
+    KeyConverter,
+    WeightName,
     read_rope,
 )
 from dtron.models.spec import ModelSpec
@@ -88,9 +88,9 @@ HF = HuggingFace(
     architecture="MixtralForCausalLM",
     names=(
         *LLAMA_ATTENTION,
-        Name("blocks.*.ffn.router", f"{_MOE}.gate"),
+        WeightName("blocks.*.ffn.router", f"{_MOE}.gate"),
         *(
-            Name(f"blocks.*.ffn.experts.{ours}", f"{_MOE}.experts.{{expert}}.{theirs}.weight")
+            WeightName(f"blocks.*.ffn.experts.{ours}", f"{_MOE}.experts.{{expert}}.{theirs}.weight")
             for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
         ),
     ),
@@ -103,15 +103,15 @@ HF = HuggingFace(
     base={**LLAMA_BASE, "renormalize": True},
     fixed={"hidden_act": ("silu", "swish")},
     defaults={**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5, "router_jitter_noise": 0.0},
-    parts=(
+    converters=(
         replace(ROPE, read=partial(read_rope, default_theta=1e6)),
         CONTEXT,
         HEAD_DIM,
         KV_HEADS,
-        Part(frozenset({"sliding_window"}), _read_window, _write_window),
+        KeyConverter(frozenset({"sliding_window"}), _read_window, _write_window),
     ),
-    neutral=MOE_NEUTRAL,
-    constants=LLAMA_CONSTANTS,
+    ignored_keys=MOE_IGNORED_KEYS,
+    ignored_tensors=LLAMA_IGNORED_TENSORS,
 )
 
 MIXTRAL = ModelSpec("mixtral", SIZES, hf=HF)

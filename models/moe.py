@@ -1,23 +1,25 @@
-"""Mixture of experts: the feed-forward layer of a block whose tokens take k of E networks.
+"""Mixture of experts: a feed-forward layer in which each token is processed by k of E experts.
 
-    router      x (B, T, D) -> for each token k experts and their weights (`router.py`)
-    send        sorts the (token, expert) pairs by expert: a row each
-    experts     stacked matrices, multiplied by groups of rows: one grouped product each
-    shared      a feed-forward layer that every token takes
-    receive     adds the results up by weight, and the shared ones
+    router      x (B, T, D) -> k experts and their weights for each token (`router.py`)
+    dispatch    copies tokens, one row per (token, expert) pair, sorted by expert
+    experts     stacked matrices; one grouped matmul each
+    shared      a feed-forward layer for all tokens
+    combine     weighted sum of each token's rows, plus the shared experts' output
 
-Only `experts` may be elsewhere: expert parallelism replaces their `begin`, which sends rows away,
-and their `finish`, which waits for them. What all tokens take is computed in between, while rows
-travel. A block calls all of these in turn, so that a graph that breaks at the experts breaks there
-alone.
-In bfloat16 nothing waits for the device: the rows of each expert are given by offsets, int32 (E,),
-which are on it. Row r belongs to expert e where offsets[e - 1] <= r < offsets[e], with
-offsets[-1] = 0.
+Expert parallelism replaces `experts.begin`, which sends rows to other ranks, and `experts.finish`,
+which receives the results. The shared experts are computed in between, overlapped with the
+communication. The block calls these functions one by one, so that a torch.compile graph that breaks
+at the experts breaks only there.
 
-Experts are numbered 0 ... E - 1 in `chosen`; E stands for none, where capacity drops a choice.
+In bfloat16 the host never waits for the device: the rows of each expert are given by offsets, int32
+(E,), on the device. Row r belongs to expert e if offsets[e - 1] <= r < offsets[e], where
+offsets[-1] means 0.
 
-Shapes: B sequences, T tokens, N = B T, D width, F width of an expert, E experts, k experts a token.
-Sources: arXiv:1701.06538; capacity GShard, arXiv:2006.16668; dropless grouped products MegaBlocks,
+In `chosen`, experts are 0 ... E - 1; E means no expert (dropped over capacity, or padding).
+
+Shapes: B sequences, T tokens, N = B T, D width, F width of an expert, E experts, k experts per
+token, R rows (token copies).
+Sources: arXiv:1701.06538; capacity GShard, arXiv:2006.16668; dropless grouped matmuls MegaBlocks,
 arXiv:2211.15841; shared experts DeepSeekMoE, arXiv:2401.06066.
 """
 
@@ -29,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtron.kernels.grouped import grouped_product
+from dtron.kernels.grouped import grouped_matmul
 from dtron.kernels.permute import inverse_of, repeated, summed
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS, FeedForward
@@ -37,15 +39,15 @@ from dtron.models.router import Router
 
 
 class Experts(nn.Module):
-    """E feed-forward layers, as stacked matrices gate and up (E, F, D), down (E, D, F), and with
-    `bias` vectors gate_bias and up_bias (E, F), down_bias (E, D).
+    """E feed-forward layers as stacked matrices gate and up (E, F, D), down (E, D, F); with `bias`
+    also gate_bias and up_bias (E, F), down_bias (E, D).
 
     Attributes:
-        activate: (gate, up) -> h, or up -> h without gate, element by element. Replaced from
-            outside by one kernel, where no graph holds it.
-        part: (index, number) of the parts into which widths are split from outside: F of every
-            matrix, D of down_bias. What comes out is then one of as many parts of a sum.
-        multiply: as `grouped_product`; replaced from outside by products in fewer bits.
+        activate: (gate, up) -> h, or up -> h without gate, elementwise. Compiled from outside if
+            the experts are not in a compiled graph.
+        part: (index, number) of this rank's shard if etp shards the width: F of every matrix, D of
+            down_bias. The output is then a partial sum.
+        multiply: `grouped_matmul`, or its float8 replacement.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -54,7 +56,7 @@ class Experts(nn.Module):
         gated, function = self.activation.gated, self.activation.function
         self.activate: Callable[..., Tensor] = self.activation if gated else function
         self.part = (0, 1)
-        self.multiply = grouped_product
+        self.multiply = grouped_matmul
         inward = (config.n_experts, config.expert_dim, config.dim)
         outward = (config.n_experts, config.dim, config.expert_dim)
         names = {"gate": inward, "up": inward, "down": outward}
@@ -66,40 +68,40 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_bias", bias)
 
     def own(self, name: str) -> Tensor | None:
-        """The parameter of this name, as far as this rank has it: a plain tensor. Replaced from
-        outside where there is only a part of it."""
+        """Return this rank's part of a parameter as a plain tensor. Expert parallelism replaces
+        this method."""
         return getattr(self, name)
 
     def begin(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Any:
-        """Set rows off to their experts; arguments as for `forward`. What it returns is for
-        `finish`, once, and for nothing else."""
+        """Start dispatching rows to their experts; arguments as for `forward`. The result is an
+        opaque handle for one call of `finish`."""
         return rows, offsets, tail
 
     def finish(self, pending: Any) -> Tensor:
-        """What `forward` gives for the rows that `begin` was given."""
+        """Return the experts' outputs for the rows given to `begin`."""
         return self(*pending)
 
     def product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
-        """Each expert's rows by its matrix of this name, (N, K) -> (N, M). Replaced from outside
-        where weight gradients are put off."""
+        """Multiply each expert's rows by its matrix `name`, (N, K) -> (N, M). Replaced from outside
+        if weight gradients are deferred."""
         weight = self.own(name)
         assert weight is not None, f"experts have no {name}"
         return self.multiply(x, weight, offsets)
 
     def forward(self, x: Tensor, offsets: Tensor, tail: bool = True) -> Tensor:
-        """Each expert's network on its rows.
+        """Apply each expert to its rows.
 
         Args:
-            x: (N, D), sorted by expert.
-            offsets: int32 (E,), where each expert's rows end.
-            tail: rows may follow those of the last expert, and their results and gradients are to
-                be zero. Without it what comes of such rows is anything, and nobody may read it.
+            x: (R, D), sorted by expert.
+            offsets: int32 (E,), end of each expert's rows.
+            tail: make outputs and gradients zero for rows after the last expert's. If False, such
+                rows have undefined outputs and gradients, which must not be read.
         Returns:
-            (N, D).
+            (R, D).
         """
         rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
         inside = (rows < offsets[-1]).unsqueeze(1)
-        if tail:  # for the gradients, which grouped_mm leaves open there, as it does results
+        if tail:  # grouped_mm leaves outputs and gradients of these rows undefined
             x = torch.where(inside, x, 0)
         h = self._affine("up", x, offsets, inside)
         if self.activation.gated:
@@ -117,19 +119,19 @@ class Experts(nn.Module):
         expert = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
         added = torch.where(inside, bias[expert], 0)  # no gradient from rows after the last
         index, number = self.part
-        if name == "down" and number > 1:  # each part of the sum has its own columns
+        if name == "down" and number > 1:  # each partial sum adds its own columns of the bias
             width = added.shape[1]
             added = F.pad(added, (index * width, (number - 1 - index) * width))
         return out + added
 
 
-def slots_by_expert(chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots (token i's j-th choice is slot i k + j) sorted by expert, in order of tokens.
+def sort_by_expert(chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort slots (slot i k + j is token i's j-th expert) by expert, then by token.
 
     Args:
-        chosen: int64 (N, k), n_experts where nothing is chosen: these come last.
+        chosen: int64 (N, k), n_experts: no expert; these come last.
     Returns:
-        order int64 (N k,), slots by row; its inverse, rows by slot; offsets int32 (E,).
+        Slot of each row, int64 (N k,); the inverse, row of each slot; offsets int32 (E,).
     """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
@@ -138,39 +140,39 @@ def slots_by_expert(chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 def capacity(n_slots: int, n_experts: int, factor: float) -> int:
-    """Of the n_slots choices of a micro-batch, how many one expert may take."""
+    """Return the capacity of one expert, given the n_slots = N k of a micro-batch."""
     return math.ceil(factor * n_slots / n_experts)
 
 
-def capacity_of(chosen: Tensor, n_experts: int, factor: float) -> Tensor:
-    """The same of the choices that are there, int64 () on their device: n_experts is none."""
+def capacity_without_padding(chosen: Tensor, n_experts: int, factor: float) -> Tensor:
+    """Return the capacity without counting padding (n_experts in `chosen`), int64 () on device."""
     n_slots = (chosen < n_experts).sum()
     return (n_slots.double() * factor / n_experts).ceil().long()
 
 
 def within_capacity(chosen: Tensor, n_experts: int, most: int | Tensor) -> Tensor:
-    """Drop what an expert may not take: the choices of its last tokens, so that no token loses its
-    expert to a later one of its sequence.
+    """Drop an expert's last tokens over its capacity, so that a token never loses its expert to a
+    later token of its sequence.
 
     Args:
-        chosen: int64 (..., k), sequence after sequence; n_experts: none.
-        most: of `capacity`.
+        chosen: int64 (..., k), sequence after sequence; n_experts: no expert.
+        most: from `capacity`.
     Returns:
-        The same, n_experts where a choice is dropped.
+        `chosen` with n_experts for dropped slots.
     """
-    order, _, offsets = slots_by_expert(chosen, n_experts)
-    starts = F.pad(offsets, (1, 0))  # of the dropped too
+    order, _, offsets = sort_by_expert(chosen, n_experts)
+    starts = F.pad(offsets, (1, 0))  # the last: of slots without expert
     expert = chosen.flatten()[order]
     place = torch.arange(len(order), device=chosen.device) - starts[expert]
     kept = torch.where(place < most, expert, n_experts)
     return order.scatter(0, order, kept).view_as(chosen)
 
 
-def padded_places(
+def pad_to_capacity(
     chosen: Tensor, places: tuple[Tensor, Tensor, Tensor], n_experts: int, most: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `slots_by_expert`, whose results are given, but `most` rows an expert: -1 for the slot of
-    a row that is none's, and for the row of a choice that was dropped."""
+    """Pad the results `places` of `sort_by_expert` to `most` rows per expert. Padding rows have
+    slot -1, dropped slots have row -1."""
     slots, rows, offsets = places
     starts = F.pad(offsets, (1, 0)).long()
     source = starts[:-1, None] + torch.arange(most, device=slots.device)  # (E, most)
@@ -182,32 +184,26 @@ def padded_places(
     return padded, taken, ends.int()
 
 
-class Kept(NamedTuple):
-    """What a layer keeps while rows are at their experts."""
+class DispatchState(NamedTuple):
+    """Results of `MoE.dispatch` that `MoE.combine` needs."""
 
     x: Tensor
-    """(B, T, D), its input."""
+    """(B, T, D), the layer's input."""
     weights: Tensor
-    """(N, k)."""
+    """(N, k), of the experts."""
     slots: Tensor
-    """int64 (R,), by row."""
+    """int64 (R,), slot of each row."""
     rows: Tensor
-    """int64 (N k,), by slot."""
+    """int64 (N k,), row of each slot."""
     counts: Tensor
     losses: Tensor
     """Both for `Router.record`."""
     tail: bool
-    """Whether rows may follow those of the last expert: of choices that were dropped, and of
-    padding."""
+    """Whether there may be rows after those of the last expert: dropped slots and padding."""
 
 
 class MoE(nn.Module):
-    """Router, experts and shared experts, in the place of a block's feed-forward layer.
-
-    Attributes:
-        factor: capacity factor; 0: nothing is dropped.
-        pad: every expert computes as many rows as it may take.
-    """
+    """Mixture-of-experts layer: router, experts and shared experts."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -216,7 +212,7 @@ class MoE(nn.Module):
         width = config.n_shared_experts * config.expert_dim
         self.shared = FeedForward(config, width) if width else None
         self.shared_gate = nn.Linear(config.dim, 1, bias=False) if config.shared_gate else None
-        self.factor, self.pad = config.capacity_factor, config.capacity_pad
+        self.capacity_factor, self.capacity_pad = config.capacity_factor, config.capacity_pad
 
     def forward(
         self,
@@ -226,75 +222,80 @@ class MoE(nn.Module):
         order: Tensor | None = None,
         real: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Feed forward, each token by its experts; arguments as for `send`.
+        """Apply the layer; arguments as for `dispatch`.
 
         Returns:
             (B, T, D) in x's dtype, and counts and losses for `Router.record`.
         """
-        rows, offsets, kept = self.send(x, keys, loads, order, real)
-        pending = self.experts.begin(rows, offsets, kept.tail)
-        beside = self.beside(x)
-        return self.receive(self.experts.finish(pending), beside, kept)
+        rows, offsets, state = self.dispatch(x, keys, loads, order, real)
+        pending = self.experts.begin(rows, offsets, state.tail)
+        shared_output = self.shared_output(x)
+        return self.combine(self.experts.finish(pending), shared_output, state)
 
-    def send(
+    def dispatch(
         self,
         x: Tensor,
         keys: Tensor | None,
         loads: Tensor | None,
         order: Tensor | None,
         real: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Kept]:
-        """What comes before the experts.
+    ) -> tuple[Tensor, Tensor, DispatchState]:
+        """Route tokens and copy them to rows sorted by expert.
 
         Args:
             x: (B, T, D), normalised.
-            keys: int64 (B, T) of `token_keys`; needed in training with jitter.
-            loads: of `Router.loads`.
-            order: int64 (B, T of all ranks), where in its sequence each token of the ranks that
-                share the micro-batch is, rank after rank; None: they are in order. For capacity.
-            real: bool (B, T), False for padding, which takes no experts and counts nowhere; None:
-                there is none.
+            keys: int64 (B, T) from `token_keys`; required in training with jitter.
+            loads: from `Router.loads`.
+            order: int64 (B, T of all ranks), index in its sequence of each token of the ranks that
+                share the micro-batch, rank after rank; None: in order. Used for capacity.
+            real: bool (B, T), False for padding, which gets no experts and is not counted; None:
+                no padding.
         Returns:
-            Rows (R, D) sorted by expert and offsets int32 (E,), for the experts; what is kept.
+            Rows (R, D) and offsets int32 (E,) for the experts; the state for `combine`.
         """
         weights, chosen, counts, losses = self.router(x, keys, loads, real)
-        chosen, most = self._admitted(chosen, order, padded=real is not None)
+        chosen, most = self._drop_over_capacity(chosen, order, padded=real is not None)
         flat, weights, chosen = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
-        places = slots_by_expert(chosen, self.router.n_experts)
-        if self.pad:
+        places = sort_by_expert(chosen, self.router.n_experts)
+        if self.capacity_pad:
             most = min(most, len(flat))
-            places = padded_places(chosen, places, self.router.n_experts, most)
+            places = pad_to_capacity(chosen, places, self.router.n_experts, most)
         slots, by_slot, offsets = places
         rows = repeated(flat, slots, by_slot, chosen.shape[1])
-        tail = not self.pad and (bool(self.factor) or real is not None)
-        return rows, offsets, Kept(x, weights, slots, by_slot, counts, losses, tail)
+        tail = not self.capacity_pad and (bool(self.capacity_factor) or real is not None)
+        return rows, offsets, DispatchState(x, weights, slots, by_slot, counts, losses, tail)
 
-    def beside(self, x: Tensor) -> Tensor | None:
-        """What all tokens take, (B, T, D) -> (B, T, D); None where there are no shared experts."""
+    def shared_output(self, x: Tensor) -> Tensor | None:
+        """Apply the shared experts, (B, T, D) -> (B, T, D); None if there are none."""
         if self.shared is None:
             return None
         shared = self.shared(x)
         return shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid()
 
-    def receive(
-        self, rows: Tensor, beside: Tensor | None, kept: Kept
+    def combine(
+        self, rows: Tensor, shared_output: Tensor | None, state: DispatchState
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes after the experts, which gave (R, D); returns what `forward` does."""
-        x = kept.x
-        out = summed(rows, kept.weights, kept.slots, kept.rows).view_as(x).to(x.dtype)
-        return out if beside is None else out + beside, kept.counts, kept.losses
+        """Sum the experts' outputs (R, D) by weight and add the shared experts' output; returns as
+        `forward`."""
+        x = state.x
+        out = summed(rows, state.weights, state.slots, state.rows).view_as(x).to(x.dtype)
+        return out if shared_output is None else out + shared_output, state.counts, state.losses
 
-    def _admitted(self, chosen: Tensor, order: Tensor | None, padded: bool) -> tuple[Tensor, int]:
-        """Choices (B, T, k) without those over capacity, and what each expert may take of all if
-        none is of padding."""
-        if not self.factor:
+    def _drop_over_capacity(
+        self, chosen: Tensor, order: Tensor | None, padded: bool
+    ) -> tuple[Tensor, int]:
+        """Return `chosen` (B, T, k) without slots over capacity, and the capacity with padding
+        counted."""
+        if not self.capacity_factor:
             return chosen, 0
         pool, n_experts = self.router.pool, self.router.n_experts
         ranks = 1 if pool is None else pool.ranks
-        most = capacity(chosen.numel() * ranks, n_experts, self.factor)
+        most = capacity(chosen.numel() * ranks, n_experts, self.capacity_factor)
 
         def drop(whole: Tensor) -> Tensor:
-            limit = capacity_of(whole, n_experts, self.factor) if padded else most
+            limit = (
+                capacity_without_padding(whole, n_experts, self.capacity_factor) if padded else most
+            )
             return within_capacity(whole, n_experts, limit)
 
         return (drop(chosen) if pool is None else pool.in_order(drop, chosen, order)), most

@@ -1,4 +1,4 @@
-"""Qwen3: Llama's block with normalised queries and keys and heads of 128 whatever the width.
+"""Qwen3: Llama's block with QK norm, and heads of 128 at any model width.
 
 Source: Qwen3 Technical Report, arXiv:2505.09388, table 1, and the released configurations.
 """
@@ -10,13 +10,13 @@ from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import (
     LLAMA_BASE,
-    LLAMA_CONSTANTS,
+    LLAMA_CONVERTERS,
     LLAMA_DEFAULTS,
     LLAMA_FIELDS,
+    LLAMA_IGNORED_TENSORS,
     LLAMA_NAMES,
-    LLAMA_PARTS,
     HuggingFace,
-    Part,
+    KeyConverter,
 )
 from dtron.models.spec import ModelSpec
 
@@ -65,7 +65,7 @@ _WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers
 
 
 def _read_window(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers have a window: by name, or as in transformers 4 all from max_window_layers."""
+    """Read the window: by layer_types, or in transformers 4 for layers from max_window_layers."""
     if not given.get("use_sliding_window", False) or given.get("sliding_window") is None:
         return {"window": 0}
     n_layers = given["num_hidden_layers"]
@@ -75,8 +75,8 @@ def _read_window(given: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if len(set(kinds)) > 1:
         raise CheckpointError(
-            f"sliding_window = {given['sliding_window']} in some layers only is not implemented "
-            "by dtron's qwen3"
+            f"sliding_window = {given['sliding_window']} in only some layers is not supported by "
+            "dtron's qwen3"
         )
     return {"window": given["sliding_window"] if kinds[0] == "sliding_attention" else 0}
 
@@ -99,8 +99,8 @@ HF = HuggingFace(
     base={**LLAMA_BASE, "qk_norm": True},
     fixed={"hidden_act": ("silu", "swish"), "attention_bias": (False,)},
     defaults=LLAMA_DEFAULTS,
-    parts=(*LLAMA_PARTS, Part(_WINDOWS, _read_window, _write_window)),
-    constants=LLAMA_CONSTANTS,
+    converters=(*LLAMA_CONVERTERS, KeyConverter(_WINDOWS, _read_window, _write_window)),
+    ignored_tensors=LLAMA_IGNORED_TENSORS,
 )
 
 QWEN3 = ModelSpec("qwen3", SIZES, hf=HF)

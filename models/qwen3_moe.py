@@ -1,7 +1,7 @@
-"""Qwen3 with experts: Qwen3's block with 128 experts, of which each token takes 8.
+"""Qwen3 with experts: Qwen3's block with 128 experts, 8 per token.
 
-Loads are balanced by an auxiliary loss; Qwen3 counts them over the global batch, which
-`model.override.balance = "global_batch"` does; here each micro-batch balances itself.
+An auxiliary loss balances loads, here per micro-batch. Qwen3 was trained with a loss over the
+global batch, `model.override.balance = "global_batch"`.
 
 Source: Qwen3 Technical Report, arXiv:2505.09388, table 2, and the released configurations.
 """
@@ -15,14 +15,14 @@ from dtron.models.hf import (
     EXPERT_NAMES,
     LLAMA_ATTENTION,
     LLAMA_BASE,
-    LLAMA_CONSTANTS,
+    LLAMA_CONVERTERS,
     LLAMA_DEFAULTS,
-    LLAMA_PARTS,
+    LLAMA_IGNORED_TENSORS,
     MOE_FIELDS,
-    MOE_NEUTRAL,
+    MOE_IGNORED_KEYS,
     HuggingFace,
-    Name,
-    Part,
+    KeyConverter,
+    WeightName,
 )
 from dtron.models.spec import ModelSpec
 
@@ -73,12 +73,12 @@ SIZES = {
 
 
 def _read_experts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 4 writes num_experts, 5 num_local_experts."""
+    """Read the number of experts: num_experts in transformers 4, num_local_experts in 5."""
     keys = ("num_experts", "num_local_experts")
     found = {given[key] for key in keys if given.get(key) is not None}
     if len(found) != 1:
         values = " and ".join(f"{key} = {given.get(key)}" for key in keys)
-        raise CheckpointError(f"{values} do not say how many experts there are")
+        raise CheckpointError(f"{values} do not give one number of experts")
     return {"n_experts": found.pop()}
 
 
@@ -87,7 +87,7 @@ def _write_experts(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_dense_width(config: DecoderConfig) -> dict[str, Any]:
-    """Of layers without experts, which there are none of; the releases have this number."""
+    """Write the width of dense layers, of which there are none, as the released configs do."""
     return {"intermediate_size": config.expert_dim * config.experts_per_token}
 
 
@@ -95,12 +95,12 @@ _WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers
 
 
 def _read_window(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A window in all layers or none: transformers 5 does not read max_window_layers."""
+    """Read a window of all layers or none: transformers 5 does not read max_window_layers."""
     if not given.get("use_sliding_window", False):
         return {"window": 0}
     if first := given.get("max_window_layers", 0):
         raise CheckpointError(
-            f"max_window_layers = {first}: a window in some layers only is not implemented by "
+            f"max_window_layers = {first}: a window in only some layers is not supported by "
             "dtron's qwen3_moe"
         )
     return {"window": given.get("sliding_window", 4096) or 0}
@@ -119,7 +119,7 @@ HF = HuggingFace(
     architecture="Qwen3MoeForCausalLM",
     names=(
         *LLAMA_ATTENTION,
-        Name("blocks.*.ffn.router", "model.layers.*.mlp.gate"),
+        WeightName("blocks.*.ffn.router", "model.layers.*.mlp.gate"),
         *EXPERT_NAMES,
     ),
     fields={
@@ -135,14 +135,16 @@ HF = HuggingFace(
         "mlp_only_layers": ([], None),
     },
     defaults={**LLAMA_DEFAULTS, "norm_topk_prob": False},
-    parts=(
-        *LLAMA_PARTS,
-        Part(frozenset({"num_experts", "num_local_experts"}), _read_experts, _write_experts),
-        Part(frozenset({"intermediate_size"}), lambda given: {}, _write_dense_width),
-        Part(_WINDOWS, _read_window, _write_window),
+    converters=(
+        *LLAMA_CONVERTERS,
+        KeyConverter(
+            frozenset({"num_experts", "num_local_experts"}), _read_experts, _write_experts
+        ),
+        KeyConverter(frozenset({"intermediate_size"}), lambda given: {}, _write_dense_width),
+        KeyConverter(_WINDOWS, _read_window, _write_window),
     ),
-    neutral=MOE_NEUTRAL,
-    constants=LLAMA_CONSTANTS,
+    ignored_keys=MOE_IGNORED_KEYS,
+    ignored_tensors=LLAMA_IGNORED_TENSORS,
 )
 
 QWEN3_MOE = ModelSpec("qwen3_moe", SIZES, hf=HF)

@@ -1,13 +1,13 @@
-"""Rotary position embedding: queries and keys are rotated by angles that grow with position.
+"""Rotary position embedding (rope): queries and keys are rotated by position-dependent angles.
 
-The table of cosines and sines is computed once a forward from the positions, in float32, and
-handed to every block. Models have no buffers, so that they can be built on the meta device, and
-any order of tokens works (packed documents, context parallelism). Halves are rotated against
-each other (element i with i + head_dim / 2), as in Hugging Face checkpoints, not even against
-odd elements as in the original paper; the two differ by a permutation of wq's and wk's rows.
+The table of cosines and sines is computed once per forward from the positions, in float32, and
+passed to every block. So the model needs no buffers, which the meta device would lose, and tokens
+can be in any order (packed documents, context parallelism). Element i is rotated with
+i + head_dim / 2 (halves), as in Hugging Face checkpoints, not with its neighbour (interleaved) as
+in the original paper; the two differ by a permutation of the rows of wq and wk.
 
-Shapes: B sequences (1 where all share positions), T tokens, H heads, K = head_dim (of latent
-attention rope_head_dim).
+Shapes: B sequences (1 if all share positions), T tokens, H heads, K = head_dim (rope_head_dim with
+latent attention).
 Sources: arXiv:2104.09864; context extension of Llama 3.1: arXiv:2407.21783, YaRN:
 arXiv:2309.00071, its two temperatures: DeepSeek-V3, arXiv:2412.19437, and its released code.
 """
@@ -22,16 +22,15 @@ from dtron.models.config import DecoderConfig
 
 
 def _llama3(config: DecoderConfig, frequencies: Tensor) -> Tensor:
-    """By the turns within the original context, linearly from the low to the high factor."""
+    """Ramp over the turns within the original context, from the low to the high factor."""
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     turns = frequencies * (config.rope_original_context / (2 * math.pi))
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
 def _yarn(config: DecoderConfig, frequencies: Tensor) -> Tensor:
-    """By the number of the dimension, linearly from the one that turns beta_fast times within the
-    original context, rounded down, to the one that turns beta_slow times, rounded up (both as they
-    are without rope_truncate)."""
+    """Ramp over dimensions, from the one with beta_fast turns within the original context (rounded
+    down) to the one with beta_slow turns (rounded up; no rounding without rope_truncate)."""
 
     def dimension(turns: float) -> float:
         wavelength = config.rope_original_context / (turns * 2 * math.pi)
@@ -41,18 +40,18 @@ def _yarn(config: DecoderConfig, frequencies: Tensor) -> Tensor:
     if config.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.rope_size - 1)
-    last = max(last, first + 0.001)  # a step, where all dimensions are on one side
+    last = max(last, first + 0.001)  # a step function, if the two coincide
     index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
     return 1 - ((index - first) / (last - first)).clamp(0, 1)
 
 
 SCALINGS: dict[str, Callable[[DecoderConfig, Tensor], Tensor]] = {"llama3": _llama3, "yarn": _yarn}
-"""Rows of `rope_scaling`: frequencies float32 (K / 2,) -> the share of each that is kept, from 1 of
-the fastest to 0 of the slowest; the rest is divided by the factor."""
+"""Rows of `rope_scaling`: frequencies float32 (K / 2,) -> unscaled fraction of each, from 1 for the
+fastest to 0 for the slowest; the rest is divided by rope_scaling_factor."""
 
 
 def rope_frequencies(config: DecoderConfig, device: torch.device) -> Tensor:
-    """Angle a token, float32 (K / 2,), from fastest to slowest, scaled as the config says."""
+    """Return the angles per token, float32 (K / 2,), from fastest to slowest, with rope scaling."""
     size = config.rope_size
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     frequencies = 1.0 / config.rope_theta**exponents
@@ -63,12 +62,12 @@ def rope_frequencies(config: DecoderConfig, device: torch.device) -> Tensor:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """0.1 mscale ln(factor) + 1: by what YaRN multiplies queries and keys."""
+    """Return YaRN's factor on queries and keys, 0.1 mscale ln(factor) + 1."""
     return 0.1 * mscale * math.log(factor) + 1
 
 
 def rope_magnitude(config: DecoderConfig) -> float:
-    """What cosines and sines are multiplied by, so that scores get YaRN's temperature."""
+    """Return the factor on cosines and sines that gives scores YaRN's temperature."""
     if config.rope_scaling != "yarn":
         return 1.0
     factor = config.rope_scaling_factor
@@ -76,7 +75,7 @@ def rope_magnitude(config: DecoderConfig) -> float:
 
 
 def rope_table(config: DecoderConfig, positions: Tensor) -> Tensor:
-    """Cosines, then sines, times `rope_magnitude`: positions int64 (B, T) -> float32 (B, T, K)."""
+    """Compute [cosines, sines] * `rope_magnitude`: positions int64 (B, T) -> float32 (B, T, K)."""
     angles = positions.float().unsqueeze(-1) * rope_frequencies(config, positions.device)
     table = torch.cat([angles.cos(), angles.sin()], dim=-1)
     magnitude = rope_magnitude(config)
@@ -88,12 +87,12 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 
     Args:
         x: (B, T, H, K) queries or keys.
-        rope: float32 (B or 1, T, K) of `rope_table`.
+        rope: float32 (B or 1, T, K) from `rope_table`.
     Returns:
-        (B, T, H, K) in x's dtype; the rotation itself is computed in float32 at least.
+        (B, T, H, K) in x's dtype; computed in float32 at least.
     """
-    assert rope.dtype == torch.float32, "the rope table was cast to a lower precision on its way"
+    assert rope.dtype == torch.float32, "the rope table was cast to another dtype"
     cos, sin = rope.unsqueeze(2).chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)  # the products are promoted to the table's float32
+    first, second = x.chunk(2, dim=-1)  # multiplied in the table's float32
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return rotated.to(x.dtype)

@@ -1,27 +1,26 @@
-"""Which experts a token takes, and with what weights.
+"""Router of a mixture of experts: selects k experts per token and their weights.
 
-A row of ROUTERS turns logits into scores, says by what experts are ranked, and turns the scores of
-the chosen ones into weights. All of it is computed in float32 at least: a router in bfloat16
-changes choices by rounding. What is chosen carries no gradient; the router learns by the weights.
+A row of ROUTERS defines scores from logits, the ranking of experts, and weights from the scores of
+the selected experts. All are computed in float32 at least: rounding in bfloat16 would change the
+selection. The selection has no gradient; the router learns through the weights.
 
-    even loads by               acts on      state
-    expert_bias, bias_speed     the choice   a persistent buffer, moved once a step by `update_bias`
+    load balancing by           affects      state
+    expert_bias, bias_speed     selection    persistent buffer, updated per step by `update_bias`
     balance loss, z-loss        gradients    none, or the loads of the step so far
-    force_balance               the choice   none; for benchmarks
+    force_balance               selection    none; for benchmarks
 
-The balance loss is E sum_e f_e p_e: f_e the share of choices that expert e got, p_e the mean over
-tokens of its score, as a share of all experts' scores. It is 1 where loads are even, and enters the
-gradient alone (`AddedLoss`), so that what a model returns is not changed by it.
+The balance loss is E sum_e f_e p_e: f_e is expert e's fraction of the selected slots, p_e the mean
+over tokens of its score divided by the sum of all experts' scores. It is 1 for even loads. It
+contributes gradient only (`AddedLoss`); the model's outputs are unchanged.
 
-Where several ranks hold the tokens of a micro-batch, `Router.pool` looks at all of them: loads are
-summed, sinkhorn sees all logits, capacity all choices. All else is a mean over tokens, whose parts
-add up.
+If several ranks share the tokens of a micro-batch, `Router.pool` combines them: loads are summed,
+sinkhorn gets all logits, capacity all selections. Everything else is a mean over tokens.
 
-State changes outside `forward`, by `record`, which the decoder calls once a micro-batch: what
-recomputation runs again must not count again. Hence `forward` returns counts and losses, and gets
-the loads so far as an argument, which recomputation sees unchanged.
+`forward` changes no state: it may run twice under recomputation. It returns counts and losses,
+which the decoder passes to `record` once per micro-batch, and takes the loads so far as an
+argument.
 
-Shapes: B sequences, T tokens, D width, E experts, k experts a token.
+Shapes: B sequences, T tokens, D width, E experts, k experts per token.
 Sources: balance loss GShard, arXiv:2006.16668, Switch, arXiv:2101.03961; global batch
 arXiv:2501.11873; z-loss arXiv:2202.08906; bias arXiv:2408.15664; groups DeepSeek-V2,
 arXiv:2405.04434, and -V3, arXiv:2412.19437; sinkhorn arXiv:2103.16716 and Megatron-LM's router.
@@ -38,28 +37,28 @@ from torch import Tensor, nn
 from dtron.models.config import DecoderConfig
 from dtron.models.dropout import ROUTER, uniform
 
-TINY = 1e-20  # of sums that scores are divided by, as in DeepSeek-V3
+TINY = 1e-20  # added to sums that scores are divided by, as in DeepSeek-V3
 SINKHORN_ROUNDS = 8
 
 
-Evened = Callable[[Tensor, Tensor | None], Tensor]
+LogitBalancer = Callable[[Tensor, Tensor | None], Tensor]
+"""(logits (..., E) of a whole micro-batch, `real` (...)) -> balanced logits (..., E)."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How logits (..., E) become a choice and weights."""
+    """Functions of a router type, from logits (..., E) to the selection and weights."""
 
     scores: Callable[[Tensor], Tensor]
-    """Logits -> scores (..., E), of which the chosen ones become weights."""
+    """Logits -> scores (..., E)."""
     shares: Callable[[Tensor, Tensor], Tensor]
-    """(logits, scores) -> shares (..., E) that sum to 1, for the balance loss."""
+    """(logits, scores) -> probabilities (..., E) that sum to 1, for the balance loss."""
     weigh: Callable[[Tensor], Tensor]
-    """Scores of the chosen (..., k) -> weights (..., k)."""
+    """Scores of the selected experts (..., k) -> weights (..., k)."""
     group_top: int = 0
-    """How many of a group's experts rank it; 0: this router has no groups."""
-    evened: "Evened | None" = None
-    """(logits of a whole micro-batch, which tokens are real) -> by what experts are ranked in
-    training (..., E); None: by the scores."""
+    """Number of best experts whose scores rank a group; 0: groups are not supported."""
+    balancer: LogitBalancer | None = None
+    """Its result ranks experts in training; None: the scores do."""
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -84,15 +83,17 @@ def _softmax_shares(logits: Tensor, scores: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sinkhorn(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """The logarithm of exp(logits) with rows and columns scaled to even sums, which evens loads.
+    """Balance logits by Sinkhorn's algorithm: scale rows and columns of exp(logits) to equal sums.
 
-    A fixed number of rounds, since waiting for convergence waits for the device. All tokens of
-    the micro-batch act on each other: the choice is neither causal nor the same in other
-    micro-batches. The order of the tokens does not matter.
+    The number of rounds is fixed: a test for convergence would synchronise with the device. All
+    tokens of the micro-batch affect each other, so the selection is not causal and depends on the
+    micro-batch, but not on the order of its tokens.
 
     Args:
         logits: (..., E).
-        real: bool (...), False for tokens whose experts are not to be evened; None: all are.
+        real: bool (...), False for padding, which is not balanced; None: no padding.
+    Returns:
+        (..., E), the logarithm of the scaled values.
     """
     flat = logits.flatten(0, -2)
     out = None if real is None else ~real.flatten().unsqueeze(1)
@@ -107,90 +108,90 @@ ROUTERS: dict[str, Scoring] = {
     "softmax": Scoring(_softmax, _softmax_shares, _same, group_top=1),
     "sigmoid": Scoring(torch.sigmoid, _score_shares, _same, group_top=2),
     "topk_softmax": Scoring(_same, _softmax_shares, _softmax),
-    "sinkhorn": Scoring(torch.sigmoid, _softmax_shares, _same, evened=sinkhorn),
+    "sinkhorn": Scoring(torch.sigmoid, _softmax_shares, _same, balancer=sinkhorn),
 }
-"""softmax: Mixtral and Qwen3 with renormalize, DeepSeek-V2 without. sigmoid: DeepSeek-V3. In
-topk_softmax (gpt-oss) the weights are the softmax of the chosen logits alone. sinkhorn chooses by
-evened logits in training, by the logits themselves in evaluation, and weighs by their sigmoid."""
+"""softmax: Mixtral and Qwen3 with renormalize, DeepSeek-V2 without. sigmoid: DeepSeek-V3.
+topk_softmax (gpt-oss): weights are the softmax over the selected logits only. sinkhorn: selects by
+balanced logits in training and by the logits in evaluation; weights are their sigmoid."""
 
 
 class AddedLoss(torch.autograd.Function):
-    """Passes x through; in backward `loss` gets the gradient 1 / divisor, as if loss / divisor were
-    added to what is differentiated."""
+    """Identity of x that adds loss / divisor to the differentiated loss: `loss` gets the gradient
+    1 / divisor in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, divisor: Tensor) -> Tensor:
-        """x of any shape; loss and divisor ()."""
+        """Return x, of any shape; loss and divisor ()."""
         ctx.save_for_backward(divisor.to(loss.dtype).reciprocal())
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The gradient of x as it is, and the loss's own."""
+        """Return the gradient of x unchanged, and that of the loss."""
         (scale,) = ctx.saved_tensors
         return gradients[0], scale, None
 
 
-class Routed(NamedTuple):
-    """What a router says of a micro-batch."""
+class RouterOutput(NamedTuple):
+    """Results of a router for a micro-batch."""
 
     weights: Tensor
     """(B, T, k), float32 at least."""
     chosen: Tensor
-    """int64 (B, T, k), different experts of each token; E of padding, which stands for none."""
+    """int64 (B, T, k), distinct experts of each token; E (no expert) for padding."""
     counts: Tensor
-    """int64 (E,): how often each expert was chosen."""
+    """int64 (E,): tokens per expert."""
     losses: Tensor
     """float32 (2,), without gradient: balance loss and z-loss, before their coefficients."""
 
 
-class Pool(Protocol):
-    """What ranks know together that share a micro-batch; none of it has a gradient."""
+class RoutingGroup(Protocol):
+    """Communication between the ranks that share a micro-batch; nothing here has a gradient."""
 
     def total(self, loads: Tensor) -> Tensor:
-        """Loads int64 of any shape, summed over the ranks."""
+        """Sum loads, int64 of any shape, over the ranks."""
         ...
 
     @property
     def ranks(self) -> int:
-        """How many ranks have tokens of the micro-batch, as many each."""
+        """Number of ranks with tokens of the micro-batch; all have the same number of tokens."""
         ...
 
     def in_order(
         self, drop: Callable[[Tensor], Tensor], chosen: Tensor, order: Tensor | None
     ) -> Tensor:
-        """This rank's part of drop(the choices of all ranks, in the order of the sequences):
-        int64 (B, T, k) -> (B, T, k); order as for `MoE.forward`."""
+        """Apply `drop` to the selections of all ranks, in the order of the sequences, and return
+        this rank's part: int64 (B, T, k) -> (B, T, k); order as for `MoE.forward`."""
         ...
 
     @property
     def counting(self) -> int:
-        """Over how many ranks `total` sums."""
+        """Number of ranks that `total` sums over."""
         ...
 
-    def together(self, evened: Evened, logits: Tensor, real: Tensor | None) -> Tensor:
-        """This rank's part of evened(the logits of all ranks, their real tokens): (B, T, E) ->
+    def together(self, balancer: LogitBalancer, logits: Tensor, real: Tensor | None) -> Tensor:
+        """Apply `balancer` to the logits of all ranks and return this rank's part: (B, T, E) ->
         (B, T, E)."""
         ...
 
 
 class Router(nn.Module):
-    """Chooses experts for tokens, and keeps their biases and loads.
+    """Router with its biases and load counters.
 
-    Attributes; all but `pool` are buffers, of a dtype that moving the module does not change:
+    Attributes; all but `pool` are buffers, whose dtype `Module.to` does not change:
         expert_bias: float32 (E,), saved in checkpoints; None without bias_speed.
-        counts: int64 (E,), how often each expert was chosen since `clear`.
-        losses: float32 (2,), sums over micro-batches since `clear` of what `Routed` has.
-        loss_divisor: float32 (), by which the gradients of the losses are divided: the number of
-            micro-batches of all ranks, for the mean over them. Whoever trains sets it.
-        pool: the ranks that share a micro-batch, set from outside; None: this one has all of it.
+        counts: int64 (E,), tokens per expert since `clear`.
+        losses: float32 (2,), sum over micro-batches since `clear` of `RouterOutput.losses`.
+        loss_divisor: float32 (), divisor of the losses' gradients: the number of micro-batches of
+            all ranks, which gives their mean. The training loop sets it.
+        pool: the ranks that share a micro-batch, set from outside; None: it is on one rank.
     """
 
     expert_bias: Tensor | None
     counts: Tensor
     losses: Tensor
     loss_divisor: Tensor
-    pool: Pool | None = None
+    pool: RoutingGroup | None = None
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -203,7 +204,7 @@ class Router(nn.Module):
         self.z_loss, self.force_balance = config.z_loss, config.force_balance
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.bias = nn.Parameter(torch.empty(config.n_experts)) if config.bias else None
-        # Values, unlike weights, would be lost on the meta device.
+        # The meta device would lose the values; weights are initialised later.
         device = torch.get_default_device()
         device = torch.device("cpu") if device.type == "meta" else device
         zeros = torch.zeros(config.n_experts, dtype=torch.float32, device=device)
@@ -218,20 +219,22 @@ class Router(nn.Module):
         keys: Tensor | None = None,
         loads: Tensor | None = None,
         real: Tensor | None = None,
-    ) -> Routed:
-        """Choose experts for a micro-batch.
+    ) -> RouterOutput:
+        """Select experts for a micro-batch.
 
         Args:
             x: (B, T, D).
-            keys: int64 (B, T) of `token_keys`, with the layer folded in; needed in training with
-                jitter.
-            loads: of `loads`.
-            real: bool (B, T), False for padding: it chooses nothing and is in no mean; None: all
-                tokens are real.
+            keys: int64 (B, T) from `token_keys`, with the layer folded in; required in training
+                with jitter.
+            loads: from `loads`.
+            real: bool (B, T), False for padding, which gets no experts and is in no mean; None: no
+                padding.
         """
         logits = self._logits(x, keys)
         scores = self.scoring.scores(logits)
-        chosen = self._in_turn(scores) if self.force_balance else self._choose(logits, scores, real)
+        chosen = (
+            self._round_robin(scores) if self.force_balance else self._choose(logits, scores, real)
+        )
         weights = self.scoring.weigh(scores.gather(-1, chosen))
         if self.renormalize:
             weights = _normalized(weights)
@@ -246,11 +249,11 @@ class Router(nn.Module):
             losses = self._losses(logits, shares, counts, loads, real)
             total = losses[0] * self.balance_coefficient + losses[1] * self.z_loss
             weights = AddedLoss.apply(weights, total, self.loss_divisor)
-        return Routed(weights, chosen, counts.sum(0), losses.detach().float())
+        return RouterOutput(weights, chosen, counts.sum(0), losses.detach().float())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Move as any module, but keep the buffers' dtypes and values: bfloat16 would swallow the
-        bias's small moves, and `to_empty` and the meta device would lose it."""
+        """Apply `fn` as nn.Module does, but keep the buffers' dtypes and values: in bfloat16 small
+        updates of the bias would be lost, and `to_empty` would lose its values."""
         kept = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
@@ -258,30 +261,30 @@ class Router(nn.Module):
         return self
 
     def loads(self) -> Tensor | None:
-        """int64 (E,): the loads so far, which a balance over the global batch adds to those of the
-        micro-batch. A copy, which stays what it is when the micro-batch is computed again."""
+        """Return the loads of the step so far, int64 (E,), for balance = "global_batch"; else None.
+        It is a copy, so that recomputation gets the same values."""
         counted = self.training and self.balance == "global_batch"
         return self.counts.clone() if counted else None
 
     @torch.no_grad()
     def record(self, counts: Tensor, losses: Tensor) -> None:
-        """Add up what `forward` said of one micro-batch."""
+        """Accumulate the counts and losses of one micro-batch."""
         self.counts += counts
         self.losses += losses
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Begin another step."""
+        """Reset counts and losses for the next step."""
         self.counts.zero_()
         self.losses.zero_()
 
     @torch.no_grad()
     def update_bias(self, counts: Tensor, taken: Tensor | bool = True) -> None:
-        """Raise the bias of experts with less than the mean load by bias_speed, lower the others'.
+        """Raise the bias of experts below the mean load by bias_speed and lower it above.
 
         Args:
-            counts: int64 (E,) of a whole step, of all ranks.
-            taken: whether the step was: one that was skipped moves nothing; a bool on the device.
+            counts: int64 (E,), tokens per expert in the step, over all ranks.
+            taken: False if the step was skipped: the bias stays; may be a bool tensor.
         """
         if self.expert_bias is not None:
             below = (counts.sum() - counts * self.n_experts).sign()  # exact, in integers
@@ -297,10 +300,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _choose(self, logits: Tensor, scores: Tensor, real: Tensor | None) -> Tensor:
-        """Experts by rank, in the best groups where there are groups: int64 (B, T, k)."""
+        """Select the top-k experts, within the best groups if there are groups: int64 (B, T, k)."""
         ranked = self._ranked(logits, scores, real) if self.training else scores
         if self.expert_bias is not None:
-            ranked = ranked + self.expert_bias  # float32, which does not narrow the scores
+            ranked = ranked + self.expert_bias  # float32, at most the scores' precision
         if self.n_groups > 1:
             grouped = ranked.unflatten(-1, (self.n_groups, -1))
             best = grouped.topk(self.scoring.group_top, dim=-1).values.sum(-1)
@@ -310,23 +313,23 @@ class Router(nn.Module):
         return ranked.topk(self.top_k, dim=-1).indices
 
     def _ranked(self, logits: Tensor, scores: Tensor, real: Tensor | None) -> Tensor:
-        evened = self.scoring.evened
-        if evened is None:
+        balancer = self.scoring.balancer
+        if balancer is None:
             return scores
         if self.pool is None:
-            return evened(logits, real)
-        return self.pool.together(evened, logits, real)
+            return balancer(logits, real)
+        return self.pool.together(balancer, logits, real)
 
-    def _in_turn(self, scores: Tensor) -> Tensor:
-        """Token i takes the experts i k, i k + 1, ... of a circle: int64 (B, T, k)."""
+    def _round_robin(self, scores: Tensor) -> Tensor:
+        """Assign experts i k, i k + 1, ... (modulo E) to token i: int64 (B, T, k)."""
         n_rows, n_tokens, _ = scores.shape
         slots = torch.arange(n_rows * n_tokens * self.top_k, device=scores.device)
         return (slots % self.n_experts).view(n_rows, n_tokens, self.top_k)
 
     def _count(self, chosen: Tensor) -> Tensor:
-        """int64 (B, E): how often each sequence chose each expert."""
+        """Count tokens per sequence and expert: int64 (B, E)."""
         flat = chosen.flatten(1)
-        counts = flat.new_zeros(flat.shape[0], self.n_experts + 1)  # the last: none
+        counts = flat.new_zeros(flat.shape[0], self.n_experts + 1)  # the last: no expert
         return counts.scatter_add(1, flat, torch.ones_like(flat))[:, :-1]
 
     def _losses(
@@ -337,8 +340,8 @@ class Router(nn.Module):
         loads: Tensor | None,
         real: Tensor | None,
     ) -> Tensor:
-        """(2,): balance loss and z-loss, means over the real tokens of the micro-batch; 0 for a
-        balance loss without weight."""
+        """Return [balance loss, z-loss], (2,), means over the real tokens of the micro-batch; the
+        balance loss is 0 if its coefficient is."""
         over = (1,) if self.balance == "sequence" else (0, 1)
         squares = logits.logsumexp(-1).square()
         if self.balance == "sequence":
@@ -362,9 +365,9 @@ class Router(nn.Module):
         return torch.stack([balance, square])
 
     def _of_all(self, loads: Tensor, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Loads int64 (S, E) and numbers of real tokens int64 (S,) or () of this rank -> loads of
-        all that count together, and their mean number of tokens a rank, (S, 1) in `dtype`: sums
-        divided by it have the mean over all tokens as their mean over ranks."""
+        """Sum loads int64 (S, E) over the ranks that share the micro-batch, and average their
+        numbers of real tokens, int64 (S,) or (), to (S, 1) in `dtype`. If every rank divides its
+        sum over tokens by this average, the mean over ranks is the mean over all tokens."""
         both, ranks = torch.cat([loads, tokens.view(-1, 1)], dim=1), 1
         if self.pool is not None:
             both, ranks = self.pool.total(both), self.pool.counting
@@ -372,7 +375,7 @@ class Router(nn.Module):
 
 
 def routers(modules: Iterable[nn.Module]) -> list[Router]:
-    """Those of some models or pipeline stages, in order."""
+    """List the routers of models or pipeline stages, in order."""
     return [found for module in modules for found in module.modules() if isinstance(found, Router)]
 
 
@@ -382,14 +385,14 @@ def update_expert_bias(
     reduce: Callable[[Tensor], object] | None = None,
     taken: Tensor | bool = True,
 ) -> Tensor:
-    """After a step: move the biases by the loads of the step, and begin another one.
+    """Update the expert biases after a step, and reset counts and losses.
 
     Args:
-        found: routers with as many experts each.
-        reduce: sums int64 (L, E) in place over the ranks whose tokens the loads are of.
-        taken: whether the step was, as for `Router.update_bias`.
+        found: routers with the same number of experts.
+        reduce: sums int64 (L, E) in place over the ranks of the batch.
+        taken: as for `Router.update_bias`.
     Returns:
-        int64 (L, E), the loads of the step by router.
+        int64 (L, E), tokens per router and expert in the step.
     """
     listed = list(found)
     counts = torch.stack([router.counts for router in listed])

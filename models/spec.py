@@ -1,4 +1,4 @@
-"""What a row of the MODELS table says about a model family."""
+"""ModelSpec, a row of MODELS: how a model family is built, initialised, sharded and cut."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ from dtron.parallelisms.placement import (
 
 
 def embedding_modules(config: DecoderConfig) -> tuple[str, ...]:
-    """What turns tokens into hidden states."""
+    """Names of the modules that embed tokens."""
     return ("embed", "position_embed") if config.positions == "learned" else ("embed",)
 
 
 def vocabulary_modules(config: DecoderConfig) -> tuple[str, ...]:
-    """What has a row a token of the vocabulary."""
+    """Names of the modules whose weight has one row per vocabulary token."""
     return ("embed", "head", "mtp_embed") if config.mtp else ("embed", "head")
 
 
-def prediction_modules(config: DecoderConfig) -> tuple[str, ...]:
-    """What predicts further tokens; all of it where the head is."""
+def mtp_modules(config: DecoderConfig) -> tuple[str, ...]:
+    """Names of the modules of multi-token prediction, all on the head's pipeline stage."""
     if not config.mtp:
         return ()
     layers = range(config.n_layers, config.n_layers + config.mtp)
@@ -47,12 +47,12 @@ def prediction_modules(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def decoder_units(config: DecoderConfig) -> tuple[Unit, ...]:
-    """Which modules of a Decoder are gathered together under sharding.
+    """Return the FSDP units of a Decoder: modules whose parameters are gathered together.
 
-    What no unit names stays in the root's group. With tied weights that is the embedding, the
-    last norm and the head, since a parameter that two modules share must be in one group; with
-    multi-token prediction the two embeddings. Norm and head form one unit, since both are needed
-    at the end only.
+    Modules outside all units belong to the root's group. With tied weights these are the
+    embedding, the last norm and the head, because a shared parameter must be in one group; with
+    multi-token prediction they are the two embeddings. Norm and head form one unit because both
+    are needed only at the end.
     """
     if config.tied:
         return ("blocks.*",)
@@ -63,12 +63,13 @@ def decoder_units(config: DecoderConfig) -> tuple[Unit, ...]:
 
 
 def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[str, Row]:
-    """How a Decoder splits over tp: heads, neurons, vocabulary; with sequence parallelism the
-    tokens between them too. The head's output stays split: the loss is vocabulary-parallel."""
+    """Return the tp placements of a Decoder: attention heads, FFN width and vocabulary are sharded;
+    with sequence parallelism also the tokens between blocks. The head's output stays sharded: the
+    loss is vocabulary-parallel."""
     between = Shard(1) if sequence_parallel else Replicate()
     tokenwise = sequence(split=()) if sequence_parallel else replicate()
     keyed = sequence(split=(1,)) if sequence_parallel else replicate()
-    routed = sequence(split=(1, 3)) if sequence_parallel else replicate()  # keys, real tokens
+    routed = sequence(split=(1, 3)) if sequence_parallel else replicate()  # keys, real
     looked_up = sequence(split=(0,)) if sequence_parallel else replicate()
     rows = {
         "embed": rowwise(output=between),
@@ -84,7 +85,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         **_feed_forward_rows(config, between),
         **(_expert_rows(config, between, tokenwise, routed) if config.n_experts else {}),
         "blocks.*.ffn_drop": keyed,
-        **(_prediction_rows(between, tokenwise) if config.mtp else {}),
+        **(_mtp_rows(between, tokenwise) if config.mtp else {}),
         "norm": tokenwise,
         "head": colwise(inputs=between),
     }
@@ -105,7 +106,7 @@ def _attention_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -
 
 
 def _latent_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -> dict[str, Row]:
-    """Narrow products see the rank's tokens alone; it is the narrow vectors that are gathered."""
+    """Down-projections process the rank's own tokens; only their narrow outputs are gathered."""
     queries = {"blocks.*.attn.wq": colwise(inputs=between)}
     if config.q_lora_rank:
         queries = {
@@ -139,7 +140,7 @@ def _feed_forward_rows(config: DecoderConfig, between: Placement) -> dict[str, R
 def _expert_rows(
     config: DecoderConfig, between: Placement, tokenwise: Row, routed: Row
 ) -> dict[str, Row]:
-    """A rank routes its own tokens; shared experts split as any feed-forward layer."""
+    """A rank routes its own tokens; shared experts are sharded as any feed-forward layer."""
     rows = {"blocks.*.ffn.router": routed, "blocks.*.ffn.experts": experts()}
     if config.n_shared_experts:
         shared = "blocks.*.ffn.shared"
@@ -149,8 +150,8 @@ def _expert_rows(
     return rows
 
 
-def _prediction_rows(between: Placement, tokenwise: Row) -> dict[str, Row]:
-    """All but the block works on the rank's own tokens."""
+def _mtp_rows(between: Placement, tokenwise: Row) -> dict[str, Row]:
+    """All modules but the block process the rank's own tokens."""
     own = dict.fromkeys(("token_norm", "hidden_norm", "merge", "norm"), tokenwise)
     rows = {f"blocks.*.{name}": row for name, row in own.items()}
     return {"mtp_embed": rowwise(output=between), **rows}
@@ -158,35 +159,35 @@ def _prediction_rows(between: Placement, tokenwise: Row) -> dict[str, Row]:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A family of models: its sizes, and how one of them is built, initialised and split."""
+    """A model family: its sizes, and how to build, initialise, shard and cut a model."""
 
     name: str
     sizes: Mapping[str, DecoderConfig]
     build: Callable[[DecoderConfig, Backend], nn.Module] = Decoder
-    """Makes the module; what another one than Decoder has to have is in `contract.py`."""
+    """Builds the module; `contract.py` has the requirements of modules other than Decoder."""
     reads: Set[str] | None = None
-    """Fields of DecoderConfig that a `build` of its own reads, "documents" if its attention keeps
-    to documents, "attention" if it uses the backend; settings of others are refused. None: of a
-    Decoder, which reads all."""
+    """Fields of DecoderConfig that a custom `build` uses, "documents" if its attention masks
+    documents, "attention" if it uses the backend; overriding any other field is an error. None:
+    `build` is Decoder, which uses all."""
     init_parameter: Callable[[DecoderConfig, str, Tensor, torch.Generator], None] = init_parameter
     units: Callable[[DecoderConfig], tuple[Unit, ...]] = decoder_units
     placements: Callable[[DecoderConfig, bool], dict[str, Row]] = decoder_placements
-    """(config, sequence parallelism) -> rows by pattern."""
+    """(config, sequence parallelism) -> tp placements by FQN pattern."""
     vocabulary: Callable[[DecoderConfig], tuple[str, ...]] = vocabulary_modules
-    """Modules whose rows are the vocabulary, padded where tp does not divide it."""
+    """Modules whose weight has one row per vocabulary token, padded if tp does not divide it."""
     embedding: Callable[[DecoderConfig], tuple[str, ...]] = embedding_modules
-    """What the first pipeline stage has beside its layers."""
+    """Modules of the first pipeline stage in addition to its layers."""
     layer: str = "blocks.{}"
-    """Name of a layer."""
+    """FQN of a layer, with {} for its index."""
     head: tuple[str, ...] = ("norm", "head")
-    """What the last pipeline stage has beside its layers; the last one gives the logits."""
-    mtp: Callable[[DecoderConfig], tuple[str, ...]] = prediction_modules
-    """What the last pipeline stage has to predict further tokens."""
+    """Modules of the last pipeline stage in addition to its layers; the last returns logits."""
+    mtp_modules: Callable[[DecoderConfig], tuple[str, ...]] = mtp_modules
+    """Modules of multi-token prediction, on the last pipeline stage."""
     cores: str = "blocks.*.attn.core"
-    """Modules that attend, for context parallelism."""
+    """Attention modules that context parallelism replaces."""
     feed_forward: str = "blocks.*.ffn"
-    """Modules of gate, up and down, for float8."""
+    """Modules with gate, up and down, which float8 fuses."""
     hf: HuggingFace | None = None
-    """What it is called in Hugging Face's format; None: it has no name there."""
+    """Names in Hugging Face's format; None: transformers has no such model."""
     experts: str = "blocks.*.ffn.experts"
     """Modules with stacked experts, for expert parallelism."""

@@ -1,8 +1,8 @@
-"""A dense model's weights as those of a mixture of experts that computes the same.
+"""Sparse upcycling: convert a dense model's weights to an equivalent mixture of experts.
 
-Every expert starts as a copy of the dense layer, and the router as for a new model. Where the
-weights of a token's experts sum to 1, and there are no shared experts, the mixture gives what the
-dense model gives, whatever the router says; training takes the experts apart.
+Every expert starts as a copy of the dense layer; the router is initialised as in a new model. If a
+token's expert weights sum to 1 and there are no shared experts, the outputs equal those of the
+dense model for any routing. Training then makes the experts differ.
 
 Source: Sparse Upcycling, arXiv:2212.05055.
 """
@@ -16,7 +16,7 @@ from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 from dtron.models.decoder import init_parameter
 
-# Fields in which the two may differ.
+# Fields in which the two configs may differ.
 _OWN = {
     "ffn_dim",
     "n_experts",
@@ -42,19 +42,19 @@ def upcycle(
     mixture: DecoderConfig,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Weights of a mixture of experts from those of a dense model.
+    """Convert the weights of a dense model to those of a mixture of experts.
 
     Args:
-        weights: whole tensors by FQN, such as a `state_dict`; they are not changed, and those that
-            stay what they were are the same tensors in the result.
-        dense: config of the model they are of.
-        mixture: a config that differs from it in its experts alone.
-        generator: of the routers' weights, on the weights' device.
+        weights: unsharded tensors by FQN, such as a `state_dict`; not modified. Unconverted
+            tensors are shared with the result.
+        dense: config of the dense model.
+        mixture: config of the mixture; only fields of experts may differ.
+        generator: for the routers' weights, on the weights' device.
     Returns:
-        Tensors by FQN, all parameters of the mixture and its routers' biases.
+        Tensors by FQN: all parameters of the mixture and the router biases.
 
     Raises:
-        ConfigError: the two differ otherwise, or the mixture would not compute the same.
+        ConfigError: the configs differ in other fields, or the outputs would differ.
     """
     _check(dense, mixture)
     found: dict[str, Tensor] = {}
@@ -89,24 +89,25 @@ def _router(
 
 def _check(dense: DecoderConfig, mixture: DecoderConfig) -> None:
     if dense.n_experts or not mixture.n_experts:
-        raise ConfigError("upcycling takes the config of a dense model, and one with experts")
+        raise ConfigError("upcycling needs the config of a dense model and one with experts")
     for key, value in dense.model_dump(exclude=_OWN).items():
         if (other := getattr(mixture, key)) != value:
             raise ConfigError(
-                f"upcycling: {key} = {other} of the mixture is not the dense model's {value}"
+                f"upcycling: {key} = {other} of the mixture differs from the dense model's; "
+                f"use {value}"
             )
     if mixture.expert_dim != dense.ffn_dim:
         raise ConfigError(
-            f"upcycling: expert_dim = {mixture.expert_dim} is not the dense model's ffn_dim = "
-            f"{dense.ffn_dim}, of which each expert is a copy"
+            f"upcycling: expert_dim = {mixture.expert_dim} differs from the dense model's ffn_dim, "
+            f"which each expert copies; use {dense.ffn_dim}"
         )
     if mixture.n_dense_layers and mixture.ffn_dim != dense.ffn_dim:
         raise ConfigError(
-            f"upcycling: ffn_dim = {mixture.ffn_dim} of the mixture's dense layers is not that of "
-            f"the dense model, {dense.ffn_dim}"
+            f"upcycling: ffn_dim = {mixture.ffn_dim} of the mixture's dense layers differs from "
+            f"the dense model's; use {dense.ffn_dim}"
         )
     if not (mixture.renormalize or mixture.router == "topk_softmax"):
         raise ConfigError(
-            "upcycling: weights that do not sum to 1 would change what the model computes; use "
-            'renormalize = True, or router = "topk_softmax"'
+            "upcycling: expert weights that do not sum to 1 would change the model's outputs; use "
+            'renormalize = True or router = "topk_softmax"'
         )

@@ -24,7 +24,7 @@ from dtron.kernels.float8 import (
     gated_cast,
 )
 from dtron.kernels.float8_rows import packed, unpacked
-from dtron.kernels.grouped import grouped_product
+from dtron.kernels.grouped import grouped_matmul
 from dtron.kernels.peer_gather import packed_rows_of_peers, rows_of_peers, rows_of_pointers
 from dtron.kernels.permute import inverse_of, repeated
 from dtron.models import BACKENDS
@@ -442,7 +442,7 @@ def _batched_backward(inputs: Tensors, _outputs: Tensors) -> Tensors:
 
 
 def _grouped(inputs: Tensors) -> Tensors:
-    return [grouped_product(*inputs[:3])]
+    return [grouped_matmul(*inputs[:3])]
 
 
 def _grouped_backward(inputs: Tensors, outputs: Tensors) -> Tensors:

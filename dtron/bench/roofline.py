@@ -23,7 +23,7 @@ from torch import Tensor
 from dtron.bench.measure import copy_rate, device_name, seconds
 from dtron.config import RunConfig
 from dtron.models import BACKENDS, DecoderConfig, model_config
-from dtron.models.attention import varies
+from dtron.models.attention import modifies_scores
 from dtron.models.layers import ACTIVATIONS
 from dtron.parallelisms.fsdp.sharding import DTYPES
 
@@ -91,7 +91,7 @@ def attention_seconds(
 ) -> float | None:
     """One forward and backward of all queries over all keys before them; None for documents,
     windows, caps and sinks, whose work depends on more than the shape."""
-    if config.data.mask_documents or varies(model) or model.attention_dropout:
+    if config.data.mask_documents or modifies_scores(model) or model.attention_dropout:
         return None
     dtype, size = DTYPES[config.train.dtype], model.head_size
     heads = (model.n_heads // config.parallel.tp, model.n_kv_heads // config.parallel.tp)

@@ -41,8 +41,8 @@ from dtron.errors import ArgumentParser, CheckpointError, ConfigError
 from dtron.io.filesystem import Location, read_json, sync_directory, write_synced
 from dtron.io.remote_path import Remote
 from dtron.models import BACKENDS, build_model, hf_folder, hf_of
-from dtron.models.hf_export import Export
-from dtron.models.hf_weights import CONFIG, Folder, Region, whole
+from dtron.models.hf_export import HFExport
+from dtron.models.hf_weights import CONFIG, HFFolder, Region, full_region
 from dtron.run.process import Place, process_group, set_up_logging
 from dtron.run.rendezvous import meet
 
@@ -110,7 +110,7 @@ def convert_parser() -> argparse.ArgumentParser:
 class _Streamed(DefaultSavePlanner):
     """Plans tensors on the meta device and reads each when it is written."""
 
-    def __init__(self, folder: Folder, dtype: torch.dtype | None) -> None:
+    def __init__(self, folder: HFFolder, dtype: torch.dtype | None) -> None:
         super().__init__()
         self._folder, self._dtype = folder, dtype
 
@@ -118,7 +118,7 @@ class _Streamed(DefaultSavePlanner):
         """A whole tensor."""
         fqn = index.fqn.removeprefix("model.")
         each = self._folder.ours[fqn]
-        tensor = self._folder.read(fqn, whole(each.shape))
+        tensor = self._folder.read(fqn, full_region(each.shape))
         return tensor if each.dtype or self._dtype is None else tensor.to(self._dtype)
 
 
@@ -228,7 +228,7 @@ def to_hf_folder(
     def dtype_of(fqn: str) -> torch.dtype:
         return _DTYPES[dtype] if dtype else reader.dtype(f"model.{fqn}")
 
-    export = Export(hf, config, model, dtype_of, get, file_bytes)
+    export = HFExport(hf, config, model, dtype_of, get, file_bytes)
     with _appearing(out) as partial:
         rank, n_ranks = dist.get_rank(), dist.get_world_size()
         export.write(partial, range(rank, len(export.files), n_ranks))

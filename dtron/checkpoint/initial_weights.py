@@ -21,7 +21,7 @@ from dtron.io.filesystem import Location, is_file, location
 from dtron.models import MODELS, hf_folder, model_config
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import differences
-from dtron.models.hf_weights import CONFIG, Folder
+from dtron.models.hf_weights import CONFIG, HFFolder
 
 INITIAL = "initial"
 """`model.size` of a model whose shape is that of `checkpoint.initial`."""
@@ -35,7 +35,7 @@ class Initial:
     name: str
     """Row of MODELS."""
     config: DecoderConfig
-    folder: Folder | None
+    folder: HFFolder | None
     """Open, if it is in Hugging Face's format."""
 
     def reader(self) -> dcp.StorageReader:
@@ -46,7 +46,7 @@ class Initial:
 class HuggingFaceReader(StoredReader):
     """A Hugging Face folder as `dcp.load` reads it: every tensor in one part."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: HFFolder) -> None:
         self.folder = folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -69,7 +69,7 @@ def open_initial(path: str | Location, zero_centered: bool = False) -> Initial:
 
     Args:
         path: a Hugging Face folder, a checkpoint, or a run.
-        zero_centered: as `Folder`'s.
+        zero_centered: as `HFFolder`'s.
     Raises:
         CheckpointError: it holds neither, or not whole.
     """
@@ -94,7 +94,7 @@ def check_same_model(initial: Initial, name: str, config: DecoderConfig) -> None
             f"set model.name={initial.name}"
         )
     given = initial.config if config.mtp else initial.config.model_copy(update={"mtp": 0})
-    unlike = differences(given, config)  # weights that predict further tokens may stay unread
+    unlike = differences(given, config)  # weights of MTP blocks may stay unread
     if initial.folder is None:
         kept = initial.config.norm_zero_centered
         if kept != config.norm_zero_centered:

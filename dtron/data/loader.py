@@ -73,7 +73,7 @@ class Batch:
         )
 
     def look_ahead(self, n: int) -> "Batch":
-        """The same batch with what is to be predicted further, n tokens ahead, of the same piece of
+        """The same batch with MTP tokens and labels, up to n tokens ahead, of the same piece of
         the same document; whole sequences."""
         assert not isinstance(self.documents, Mapping), "sequences are looked at whole"
         borders = [x for x in (self.documents, self.pieces) if x is not None]

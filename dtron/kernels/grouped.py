@@ -14,7 +14,7 @@ from torch import Tensor
 _BYTES = 16  # rows of operands of grouped_mm are multiples of this
 
 
-def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """x_e weight_e^T for the rows x_e of each expert e.
 
     Args:
@@ -26,7 +26,7 @@ def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """
     if _groupable(x, weight):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
-    return looped_product(x, weight, offsets)
+    return looped_matmul(x, weight, offsets)
 
 
 def _groupable(x: Tensor, weight: Tensor) -> bool:
@@ -39,7 +39,7 @@ def _groupable(x: Tensor, weight: Tensor) -> bool:
     return x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def looped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def looped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """The same in any dtype, an expert after the other over all rows: the reference. Rows after the
     last expert's are zero."""
     rows = torch.arange(x.shape[0], device=x.device)
@@ -52,7 +52,7 @@ def looped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """grad_e^T x_e of each expert e: the gradient of the weight of `grouped_product`.
+    """grad_e^T x_e of each expert e: the gradient of the weight of `grouped_matmul`.
 
     Args:
         grad: (N, M), of x's dtype.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dtron.bench.kernel_cases import PROBLEMS
 from dtron.bench.measure import seconds
 from dtron.errors import TrainingError
-from dtron.kernels.grouped import grouped_gradient, grouped_product
+from dtron.kernels.grouped import grouped_gradient, grouped_matmul
 from dtron.plan.measure_hardware import Calibration, collective_call
 
 Kinds = tuple[tuple[str, tuple[int, ...]], ...]
@@ -135,7 +135,7 @@ def _work(
     if kind == "grouped_gradient":
         return lambda: grouped_gradient(gradient, rows, ends)
     weights = draw(groups, n, k)
-    return lambda: grouped_product(rows, weights, ends)
+    return lambda: grouped_matmul(rows, weights, ends)
 
 
 def _attention(

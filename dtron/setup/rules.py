@@ -62,7 +62,7 @@ class ModelCandidate(Candidate):
         config, model, spec = self.config, self.model, self.spec
         if config.parallel.pp == 1:
             return None
-        names = StageNames(spec.embedding(model), spec.layer, spec.head, spec.mtp(model))
+        names = StageNames(spec.embedding(model), spec.layer, spec.head, spec.mtp_modules(model))
         whole = flops_per_token(FlopsModel.of(model), config.train.seq_len, "causal")
         head = 6 * model.vocab_size * model.dim * (1 + model.mtp)
         layer = (whole - head) / (model.n_layers + model.mtp)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtron.config import Degree
-from dtron.models.router import Evened, Router, update_expert_bias
+from dtron.models.router import LogitBalancer, Router, update_expert_bias
 from dtron.parallelisms.functional_collectives import all_gather, all_reduce, wait_tensor
 from dtron.parallelisms.mesh import MICRO_AXES, TOKEN_AXES, Mesh
 
@@ -102,13 +102,13 @@ class Pooled:
             kept = drop(torch.empty_like(whole).scatter(1, places, whole)).gather(1, places)
         return kept.chunk(self.ranks, 1)[self.tokens.rank()]
 
-    def together(self, evened: Evened, logits: Tensor, real: Tensor | None) -> Tensor:
+    def together(self, balancer: LogitBalancer, logits: Tensor, real: Tensor | None) -> Tensor:
         """See Pool."""
         if self.tokens is None:
-            return evened(logits, real)
+            return balancer(logits, real)
         whole = _gathered(logits.detach(), self.tokens)
         of_all = None if real is None else _gathered(real.byte(), self.tokens).bool()
-        return evened(whole, of_all).chunk(self.tokens.size())[self.tokens.rank()]
+        return balancer(whole, of_all).chunk(self.tokens.size())[self.tokens.rank()]
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

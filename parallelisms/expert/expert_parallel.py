@@ -82,7 +82,7 @@ class ExpertLayers:
     `models/moe.py` says. A model may call `begin(rows, offsets, tail)` and `finish` of what that
     gave instead, and compute in between what needs no rows. An attribute `activate`, if there is
     one, is compiled where the model is: a function of tensors, element by element. If an attribute
-    `multiply` is `grouped_product`, and a method `product(name, x, offsets)` multiplies by all of
+    `multiply` is `grouped_matmul`, and a method `product(name, x, offsets)` multiplies by all of
     its matrices, schedules that split the backward put these weight gradients off too.
     """
 

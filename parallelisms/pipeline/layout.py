@@ -91,8 +91,8 @@ def build_layout(
     Args:
         parallel: its pp, schedule, stages_per_rank and pp_layout.
         n_micro_batches: micro-batches a step.
-        head_weight: time of norm, head and loss in layers, for the balance, and of what predicts
-            further tokens, which is where they are.
+        head_weight: time of norm, head and loss in layers, for the balance, and of the MTP
+            modules, which are on the same stage.
         n_prediction_layers: multi-token-prediction layers of the model.
 
     Raises:

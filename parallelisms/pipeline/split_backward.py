@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from dtron.kernels.grouped import grouped_gradient, grouped_product
+from dtron.kernels.grouped import grouped_gradient, grouped_matmul
 
 COMPILE_OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 """Options of torch.compile that blocks with deferred weight gradients need under inductor.
@@ -128,7 +128,7 @@ def defer(modules: Iterable[nn.Module], compiled: bool = False) -> WeightGradien
     place.
 
     Parameters keep their names: only the `forward` of linears and the `product` of experts are
-    replaced. Subclasses of nn.Linear and experts whose `multiply` is not `grouped_product`, which
+    replaced. Subclasses of nn.Linear and experts whose `multiply` is not `grouped_matmul`, which
     compute something else (float8), are left alone.
 
     Args:
@@ -143,7 +143,7 @@ def defer(modules: Iterable[nn.Module], compiled: bool = False) -> WeightGradien
     for module in {m: None for root in modules for m in root.modules()}:
         if type(module) is nn.Linear:
             _replace(module, "forward", _LinearLayer(module, gradients).forward)
-        elif getattr(module, "multiply", None) is grouped_product and hasattr(module, "product"):
+        elif getattr(module, "multiply", None) is grouped_matmul and hasattr(module, "product"):
             _replace(module, "product", _ExpertLayer(module, gradients).product)
     return gradients
 
@@ -200,7 +200,7 @@ class _ExpertLayer:
         """Of experts: by this rank's part, as `own` gives it."""
         weight = self.module.own(name)
         if not _puts_off(x, weight, self.sites[name]):
-            return grouped_product(x, weight, offsets)
+            return grouped_matmul(x, weight, offsets)
         return _Grouped.apply(x, weight.detach(), offsets, self.sites[name].number)  # type: ignore[return-value]
 
 
@@ -270,12 +270,12 @@ class _Linear(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """`grouped_product` whose backward leaves the weight gradient to `grouped_input_gradient`."""
+    """`grouped_matmul` whose backward leaves the weight gradient to `grouped_input_gradient`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, offsets, number)
-        return grouped_product(x, weight, offsets)
+        return grouped_matmul(x, weight, offsets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -325,7 +325,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, call: Tensor) -> 
 def run_grouped_input_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor, call: Tensor
 ) -> Tensor:
-    """Gradient of the rows of `grouped_product`, likewise.
+    """Gradient of the rows of `grouped_matmul`, likewise.
 
     Args:
         grad: (N, M), gradient of the product.
@@ -338,7 +338,7 @@ def run_grouped_input_gradient(
     """
     grad = grad.contiguous()
     _SITES[int(number)].take(grad, x, offsets)
-    return grouped_product(grad, weight.transpose(-2, -1), offsets)
+    return grouped_matmul(grad, weight.transpose(-2, -1), offsets)
 
 
 grouped_input_gradient = torch.library.custom_op(

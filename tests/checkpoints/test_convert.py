@@ -17,7 +17,7 @@ from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.safetensors_file import TensorFile
 from dtron.models import from_hf, hf_folder, model_config
-from dtron.models.hf_weights import Folder
+from dtron.models.hf_weights import HFFolder
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
 from tests.training import test_trainer
@@ -118,15 +118,15 @@ def test_initial_weights_of_a_tied_gpt_on_both_ends_of_a_pipeline(tmp_path: Path
 def elements_read(config: Any) -> tuple[int, int]:
     """Elements that this rank has read of a Hugging Face folder, and that it holds."""
     read = 0
-    plain = Folder._slice
+    plain = HFFolder._slice
 
-    def counted(self: Folder, theirs: str, region: Any) -> torch.Tensor:
+    def counted(self: HFFolder, theirs: str, region: Any) -> torch.Tensor:
         nonlocal read
         part = plain(self, theirs, region)
         read += part.numel()
         return part
 
-    Folder._slice = counted  # type: ignore[method-assign]
+    HFFolder._slice = counted  # type: ignore[method-assign]
     trainer = Trainer(config)
     trainer.fit()
     held = sum(p.to_local().numel() for p in trainer.run.step.parameters)  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ def test_another_model_and_another_folder_are_refused(tmp_path: Path, llama: Pat
         (lambda t: t.to(torch.float8_e4m3fn), "is F8_E4M3, and weights are"),
         (lambda t: t.to(torch.int8), "is I8, and weights are"),
         (lambda t: t[:-1], r"has shape \[47, 32\], and the model of config.json has \[48, 32\]"),
-        (None, r"which model.safetensors.index.json says is there"),
+        (None, r"which model.safetensors.index.json lists for it"),
     ],
 )
 def test_a_file_that_differs_from_config_or_index_is_refused_by_name(
@@ -341,9 +341,9 @@ def largest_in_flight(hf: Path, out: Path) -> tuple[int, int]:
     """Bytes of tensors that are alive at once while converting: the most, and of the largest."""
     alive: dict[int, int] = {}
     most = 0
-    read, write = Folder.read, TensorFile.write
+    read, write = HFFolder.read, TensorFile.write
 
-    def reading(self: Folder, fqn: str, region: Any) -> torch.Tensor:
+    def reading(self: HFFolder, fqn: str, region: Any) -> torch.Tensor:
         nonlocal most
         part = read(self, fqn, region)
         alive[part.data_ptr()] = part.nbytes
@@ -354,7 +354,7 @@ def largest_in_flight(hf: Path, out: Path) -> tuple[int, int]:
         write(self, name, tensor)
         alive.pop(tensor.data_ptr())
 
-    Folder.read, TensorFile.write = reading, writing  # type: ignore[method-assign]
+    HFFolder.read, TensorFile.write = reading, writing  # type: ignore[method-assign]
     from_hf_folder(hf, out)
     largest = max(v.numel() * 4 for f in hf.glob("*.safetensors") for v in load_file(f).values())
     return most, largest

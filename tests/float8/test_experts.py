@@ -13,7 +13,7 @@ from dtron.float8.casting import Scaled
 from dtron.float8.experts import Float8Grouped, multiply_grouped
 from dtron.float8.products import why_emulated
 from dtron.float8.recipes import E4M3, EXPERTS
-from dtron.kernels.grouped import grouped_gradient, looped_product
+from dtron.kernels.grouped import grouped_gradient, looped_matmul
 from dtron.setup.rules import resolve
 
 LOADS = [(5, 0, 11, 4), (0, 0, 0, 20), (0, 0, 0, 0)]
@@ -38,7 +38,7 @@ def results(product: Any, loads: tuple[int, ...], dtype: torch.dtype, device: st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loads", LOADS, ids=str)
 def test_error_of_experts_is_that_of_three_bits(loads: tuple[int, ...], dtype: torch.dtype) -> None:
-    wanted = results(looped_product, loads, dtype)
+    wanted = results(looped_matmul, loads, dtype)
     found = results(Float8Grouped(True), loads, dtype)
     for mine, other in zip(found[:2], wanted[:2], strict=True):
         assert mine.dtype == dtype
@@ -63,7 +63,7 @@ def test_gradient_of_weights_is_that_of_the_product(dtype: torch.dtype) -> None:
     offsets = torch.tensor([5, 5, 16]).int()
     x, grad = torch.randn(18, 32).to(dtype), torch.randn(18, 48).to(dtype)
     weight = torch.zeros(3, 48, 32, dtype=dtype, requires_grad=True)
-    looped_product(x, weight, offsets).backward(grad)
+    looped_matmul(x, weight, offsets).backward(grad)
     assert weight.grad is not None
     found = grouped_gradient(grad, x, offsets)
     assert found.allclose(weight.grad, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)

@@ -14,7 +14,7 @@ from dtron.models import (
     choose_backend,
     model_config,
 )
-from dtron.models.attention import varies
+from dtron.models.attention import modifies_scores
 from dtron.models.decoder import Decoder
 
 SMALL = {"vocab_size": 97, "dim": 64, "n_layers": 2, "n_heads": 4, "head_dim": 16, "ffn_dim": 96}
@@ -61,7 +61,7 @@ def fitting(config: DecoderConfig) -> Backend:
 def initialized(
     name: str, config: DecoderConfig, backend: Backend = BACKENDS["math"], seed: int = 0
 ) -> Decoder:
-    model = build_model(name, config, fitting(config) if varies(config) else backend)
+    model = build_model(name, config, fitting(config) if modifies_scores(config) else backend)
     assert isinstance(model, Decoder)
     for fqn, parameter in model.named_parameters():
         digest = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()

@@ -96,7 +96,7 @@ def test_masks():
     ]
     assert BACKENDS["sdpa"].prepare(None, documents) is None
     assert isinstance(BACKENDS["flex"].prepare(None, documents), BlockMask)
-    with pytest.raises(ConfigError, match=r"cannot keep documents apart .*use model.attention"):
+    with pytest.raises(ConfigError, match=r"does not support document masks .*use model.attention"):
         BACKENDS["cudnn"].prepare(documents, documents)
 
 
@@ -126,8 +126,12 @@ def test_auto_on_cpu(need, chosen):
     [
         ("flash", {}, "model.attention = flash needs a CUDA device; available here: auto, sdpa"),
         ("flex", {}, "model.attention = flex trains on CUDA devices only"),
-        ("sdpa", {"dropout": True}, "cannot drop attention weights .*available here: auto, math"),
-        ("cudnn", {"documents": True}, "cannot keep documents apart .*: auto, sdpa, math"),
+        (
+            "sdpa",
+            {"dropout": True},
+            "does not support attention dropout .*available here: auto, math",
+        ),
+        ("cudnn", {"documents": True}, "does not support document masks .*: auto, sdpa, math"),
         ("cudnn", {"deterministic": True}, "has no deterministic backward"),
         ("flashh", {}, "model.attention = flashh is not known; did you mean flash?"),
     ],

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from dtron.models.attention import BACKENDS, Core, Need, choose_backend, math_attention
+from dtron.models.attention import BACKENDS, AttentionCore, Need, choose_backend, math_attention
 from tests.models.build import initialized, small_config, tokens, varied
 
 pytestmark = [
@@ -119,7 +119,7 @@ def test_values_narrower_than_keys(name, compiled):
 def test_documents(name, heads, head_dim, compiled):
     backend, inputs = available(name, head_dim), make(heads, head_dim)
     exact = exact_results(inputs, documents())
-    core = Core(backend, small_config("llama", head_dim=head_dim))
+    core = AttentionCore(backend, small_config("llama", head_dim=head_dim))
     if compiled:
         core.compile(fullgraph=True)
     mask = backend.prepare(documents(), inputs[0])

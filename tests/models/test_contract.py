@@ -99,13 +99,13 @@ class Narrow(Mine):
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"name": "other"}, 'its name is "other"; use ModelSpec("mine", ...)'),
     ({"reads": None}, "reads is not set; name the fields of DecoderConfig"),
-    ({"reads": {"dim", "width"}}, "reads names width, no fields of DecoderConfig"),
-    ({"build": lambda config, backend: 3}, "build gives a int; return an nn.Module"),
+    ({"reads": {"dim", "width"}}, "reads has width, which are not fields of DecoderConfig"),
+    ({"build": lambda config, backend: 3}, "build returns a int; return an nn.Module"),
     ({"build": without("norm")}, "no module norm, which ModelSpec.head names; the model has embed"),
     ({"build": without("embed")}, "no module embed, which ModelSpec.embedding names"),
     ({"layer": "layers.{}"}, "no module layers.0 and 1 more, which ModelSpec.layer names"),
     ({"build": Short}, "forward does not take documents, dropout_keys"),
-    ({"build": Buffered}, "buffer table would lose its values"),
+    ({"build": Buffered}, "buffer table loses its values"),
     ({"build": Narrow}, "embed.weight has 7 rows, and vocab_size = 264"),
 ]
 

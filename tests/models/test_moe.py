@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtron.kernels.grouped import grouped_product, looped_product
+from dtron.kernels.grouped import grouped_matmul, looped_matmul
 from dtron.models.moe import (
     Experts,
     MoE,
@@ -104,7 +104,7 @@ def test_grouped_equals_looped(loads, dtype):
     x = torch.randn(n_rows, 16, dtype=dtype, requires_grad=True)
     weight = torch.randn(8, 24, 16, dtype=dtype, requires_grad=True)
     results = []
-    for product in (grouped_product, looped_product):
+    for product in (grouped_matmul, looped_matmul):
         out = product(x, weight, offsets_of(loads))[: sum(loads)]
         gradients = torch.autograd.grad(out.square().sum(), (x, weight))
         results.append([out, gradients[0][: sum(loads)], gradients[1]])
@@ -115,8 +115,8 @@ def test_grouped_equals_looped(loads, dtype):
 
 def test_shapes_that_grouped_mm_refuses_are_looped():
     x, weight = torch.randn(24, 15), torch.randn(8, 7, 15)
-    out = grouped_product(x, weight, offsets_of(LOADS["some each"]))
-    assert torch.equal(out, looped_product(x, weight, offsets_of(LOADS["some each"])))
+    out = grouped_matmul(x, weight, offsets_of(LOADS["some each"]))
+    assert torch.equal(out, looped_matmul(x, weight, offsets_of(LOADS["some each"])))
 
 
 def by_hand(moe: MoE, x: Tensor) -> Tensor:

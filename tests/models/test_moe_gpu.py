@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtron.kernels.grouped import grouped_product, looped_product
+from dtron.kernels.grouped import grouped_matmul, looped_matmul
 from dtron.models.moe import MoE
 from tests.models.build import initialized, small_config, tokens, varied
 
@@ -29,7 +29,7 @@ def test_grouped_equals_looped(loads: list[int], dtype: torch.dtype) -> None:
     weight = torch.randn(8, 384, 256, dtype=dtype, device="cuda", requires_grad=True)
     offsets = torch.tensor(loads, device="cuda").cumsum(0).int()
     results = []
-    for product in (grouped_product, looped_product):
+    for product in (grouped_matmul, looped_matmul):
         out = product(x, weight, offsets)[:1024]
         gradients = torch.autograd.grad(out.square().sum(), (x, weight))
         results.append([out, gradients[0][:1024], gradients[1]])

@@ -42,11 +42,14 @@ def test_same_logits(dense: dict[str, Any], experts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        ({"expert_dim": 8}, "expert_dim = 8 is not the dense model's ffn_dim"),
+        ({"expert_dim": 8}, "expert_dim = 8 differs from the dense model's ffn_dim"),
         ({"renormalize": False}, "weights that do not sum to 1"),
-        ({"n_shared_experts": 1}, "n_shared_experts = 1 of the mixture is not the dense model's 0"),
+        (
+            {"n_shared_experts": 1},
+            "n_shared_experts = 1 of the mixture differs from the dense model's",
+        ),
         ({"capacity_factor": 1.0}, "capacity_factor = 1.0 of the mixture"),
-        ({"n_experts": 0}, "takes the config of a dense model, and one with experts"),
+        ({"n_experts": 0}, "needs the config of a dense model and one with experts"),
     ],
 )
 def test_what_would_not_compute_the_same_is_refused(experts: dict[str, Any], message: str) -> None:

@@ -208,7 +208,7 @@ def mtp_tokens_of_the_part() -> None:
 
 
 def predictions_by_all_labels() -> None:
-    """The mean of what is predicted further is over the labels of the next token."""
+    """The mean of the MTP loss is over the labels of the next token."""
     count = step.TrainStep._count
 
     def first(self: Any, batches: list[Batch]) -> Tensor:
@@ -320,7 +320,7 @@ def padding_routed() -> None:
 
 
 def predictions_across_documents() -> None:
-    """What is predicted further may lie in the next document of a sequence."""
+    """MTP labels may lie in the next document of a sequence."""
     look_ahead = Batch.look_ahead
 
     def onwards(self: Batch, n: int) -> Batch:

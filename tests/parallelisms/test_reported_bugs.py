@@ -75,7 +75,7 @@ def gathered_logits() -> None:
 
 
 def prediction_counts_of_own_tokens() -> None:
-    """Losses of further tokens are means over the rank's own labels, averaged over the ranks."""
+    """MTP losses are means over the rank's own labels, averaged over the ranks."""
     count = step.TrainStep._count
 
     def counts(self: Any, batches: list[Batch]) -> Tensor:

@@ -167,13 +167,13 @@ def test_contexts_that_do_not_fit_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("attention", "keys", "message"),
     [
-        ("cudnn", {"cp_method": "all_gather"}, "cannot see more keys than queries"),
-        ("cudnn", {"mask_documents": True}, "cannot keep documents apart with parallel.cp"),
+        ("cudnn", {"cp_method": "all_gather"}, "does not support more keys than queries"),
+        ("cudnn", {"mask_documents": True}, "does not support document masks with parallel.cp"),
         ("cudnn", {"cp_method": "ulysses", "window": 16}, "cannot do model.override.window = 16"),
         ("flash", {"softcap": 2.0}, "cannot do model.override.softcap = 2.0"),
-        ("sdpa", {}, "gives no log-sum-exp, which parallel.cp needs"),
-        ("flex", {}, "gives no log-sum-exp, which parallel.cp needs"),
-        ("flash_attn", {}, "gives no log-sum-exp, which parallel.cp needs"),
+        ("sdpa", {}, "returns no log-sum-exp, which parallel.cp needs"),
+        ("flex", {}, "returns no log-sum-exp, which parallel.cp needs"),
+        ("flash_attn", {}, "returns no log-sum-exp, which parallel.cp needs"),
     ],
 )
 def test_attention_without_what_contexts_need(attention: str, keys: dict, message: str) -> None:

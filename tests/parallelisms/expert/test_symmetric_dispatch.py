@@ -502,13 +502,13 @@ def bounded(case: Case) -> dict[str, Any]:
 
 def poisoned(case: Case) -> dict[str, Any]:
     """Products leave NaN in rows after the last expert's, and in the gradients of such rows."""
-    product = moe.grouped_product
+    product = moe.grouped_matmul
 
     def multiply(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         inside = (torch.arange(len(x)) < offsets[-1]).unsqueeze(1)
         return _Poisoned.apply(product(_Poisoned.apply(x, inside), weight, offsets), inside)  # type: ignore[return-value]
 
-    moe.grouped_product = multiply
+    moe.grouped_matmul = multiply
     return parallel_run(case)
 
 

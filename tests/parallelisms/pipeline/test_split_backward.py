@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from dtron.config import Recompute
-from dtron.kernels.grouped import grouped_product
+from dtron.kernels.grouped import grouped_matmul
 from dtron.models.moe import Experts
 from dtron.parallelisms.fsdp.torch_internals import accumulate_gradients, reduce_gradients
 from dtron.parallelisms.pipeline import split_backward as deferred
@@ -402,7 +402,7 @@ def test_experts_gradients_equal_a_plain_backward(backend, dtype):
 
 def test_experts_in_float8_are_left_alone():
     module = Expert(torch.float32)
-    module.experts.multiply = lambda x, weight, offsets: grouped_product(x, weight, offsets)
+    module.experts.multiply = lambda x, weight, offsets: grouped_matmul(x, weight, offsets)
     gradients = defer([module])
     with gradients.collect(0):
         module(torch.randn(14, DIM, requires_grad=True)).sum().backward()
