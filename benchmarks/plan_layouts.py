@@ -36,20 +36,20 @@ from typing import Any
 
 import torch
 
+from benchmarks import plan_rows
 from dtron.bench.run import end
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.plan.hardware import Hardware, hardware
 from dtron.plan.memory import memory, worst
 from dtron.plan.run_shape import Resolved
-from dtron.plan.steptime import predict
 
 EACH = 5  # layouts a model
 LONGEST = 2.5  # seconds of a step
 WARM_UP, STEPS = 4, 8
 HERE = Path(__file__).parent
 FILE = HERE / "plan_layouts.json"
-CONFIG = "configs/llama3_8b.toml"
+CONFIG = "llama3_8b"
 MODELS = {
     "llama 8b": ("model.name=llama model.size=8b train.seq_len=8192", (1, 2, 4)),
     "qwen3 8b": ("model.name=qwen3 model.size=8b train.seq_len=4096", (1, 2, 4)),
@@ -85,7 +85,9 @@ def draw(seed: int) -> list[dict[str, Any]]:
                 chosen["parallel.schedule"] = "1F1B"
             words = [*base.split(), *(f"{key}={value}" for key, value in chosen.items())]
             try:
-                run = Resolved.of(RunConfig.load(HERE.parent / CONFIG, words), world)
+                run = Resolved.of(
+                    RunConfig.load(plan_rows.CONFIGS / f"{CONFIG}.toml", words), world
+                )
             except ConfigError:
                 continue
             held = worst(memory(run)).reserved
@@ -101,12 +103,10 @@ def draw(seed: int) -> list[dict[str, Any]]:
 
 def predicted(layout: dict[str, Any], row: Hardware) -> dict[str, Any]:
     """A layout with what is predicted of it now."""
-    config = RunConfig.load(HERE.parent / CONFIG, layout["overrides"])
-    run = Resolved.of(config, layout["world"])
-    time = predict(run, row)
+    gib, time = plan_rows.predicted(CONFIG, layout["overrides"], layout["world"], row)
     return {
         **layout,
-        "gib": round(worst(memory(run)).reserved / 2**30, 1),
+        "gib": round(gib, 1),
         "step_seconds": round(time.step, 4),
         "tokens_per_second_per_gpu": round(time.tokens_per_second_per_gpu),
     }
@@ -121,7 +121,16 @@ def measure(layout: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]
     """Run a layout by `dtron bench`; its step and memory, or {"failed": why}."""
     options = ["--nproc-per-node", str(layout["world"]), "--timeout", f"{seconds:g}"]
     options += ["--warmup", str(WARM_UP), "--steps", str(STEPS)]
-    command = [sys.executable, "-m", "dtron", "bench", *options, "--out", str(out), CONFIG]
+    command = [
+        sys.executable,
+        "-m",
+        "dtron",
+        "bench",
+        *options,
+        "--out",
+        str(out),
+        f"configs/{CONFIG}.toml",
+    ]
     command += layout["overrides"]
     code, output = ended(command)
     try:
