@@ -13,6 +13,7 @@ of experts and of latent attention have no floor.
 
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from dtron.bench.measure import copy_rate, device_name, seconds
 from dtron.config import RunConfig
 from dtron.models import BACKENDS, DecoderConfig, model_config
 from dtron.models.attention import modifies_scores
-from dtron.models.layers import ACTIVATIONS
+from dtron.models.matmuls import layer_matmuls
 from dtron.parallelisms.fsdp.sharding import DTYPES
 
 # A float32 parameter: gradient read; weight and two moments, of either dtype, read and written.
@@ -32,7 +33,7 @@ _ADAMW_BYTES = {"float32": 28, "bfloat16": 20}
 
 
 @dataclass(frozen=True)
-class Product:
+class StepMatmul:
     """x (m, k) times a weight (n, k), forward and backward, `count` times a step and rank."""
 
     m: int
@@ -46,29 +47,23 @@ class Product:
         return 3 * 2 * self.m * self.k * self.n * self.count
 
 
-def products(config: RunConfig, model: DecoderConfig, ranks: int) -> list[Product]:
-    """The matrix products of a rank's step."""
+def matmuls(config: RunConfig, model: DecoderConfig, ranks: int) -> list[StepMatmul]:
+    """The matmuls of a rank's step, each shape once; of a model without experts and latent
+    attention."""
     parallel, train = config.parallel, config.train
     micro_batches = config.micro_batches(ranks)
     tokens = train.micro_batch * train.seq_len // parallel.cp
-    tp = parallel.tp
-    q, kv = model.n_heads * model.head_size // tp, model.n_kv_heads * model.head_size // tp
-    ffn, inward = model.ffn_dim // tp, 2 if ACTIVATIONS[model.activation].gated else 1
+    counts = Counter((tokens, *each.sharded(parallel.tp)) for each in layer_matmuls(model, "dense"))
     layers = model.n_layers * micro_batches / parallel.pp
+    found = [StepMatmul(*shape, count * layers) for shape, count in counts.items()]
     chunk = -(-tokens // train.loss_chunks)
-    vocabulary = -(-model.vocab_size // tp)
-    return [
-        Product(tokens, model.dim, q, layers),
-        Product(tokens, model.dim, kv, 2 * layers),
-        Product(tokens, q, model.dim, layers),
-        Product(tokens, model.dim, ffn, inward * layers),
-        Product(tokens, ffn, model.dim, layers),
-        Product(chunk, model.dim, vocabulary, train.loss_chunks * micro_batches / parallel.pp),
-    ]
+    vocabulary = -(-model.vocab_size // parallel.tp)
+    heads = train.loss_chunks * micro_batches / parallel.pp
+    return [*found, StepMatmul(chunk, model.dim, vocabulary, heads)]
 
 
-def product_seconds(
-    product: Product, dtype: torch.dtype, device: torch.device
+def matmul_seconds(
+    matmul: StepMatmul, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float, float]:
     """One forward, and of one backward the gradient of x, and that of the weight."""
 
@@ -76,9 +71,9 @@ def product_seconds(
         return torch.randn(rows, columns, dtype=dtype, device=device)
 
     x, w, g = (
-        draw(product.m, product.k),
-        draw(product.n, product.k),
-        draw(product.m, product.n),
+        draw(matmul.m, matmul.k),
+        draw(matmul.n, matmul.k),
+        draw(matmul.m, matmul.n),
     )
     forward, inputs, weight = (
         seconds(part, device) for part in (lambda: x @ w.t(), lambda: g @ w, lambda: g.t() @ x)
@@ -127,11 +122,11 @@ def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> d
     rows = []
     if not (config.float8.recipe or model.n_experts or model.kv_lora_rank):
         total = 0.0
-        for product in products(config, model, facts["world_size"]):
-            time = sum(product_seconds(product, dtype, device))
-            total += time * product.count
-            rate = product.flops / product.count / time
-            rows.append({**asdict(product), "flops_per_second": rate})
+        for matmul in matmuls(config, model, facts["world_size"]):
+            time = sum(matmul_seconds(matmul, dtype, device))
+            total += time * matmul.count
+            rate = matmul.flops / matmul.count / time
+            rows.append({**asdict(matmul), "flops_per_second": rate})
         floors["GEMM"] = total * 1e3
     once = attention_seconds(config, model, facts["attention"], device)
     if once is not None:

@@ -19,6 +19,7 @@ from typing import Literal
 
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS
+from dtron.models.matmuls import layer_matmuls
 from dtron.plan.run_shape import Resolved, expert_room, pulls_rows
 
 NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
@@ -176,34 +177,22 @@ def _mixture(model: DecoderConfig) -> list[Saved]:
     return rows
 
 
+_RESULT: dict[str, Split] = {"columns": "neurons", "rows": "none", "none": "tokens"}
+"""How tp splits a matmul's result, by how it splits the weight."""
+
+
 @functools.lru_cache(maxsize=64)
 def output_gradients(model: DecoderConfig, kind: str) -> tuple[Saved, ...]:
-    """Gradients of the results of a block's products: with the rows of `block` that are `read`
-    what `dtron.parallelisms.pipeline.split_backward` holds where weight gradients are put off."""
-    gated = ACTIVATIONS[model.activation].gated
-    rows = [Saved("merge", model.dim, "tokens")] if kind == "prediction" else []
-    q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
-    rows.append(Saved("wq", q, "neurons"))
-    if latent := model.kv_lora_rank:
-        if model.q_lora_rank:
-            rows.append(Saved("wq_a", model.q_lora_rank, "tokens"))
-        kv = model.n_heads * (model.nope_head_dim + model.v_head_size)
-        rows.append(Saved("wkv_a", latent + model.rope_head_dim, "tokens"))
-        rows.append(Saved("wkv_b", kv, "neurons"))
-    else:
-        rows += [Saved("wk", kv, "neurons"), Saved("wv", kv, "neurons")]
-    rows.append(Saved("wo", model.dim, "none"))
-    parallel = [("ffn", model.ffn_dim)] if kind == "dense" else []
-    if kind != "dense":
-        k = model.experts_per_token
-        hidden = Saved("experts", k * model.expert_dim, "columns", arrived=True)
-        rows += [hidden] * (2 if gated else 1)
-        rows.append(Saved("experts", k * model.dim, "tokens", arrived=True))
-        if model.n_shared_experts:
-            parallel = [("shared", model.n_shared_experts * model.expert_dim)]
-    for module, width in parallel:
-        rows += [Saved(module, width, "neurons")] * (2 if gated else 1)
-        rows.append(Saved(module, model.dim, "none"))
+    """Gradients of the results of a block's matmuls: with the rows of `block` that are `read`
+    what `dtron.parallelisms.pipeline.split_backward` holds for a deferred weight gradient."""
+    rows = []
+    for each in layer_matmuls(model, kind):
+        if each.module == "experts":
+            split: Split = "columns" if each.split == "columns" else "tokens"
+            width = model.experts_per_token * each.n
+            rows.append(Saved("experts", width, split, arrived=True))
+        elif each.module != "router":
+            rows.append(Saved(each.module, each.n, _RESULT[each.split]))
     return tuple(rows)
 
 

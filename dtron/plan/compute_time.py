@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from dtron.models.layers import ACTIVATIONS
+from dtron.models.matmuls import layer_matmuls
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
 from dtron.plan.run_shape import Resolved, expert_rows
@@ -25,8 +25,9 @@ one that is gathered in float8 is turned alone."""
 
 
 @dataclass(frozen=True)
-class Product:
-    """(m, k) by (k, n), `groups` of them with m rows in all; the backward is two of this size."""
+class ShardedMatmul:
+    """(m, k) x (k, n) of a rank, `groups` of them with m tokens in all; the backward is two of
+    this size."""
 
     module: str
     m: int
@@ -73,44 +74,20 @@ def total(work: Work) -> Seconds:
     return sum(work.values(), Seconds(0.0, 0.0, 0.0))
 
 
-def products(run: Resolved, kind: str) -> list[Product]:
-    """Matrix products of the forward of a layer, by `Resolved.kind`, on a rank."""
-    model, tp, m = run.model, run.tp, run.tokens
-    part, d = -(-m // run.between), model.dim
-    eight = bool(run.config.float8.recipe)
-    if model.kv_lora_rank:
-        q, latent = model.n_heads * model.head_size // tp, model.kv_lora_rank
-        kv = model.n_heads * (model.nope_head_dim + model.v_head_size) // tp
-        rank = model.q_lora_rank
-        found = [Product("wq", m, d, q)]
-        if rank:
-            found = [Product("wq_a", part, d, rank), Product("wq_b", m, rank, q)]
-        found += [Product("wkv_a", part, d, latent + model.rope_head_dim)]
-        found += [Product("wkv_b", m, latent, kv)]
-        found += [Product("wo", m, model.n_heads * model.v_head_size // tp, d)]
-    else:
-        q, kv = (n * model.head_size // tp for n in (model.n_heads, model.n_kv_heads))
-        found = [Product("wq", m, d, q), Product("wk", m, d, kv), Product("wv", m, d, kv)]
-        found += [Product("wo", m, q, d)]
-    inward = 2 if ACTIVATIONS[model.activation].gated else 1
-    if kind == "prediction":
-        found.append(Product("merge", part, 2 * d, d))
-    if kind == "dense":
-        width = model.ffn_dim // tp
-        found += [Product("ffn", m, d, width)] * inward + [Product("ffn", m, width, d)]
-        return [Product(p.module, p.m, p.k, p.n, 1, eight) for p in found]
-    if model.n_shared_experts:
-        width = model.n_shared_experts * model.expert_dim // tp
-        found += [Product("shared", m, d, width)] * inward + [Product("shared", m, width, d)]
-    rows, groups = expert_rows(run), model.n_experts // run.experts["ep"]
-    width = model.expert_dim // run.experts["etp"]
-    found = [Product(p.module, p.m, p.k, p.n, 1, eight) for p in found]
-    found += [Product("experts", rows, d, width, groups)] * inward
-    return [
-        *found,
-        Product("router", part, d, model.n_experts),
-        Product("experts", rows, width, d, groups),
-    ]
+def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
+    """Matmuls of the forward of a layer, by `Resolved.kind`, on a rank."""
+    own, eight = -(-run.tokens // run.between), bool(run.config.float8.recipe)
+    groups = run.model.n_experts // run.experts["ep"] if kind != "dense" else 1
+    found = []
+    for each in layer_matmuls(run.model, kind):
+        if each.module == "experts":
+            shape = (expert_rows(run), *each.sharded(run.experts["etp"]))
+            found.append(ShardedMatmul("experts", *shape, groups))
+        else:
+            tokens = own if each.split == "none" else run.tokens
+            float8 = eight and each.module != "router"
+            found.append(ShardedMatmul(each.module, tokens, *each.sharded(run.tp), 1, float8))
+    return found
 
 
 def attention_flops(run: Resolved, layer: int) -> float:
@@ -129,7 +106,7 @@ def value_width(run: Resolved) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _product(hardware: Hardware, p: Product) -> Seconds:
+def _product(hardware: Hardware, p: ShardedMatmul) -> Seconds:
     shape = (p.groups, p.float8)
     return Seconds(
         hardware.product(p.m, p.k, p.n, *shape),
@@ -141,7 +118,7 @@ def _product(hardware: Hardware, p: Product) -> Seconds:
     )
 
 
-def cast_seconds(run: Resolved, listed: list[Product], hardware: Hardware) -> Seconds:
+def cast_seconds(run: Resolved, listed: list[ShardedMatmul], hardware: Hardware) -> Seconds:
     """Casts of float8 products, each of its own input, weight and gradient: bytes over the rate of
     a copy, in the forward those of inputs and half of the weights'."""
     eight = [p for p in listed if p.float8]
@@ -153,7 +130,7 @@ def cast_seconds(run: Resolved, listed: list[Product], hardware: Hardware) -> Se
 
 def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
     """A layer's computation alone."""
-    listed = products(run, run.kind(index))
+    listed = matmuls(run, run.kind(index))
     mode, casts = run.config.recompute.mode, cast_seconds(run, listed, hardware)
     flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
     forward = hardware.attend(flops, False, *widths)
@@ -176,13 +153,13 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
     return together(*parts)
 
 
-def _kinds(listed: list[Product], hardware: Hardware) -> Work:
+def _kinds(listed: list[ShardedMatmul], hardware: Hardware) -> Work:
     return together(
         *({"grouped" if p.groups > 1 else "product": _product(hardware, p)} for p in listed)
     )
 
 
-def repeated(run: Resolved, index: int) -> list[Product]:
+def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
     """Products that the backward of a layer computes again, where a mode keeps none: all but those
     whose results nobody reads.
 
@@ -193,7 +170,7 @@ def repeated(run: Resolved, index: int) -> list[Product]:
     as it is.
     """
     kind, options = run.kind(index), run.config
-    listed = products(run, kind)
+    listed = matmuls(run, kind)
     whole = options.recompute.mode == "full" if options.compile.enable else kind != "dense"
     name = "ffn" if kind == "dense" else "shared"
     places = [place for place, p in enumerate(listed) if p.module == name]
@@ -215,7 +192,7 @@ def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
 def head(run: Resolved, hardware: Hardware) -> Work:
     """Norm, head and loss, of each prediction."""
     vocabulary = -(-run.model.vocab_size // run.tp)
-    once = _product(hardware, Product("head", run.tokens, run.model.dim, vocabulary))
+    once = _product(hardware, ShardedMatmul("head", run.tokens, run.model.dim, vocabulary))
     moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy
     each: Work = {"product": once, "copy": Seconds(moved / 2, moved / 2, 0.0)}
     return together(*[each] * (1 + run.model.mtp))

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 
 from dtron.parallelisms.expert.expert_parallel import in_graphs
 from dtron.plan.communication import collectives
-from dtron.plan.compute_time import products
+from dtron.plan.compute_time import matmuls
 from dtron.plan.parameters import parameters, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
 
@@ -103,7 +103,7 @@ def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
     leaves = mixture and apart and not in_graphs(run.config.parallel.dispatcher)
     again = run.recomputes(layer) and (run.config.recompute.mode == "full" or not compiled)
     forwards = 2 if again else 1
-    inside = [p for p in products(run, run.kind(layer)) if not (leaves and p.module == "experts")]
+    inside = [p for p in matmuls(run, run.kind(layer)) if not (leaves and p.module == "experts")]
     forward, backward = (each * len(inside) for each in KERNELS)
     kernels = forwards * (forward + ROUTING * mixture) + backward
     found = {"operation": 0.0, "counts": 0.0}

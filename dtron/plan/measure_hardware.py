@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from dtron.bench.kernel_cases import PROBLEMS
 from dtron.bench.measure import copy_rate, host_link_rate, launch_seconds, seconds
-from dtron.bench.roofline import Product, product_seconds
+from dtron.bench.roofline import StepMatmul, matmul_seconds
 from dtron.errors import TrainingError
 from dtron.float8.casting import quantize
 from dtron.float8.products import product as float8_product
@@ -129,16 +129,16 @@ _Times = tuple[tuple[int, int, int], float]
 def _products(shape: Sequence[int], float8: bool, device: torch.device) -> Iterator[_Times]:
     """A layer's three products."""
     m, k, n = shape
-    times = _float8_seconds if float8 else product_seconds
-    parts = times(Product(m, k, n, 1), DTYPE, device)
+    times = _float8_seconds if float8 else matmul_seconds
+    parts = times(StepMatmul(m, k, n, 1), DTYPE, device)
     yield from zip(((m, k, n), (m, n, k), (n, m, k)), parts, strict=True)
 
 
 def _float8_seconds(
-    product: Product, dtype: torch.dtype, device: torch.device
+    matmul: StepMatmul, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float, float]:
-    """As `product_seconds`, of operands that are cast already, by the tensorwise recipe."""
-    recipe, (m, k, n) = RECIPES["tensorwise"], (product.m, product.k, product.n)
+    """As `matmul_seconds`, of operands that are cast already, by the tensorwise recipe."""
+    recipe, (m, k, n) = RECIPES["tensorwise"], (matmul.m, matmul.k, matmul.n)
     assert recipe.grad_weight is not None
     found = []
     for casts, rows, depth, columns in (

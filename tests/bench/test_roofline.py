@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtron.bench import roofline as ceiling
-from dtron.bench.roofline import products
+from dtron.bench.roofline import matmuls
 from dtron.config import RunConfig
 from dtron.models import model_config
 from dtron.models.flops import FlopsModel
@@ -33,7 +33,7 @@ def test_products_are_the_models_flops(ranks: int, parallel: dict, chunks: int) 
     model = model_config("qwen3", "1.7b", {})
     norms = model.n_layers * 2 * (model.dim + model.head_size) + model.dim
     multiplied = FlopsModel.of(model).matmul_params - norms
-    found = sum(product.flops for product in products(config, model, ranks))
+    found = sum(matmul.flops for matmul in matmuls(config, model, ranks))
     assert found == pytest.approx(6 * multiplied * 8 * 4096 / ranks)
 
 

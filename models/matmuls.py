@@ -1,0 +1,73 @@
+"""The matmuls of a layer's forward, as data: what times, counts and sizes them reads one list.
+
+A row is x (tokens, k) times a weight (k, n). Tensor parallelism splits the weight:
+
+    columns   n over tp; x is gathered, the result is split
+    rows      k over tp; x is split, the result is a partial sum over all tokens
+    none      the weight is replicated, a rank multiplies its own tokens (sequence parallelism)
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dtron.models.config import DecoderConfig
+from dtron.models.layers import ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matmul of an unsharded layer; of `experts` over the tokens that an expert is sent."""
+
+    module: str
+    k: int
+    n: int
+    split: Literal["columns", "rows", "none"]
+
+    def sharded(self, ranks: int) -> tuple[int, int]:
+        """(k, n) of one of `ranks` tensor-parallel ranks."""
+        k = self.k // ranks if self.split == "rows" else self.k
+        return k, self.n // ranks if self.split == "columns" else self.n
+
+
+def layer_matmuls(model: DecoderConfig, kind: str) -> list[Matmul]:
+    """Matmuls of a layer's forward.
+
+    Args:
+        kind: dense, mixture, or prediction: a mixture that merges the tokens ahead.
+    """
+    d = model.dim
+    found = [Matmul("merge", 2 * d, d, "none")] if kind == "prediction" else []
+    found += _latent_attention(model) if model.kv_lora_rank else _attention(model)
+    if kind == "dense":
+        return found + _feed_forward(model, "ffn", model.ffn_dim)
+    found += _feed_forward(model, "experts", model.expert_dim)
+    if model.n_shared_experts:
+        found += _feed_forward(model, "shared", model.n_shared_experts * model.expert_dim)
+    return [*found, Matmul("router", d, model.n_experts, "none")]
+
+
+def _attention(model: DecoderConfig) -> list[Matmul]:
+    q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+    found = [Matmul("wq", model.dim, q, "columns")]
+    found += [Matmul(name, model.dim, kv, "columns") for name in ("wk", "wv")]
+    return [*found, Matmul("wo", q, model.dim, "rows")]
+
+
+def _latent_attention(model: DecoderConfig) -> list[Matmul]:
+    d, q, latent = model.dim, model.n_heads * model.head_size, model.kv_lora_rank
+    kv = model.n_heads * (model.nope_head_dim + model.v_head_size)
+    found = [Matmul("wq", d, q, "columns")]
+    if rank := model.q_lora_rank:
+        found = [Matmul("wq_b", rank, q, "columns"), Matmul("wq_a", d, rank, "none")]
+    return [
+        *found,
+        Matmul("wkv_a", d, latent + model.rope_head_dim, "none"),
+        Matmul("wkv_b", latent, kv, "columns"),
+        Matmul("wo", model.n_heads * model.v_head_size, d, "rows"),
+    ]
+
+
+def _feed_forward(model: DecoderConfig, module: str, width: int) -> list[Matmul]:
+    inward = 2 if ACTIVATIONS[model.activation].gated else 1
+    first = Matmul(module, model.dim, width, "columns")
+    return [first] * inward + [Matmul(module, width, model.dim, "rows")]
