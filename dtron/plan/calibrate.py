@@ -155,35 +155,10 @@ def _source(place: Place) -> str:
 
 
 def _show(row: Hardware, made: Calibration, kept: Sequence[str], base: Hardware) -> None:
-    console = Console(width=None if Console().is_terminal else 160)
-    shown = table("products", ["dtype", "m x k x n", "ms", "TFLOP/s", "the row's error"])
-    for each in made.products:
-        shape, off = "{m} x {k} x {n}".format(**each), each["row_says"] / each["seconds"] - 1
-        rate = f"{each['flops_per_second'] / 1e12:.4g}"
-        shown.add_row(each["dtype"], shape, f"{each['seconds'] * 1e3:.4g}", rate, f"{off:+.0%}")
-    console.print(shown)
-    shown = table("attention, ms", ["kernel", "shape", "forward", "backward"])
-    for each in made.attention:
-        times = (f"{each[part] * 1e3:.4g}" for part in ("forward", "backward"))
-        shown.add_row(each["kernel"], " x ".join(map(str, each["shape"])), *times)
-    console.print(shown)
-    shown = table(
-        "collectives", ["kind", "ranks", "MB", "ms", "GB/s of the bus", "the row's error"]
-    )
-    for each in made.collectives:
-        said = row.alone(*(each[name] for name in _SHAPE))
-        shown.add_row(
-            each["kind"],
-            str(each["ranks"]),
-            f"{each['bytes'] / 1e6:.4g}",
-            f"{each['seconds'] * 1e3:.4g}",
-            f"{each['bus_rate'] / 1e9:.4g}",
-            f"{said / each['seconds'] - 1:+.0%}",
-        )
-    if made.collectives:
-        console.print(shown)
-    if made.beside:
-        console.print(beside_table(made.beside))
+    console = Console(width=None if Console().is_terminal else 120)
+    for shown in tables(row, made):
+        if shown.row_count:
+            console.print(shown)
     rates = {"ceiling": 1e12, "ceiling_float8": 1e12, "copy": 1e9, "nvlink": 1e9, "host_link": 1e9}
     for key, unit in rates.items():
         now, before = getattr(row, key) / unit, getattr(base, key) / unit
@@ -192,14 +167,42 @@ def _show(row: Hardware, made: Calibration, kept: Sequence[str], base: Hardware)
     console.print(f"of {base.name}, not measured: {', '.join(kept)}", soft_wrap=True)
 
 
-def beside_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What `measure_beside` found, for people."""
-    heads = ["work", "shape", "ms", "collective", "MB", "ms", "work beside it", "it beside work"]
-    shown = table("work beside collectives", heads)
-    for each in rows:
-        shown.add_row(
+def tables(row: Hardware, made: Calibration) -> list[Table]:
+    """Everything that was measured, with the error of the row that was fitted to it."""
+    matmuls = (
+        (
+            each["dtype"],
+            "{m} x {k} x {n}".format(**each),
+            f"{each['seconds'] * 1e3:.4g}",
+            f"{each['flops_per_second'] / 1e12:.4g}",
+            f"{each['row_says'] / each['seconds'] - 1:+.0%}",
+        )
+        for each in made.products
+    )
+    attention = (
+        (
+            each["kernel"],
+            _shape(each),
+            f"{each['forward'] * 1e3:.4g}",
+            f"{each['backward'] * 1e3:.4g}",
+        )
+        for each in made.attention
+    )
+    collectives = (
+        (
+            each["kind"],
+            str(each["ranks"]),
+            f"{each['bytes'] / 1e6:.4g}",
+            f"{each['seconds'] * 1e3:.4g}",
+            f"{each['bus_rate'] / 1e9:.4g}",
+            f"{row.alone(*(each[name] for name in _SHAPE)) / each['seconds'] - 1:+.0%}",
+        )
+        for each in made.collectives
+    )
+    overlapped = (
+        (
             each["work"],
-            " x ".join(map(str, each["shape"])),
+            _shape(each),
             f"{each['alone'] * 1e3:.4g}",
             each["collective"],
             f"{each['bytes'] / 1e6:.4g}",
@@ -207,4 +210,26 @@ def beside_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{each['beside'] / each['alone'] - 1:+.0%}",
             f"{each['collective_beside'] / each['collective_alone'] - 1:+.0%}",
         )
-    return shown
+        for each in made.beside
+    )
+    sent = ("kind", "ranks", "MB", "ms", "GB/s of the bus", "row's error")
+    both = (
+        "work",
+        "shape",
+        "ms",
+        "collective",
+        "MB",
+        "ms",
+        "work slower by",
+        "collective slower by",
+    )
+    return [
+        table("matmuls", ("dtype", "m x k x n", "ms", "TFLOP/s", "row's error"), matmuls),
+        table("attention, ms", ("kernel", "shape", "forward", "backward"), attention),
+        table("collectives", sent, collectives),
+        table("computation overlapped with collectives", both, overlapped),
+    ]
+
+
+def _shape(each: Mapping[str, Any]) -> str:
+    return " x ".join(map(str, each["shape"]))

@@ -24,7 +24,7 @@ from dtron.config import Parallel, RunConfig
 from dtron.errors import ConfigError
 from dtron.plan.communication import collectives
 from dtron.plan.memory import RankMemory, memory
-from dtron.plan.report import GIB
+from dtron.plan.report import GIB, table
 from dtron.plan.run_shape import Resolved, shortened
 from dtron.plan.tracing import Traced, trace
 
@@ -241,7 +241,7 @@ def print_exact(console: Console, found: dict[str, Any]) -> None:
 
 def _memory_table(ranks: list[dict[str, Any]]) -> Table:
     headings = ("pp rank", "GiB", "exact", "predicted", "deviation", "of it")
-    made = _table("bytes that the code allocates, and that are predicted", headings, 2)
+    made = table("memory, GiB: allocated by the code, and predicted", headings, words=2)
     for rank in ranks:
         for name in ("parameters", "gradients", "optimizer", "peak"):
             largest = sorted(rank["at_peak"].items(), key=lambda item: -item[1])
@@ -254,18 +254,10 @@ def _memory_table(ranks: list[dict[str, Any]]) -> Table:
 
 def _collective_table(rank: dict[str, Any]) -> Table:
     headings = ("axis", "collective", "calls", "predicted", "", "GB", "predicted", "deviation")
-    made = _table("collectives of the first pipeline rank", headings, 2)
+    made = table("collectives of the first pipeline rank", headings, words=2)
     for row in rank["collectives"]:
         cells = [*_cells(row["count"], 1, ",.0f"), *_cells(row["bytes"], 1e9, ",.4g")]
         made.add_row(row["axis"], row["kind"], *cells)
-    return made
-
-
-def _table(title: str, headings: Sequence[str], named: int) -> Table:
-    """Columns, of which the first ones are names."""
-    made = Table(title=title, title_justify="left")
-    for i, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if i < named else "right", no_wrap=True)
     return made
 
 

@@ -4,19 +4,27 @@ communication by link, and the search's layouts by memory and speed. Pictures ar
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dtron.models import model_config
 from dtron.parallelisms.draw.timelines import Timeline, draw
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import CLASSES
-from dtron.plan.report import costs, number, parameters
+from dtron.plan.report import (
+    COLLECTIVES,
+    GIB,
+    PARTS,
+    collective_rows,
+    costs,
+    number,
+    parameters,
+    part_rows,
+)
 from dtron.plan.run_shape import Resolved
 from dtron.plan.search import Point, Searched, pareto
 from dtron.plan.steptime import timeline
 
-GIB = 2**30
 COLOURS = (
     "#3d7fd0", "#7fb0e8", "#2f9c8d", "#c96f16", "#dd8f45", "#e8b26f", "#7b5bb8", "#b9a3e0",
     "#c04a62", "#d98b9a", "#8a8f98",
@@ -43,11 +51,12 @@ def page(
     )
     parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{text}</p>", _degrees(plan["parallel"])]
     parts += [f"<p>{html.escape(parameters(plan['memory']))}. {costs(plan['cost'])}.</p>"]
-    parts += ["<h2>Time of a step</h2>", _time(time)]
+    parts += ["<h2>Time of a step</h2>", _table(PARTS, part_rows(time))]
     parts += ["<h2>Memory by pipeline rank</h2>", _memory(plan["memory"])]
     if run.layout is not None:
         parts += ["<h2>Pipeline</h2>", _pipeline(timeline(run, hardware), run, time)]
-    parts += ["<h2>Communication by link</h2>", _links(plan["communication"])]
+    links = _table(COLLECTIVES, collective_rows(plan["communication"]))
+    parts += ["<h2>Communication by link</h2>", links]
     if searched:
         parts += ["<h2>Layouts by memory and speed</h2>", _front(searched, hardware.room)]
     style = (
@@ -65,16 +74,7 @@ def _model(run: Resolved, plan: dict[str, Any]) -> str:
     return f"{name} of {parameters(plan['memory'])}"
 
 
-def _time(time: dict[str, Any]) -> str:
-    parts = {part: seconds for part, seconds in time["parts"].items() if seconds}
-    rows = [
-        (part, number(seconds), f"{seconds / time['step_seconds']:.1%}")
-        for part, seconds in parts.items()
-    ]
-    return _table(("part", "s", "share"), rows)
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     heads = "".join(f"<th align='left'>{heading}</th>" for heading in headings)
     lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -155,19 +155,6 @@ def _pipeline(times: Timeline, run: Resolved, time: dict[str, Any]) -> str:
         f"slowest rank: {time['bubble_of_step']:.2%}"
     )
     return draw(times, f"{run.config.parallel.schedule}, times of each stage as predicted", caption)
-
-
-def _links(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [
-        (
-            *(str(row[key]) for key in ("purpose", "axis", "kind", "ranks", "link")),
-            f"{row['count']:,.0f}",
-            f"{row['bytes'] / 1e9:,.2f}",
-            number(row["seconds"], 3),
-        )
-        for row in rows
-    ]
-    return _table(("purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s"), cells)
 
 
 def _front(searched: Searched, room: float) -> str:

@@ -1,7 +1,7 @@
 """A plan in the terminal."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -27,9 +27,10 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
     degrees = {k: v for k, v in plan["parallel"].items() if k != "layers_by_stage"}
     console.print("  ".join(f"{key} {value}" for key, value in degrees.items()), soft_wrap=True)
     console.print(_memory(plan["memory"]))
-    console.print(_communication(plan["communication"]))
+    rows = collective_rows(plan["communication"])
+    console.print(table("collectives of the first pipeline rank", COLLECTIVES, rows))
     if plan["time"]:
-        console.print(_time(plan["time"]))
+        console.print(table("time of a step", PARTS, part_rows(plan["time"])))
     _print_summary(console, plan)
 
 
@@ -152,11 +153,15 @@ def costs(cost: dict[str, float]) -> str:
     )
 
 
-def table(title: str, headings: Sequence[str]) -> Table:
-    """A table whose first column is of words, the others of numbers."""
+def table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]] = (), words: int = 1
+) -> Table:
+    """A table whose first columns hold words, the others numbers."""
     made = Table(title=title, title_justify="left")
     for i, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
+        made.add_column(heading, justify="left" if i < words else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
@@ -177,22 +182,23 @@ def _memory(memory: dict[str, Any]) -> Table:
     return made
 
 
-def _communication(rows: Sequence[dict[str, Any]]) -> Table:
-    headings = ["purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s"]
-    made = table("collectives of the first pipeline rank", headings)
+COLLECTIVES = ("purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s")
+PARTS = ("part", "s", "share")
+
+
+def collective_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Cells of a plan's collectives, by COLLECTIVES."""
     for row in rows:
-        made.add_row(
+        yield (
             *(str(row[key]) for key in ("purpose", "axis", "kind", "ranks", "link")),
             f"{row['count']:,.0f}",
             f"{row['bytes'] / 1e9:,.2f}",
             number(row["seconds"], 3),
         )
-    return made
 
 
-def _time(time: dict[str, Any]) -> Table:
-    made = table("time of a step", ["part", "s", "share"])
+def part_rows(time: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Cells of the parts of a step, by PARTS."""
     for name, seconds in time["parts"].items():
         if seconds:
-            made.add_row(name, number(seconds), f"{seconds / time['step_seconds']:.1%}")
-    return made
+            yield name, number(seconds), f"{seconds / time['step_seconds']:.1%}"

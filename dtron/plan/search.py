@@ -19,6 +19,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from dtron.plan.memory import MOMENTS, RankMemory, fitting, least, worst
 from dtron.plan.parameters import parts
 from dtron.plan.run_shape import ELEMENT, Resolved
 from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
-from dtron.plan.workers import Workers, most_processes, pool
+from dtron.plan.workers import most_processes, pool
 
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 MODES = ("none", "selective", "full")
@@ -121,11 +122,11 @@ def search(
         raise ConfigError(f"--float8: {hardware.name} has no float8; leave it out")
     model = Resolved.model_of(config)
     hardware = replace(hardware, outside=hardware.outside + headroom * hardware.room)
-    space = _Space(config, model, world, hardware)
+    space = _Space(config, model, world, hardware, processes or most_processes())
     for choice in _choices(config, model, world, float8):
         space.push(choice)
     best = []
-    with pool(processes or most_processes()) as space.workers:
+    with pool(space.processes) as space.workers:
         last = time.monotonic()
         while space.queue and len(best) < most:
             if found := space.pop():
@@ -229,12 +230,13 @@ class _Space:
     model: DecoderConfig
     world: int
     hardware: Hardware
+    processes: int
     queue: list[_Entry] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     done: dict[tuple[Any, ...], float] = field(default_factory=dict)
     """Of `_bound`."""
-    workers: Workers = Workers(None, 1)
-    begun: dict[int, Callable[[], Any]] = field(default_factory=dict)
+    workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    begun: dict[int, Future[_Timed | str]] = field(default_factory=dict)
     """Times by number of an entry."""
 
     def push(self, choice: dict[str, Any]) -> None:
@@ -252,7 +254,7 @@ class _Space:
             self._begin()
         entry = heapq.heappop(self.queue)
         if entry.timed is None:
-            timed = self.begun.pop(entry.number)()
+            timed = self.begun.pop(entry.number).result()
             if isinstance(timed, _Timed):
                 again = _Entry(-timed.speed, entry.number, entry.choice, timed)
                 heapq.heappush(self.queue, again)
@@ -263,12 +265,12 @@ class _Space:
             return None
         found = (self.config, entry.choice, self.world, self.hardware)
         parts = [
-            self.workers.begin(_fitting, *found, entry.timed.least, part, self.workers.number)
-            for part in range(self.workers.number)
+            self.workers.submit(_fitting, *found, entry.timed.least, part, self.processes)
+            for part in range(self.processes)
         ]
         held: list[RankMemory] = []
         for part in parts:
-            if (ranks := part()) is None:
+            if (ranks := part.result()) is None:
                 return self._refuse(entry.choice)
             held += ranks
         self.counts["predicted"] += 1
@@ -283,12 +285,12 @@ class _Space:
     def _begin(self) -> None:
         """Begin to time the next entry, and as many after it as there are processes: most of them
         will be next."""
-        several = 1 if self.workers.pool is None else 2 * self.workers.number
+        several = 2 * self.processes if self.processes > 1 else 1
         nearest = [heapq.heappop(self.queue) for _ in range(min(several, len(self.queue)))]
         for entry in nearest:
             heapq.heappush(self.queue, entry)
             if entry.timed is None and entry.number not in self.begun:
-                self.begun[entry.number] = self.workers.begin(
+                self.begun[entry.number] = self.workers.submit(
                     _time, self.config, entry.choice, self.world, self.hardware
                 )
 

@@ -1,36 +1,19 @@
-"""Processes that share the planner's search; where they cannot be forked this one does all."""
+"""Worker processes of the planner's search; one thread where processes cannot be forked."""
 
 import contextlib
-import functools
 import multiprocessing
 import multiprocessing.connection
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from typing import Any
 
 from dtron.errors import DtronError
 
 PROCESSES = 4
-_FORKS = sys.platform == "linux"  # elsewhere libraries may not survive it
-
-
-@dataclass(frozen=True)
-class Workers:
-    """Processes, or none but this one."""
-
-    pool: ProcessPoolExecutor | None
-    number: int
-
-    def begin(self, call: Callable[..., Any], *given: Any) -> Callable[[], Any]:
-        """What gives a call's result; without other processes it is made then."""
-        if self.pool is None:
-            return functools.partial(call, *given)
-        return self.pool.submit(call, *given).result
+_FORKS = sys.platform == "linux"  # elsewhere libraries may not survive a fork
 
 
 def most_processes() -> int:
@@ -39,29 +22,29 @@ def most_processes() -> int:
 
 
 @contextlib.contextmanager
-def pool(processes: int) -> Iterator[Workers]:
-    """Forked processes, since importing torch takes seconds.
+def pool(processes: int) -> Iterator[Executor]:
+    """Forked processes, since importing torch takes seconds; a thread in place of one process.
 
     Raises:
-        DtronError: one of them was ended from outside.
+        DtronError: a process was killed.
     """
-    if processes == 1 or not _FORKS:
-        yield Workers(None, 1)
-        return
-    found = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _end_with_parent)
+    found: Executor = ThreadPoolExecutor(1)
+    if processes > 1 and _FORKS:
+        fork = multiprocessing.get_context("fork")
+        found = ProcessPoolExecutor(processes, fork, _end_with_parent)
     try:
-        yield Workers(found, processes)
+        yield found
     except BrokenProcessPool as error:
         raise DtronError(
-            "--search: one of its processes was ended from outside, for memory perhaps; run it "
-            "where more is free"
+            "--search: a worker process was killed, perhaps for its memory; run it where more "
+            "memory is free"
         ) from error
     finally:
         found.shutdown(cancel_futures=True)
 
 
 def _end_with_parent() -> None:
-    """Else a worker whose parent was killed would wait for work for good."""
+    """Exit when the parent is killed; a worker would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has one"
 

@@ -100,7 +100,7 @@ def test_no_rank_takes_less_than_its_bound(overrides: str, world: int) -> None:
     """Computed without the allocator's holes, of ten layouts that are drawn."""
     config = RunConfig.load(ROOT / "configs/llama3_8b.toml", overrides.split())
     large = hardware("h200", memory=1e15, host_memory=1e18)
-    space = _Space(config, Resolved.model_of(config), world, large)
+    space = _Space(config, Resolved.model_of(config), world, large, 1)
     choices = list(_choices(config, space.model, world))
     random.Random(1).shuffle(choices)
     for choice in choices[:10]:
@@ -493,8 +493,8 @@ def test_processes_end_with_the_one_that_started_them() -> None:
     """Also where it was killed: they would wait for work for good."""
     script = "import os, time\nfrom dtron.plan import workers as found\n"
     script += "with found.pool(2) as workers:\n"
-    script += "    [workers.begin(os.getpid)() for _ in range(4)]\n"
-    script += "    print(*workers.pool._processes, flush=True)\n    time.sleep(100)\n"
+    script += "    [workers.submit(os.getpid).result() for _ in range(4)]\n"
+    script += "    print(*workers._processes, flush=True)\n    time.sleep(100)\n"
     command = [sys.executable, "-c", script]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
