@@ -27,7 +27,7 @@ class RankBatches:
         self, loader: Loader, mesh: Mesh, context: Context | None, model: ModelSetup, hashed: bool
     ) -> None:
         self.loader, self.mesh, self.context, self.model = loader, mesh, context, model
-        self._device = torch.device(mesh.device_type)
+        self.device = torch.device(mesh.device_type)
         self._hashed, self._hash, self._n_padding, self._n_tokens = hashed, 0, 0, 0
 
     def next_step(self) -> tuple[list[Batch], float]:
@@ -46,7 +46,7 @@ class RankBatches:
         documents = self.model.attention.described(local.documents)
         # Only routers need to know which tokens are padding; custom models need not take `real`.
         pieces = local.pieces if self.model.config.n_experts else None
-        return replace(local, documents=documents, pieces=pieces).to(self._device)
+        return replace(local, documents=documents, pieces=pieces).to(self.device)
 
     def read_hash(self, group: dist.ProcessGroup) -> int:
         """Hash of all ranks' sequences since the last call; `group` has all ranks, on the host."""
@@ -59,7 +59,7 @@ class RankBatches:
     def read_padding(self) -> float:
         """Fraction of padding among all ranks' tokens since the last call."""
         counts = torch.tensor(
-            [self._n_padding, self._n_tokens], dtype=torch.float64, device=self._device
+            [self._n_padding, self._n_tokens], dtype=torch.float64, device=self.device
         )
         dist.all_reduce(counts, group=self.mesh.group(*BATCH_AXES))
         self._n_padding = self._n_tokens = 0

@@ -1,19 +1,15 @@
 """The training loop: builds a run from its config and trains it step by step."""
 
-import contextlib
-import functools
 import gc
 import logging
 import platform
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
 
 from dtron.checkpoint.checkpointer import Checkpointer
 from dtron.checkpoint.directory import (
@@ -27,28 +23,25 @@ from dtron.checkpoint.initial_weights import Initial
 from dtron.checkpoint.locations import owner
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
-from dtron.data import Batch, Loader, validation_batches
-from dtron.errors import CheckpointError, DtronError, PeerError, RankError, TrainingError
-from dtron.faults.failure import FirstFailure, is_of_lost_peer
+from dtron.data import Batch, Loader
+from dtron.errors import CheckpointError, RankError, TrainingError
 from dtron.faults.guards import Guards, modules_of
-from dtron.faults.memory import MemoryInUse, is_out_of_memory
 from dtron.faults.signals import StopSignal
 from dtron.faults.spikes import Spike
-from dtron.faults.watchdog import Watchdog
 from dtron.float8.statistics import Statistics
 from dtron.io.filesystem import Location
 from dtron.models.flops import FlopsModel
 from dtron.parallelisms.mesh import BATCH_AXES
-from dtron.run.attempts import LOST_PEER, Attempts
+from dtron.run.attempts import Attempts
 from dtron.run.collective_counter import CollectiveCounter
 from dtron.run.directory import RunDir
+from dtron.run.fault_handler import FaultHandler
 from dtron.run.lock import RunLock
 from dtron.run.metrics import MetricsWriter, Throughput
 from dtron.run.process import (
     Place,
     host_group,
     new_host_group,
-    process_group,
     seed_everything,
     set_timeouts,
     set_up_logging,
@@ -67,11 +60,11 @@ from dtron.setup.compatibility import (
 from dtron.setup.preflight import preflight
 from dtron.training.batches import RankBatches
 from dtron.training.build import ModelBuilder, build_mesh, build_run
-from dtron.training.generate import next_logits, sample_text
+from dtron.training.evaluation import Evaluation
 from dtron.training.rollback import Rollback
 from dtron.training.run_info import RunInfo
 from dtron.training.saves import Saving
-from dtron.training.step import StepResult, evaluate
+from dtron.training.step import StepResult
 from dtron.training.step_log import StepLog
 
 log = logging.getLogger("dtron")
@@ -96,7 +89,8 @@ class Trainer:
         self.rundir = RunDir(config.run.dir)
         self.attempts = Attempts(self.rundir.path, self.place)
         warn_of_shared_store(self.place)
-        with self._watching("rendezvous"):
+        self.faults = FaultHandler(config, self.place, self.attempts, self.rundir.hangs)
+        with self.faults.watching("rendezvous"):
             self.rendezvous = meet(self.place, config.parallel.timeout_seconds)
         self.attempts.met(self.rendezvous.token)
         self.lock = RunLock(self.rundir.path, self.rendezvous, config.run.wait_seconds)
@@ -115,70 +109,19 @@ class Trainer:
         Raises:
             TrainingError: too many steps in a row had gradients that were not finite.
         """
-        steps = self.config.train.steps
-        if self.resume.is_finished(steps):
-            where = self.resume.checkpoint
-            log.info("the run is finished: %s has all %d steps; nothing is done", where, steps)
+        if self.resume.is_finished(self.config.train.steps):
+            log.info("the run is finished: %s has all its steps", self.resume.checkpoint)
             self.attempts.finish()
             self.lock.release()
             self.rendezvous.close()
             return
-        self.modules: dict[nn.Module, str] = {}
-        self.memory = MemoryInUse(self.place.local_world_size)
-        failure = FirstFailure(self.place.rank, self.place.world_size, self.rendezvous.token)
         try:
-            with self._watching("start"):
-                self._run(failure)
+            with self.faults.watching("start"), self.faults.process_group(self.rendezvous) as stop:
+                self._build_and_train(stop)
             self.attempts.finish()
         finally:
             self.lock.release()
             self.rendezvous.close()
-
-    def _run(self, failure: FirstFailure) -> None:
-        timeout, store = self.config.parallel.timeout_seconds, self.rendezvous.store
-        stop = StopSignal(self.config.faults.stop_seconds, failure, self._note_signal)
-        try:
-            with stop, process_group(self.place, timeout, store):
-                self._build_and_train(stop)
-        except DtronError as error:
-            self.attempts.record_end(str(error))
-            raise
-        except Exception as error:
-            explained = self._explained(error, failure, stop)
-            lost = isinstance(explained, PeerError)
-            line = str(explained or error).partition("\n")[0]
-            self.attempts.record_end(LOST_PEER if lost else f"{type(error).__name__}: {line}")
-            if explained is not None:
-                raise explained from error
-            raise
-
-    def _note_signal(self) -> None:
-        """torchrun's, once another rank has failed; a run that it stops in order takes it back."""
-        self.attempts.record_end(LOST_PEER)
-
-    @contextlib.contextmanager
-    def _watching(self, phase: str) -> Iterator[None]:
-        """What does not end is reported from here on."""
-        self.watchdog = self._watchdog(phase)
-        try:
-            yield
-        finally:
-            if self.watchdog is not None:
-                self.watchdog.end()
-
-    def _watchdog(self, phase: str) -> Watchdog | None:
-        faults, place = self.config.faults, self.place
-        seconds = faults.watched_seconds(self.config.parallel.timeout_seconds)
-        if not seconds:
-            return None
-        record, hangs = self.attempts.record_end, self.rundir.hangs
-        watchdog = Watchdog(seconds, hangs, place.rank, place.world_size, record)
-        watchdog.begin(phase)
-        return watchdog
-
-    def _unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """For reading checkpoints, which may take hours and has time-outs of its own."""
-        return self.watchdog.paused() if self.watchdog is not None else contextlib.nullcontext()
 
     def _build_and_train(self, stop: StopSignal) -> None:
         self._build()
@@ -200,25 +143,6 @@ class Trainer:
             self.guards.end()
             self.writer.close()
 
-    def _explained(
-        self, error: Exception, failure: FirstFailure, stop: StopSignal
-    ) -> TrainingError | None:
-        """What to raise for an error of this rank, which may follow from another rank's; None: the
-        error itself."""
-        if failure.reported_by_peer():
-            return PeerError("another rank has failed", stop.terminated)
-        if not is_out_of_memory(error):
-            if self.watchdog is not None:
-                self.watchdog.timed_out(error)
-            if self.modules and is_of_lost_peer(error):  # before, addresses may be wrong
-                log.error("rank %d lost another rank: %s", self.place.rank, error)
-                return PeerError("lost another rank", stop.terminated)
-            return None
-        if not failure.claim():
-            return PeerError("another rank has failed", stop.terminated)
-        where = f"step {self.step + 1}" if self.modules else "building the model"
-        return self.memory.explain(error, f"rank {self.place.rank}, {where}", self.modules)
-
     # -- building ---------------------------------------------------------------------------
 
     def _build(self) -> None:
@@ -227,14 +151,14 @@ class Trainer:
         self.host_group = host_group(config.parallel.timeout_seconds)
         common = common_to_ranks(config, self.model_setup.config, self.data_setup.identity)
         check_agreement_of_ranks(common, self.host_group)
-        with self._unwatched():
+        with self.faults.paused():
             self.resume = self.resume.agree(config, self.model_setup.config, self.host_group)
         mesh = build_mesh(config, place.world_size, place.device.type)
         setup = self.model_setup.measured(config, place, self.host_group)
         builder = ModelBuilder(config, setup, mesh)
         self.model = model = builder.build()
         self.guards = Guards(
-            config.faults, self.watchdog, model.applied, mesh, place.device, self.host_group
+            config.faults, self.faults.watchdog, model.applied, mesh, place.device, self.host_group
         )
         self.run = build_run(config, setup, model, self.guards.spikes)
         loader = Loader(
@@ -245,6 +169,7 @@ class Trainer:
             dp_size=mesh.size(*BATCH_AXES),
         )
         self.batches = RankBatches(loader, mesh, builder.context, setup, config.metrics.batch_hash)
+        self.evaluation = Evaluation(config, model, self.batches, self.data_setup)
         self.checkpointer = Checkpointer(
             self.resume.tiers,
             model.applied,
@@ -256,12 +181,12 @@ class Trainer:
         self.saving = Saving(self.checkpointer, self._metadata)
         self.rollback = Rollback(config.faults, self.resume.tiers, self.checkpointer)
         set_timeouts(mesh.groups(), config.parallel.timeout_seconds)
-        with self._unwatched():
+        with self.faults.paused():
             self._load()
         self._refresh_weights()
         info = RunInfo(config, place, self.data_setup, builder, model)
         self._open_run(info)
-        self.modules = modules_of(model.applied)
+        self.faults.built(modules_of(model.applied), lambda: self.step)
 
     def _refresh_weights(self) -> None:
         """Update what depends on weights that were drawn or loaded."""
@@ -462,31 +387,14 @@ class Trainer:
     def _log(self, result: StepResult, lr: float, validates: bool) -> None:
         """Write the row of this step; synchronizes with the device."""
         row = self.step_log.row(self.step, self.tokens, result, lr)
-        if validates and (validation_loss := self._validate()) is not None:
+        if validates and (validation_loss := self.evaluation.loss()) is not None:
             row["validation_loss"] = validation_loss
+            self.throughput.restart()
+            self.guards.alive(self.step)
         self.writer.row(row)
         if self.model.applied.dispatcher is not None:
             self.model.applied.dispatcher.check(self.place.device)
         self.step_log.check_skipped(row)
-
-    def _validate(self) -> float | None:
-        """Loss on the held-out split; None where there is none."""
-        config = self.config
-        if self.data_setup.validation is None or not config.train.eval_sequences:
-            return None
-        batches = validation_batches(
-            self.data_setup.validation,
-            sequences=config.train.eval_sequences,
-            micro_batch=config.train.micro_batch,
-            dp_rank=self.model.mesh.rank(*BATCH_AXES),
-            dp_size=self.model.mesh.size(*BATCH_AXES),
-        )
-        on_device = [self.batches.prepare(batch) for batch in batches]
-        loss = evaluate(self.model, on_device)
-        self.throughput.restart()
-        mean = loss.item()
-        self.guards.alive(self.step)
-        return mean
 
     def _save(self) -> bool:
         with self.guards.saving(self.step):
@@ -535,24 +443,7 @@ class Trainer:
             abandon_after(tier.folder, self.step)
 
     def _finish(self) -> None:
-        train = self.config.train
-        if train.sample_tokens:
-            with self.model.applied.evaluating():
-                text = self._sample()
-            if self.model.applied.dispatcher is not None:
-                self.model.applied.dispatcher.check(self.place.device)
-            log.info("sample: %s", text)
+        if self.config.train.sample_tokens:
+            log.info("sample: %s", self.evaluation.sample())
         if self.config.metrics.tensorboard:
             log.info("TensorBoard: tensorboard --logdir %s", self.rundir.tensorboard)
-
-    def _sample(self) -> str:
-        train, vocabulary = self.config.train, self.model_setup.config.vocab_size
-        return sample_text(
-            functools.partial(next_logits, self.model, self.batches.prepare, vocabulary),
-            self.data_setup.tokenizer,
-            prompt=train.sample_prompt,
-            n_tokens=train.sample_tokens,
-            batch_shape=(train.micro_batch, train.seq_len),
-            device=self.place.device,
-            seed=train.seed,
-        )

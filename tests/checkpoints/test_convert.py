@@ -242,9 +242,9 @@ def test_another_model_and_another_folder_are_refused(tmp_path: Path, llama: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.to(torch.float8_e4m3fn), "is F8_E4M3, and weights are"),
-        (lambda t: t.to(torch.int8), "is I8, and weights are"),
-        (lambda t: t[:-1], r"has shape \[47, 32\], and the model of config.json has \[48, 32\]"),
+        (lambda t: t.to(torch.float8_e4m3fn), "is F8_E4M3, but weights must be"),
+        (lambda t: t.to(torch.int8), "is I8, but weights must be"),
+        (lambda t: t[:-1], r"has shape \[47, 32\], but the model of config.json has \[48, 32\]"),
         (None, r"which model.safetensors.index.json lists for it"),
     ],
 )

@@ -15,6 +15,7 @@ from dtron.bench.run import end
 from dtron.config import RunConfig
 from dtron.faults.signals import EXIT_UNSAVED
 from dtron.faults.watchdog import EXIT_HUNG, Watchdog
+from dtron.run.fault_handler import FaultHandler
 from dtron.training.saves import Saving
 from dtron.training.trainer import Trainer
 from tests.faults.processes import finish, output, start, torchrun
@@ -204,12 +205,12 @@ def test_an_error_of_a_start_is_explained_under_watch(
     def fail(*_: object) -> None:
         raise RuntimeError("no such layer")
 
-    def explain(trainer: Trainer, *_: object) -> None:
-        assert trainer.watchdog is not None
-        watched.append(trainer.watchdog._thread.is_alive())
+    def explain(faults: FaultHandler, *_: object) -> None:
+        assert faults.watchdog is not None
+        watched.append(faults.watchdog._thread.is_alive())
 
     monkeypatch.setattr(Trainer, "_build", fail)
-    monkeypatch.setattr(Trainer, "_explained", explain)
+    monkeypatch.setattr(FaultHandler, "explain", explain)
     with pytest.raises(RuntimeError, match="no such layer"):
         Trainer(tiny(tmp_path / "run")).fit()
     dist.destroy_process_group()  # a rank that fails leaves it as it is

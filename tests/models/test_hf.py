@@ -257,7 +257,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ("llama", {"mlp_bias": True}, "attention_bias = False with mlp_bias = True"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-    ("llama", {"sliding_window": 8}, "sliding_window = 8 is not known to dtron's llama"),
+    ("llama", {"sliding_window": 8}, "sliding_window = 8 is unknown to dtron's llama"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
     ("llama", {"rope_scaling": {**LLAMA3, "short_factor": [1.0]}}, "short_factor"),
     ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "factor of rope_type = 'yarn' is missing"),
@@ -280,7 +280,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = "),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     ("qwen3_moe", {"num_experts": 5}, "num_experts = 5 and num_local_experts = 6"),
-    ("qwen3_moe", {"num_local_experts": None}, "how many experts"),
+    ("qwen3_moe", {"num_local_experts": None}, "do not give one number of experts"),
     ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers = 1"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
@@ -450,7 +450,7 @@ def test_rotary_positions_that_a_folder_does_not_mention(tmp_path: Path) -> None
         del content["rope_parameters"]
         path.write_text(json.dumps(content))
     assert hf_folder(tmp_path / "mixtral").config.rope_theta == 1e6
-    with pytest.raises(CheckpointError, match="rope_parameters is missing"):
+    with pytest.raises(CheckpointError, match="neither rope_parameters"):
         hf_folder(tmp_path / "gpt_oss")
 
 

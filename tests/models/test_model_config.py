@@ -148,7 +148,7 @@ def test_every_field_is_documented_and_literals_match_the_tables():
 
 def test_backend_that_cannot_drop_attention_weights_is_refused():
     config = model_config("llama", "debug", {"attention_dropout": 0.1})
-    with pytest.raises(ConfigError, match=r"model.attention = sdpa cannot drop.*use math"):
+    with pytest.raises(ConfigError, match=r"sdpa does not support attention dropout.*use math"):
         build_model("llama", config, BACKENDS["sdpa"])
 
 

@@ -169,8 +169,12 @@ def test_contexts_that_do_not_fit_are_refused(name: str) -> None:
     [
         ("cudnn", {"cp_method": "all_gather"}, "does not support more keys than queries"),
         ("cudnn", {"mask_documents": True}, "does not support document masks with parallel.cp"),
-        ("cudnn", {"cp_method": "ulysses", "window": 16}, "cannot do model.override.window = 16"),
-        ("flash", {"softcap": 2.0}, "cannot do model.override.softcap = 2.0"),
+        (
+            "cudnn",
+            {"cp_method": "ulysses", "window": 16},
+            "does not support model.override.window = 16",
+        ),
+        ("flash", {"softcap": 2.0}, "does not support model.override.softcap = 2.0"),
         ("sdpa", {}, "returns no log-sum-exp, which parallel.cp needs"),
         ("flex", {}, "returns no log-sum-exp, which parallel.cp needs"),
         ("flash_attn", {}, "returns no log-sum-exp, which parallel.cp needs"),

@@ -1,16 +1,61 @@
-"""Text from the model in training: a look at what it has learned, not an inference engine.
+"""Validation loss and sample text of a run: a look at what it has learned, no inference engine.
 
-Every rank runs every forward pass, because parameters are gathered together; rank 0 draws.
+Every rank runs every forward pass, because parameters are gathered together; rank 0 samples.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtron.data import Batch, Tokenizer
-from dtron.training.step import ParallelModel, as_micro_batch
+from dtron.config import RunConfig
+from dtron.data import Batch, Tokenizer, validation_batches
+from dtron.parallelisms.mesh import BATCH_AXES
+from dtron.setup.preflight import DataSetup
+from dtron.training.batches import RankBatches
+from dtron.training.step import ParallelModel, as_micro_batch, evaluate
+
+
+class Evaluation:
+    """Evaluates the model as it is; every method is a collective of all ranks."""
+
+    def __init__(
+        self, config: RunConfig, model: ParallelModel, batches: RankBatches, data: DataSetup
+    ) -> None:
+        self.config, self.model, self.batches, self.data = config, model, batches, data
+
+    def loss(self) -> float | None:
+        """Mean loss of the held-out split; None without one. Synchronizes with the device."""
+        train = self.config.train
+        if self.data.validation is None or not train.eval_sequences:
+            return None
+        batches = validation_batches(
+            self.data.validation,
+            sequences=train.eval_sequences,
+            micro_batch=train.micro_batch,
+            dp_rank=self.model.mesh.rank(*BATCH_AXES),
+            dp_size=self.model.mesh.size(*BATCH_AXES),
+        )
+        return evaluate(self.model, [self.batches.prepare(batch) for batch in batches]).item()
+
+    def sample(self) -> str:
+        """`train.sample_prompt` continued by `train.sample_tokens` tokens."""
+        train, vocabulary = self.config.train, self.batches.model.config.vocab_size
+        with self.model.applied.evaluating():
+            text = sample_text(
+                functools.partial(next_logits, self.model, self.batches.prepare, vocabulary),
+                self.data.tokenizer,
+                prompt=train.sample_prompt,
+                n_tokens=train.sample_tokens,
+                batch_shape=(train.micro_batch, train.seq_len),
+                device=self.batches.device,
+                seed=train.seed,
+            )
+        if self.model.applied.dispatcher is not None:
+            self.model.applied.dispatcher.check(self.batches.device)
+        return text
 
 
 @torch.no_grad()

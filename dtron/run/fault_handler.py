@@ -1,0 +1,121 @@
+"""Handles what can end one rank of a run: a hang, a signal, an error of its own or of another rank.
+
+One rank alone reports a failure: the others, which fail because it is gone, raise a PeerError.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from torch import nn
+
+from dtron.config import RunConfig
+from dtron.errors import DtronError, PeerError, TrainingError
+from dtron.faults.failure import FirstFailure, is_of_lost_peer
+from dtron.faults.memory import MemoryInUse, is_out_of_memory
+from dtron.faults.signals import StopSignal
+from dtron.faults.watchdog import Watchdog
+from dtron.run.attempts import LOST_PEER, Attempts
+from dtron.run.process import Place, process_group
+from dtron.run.rendezvous import Rendezvous
+
+log = logging.getLogger("dtron")
+
+
+class FaultHandler:
+    """Watches one rank, and decides which error it raises.
+
+    Args:
+        attempts: where the reason is recorded for which this rank ends.
+        hangs: folder of the watchdog's reports.
+    """
+
+    def __init__(self, config: RunConfig, place: Place, attempts: Attempts, hangs: Path) -> None:
+        self.config, self.place, self.attempts, self.hangs = config, place, attempts, hangs
+        self.watchdog: Watchdog | None = None
+        """None: faults.hang_seconds is 0."""
+        self._modules: Mapping[nn.Module, str] = {}
+        self._step: Callable[[], int] = int
+
+    @contextlib.contextmanager
+    def watching(self, phase: str) -> Iterator[None]:
+        """Run the watchdog from here, at first for `phase`, "rendezvous" or "start"."""
+        self.watchdog = self._begin_watchdog(phase)
+        try:
+            yield
+        finally:
+            if self.watchdog is not None:
+                self.watchdog.end()
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Pause the watchdog while checkpoints are read: that may take hours, and has time-outs."""
+        return self.watchdog.paused() if self.watchdog is not None else contextlib.nullcontext()
+
+    def built(self, modules: Mapping[nn.Module, str], step: Callable[[], int]) -> None:
+        """The model exists, so that errors can name a module and a step.
+
+        Args:
+            modules: FQN of every module of this rank.
+            step: returns the number of steps done.
+        """
+        self._modules, self._step = modules, step
+
+    @contextlib.contextmanager
+    def process_group(self, rendezvous: Rendezvous) -> Iterator[StopSignal]:
+        """Open the process group and catch signals; errors inside are recorded and explained.
+
+        Raises:
+            PeerError: this rank has failed because another one has.
+            OutOfMemoryError: it names step, module and memory.
+        """
+        memory = MemoryInUse(self.place.local_world_size)
+        failure = FirstFailure(self.place.rank, self.place.world_size, rendezvous.token)
+        stop = StopSignal(self.config.faults.stop_seconds, failure, self._record_signal)
+        timeout = self.config.parallel.timeout_seconds
+        try:
+            with stop, process_group(self.place, timeout, rendezvous.store):
+                yield stop
+        except DtronError as error:
+            self.attempts.record_end(str(error))
+            raise
+        except Exception as error:
+            explained = self.explain(error, failure, stop, memory)
+            lost = isinstance(explained, PeerError)
+            line = str(explained or error).partition("\n")[0]
+            self.attempts.record_end(LOST_PEER if lost else f"{type(error).__name__}: {line}")
+            if explained is not None:
+                raise explained from error
+            raise
+
+    def explain(
+        self, error: Exception, failure: FirstFailure, stop: StopSignal, memory: MemoryInUse
+    ) -> TrainingError | None:
+        """The error to raise in place of one of this rank; None: the error itself."""
+        if failure.reported_by_peer():
+            return PeerError("another rank has failed", stop.terminated)
+        if not is_out_of_memory(error):
+            if self.watchdog is not None:
+                self.watchdog.timed_out(error)
+            if self._modules and is_of_lost_peer(error):  # before, addresses may be wrong
+                log.error("rank %d lost another rank: %s", self.place.rank, error)
+                return PeerError("lost another rank", stop.terminated)
+            return None
+        if not failure.claim():
+            return PeerError("another rank has failed", stop.terminated)
+        where = f"step {self._step() + 1}" if self._modules else "building the model"
+        return memory.explain(error, f"rank {self.place.rank}, {where}", self._modules)
+
+    def _record_signal(self) -> None:
+        """A signal may be torchrun's, once another rank has failed; `Attempts.finish` deletes the
+        record of a run that it stops in order."""
+        self.attempts.record_end(LOST_PEER)
+
+    def _begin_watchdog(self, phase: str) -> Watchdog | None:
+        seconds = self.config.faults.watched_seconds(self.config.parallel.timeout_seconds)
+        if not seconds:
+            return None
+        place, record = self.place, self.attempts.record_end
+        watchdog = Watchdog(seconds, self.hangs, place.rank, place.world_size, record)
+        watchdog.begin(phase)
+        return watchdog
