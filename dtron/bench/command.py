@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] == "kernels":
         return kernels.main(arguments[1:])
     given = bench_parser().parse_intermixed_args(arguments)
-    console = Console(width=None if Console().is_terminal else 200)
+    console = report.bench_console()
     options = _options(given)
     out = Path(given.out or time.strftime("runs/bench/%Y%m%d-%H%M%S"))
     sweep = points(given.axes)

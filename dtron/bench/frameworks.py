@@ -415,7 +415,7 @@ def print_comparisons(console: Console, outcomes: Sequence[Outcome]) -> None:
             resolved = json.dumps(outcome.against["run"]["config"], indent=1)
             console.print(resolved, markup=False, highlight=False, soft_wrap=True)
     if pairs:
-        console.print(_comparison_table(pairs))
+        console.print(comparison_table(pairs))
     for outcome in outcomes:
         failed = outcome.against.get("run", {}).get("reason", "")
         differs = outcome.against.get("comparison", {}).get("differs", [])
@@ -423,12 +423,13 @@ def print_comparisons(console: Console, outcomes: Sequence[Outcome]) -> None:
             console.print(f"{outcome.label}: no ratio: {why}", markup=False, soft_wrap=True)
 
 
-def _comparison_table(pairs: Sequence[Outcome]) -> Table:
+def comparison_table(pairs: Sequence[Outcome]) -> Table:
     table = Table(title="tok/s/GPU, pair by pair", title_justify="left")
-    for heading in ("point", "repeat", "dtron", "peer", "ratio", "parameters", "tokens a step"):
-        table.add_column(heading, justify="left" if heading == "point" else "right")
-    for heading in ("dtype", "recompute", "peer GiB"):
-        table.add_column(heading)
+    table.add_column("point", overflow="fold")
+    for heading in ("repeat", "dtron", "peer", "ratio", "parameters", "tokens\nper step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("dtype", "recompute", "peer\nGiB"):
+        table.add_column(heading, no_wrap=True)
     ratios: dict[str, list[float]] = {}
     for outcome in pairs:
         found = Comparison(**outcome.against["comparison"])

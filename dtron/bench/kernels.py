@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from dtron.bench.kernel_cases import PROBLEMS, Figures, Problem, Row, Shape, Tensors
 from dtron.bench.measure import copy_rate, device_name, gemm_rate, seconds
-from dtron.bench.report import share, versions
+from dtron.bench.report import bench_console, share, versions
 from dtron.bench.run import one_line
 from dtron.errors import ArgumentParser, ConfigError, nearest
 from dtron.parallelisms.fsdp.sharding import DTYPES
@@ -153,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     given = kernels_parser().parse_args(arguments)
     _check(given)
-    console = Console(width=None if Console().is_terminal else 160)
+    console = bench_console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[given.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     limit = Limit(gemm_rate(device, dtype), copy_rate(device))
@@ -170,7 +169,9 @@ def main(arguments: Sequence[str]) -> int:
         timings = time_problem(problem, shape, own, device, limit, given.backend)
         rows = [asdict(timing) for timing in timings]
         written[name] = {"shape": shape, "dtype": str(own), "parts": problem.parts, "rows": rows}
-        console.print(_table(timings, problem.parts, f"{name}: {shape} ({problem.dims}), {own}"))
+        console.print(
+            timings_table(timings, problem.parts, f"{name}: {shape} ({problem.dims}), {own}")
+        )
         for timing in timings:
             if timing.reason:
                 console.print(f"{timing.name}: {timing.reason}", markup=False, soft_wrap=True)
@@ -204,23 +205,28 @@ def _shape(text: str | None, problem: Problem) -> Shape | None:
     return tuple(int(word) for word in words)
 
 
-def _table(timings: Sequence[Timing], parts: Sequence[str], title: str) -> Table:
+def timings_table(timings: Sequence[Timing], parts: Sequence[str], title: str) -> Table:
+    """One row per kernel and part."""
     table = Table(title=title, title_justify="left")
-    table.add_column("kernel", no_wrap=True)
+    for heading in ("kernel", "part"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("ms", "TFLOP/s", "of limit", "x reference", "error"):
-        for part in parts:
-            table.add_column(f"{part} {heading}", justify="right")
-    base, none = timings[0].seconds, ["–"] * len(parts)
+        table.add_column(heading, justify="right", no_wrap=True)
+    base = timings[0].seconds
     for timing in timings:
-        cells: list[str] = []
-        if timing.seconds and timing.tflops and timing.of_limit:
-            cells += [f"{value * 1e3:.4g}" for value in timing.seconds]
-            cells += [f"{value:.4g}" for value in timing.tflops]
-            cells += [share(value) for value in timing.of_limit]
-            pairs = zip(base or (), timing.seconds, strict=False)
-            cells += [f"{first / own:.2f}" for first, own in pairs] or none
-            cells += [f"{value:.1e}" for value in timing.error or ()] or none
-        table.add_row(timing.name, *cells)
+        if not (timing.seconds and timing.tflops and timing.of_limit):
+            table.add_row(timing.name)
+            continue
+        for i, part in enumerate(parts):
+            table.add_row(
+                timing.name if i == 0 else "",
+                part,
+                f"{timing.seconds[i] * 1e3:.4g}",
+                f"{timing.tflops[i]:.4g}",
+                share(timing.of_limit[i]),
+                f"{base[i] / timing.seconds[i]:.2f}" if base else "–",
+                f"{timing.error[i]:.1e}" if timing.error else "–",
+            )
     return table
 
 

@@ -25,7 +25,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -129,21 +129,37 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-# Heading of a column, and what it shows of a point's figures.
-_COLUMNS: tuple[tuple[str, Any], ...] = (
-    ("step s", lambda f: f"{f.step_seconds:.4g}"),
-    ("p10–p90", lambda f: f"{f.p10_seconds:.4g}–{f.p90_seconds:.4g}"),
-    ("tok/s/GPU", lambda f: f"{f.tokens_per_second_per_device:,.0f}"),
-    ("TFLOP/s full", lambda f: f"{f.tflops['full']:,.4g}"),
-    ("causal", lambda f: f"{f.tflops['causal']:,.4g}"),
-    ("MFU full", lambda f: share(f.mfu["full"])),
-    ("causal", lambda f: share(f.mfu["causal"])),
-    ("GiB", lambda f: f"{f.memory_gib:.1f}"),
-    ("hidden", lambda f: share(f.hidden)),
-    ("cold start s", lambda f: f"{f.cold_start_seconds:.1f}"),
-    ("first step s", lambda f: f"{f.first_step_seconds:.2f}"),
-    ("drift", lambda f: share(f.drift)),
+# Titles of tables, headings of their columns, and what a column shows of a point's figures.
+_TABLES: tuple[tuple[str, tuple[tuple[str, Callable[[Figures], str]], ...]], ...] = (
+    (
+        "speed",
+        (
+            ("step s", lambda f: f"{f.step_seconds:.4g}"),
+            ("p10–p90", lambda f: f"{f.p10_seconds:.4g}–{f.p90_seconds:.4g}"),
+            ("tok/s/GPU", lambda f: f"{f.tokens_per_second_per_device:,.0f}"),
+            ("TFLOP/s full", lambda f: f"{f.tflops['full']:,.4g}"),
+            ("causal", lambda f: f"{f.tflops['causal']:,.4g}"),
+            ("MFU full", lambda f: share(f.mfu["full"])),
+            ("causal", lambda f: share(f.mfu["causal"])),
+        ),
+    ),
+    (
+        "memory, start, spread",
+        (
+            ("GiB", lambda f: f"{f.memory_gib:.1f}"),
+            ("communication hidden", lambda f: share(f.hidden)),
+            ("cold start s", lambda f: f"{f.cold_start_seconds:.1f}"),
+            ("first step s", lambda f: f"{f.first_step_seconds:.2f}"),
+            ("drift", lambda f: share(f.drift)),
+        ),
+    ),
 )
+WIDTH = 120
+
+
+def bench_console() -> Console:
+    """The terminal, or WIDTH columns of a file or pipe."""
+    return Console(width=None if Console().is_terminal else WIDTH)
 
 
 def share(value: float | None) -> str:
@@ -151,23 +167,25 @@ def share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def table(rows: Sequence[tuple[str, Figures | None, str]], title: str) -> Table:
-    """One row a point: (label, figures, why there are none)."""
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("point", overflow="fold")
-    for heading, _ in _COLUMNS:
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for label, found, _ in rows:
-        cells = ["–"] * len(_COLUMNS) if found is None else [show(found) for _, show in _COLUMNS]
-        shown.add_row(label, *cells)
-    return shown
+def tables(rows: Sequence[tuple[str, Figures | None, str]], title: str) -> Iterator[Table]:
+    """Tables with one row per point: (label, figures, why there are none)."""
+    for name, columns in _TABLES:
+        made = Table(title=f"{title}: {name}", title_justify="left")
+        made.add_column("point", overflow="fold")
+        for heading, _ in columns:
+            made.add_column(heading, justify="right", no_wrap=True)
+        for label, found, _ in rows:
+            cells = ["–"] * len(columns) if found is None else [show(found) for _, show in columns]
+            made.add_row(label, *cells)
+        yield made
 
 
 def print_report(
     console: Console, rows: Sequence[tuple[str, Figures | None, str]], title: str
 ) -> None:
-    """The table, and under it each point that has no figures with its reason."""
-    console.print(table(rows, title))
+    """Print the tables, then each point that has no figures with its reason."""
+    for each in tables(rows, title):
+        console.print(each)
     for label, found, why in rows:
         if why:
             console.print(f"{label}: {why}", markup=False, soft_wrap=True)

@@ -1,12 +1,18 @@
 """Figures of recorded runs."""
 
 import ctypes
+import io
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
-from dtron.bench.report import figures, loaded_nccl, percentile
+from dtron.bench.frameworks import Comparison, comparison_table
+from dtron.bench.kernels import Timing, timings_table
+from dtron.bench.report import WIDTH, Figures, figures, loaded_nccl, percentile, tables
 from dtron.bench.run import Options, Outcome
 from dtron.config import RunConfig
 from dtron.models import model_config
@@ -90,3 +96,52 @@ def test_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
     assert loaded_nccl() == ""
+
+
+LABEL = "parallel.dp_shard=128 parallel.tp=8 parallel.schedule=InterleavedZeroBubble"
+WIDE = Figures(
+    step_seconds=1234.5,
+    p10_seconds=1234.4,
+    p90_seconds=1234.6,
+    tokens_per_second_per_device=123456.7,
+    tflops={"full": 1234.5, "causal": 1234.5},
+    mfu={"full": 0.4567, "causal": 0.4567},
+    memory_gib=123.4,
+    hidden=0.456,
+    cold_start_seconds=1234.5,
+    first_step_seconds=1234.56,
+    cache_hits=0,
+    drift=0.123,
+    repeat_seconds=(),
+)
+TIMING = Timing(
+    "flash, compiled",
+    seconds=(1.2345, 1.2345),
+    tflops=(1234.5, 1234.5),
+    of_limit=(0.4567, 0.4567),
+    error=(1.2e-5, 1.2e-5),
+)
+
+
+def compared() -> Outcome:
+    facts = {"parameters": 671_026_404_352, "tokens_a_step": 16_777_216, "dtype": "bfloat16"}
+    facts |= {"recompute": "selective, every 2"}
+    found = Comparison("torchtitan", facts, facts, [], 123456.7, 123456.7, 1.234, 123.4)
+    return outcome([[1.0]], label=LABEL, against={"comparison": asdict(found)})
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        *tables([(LABEL, WIDE, "")], "llama 8b, 8 ranks"),
+        timings_table([TIMING], ["forward", "backward"], "attention"),
+        comparison_table([compared()]),
+    ],
+    ids=lambda table: str(table.title),
+)
+def test_tables_fit_the_width(shown: Table) -> None:
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console.print(shown)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "…" not in text
