@@ -34,6 +34,8 @@ MOST_AGENTS = 3
 JOIN_SECONDS = 600
 """An agent waits so long for others; one that lives longer has trained."""
 PAUSE_SECONDS = 1
+KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=5"
+"""An agent is dead after 5 silent seconds, not torch's 15, for which its successor would wait."""
 
 
 class Host:
@@ -78,7 +80,7 @@ class Host:
 
     def _run_agent(self) -> int:
         options = self.options
-        conf = f"is_host={int(options.node_rank == 0)},join_timeout={JOIN_SECONDS}"
+        conf = f"is_host={int(options.node_rank == 0)},join_timeout={JOIN_SECONDS},{KEEP_ALIVE}"
         command = [str(Path(__file__).parent / "torchrun.sh")]
         command += ["--nnodes", options.nnodes, "--nproc-per-node", str(options.nproc_per_node)]
         command += ["--rdzv-backend", "c10d", "--rdzv-id", options.id, "--rdzv-conf", conf]

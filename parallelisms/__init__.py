@@ -6,7 +6,9 @@ if __name__ == "parallelisms":
         "not a top-level one"
     )
 
-from dtron.parallelisms.context.attention import Context, ContextAttention, Split
+from dtron.parallelisms.context.apply import Context
+from dtron.parallelisms.context.attention import ContextAttention
+from dtron.parallelisms.context.split import Split
 from dtron.parallelisms.expert.expert_parallel import ExpertLayers
 from dtron.parallelisms.fsdp.sharding import Policy, begin_micro_batch
 from dtron.parallelisms.gradients import (

@@ -22,7 +22,7 @@ from torch import nn
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.compile import compile_activations, compile_blocks
-from dtron.parallelisms.context.attention import Context, apply_context
+from dtron.parallelisms.context.apply import Context, apply_context
 from dtron.parallelisms.expert.expert_parallel import (
     Dispatcher,
     ExpertLayers,

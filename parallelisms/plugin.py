@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
-from dtron.parallelisms.context.attention import Context
+from dtron.parallelisms.context.apply import Context
 from dtron.parallelisms.expert.expert_parallel import ExpertLayers
 from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.parallelisms.gradients import clip_scale, global_norm, scale_or_zero_

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dtron.config import DEGREES, Degree
 from dtron.kernels.float8_rows import wire_bytes
-from dtron.parallelisms.context.attention import shape_of
+from dtron.parallelisms.context.layout import layout_of
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
@@ -220,7 +220,7 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
     methods = parallel.cp_methods()
     for layer in stage.layers:
-        shape = shape_of(methods[layer % len(methods)], cp, parallel.cp_inner)
+        shape = layout_of(methods[layer % len(methods)], cp, parallel.cp_inner)
         again = int(run.recomputes(layer))
         times = 2 if again and run.config.recompute.mode == "full" else 1
         if shape.inner > 1:

@@ -31,7 +31,7 @@ from dtron.models.attention import Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.models.contract import ignored
 from dtron.models.flops import FlopsModel, flops_per_token
-from dtron.parallelisms.context.attention import shape_of
+from dtron.parallelisms.context.layout import layout_of
 from dtron.parallelisms.expert import deepep, symmetric_dispatch
 from dtron.parallelisms.expert.expert_parallel import refuse_half_compiled, shared_dim
 from dtron.parallelisms.fsdp.sharding import DTYPES
@@ -189,7 +189,7 @@ def _blocks(config: RunConfig) -> Iterator[tuple[str, int, int, str]]:
     if parallel.cp == 1:
         return
     for method in dict.fromkeys(parallel.cp_methods()):
-        inner = shape_of(method, parallel.cp, parallel.cp_inner).inner
+        inner = layout_of(method, parallel.cp, parallel.cp_inner).inner
         if inner > 1:
             key = "parallel.cp_inner" if method == "hierarchical" else "parallel.cp"
             yield key, inner, inner * parallel.tp, ring
@@ -283,7 +283,7 @@ def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
     heads, shared = model.n_heads // tp, model.n_kv_heads // tp
     legal = [n for n in range(1, heads + 1) if heads % math.lcm(n, shared) == 0]
     for method in dict.fromkeys(parallel.cp_methods()):
-        inner = shape_of(method, parallel.cp, parallel.cp_inner).inner
+        inner = layout_of(method, parallel.cp, parallel.cp_inner).inner
         if inner not in legal:
             yield (
                 f"parallel.cp_method = {method!r} splits heads over {inner} ranks, but each has "
@@ -297,7 +297,7 @@ def _rings(run: ModelCandidate) -> list[str]:
     if parallel.cp == 1:
         return []
     methods = parallel.cp_methods()
-    return [m for m in methods if shape_of(m, parallel.cp, parallel.cp_inner).rings]
+    return [m for m in methods if layout_of(m, parallel.cp, parallel.cp_inner).rings]
 
 
 MODEL: tuple[Rule[ModelCandidate], ...] = (

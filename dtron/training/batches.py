@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dtron.data import Batch, Loader
 from dtron.data.batch_hash import BITS, fingerprint
-from dtron.parallelisms.context.attention import Context, Split
+from dtron.parallelisms.context.apply import Context
+from dtron.parallelisms.context.split import Split
 from dtron.parallelisms.mesh import BATCH_AXES, Mesh
 from dtron.setup.preflight import ModelSetup
 

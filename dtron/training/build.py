@@ -18,7 +18,7 @@ from dtron.float8.delayed import DelayedScales
 from dtron.models import MODELS, build_model
 from dtron.models.router import routers
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
-from dtron.parallelisms.context.attention import Context
+from dtron.parallelisms.context.apply import Context
 from dtron.parallelisms.expert.expert_parallel import ExpertLayers
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh

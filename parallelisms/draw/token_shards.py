@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from dtron.errors import ConfigError
-from dtron.parallelisms.context.attention import Split
 from dtron.parallelisms.context.load_balance import work
+from dtron.parallelisms.context.split import Split
 from dtron.parallelisms.draw.timelines import COLOURS, LEFT, ROW, TOP, WIDTH
 
 RIGHT = 92

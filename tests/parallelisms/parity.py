@@ -47,7 +47,7 @@ from dtron.models.moe import Experts
 from dtron.models.router import Router, routers, update_expert_bias
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
-from dtron.parallelisms.context.attention import Context
+from dtron.parallelisms.context.apply import Context
 from dtron.parallelisms.expert.expert_parallel import ExpertLayers
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
 from dtron.parallelisms.gradients import clip_scale

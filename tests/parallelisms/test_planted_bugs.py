@@ -23,8 +23,9 @@ from dtron.float8 import async_tp as fused
 from dtron.float8 import casting, delayed
 from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
-from dtron.parallelisms.context import attention as context
-from dtron.parallelisms.context.attention import Context
+from dtron.parallelisms.context.apply import Context
+from dtron.parallelisms.context.blocks import Blocks
+from dtron.parallelisms.context.ring import RingBlocks
 from dtron.parallelisms.expert import expert_parallel as expert
 from dtron.parallelisms.fsdp import sharding as fsdp
 from dtron.parallelisms.gradients import local_gradients
@@ -164,10 +165,10 @@ def key_gradients_stay() -> None:
         mine = torch.zeros_like(keys, dtype=dtype)
         for block, at_hand in self._round(keys):
             due = mine if block == self.rank else torch.zeros_like(mine)
-            backward(self._ring_pair(block), at_hand, due)
+            backward(self._pair(block), at_hand, due)
         return mine
 
-    context._Blocks._carry = carry  # type: ignore[method-assign]
+    RingBlocks.key_gradients = carry  # type: ignore[method-assign]
 
 
 def late_pieces_as_they_come() -> None:
@@ -181,7 +182,7 @@ def late_pieces_as_they_come() -> None:
         early, late = (part.unflatten(1, (self.inner, -1)) for part in x.chunk(2, dim=1))
         return torch.stack([early, late], dim=2).flatten(1, 3)
 
-    context._Blocks.arrange, context._Blocks.restore = joined, parted  # type: ignore[method-assign]
+    Blocks.arrange, Blocks.restore = joined, parted  # type: ignore[method-assign]
 
 
 def positions_of_the_part() -> None:

@@ -9,16 +9,15 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from dtron.config import CpMethod, Parallel, Recompute
-from dtron.kernels.attention import Score
+from dtron.kernels.attention import Score, Tables
 from dtron.parallelisms.context.attention import (
     ContextAttention,
-    Split,
-    Tables,
-    _Blocks,
     context_attention,
     context_attention_backward,
-    shape_of,
 )
+from dtron.parallelisms.context.blocks import Blocks
+from dtron.parallelisms.context.layout import layout_of
+from dtron.parallelisms.context.split import Split
 from dtron.parallelisms.functional_collectives import NamedGroup
 from tests.harness import run_ranks
 from tests.parallelisms import parity
@@ -83,7 +82,7 @@ def attend(
 ) -> list[Tensor]:
     """The same on this rank: its tokens' output and gradients, and the sink's part."""
     cp, rank = dist.get_world_size(), dist.get_rank()
-    shape = shape_of(method, cp, inner)
+    shape = layout_of(method, cp, inner)
     inside, between = groups(shape.inner)
     split = Split(documents, (BATCH, TOKENS), cp)
     index = split.index(rank)
@@ -150,7 +149,7 @@ def test_methods_equal_one_process(method: CpMethod, cp: int, packing: bool) -> 
 
 def announced(method: CpMethod, kv_heads: int) -> None:
     """Run both operators and compare sizes and strides with what compile is told."""
-    shape = shape_of(method, dist.get_world_size())
+    shape = layout_of(method, dist.get_world_size())
     split = Split(packed(), (BATCH, TOKENS), dist.get_world_size())
     tables = split.tables({method: shape}, dist.get_rank())
     assert tables is not None
@@ -177,13 +176,13 @@ def test_operators_lay_tensors_out_as_announced(method: CpMethod, kv_heads: int)
 
 def kernel_calls(case: Case) -> int:
     """How often a rank attends to blocks in one step."""
-    attend, calls = _Blocks.attend, []
+    attend, calls = Blocks.attend, []
 
-    def counted(self: _Blocks, *args: Any) -> tuple[Tensor, Tensor]:
+    def counted(self: Blocks, *args: Any) -> tuple[Tensor, Tensor]:
         calls.append(1)
         return attend(self, *args)
 
-    _Blocks.attend = counted  # type: ignore[method-assign]
+    Blocks.attend = counted  # type: ignore[method-assign]
     parity.evaluate = lambda *_: torch.zeros(())  # type: ignore[assignment]
     parallel_run(case)
     return len(calls)

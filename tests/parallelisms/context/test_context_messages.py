@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from dtron.config import CpMethod
-from dtron.parallelisms.context import attention as context
-from dtron.parallelisms.context.attention import ContextAttention, Split, shape_of
+from dtron.parallelisms.context.attention import ContextAttention
+from dtron.parallelisms.context.blocks import Blocks
+from dtron.parallelisms.context.layout import layout_of
+from dtron.parallelisms.context.split import Split
 from dtron.run.collective_counter import CollectiveCounter
 from tests.harness import run_ranks
 from tests.parallelisms.context.test_context_attention import groups
@@ -51,7 +53,7 @@ def sent(counter: CollectiveCounter, group: dist.ProcessGroup) -> Sent:
 def count(method: CpMethod, kv_heads: int, width: int, inner: int, packed: bool) -> list[Sent]:
     """Forward and backward of one attention on a rank."""
     cp, rank = dist.get_world_size(), dist.get_rank()
-    shape = shape_of(method, cp, inner)
+    shape = layout_of(method, cp, inner)
     inside, between = groups(shape.inner)
     documents = (torch.arange(TOKENS) >= 5).long().expand(BATCH, -1) if packed else None
     tables = Split(documents, (BATCH, TOKENS), cp).tables({method: shape}, rank)
@@ -74,7 +76,7 @@ def watch_operator(group: dist.ProcessGroup) -> Sent:
     """What the operator's last call has sent: a counter outside does not see into it."""
     found: Sent = {}
     for name in ("attend", "differentiate"):
-        original = getattr(context._Blocks, name)
+        original = getattr(Blocks, name)
 
         def call(self, *args, original=original):
             with CollectiveCounter({}) as inside:
@@ -83,7 +85,7 @@ def watch_operator(group: dist.ProcessGroup) -> Sent:
             found.update(sent(inside, group))
             return result
 
-        setattr(context._Blocks, name, call)
+        setattr(Blocks, name, call)
     return found
 
 
@@ -117,6 +119,6 @@ def test_the_figures_of_the_documentation() -> None:
     )
     assert [name for name, _, _ in rows] == ["ring", "all_gather", "ulysses", "hierarchical"]
     for name, *messages in rows:
-        shape = shape_of(name, 8)
+        shape = layout_of(name, 8)
         ways = formulas(name, 131_072 // 8, 32, 8, 128, 2, shape.outer, shape.inner)
         assert [int(x) for x in messages] == [sum(way.values()) / 2**20 for way in ways], name

@@ -1,0 +1,111 @@
+"""Which tokens of a micro-batch each cp rank holds, and the index tables of attention over them."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dtron.config import CpMethod
+from dtron.errors import ConfigError
+from dtron.kernels.attention import Tables
+from dtron.parallelisms.context.layout import ContextLayout
+from dtron.parallelisms.context.load_balance import Ints, held, lengths, pieces
+
+
+class Split:
+    """Which tokens of a micro-batch each cp rank holds, made on the host from its documents.
+
+    Args:
+        documents: integers (B, T), equal within a document; None: one document a sequence.
+        shape: (B, T).
+
+    Raises:
+        ConfigError: 2 * cp does not divide T.
+    """
+
+    def __init__(self, documents: Tensor | None, shape: tuple[int, int], cp: int) -> None:
+        if shape[1] % (2 * cp):
+            below = shape[1] // (2 * cp) * 2 * cp
+            raise ConfigError(
+                f"parallel.cp = {cp} cuts a sequence into {2 * cp} pieces, which does not divide "
+                f"its {shape[1]} tokens; use a multiple such as {below or 2 * cp}"
+            )
+        self.documents = None if documents is None else documents.numpy()
+        self.cp, self.shape = cp, shape
+        self.piece = pieces(self.documents, shape, 2 * cp)
+
+    def index(self, rank: int) -> Tensor:
+        """Where in the sequence the tokens of a rank are: int64 (B, T / cp)."""
+        return torch.from_numpy(held(self.piece, rank, 2 * self.cp))
+
+    def tables(self, layouts: Mapping[CpMethod, ContextLayout], rank: int) -> Tables | None:
+        """What attention on a rank needs, by method; None where all is one document."""
+        if self.documents is None:
+            return None
+        numbers = _count_documents(self.documents)
+        return {name: _tables(self, numbers, shape, rank) for name, shape in layouts.items()}
+
+
+def _count_documents(documents: NDArray) -> Ints:
+    """Number of each token's document in the whole micro-batch: (B, T) -> int64 (B * T,)."""
+    by_row = [lengths(row) for row in documents]
+    return np.arange(sum(map(len, by_row))).repeat(np.concatenate(by_row))
+
+
+def _tables(split: Split, numbers: Ints, shape: ContextLayout, rank: int) -> tuple[Tensor, ...]:
+    """`arrange` (N,) from the order of arrival to early, then late tokens. Then, of a ring: `order`
+    (outer, N), from there to the order of the sequences, of every block; segments
+    (outer, 2, n + 1) of every step. Gathered: `keys` of the early and of the late queries among the
+    gathered tokens, int64 (.,) each; segments (2, 2, n + 1)."""
+    flat, mine = split.piece.ravel(), rank // shape.inner
+    early = [_within(flat, s * shape.inner, shape) for s in range(shape.outer)]
+    late = [
+        _within(flat, (2 * shape.outer - 1 - s) * shape.inner, shape) for s in range(shape.outer)
+    ]
+    blocks = [np.concatenate(both) for both in zip(early, late, strict=True)]
+    arrange = _positions(_arrival(split, shape, mine), flat.size)[blocks[mine]]
+    if shape.gathers:
+        ends = ((mine + 1) * shape.inner, (2 * shape.outer - mine) * shape.inner)
+        gathered = _positions(np.concatenate(blocks), flat.size)
+        keys = [np.flatnonzero(flat < end) for end in ends]
+        pairs = list(zip((early[mine], late[mine]), keys, strict=True))
+        rest = [gathered[k] for k in keys]
+    else:
+        steps = range(shape.outer)
+        pairs = [
+            (late[mine] if s > mine else blocks[mine], early[s] if s < mine else blocks[s])
+            for s in steps
+        ]
+        rest = [np.stack([np.argsort(block, kind="stable") for block in blocks])]
+    bounds = _bounds([(numbers[q], numbers[k]) for q, k in pairs])
+    return (*map(torch.from_numpy, (arrange, *rest)), bounds)
+
+
+def _within(flat: Ints, first: int, shape: ContextLayout) -> Ints:
+    """Where the tokens of `inner` pieces are, sequence by sequence."""
+    return np.flatnonzero((flat >= first) & (flat < first + shape.inner))
+
+
+def _arrival(split: Split, shape: ContextLayout, block: int) -> Ints:
+    """Tokens of a block, as indices into (B * T,), in the order in which `to_heads` gives them."""
+    ranks = range(block * shape.inner, (block + 1) * shape.inner)
+    by_rank = [held(split.piece, rank, 2 * split.cp) for rank in ranks]
+    rows = np.arange(split.shape[0])[:, None] * split.shape[1]
+    return (np.concatenate(by_rank, axis=1) + rows).ravel()
+
+
+def _positions(tokens: Ints, n: int) -> Ints:
+    """The inverse of a list of indices below n."""
+    found = np.zeros(n, dtype=np.int64)
+    found[tokens] = np.arange(len(tokens))
+    return found
+
+
+def _bounds(pairs: Sequence[tuple[Ints, Ints]]) -> Tensor:
+    """Segments of pairs of (queries' documents, keys' documents)."""
+    documents = 1 + max(int(numbers.max()) for pair in pairs for numbers in pair)
+    counts = [[np.bincount(numbers, minlength=documents) for numbers in pair] for pair in pairs]
+    sums = np.cumsum(np.pad(np.array(counts), ((0, 0), (0, 0), (1, 0))), axis=-1)
+    return torch.from_numpy(sums.astype(np.int32))
