@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dtron.errors import CheckpointError, ConfigError, nearest
-from dtron.models.attention import BACKENDS, Backend, choose_backend
+from dtron.models.attention import BACKENDS, AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig, overridden
 from dtron.models.deepseek_v3 import DEEPSEEK_V3
 from dtron.models.gpt import GPT
@@ -32,6 +32,7 @@ from dtron.models.spec import ModelSpec
 __all__ = [
     "BACKENDS",
     "MODELS",
+    "AttentionNeeds",
     "Backend",
     "DecoderConfig",
     "ModelSpec",
@@ -147,18 +148,8 @@ def from_hf(
     """
     folder, device = hf_folder(path), torch.device(device)
     config, dtypes = folder.config, folder.dtypes
-    backend = choose_backend(
-        attention,
-        device_type=device.type,
-        dtype=dtype or next(iter(dtypes.values())),
-        head_dim=config.head_size,
-        documents=False,
-        dropout=config.attention_dropout > 0,
-        deterministic=False,
-        window=config.window,
-        softcap=config.softcap,
-        sinks=config.sinks,
-    )
+    needs = AttentionNeeds.of(config, device.type, dtype or next(iter(dtypes.values())))
+    backend = choose_backend(attention, needs)
     with torch.device("meta"):
         model = build_model(folder.family, config, backend)
     for fqn, each in folder.ours.items():

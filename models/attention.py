@@ -13,7 +13,7 @@ arXiv:2412.05496; grouped queries arXiv:2305.13245.
 
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -339,13 +339,46 @@ def _block_mask(documents: Tensor | None, positions: Tensor) -> BlockMask:
 
 
 @dataclass(frozen=True)
-class Need:
-    """Device, dtype and sizes that a backend must support."""
+class AttentionNeeds:
+    """What a run needs of its attention backend."""
 
     device_type: str
+    """"cuda" or "cpu"."""
     dtype: torch.dtype
+    """Of computation."""
     head_dim: int
+    documents: bool = False
+    """Mask attention between documents."""
+    dropout: bool = False
     deterministic: bool = False
+    """Results must be bitwise reproducible. The caller calls
+    `torch.use_deterministic_algorithms(True)`, which configures the kernels."""
+    context: tuple[str, ...] = ()
+    """Methods of context parallelism in use; empty: cp = 1."""
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+
+    @classmethod
+    def of(
+        cls, config: DecoderConfig, device_type: str, dtype: torch.dtype, **others: Any
+    ) -> "AttentionNeeds":
+        """Those of a model. `others`: documents, deterministic and context."""
+        return cls(
+            device_type,
+            dtype,
+            config.head_size,
+            dropout=config.attention_dropout > 0,
+            window=config.window,
+            softcap=config.softcap,
+            sinks=config.sinks,
+            **others,
+        )
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether attention calls a row of KERNELS instead of the backend's `run`."""
+        return bool(self.context or self.window or self.softcap or self.sinks)
 
 
 def _capability() -> int:
@@ -353,62 +386,62 @@ def _capability() -> int:
     return torch.cuda.get_device_capability()[0]
 
 
-def _no_fused_kernel(need: Need, capability: int, head_dim: int) -> str | None:
+def _no_fused_kernel(needs: AttentionNeeds, capability: int, head_dim: int) -> str | None:
     """Return why a fused half-precision kernel cannot run here; None: it can."""
-    if need.device_type != "cuda" or not torch.cuda.is_available():
+    if needs.device_type != "cuda" or not torch.cuda.is_available():
         return "needs a CUDA device"
     if _capability() < capability:
         return f"needs compute capability {capability}.0; this GPU has {_capability()}.x"
-    if need.dtype not in (torch.bfloat16, torch.float16):
+    if needs.dtype not in (torch.bfloat16, torch.float16):
         return "computes in bfloat16 or float16 only"
-    if need.head_dim % 8 or need.head_dim > head_dim:
+    if needs.head_dim % 8 or needs.head_dim > head_dim:
         return f"needs a head_dim that is a multiple of 8 and at most {head_dim}"
     return None
 
 
-def _no_flash4(need: Need) -> str | None:
-    if reason := _no_fused_kernel(need, capability=9, head_dim=256):
+def _no_flash4(needs: AttentionNeeds) -> str | None:
+    if reason := _no_fused_kernel(needs, capability=9, head_dim=256):
         return reason
-    if _capability() >= 10 and 128 < need.head_dim < 256:
+    if _capability() >= 10 and 128 < needs.head_dim < 256:
         return "needs a head_dim of at most 128, or 256, on this GPU"
-    if need.deterministic and _capability() >= 12:
+    if needs.deterministic and _capability() >= 12:
         return "has no deterministic backward on this GPU"
     if not _installed("flash_attn.cute"):
         return "needs the package flash-attn-4 (pip install flash-attn-4)"
     return None
 
 
-def _no_cudnn(need: Need) -> str | None:
-    if need.deterministic:
+def _no_cudnn(needs: AttentionNeeds) -> str | None:
+    if needs.deterministic:
         return "has no deterministic backward"
-    if reason := _no_fused_kernel(need, capability=9, head_dim=256):
+    if reason := _no_fused_kernel(needs, capability=9, head_dim=256):
         return reason
-    if _capability() != 9 and need.head_dim > 128:
+    if _capability() != 9 and needs.head_dim > 128:
         return "needs a head_dim of at most 128 on this GPU"
     return None
 
 
-def _no_flash_attn(need: Need) -> str | None:
-    if reason := _no_fused_kernel(need, capability=8, head_dim=256):
+def _no_flash_attn(needs: AttentionNeeds) -> str | None:
+    if reason := _no_fused_kernel(needs, capability=8, head_dim=256):
         return reason
     if not _has_flash3() and not _installed("flash_attn.flash_attn_interface"):
         return "needs the package flash-attn"
     return None
 
 
-def _no_flash(need: Need) -> str | None:
-    return _no_fused_kernel(need, capability=8, head_dim=256)
+def _no_flash(needs: AttentionNeeds) -> str | None:
+    return _no_fused_kernel(needs, capability=8, head_dim=256)
 
 
-def _no_flex(need: Need) -> str | None:
-    if need.device_type != "cuda" or not torch.cuda.is_available():
+def _no_flex(needs: AttentionNeeds) -> str | None:
+    if needs.device_type != "cuda" or not torch.cuda.is_available():
         return "trains on CUDA devices only"
-    if need.head_dim < 16:
+    if needs.head_dim < 16:
         return "needs a head_dim of at least 16"
     return None
 
 
-def _always(need: Need) -> str | None:
+def _always(needs: AttentionNeeds) -> str | None:
     return None
 
 
@@ -427,7 +460,7 @@ class Backend:
     """Value of `model.attention`."""
     run: Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor]
     """(q (B, T, H, K), k (B, T, G, K), v (B, T, G, V), prepared mask, scale) -> (B, T, H, V)."""
-    unavailable: Callable[[Need], str | None]
+    unavailable: Callable[[AttentionNeeds], str | None]
     """Returns why it cannot run there; None: it can."""
     prepare: Callable[[Any, Tensor], Mask] = _causal_only
     """(documents int32 (B, T) or None, positions (B or 1, T)) -> the mask of all blocks; called
@@ -508,108 +541,64 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def choose_backend(
-    name: str,
-    *,
-    device_type: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    documents: bool,
-    dropout: bool,
-    deterministic: bool,
-    context: Sequence[str] = (),
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: bool = False,
-) -> Backend:
+def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
     """Choose the row of BACKENDS for a model.
 
     Args:
-        name: a row's name, or `auto` for the first row that supports everything below.
-        device_type: "cuda" or "cpu".
-        dtype: of computation.
-        head_dim: width of a head.
-        documents: mask attention between documents.
-        dropout: attention dropout is on.
-        deterministic: results must be bitwise reproducible. The caller calls
-            `torch.use_deterministic_algorithms(True)`, which configures the kernels.
-        context: methods of context parallelism in use; empty: cp = 1.
-        window: as in DecoderConfig.
-        softcap: as in DecoderConfig.
-        sinks: as in DecoderConfig.
+        name: a row's name, or `auto` for the first row that supports all needs.
     Raises:
         ConfigError: no such row, or it lacks a feature; the message has the reason and the rows
             that work.
     """
-    need = Need(device_type, dtype, head_dim, deterministic)
-    ask = _Ask(documents, dropout, context, window, softcap, sinks)
-    reasons = {row.name: ask.refusal(row) or row.unavailable(need) for row in BACKENDS.values()}
+    reasons = {row.name: _lacks(row, needs) or row.unavailable(needs) for row in BACKENDS.values()}
     able = [row for row in BACKENDS.values() if reasons[row.name] is None]
     names = ", ".join(["auto", *(row.name for row in able)])
     if name == "auto":
-        by_choice = [row for row in able if ask.by_kernel or ask.automatic(row)]
-        name = (by_choice or able or [BACKENDS["math"]])[0].name
+        chosen = [row for row in able if needs.by_kernel or _is_automatic(row, needs)]
+        name = (chosen or able or [BACKENDS["math"]])[0].name
     if name not in BACKENDS:
         hint = nearest(name, BACKENDS)
         raise ConfigError(f"model.attention = {name} is not known{hint or f'; use {names}'}")
     if reasons[name] is not None:
         raise ConfigError(f"model.attention = {name} {reasons[name]}; available here: {names}")
-    return ask.prepared(BACKENDS[name])
+    row = BACKENDS[name]
+    if needs.context:
+        # Context parallelism sends keys and values as one tensor.
+        return replace(row, prepare=_prepared, narrow_values=False)
+    return replace(row, prepare=_segments) if needs.by_kernel else row
 
 
-@dataclass(frozen=True)
-class _Ask:
-    """Features that attention must support in addition to the causal mask."""
+def _is_automatic(row: Backend, needs: AttentionNeeds) -> bool:
+    return row.packs if needs.documents else row.automatic
 
-    documents: bool
-    dropout: bool
-    context: Sequence[str]
-    window: int
-    softcap: float
-    sinks: bool
 
-    @property
-    def by_kernel(self) -> bool:
-        """Whether attention calls a row of KERNELS instead of the backend's `run`."""
-        return bool(self.context or self.window or self.softcap or self.sinks)
+def _lacks(row: Backend, needs: AttentionNeeds) -> str | None:
+    """Return which feature a row lacks; None: it supports all."""
+    if needs.by_kernel:
+        return _kernel_lacks(row, needs)
+    if needs.documents and not row.documents:
+        return "does not support document masks (data.mask_documents)"
+    if needs.dropout and not row.dropout:
+        return "does not support attention dropout (model.override.attention_dropout)"
+    return None
 
-    def automatic(self, row: Backend) -> bool:
-        """Whether `auto` may choose a row."""
-        return row.packs if self.documents else row.automatic
 
-    def prepared(self, row: Backend) -> Backend:
-        """Return the row with a `prepare` that suits these features."""
-        if self.context:
-            # Context parallelism sends keys and values as one tensor.
-            return replace(row, prepare=_prepared, narrow_values=False)
-        return replace(row, prepare=_segments) if self.by_kernel else row
-
-    def refusal(self, row: Backend) -> str | None:
-        """Return which feature a row lacks; None: it supports all."""
-        if self.by_kernel:
-            return self._no_kernel(row)
-        if self.documents and not row.documents:
-            return "does not support document masks (data.mask_documents)"
-        if self.dropout and not row.dropout:
-            return "does not support attention dropout (model.override.attention_dropout)"
-        return None
-
-    def _no_kernel(self, row: Backend) -> str | None:
-        keys = ("parallel.cp", "window", "softcap", "sinks")
-        asked = zip(keys, (self.context, self.window, self.softcap, self.sinks), strict=True)
-        reason = next(key for key, value in asked if value)
-        if not row.kernel:
-            return f"returns no log-sum-exp, which {reason} needs"
-        kernel = KERNELS[row.kernel]
-        gathers = "all_gather" in self.context
-        lacks = [
-            (self.documents and not kernel.segments, f"document masks with {reason}"),
-            (self.dropout, f"attention dropout with {reason}"),
-            (self.window and not kernel.window, f"model.override.window = {self.window}"),
-            (self.softcap and not kernel.softcap, f"model.override.softcap = {self.softcap}"),
-            (
-                gathers and not kernel.aligned_at_end,
-                'more keys than queries, as parallel.cp_method = "all_gather" needs',
-            ),
-        ]
-        return next((f"does not support {what}" for broken, what in lacks if broken), None)
+def _kernel_lacks(row: Backend, needs: AttentionNeeds) -> str | None:
+    keys = ("parallel.cp", "window", "softcap", "sinks")
+    asked = zip(keys, (needs.context, needs.window, needs.softcap, needs.sinks), strict=True)
+    reason = next(key for key, value in asked if value)
+    if not row.kernel:
+        return f"returns no log-sum-exp, which {reason} needs"
+    kernel = KERNELS[row.kernel]
+    gathers = "all_gather" in needs.context
+    lacks = [
+        (needs.documents and not kernel.segments, f"document masks with {reason}"),
+        (needs.dropout, f"attention dropout with {reason}"),
+        (needs.window and not kernel.window, f"model.override.window = {needs.window}"),
+        (needs.softcap and not kernel.softcap, f"model.override.softcap = {needs.softcap}"),
+        (
+            gathers and not kernel.aligned_at_end,
+            'more keys than queries, as parallel.cp_method = "all_gather" needs',
+        ),
+    ]
+    return next((f"does not support {what}" for broken, what in lacks if broken), None)

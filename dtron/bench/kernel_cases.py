@@ -28,7 +28,7 @@ from dtron.kernels.grouped import grouped_matmul
 from dtron.kernels.peer_gather import packed_rows_of_peers, rows_of_peers, rows_of_pointers
 from dtron.kernels.permute import inverse_of, repeated
 from dtron.models import BACKENDS
-from dtron.models.attention import Need
+from dtron.models.attention import AttentionNeeds
 
 Tensors = Sequence[Tensor]
 Shape = tuple[int, ...]
@@ -101,7 +101,7 @@ def _attention_row(name: str) -> Row:
         return kernel.backward(grad, q, k, v, *outputs, None, score(q))
 
     def unavailable(device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
-        return backend.unavailable(Need(device.type, dtype, shape[-1]))
+        return backend.unavailable(AttentionNeeds(device.type, dtype, shape[-1]))
 
     return Row(name, forward, backward, unavailable)
 

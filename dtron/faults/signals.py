@@ -38,8 +38,8 @@ _UNSAVED = (
     "saved is abandoned; older checkpoints are as they were"
 )
 _ALONE = "rank {rank}: another rank is gone, and this one has not ended for {seconds:g} seconds"
-_ALONE_SECONDS = 5.0
-"""Long enough for what a rank does after its last collective."""
+_ALONE_SECONDS = 2.0
+"""Long enough to commit a checkpoint that all ranks have written."""
 _LAST_SECONDS = 60.0
 """For the others to come to their end too."""
 

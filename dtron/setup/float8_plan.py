@@ -26,7 +26,7 @@ from dtron.float8.linear import Float8Linear, ScaleGroups
 from dtron.float8.products import why_emulated
 from dtron.float8.recipes import EXPERTS, RECIPES, Recipe
 from dtron.float8.statistics import Statistics
-from dtron.models import MODELS, build_model, choose_backend
+from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend
 from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.apply import Applied
@@ -302,18 +302,7 @@ def _scattering(model: nn.Module, rows: Mapping[str, Row]) -> tuple[str, ...]:
 
 def _any_attention(model: DecoderConfig) -> Backend:
     """A backend that can do what the model asks: only names and shapes are looked at."""
-    return choose_backend(
-        "math",
-        device_type="cpu",
-        dtype=torch.float32,
-        head_dim=model.head_size,
-        documents=False,
-        dropout=model.attention_dropout > 0,
-        deterministic=False,
-        window=model.window,
-        softcap=model.softcap,
-        sinks=model.sinks,
-    )
+    return choose_backend("math", AttentionNeeds.of(model, "cpu", torch.float32))
 
 
 def _part(

@@ -27,7 +27,7 @@ from dtron.config.rules import (
 from dtron.float8.convert import MULTIPLE
 from dtron.float8.recipes import RECIPES, Recipe
 from dtron.models import MODELS, ModelSpec, model_config
-from dtron.models.attention import Backend, choose_backend
+from dtron.models.attention import AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.models.contract import ignored
 from dtron.models.flops import FlopsModel, flops_per_token
@@ -103,19 +103,15 @@ class MachineCandidate(ModelCandidate):
     def attention(self) -> Backend:
         """The attention backend."""
         config, model = self.config, self.model
-        return choose_backend(
-            config.model.attention,
-            device_type=self.device.type,
-            dtype=DTYPES[config.train.dtype],
-            head_dim=model.head_size,
+        needs = AttentionNeeds.of(
+            model,
+            self.device.type,
+            DTYPES[config.train.dtype],
             documents=config.data.mask_documents,
-            dropout=model.attention_dropout > 0,
             deterministic=config.debug.deterministic,
             context=config.parallel.cp_methods() if config.parallel.cp > 1 else (),
-            window=model.window,
-            softcap=model.softcap,
-            sinks=model.sinks,
         )
+        return choose_backend(config.model.attention, needs)
 
 
 def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Layout | None]:

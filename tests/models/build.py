@@ -8,6 +8,7 @@ import torch
 from dtron.models import (
     BACKENDS,
     MODELS,
+    AttentionNeeds,
     Backend,
     DecoderConfig,
     build_model,
@@ -44,18 +45,7 @@ def small_config(name: str, **override: Any) -> DecoderConfig:
 
 def fitting(config: DecoderConfig) -> Backend:
     """A backend for windows, soft caps and sinks."""
-    return choose_backend(
-        "math",
-        device_type="cpu",
-        dtype=torch.float32,
-        head_dim=config.head_size,
-        documents=False,
-        dropout=config.attention_dropout > 0,
-        deterministic=False,
-        window=config.window,
-        softcap=config.softcap,
-        sinks=config.sinks,
-    )
+    return choose_backend("math", AttentionNeeds.of(config, "cpu", torch.float32))
 
 
 def initialized(

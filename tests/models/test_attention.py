@@ -9,7 +9,7 @@ from dtron.config import Model
 from dtron.errors import ConfigError
 from dtron.models.attention import (
     BACKENDS,
-    Need,
+    AttentionNeeds,
     choose_backend,
     dense_gradient,
     math_attention,
@@ -117,8 +117,8 @@ def test_names_are_those_of_the_run_config():
     ],
 )
 def test_auto_on_cpu(need, chosen):
-    assert choose_backend("auto", **{**CPU, **need}).name == chosen
-    assert choose_backend(chosen, **{**CPU, **need}).name == chosen
+    assert choose_backend("auto", AttentionNeeds(**{**CPU, **need})).name == chosen
+    assert choose_backend(chosen, AttentionNeeds(**{**CPU, **need})).name == chosen
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_auto_on_cpu(need, chosen):
 )
 def test_refusals_name_reason_and_choices(name, need, message):
     with pytest.raises(ConfigError, match=message):
-        choose_backend(name, **{**CPU, **need})
+        choose_backend(name, AttentionNeeds(**{**CPU, **need}))
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: int, packages: set[str]) -> None:
@@ -183,12 +183,12 @@ FA2, FA3, FA4 = "flash_attn.flash_attn_interface", "flash_attn_interface", "flas
 def test_auto_on_gpus(monkeypatch, capability, packages, need, chosen):
     on_gpu(monkeypatch, capability, packages)
     gpu = {**CPU, "device_type": "cuda", "dtype": torch.bfloat16, "head_dim": 128}
-    assert choose_backend("auto", **{**gpu, **need}).name == chosen
+    assert choose_backend("auto", AttentionNeeds(**{**gpu, **need})).name == chosen
 
 
 def test_missing_packages_are_named(monkeypatch):
     on_gpu(monkeypatch, 9, set())
-    need = Need("cuda", torch.bfloat16, 128)
+    need = AttentionNeeds("cuda", torch.bfloat16, 128)
     assert BACKENDS["fa4"].unavailable(need) == (
         "needs the package flash-attn-4 (pip install flash-attn-4)"
     )

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from dtron.models.attention import BACKENDS, AttentionCore, Need, choose_backend, math_attention
+from dtron.models.attention import (
+    BACKENDS,
+    AttentionCore,
+    AttentionNeeds,
+    choose_backend,
+    math_attention,
+)
 from tests.models.build import initialized, small_config, tokens, varied
 
 pytestmark = [
@@ -80,7 +86,9 @@ def exact_results(inputs: tuple[Tensor, ...], masked: Tensor | None) -> list[Ten
 
 def available(name: str, head_dim: int, deterministic: bool = False):
     backend = BACKENDS[name]
-    reason = backend.unavailable(Need("cuda", torch.bfloat16, head_dim, deterministic))
+    reason = backend.unavailable(
+        AttentionNeeds("cuda", torch.bfloat16, head_dim, deterministic=deterministic)
+    )
     if reason is not None:
         pytest.skip(f"{name} {reason}")
     return backend
@@ -145,15 +153,7 @@ def test_deterministic_mode_repeats_every_bit(name, heads, monkeypatch):
 
 def test_float32_is_left_to_torch():
     inputs = tuple(x.float() for x in make("gqa", 64))
-    backend = choose_backend(
-        "auto",
-        device_type="cuda",
-        dtype=torch.float32,
-        head_dim=64,
-        documents=False,
-        dropout=False,
-        deterministic=False,
-    )
+    backend = choose_backend("auto", AttentionNeeds("cuda", torch.float32, 64))
     assert backend.name == "sdpa"
     assert max(errors(run(backend.run, inputs, None), exact_results(inputs, None))) < 1e-5
 

@@ -41,7 +41,7 @@ from dtron.float8 import RECIPES, convert
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import convert_experts
 from dtron.kernels.float8_rows import packed, unpacked
-from dtron.models import MODELS, Backend, DecoderConfig, build_model, choose_backend
+from dtron.models import MODELS, AttentionNeeds, Backend, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
 from dtron.models.moe import Experts
 from dtron.models.router import Router, routers, update_expert_bias
@@ -265,19 +265,14 @@ def build(case: Case, config: DecoderConfig, device_type: str = "cpu") -> nn.Mod
 
 def attention_of(case: Case, config: DecoderConfig, device_type: str) -> Backend:
     """The attention that a run of this case would choose; float64 takes float32's."""
-    return choose_backend(
-        "auto",
-        device_type=device_type,
-        dtype=torch.bfloat16 if case.dtype == "bfloat16" else torch.float32,
-        head_dim=config.head_size,
+    needs = AttentionNeeds.of(
+        config,
+        device_type,
+        torch.bfloat16 if case.dtype == "bfloat16" else torch.float32,
         documents=case.documents,
-        dropout=config.attention_dropout > 0,
-        deterministic=False,
         context=case.parallel.cp_methods() if case.parallel.cp > 1 else (),
-        window=config.window,
-        softcap=config.softcap,
-        sinks=config.sinks,
     )
+    return choose_backend("auto", needs)
 
 
 def initializer(case: Case, config: DecoderConfig) -> Initializer:

@@ -16,7 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.config import Recompute, RunConfig
-from dtron.models import MODELS, build_model, choose_backend, model_config
+from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, model_config
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
@@ -36,18 +36,8 @@ def made(name: str, layer: int) -> tuple[nn.Module, tuple[Any, ...], list[torch.
     """A block, what it is called with, and tensors that it reads but makes none of."""
     torch._dynamo.reset()
     config = model_config(name, "debug")
-    backend = choose_backend(
-        "sdpa" if not config.window else "math",
-        device_type="cpu",
-        dtype=torch.bfloat16,
-        head_dim=config.head_size,
-        documents=False,
-        dropout=False,
-        deterministic=False,
-        window=config.window,
-        softcap=config.softcap,
-        sinks=config.sinks,
-    )
+    needs = AttentionNeeds.of(config, "cpu", torch.bfloat16)
+    backend = choose_backend("sdpa" if not config.window else "math", needs)
     torch.manual_seed(0)
     model = build_model(name, config, backend).to(torch.bfloat16)
     for parameter in model.parameters():
