@@ -6,6 +6,7 @@ if __name__ == "parallelisms":
         "not a top-level one"
     )
 
+from dtron.parallelisms.apply import ParallelPlan
 from dtron.parallelisms.context.apply import Context
 from dtron.parallelisms.context.attention import ContextAttention
 from dtron.parallelisms.context.split import Split
@@ -38,6 +39,7 @@ __all__ = [
     "ContextAttention",
     "ExpertLayers",
     "Mesh",
+    "ParallelPlan",
     "PipelinedModel",
     "Policy",
     "Replicate",

@@ -71,38 +71,54 @@ from dtron.parallelisms.tensor.tensor_parallel import (
 
 
 @dataclass(frozen=True)
-class Passes:
-    """What to do to a model; see `plugin.parallelize` for the arguments of the same names."""
+class ParallelPlan:
+    """How to parallelise a model over a mesh; the argument of `parallelize` and `pipeline`."""
 
     units: Unit | Sequence[Unit]
+    """Modules that FSDP gathers together, as patterns (`blocks.*`) or tuples of patterns. Modules
+    that no unit covers are gathered by the root."""
     blocks: str | None = None
+    """Pattern of the modules to recompute and compile; None: the pattern in `units` with a `*`."""
     placements: Placements | None = None
+    """How modules are sharded over tp: rows of `parallelisms.placement` by pattern, or by tuple of
+    patterns. Every parameter must be covered. Needed if tp > 1."""
     parallel: Parallel = Parallel()
+    """Its keys `zero`, `reduce`, `reduce_dtype`, `reduce_by`, `copy_engines` and `prefetch` apply,
+    the last four if ranks share parameters; the degrees are the mesh's."""
     dtype: str = "bfloat16"
+    """Dtype of computation; parameters keep theirs."""
     recompute: Recompute = Recompute()
     compile: Compile = Compile()
     init: tuple[int, Initializer] | Callable[[nn.Module], None] | None = None
-    """Seed and initializer of the weights, or what gives a stage its storage by itself; None: the
-    first rank's weights."""
+    """(seed, initializer) draws the weights of a model on the meta device; a function materializes
+    a stage by itself; None: the module's own weights and buffers, those of rank 0 on all ranks."""
     convert: Callable[[nn.Module], None] | None = None
-    vocabulary: tuple[str, ...] = ()
-    """Modules whose rows are tokens: padded with zeros where tp does not divide them."""
-    layout: Layout | None = None
-    """The stages to cut the model into, where pp > 1."""
-    replicas: Replicas = "backward"
-    """When gradients of parameters that each tp rank computes a part of are summed: by each
-    backward, or by the caller's `reduce_replicas` once a step."""
-    keep_rng: bool = False
-    """Whether recomputation runs from the random state of the first forward."""
+    """A pass over the unsharded model that comes first (float8)."""
     context: Context | None = None
-    """How attention gets at the tokens of other ranks, where cp > 1."""
-    loss: tuple[str, HeadLoss] | None = None
-    """FQN of the head, and what computes the summed loss in its call, where the model is called
-    with labels."""
+    """Settings of context-parallel attention, needed if cp > 1: a rank then calls the model with
+    its shard of each sequence, as `Split` gives it."""
     experts: ExpertLayers | None = None
-    """Which modules are experts, in a model that has some."""
+    """Which modules are stacked experts; needed if ep or etp > 1, and for a row `experts()`."""
+
+
+@dataclass(frozen=True)
+class Passes(ParallelPlan):
+    """A plan with what the trainer and the plug-in add to it."""
+
+    vocabulary: tuple[str, ...] = ()
+    """Modules with one row per vocabulary token, padded with zeros if tp does not divide them."""
+    layout: Layout | None = None
+    """The stages to cut the model into, if pp > 1."""
+    replicas: Replicas = "backward"
+    """When gradients of parameters that each tp rank computes in part are summed: by each
+    backward, or by the caller's `reduce_replicas` once per step."""
+    keep_rng: bool = False
+    """Whether recomputation starts from the random state of the first forward."""
+    loss: tuple[str, HeadLoss] | None = None
+    """FQN of the head, and a function that computes the summed loss in the head's call if the model
+    is called with labels."""
     smallest_offload: int = SMALLEST
-    """Bytes below which what blocks keep stays on the device, where it is offloaded."""
+    """Smaller tensors (bytes) stay on the device under activation offload."""
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,31 @@
-"""The plug-in: parallelism for any nn.Module, in a training loop of one's own.
+"""The plug-in: parallelism for any nn.Module, in your own training loop.
 
-    parallelize   a whole model, in place; the loop goes on calling it
+    parallelize   a whole model, in place; the loop calls it as before
     pipeline      a model in stages; `step` runs the micro-batches of a batch through them
 
-Both take the same patterns. `pipeline` also takes a mesh without pp, where it accumulates gradients
-over the micro-batches, so that one script serves every mesh.
+Both take a ParallelPlan, or its fields as keywords. `pipeline` also takes a mesh without pp, where
+it accumulates gradients over the micro-batches, so that one script serves every mesh.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtron.config import Compile, Parallel, Recompute
+from dtron.config import Parallel
 from dtron.errors import ConfigError
-from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
-from dtron.parallelisms.context.apply import Context
-from dtron.parallelisms.expert.expert_parallel import ExpertLayers
+from dtron.parallelisms.apply import Applied, ParallelPlan, Passes, apply_passes, build_execution
 from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.parallelisms.gradients import clip_scale, global_norm, scale_or_zero_
-from dtron.parallelisms.initialize import Initializer
 from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.pipeline.accumulate import Execution, MicroBatch
 from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.schedules import Schedule, order_of, schedule_of, stage_ranks
 from dtron.parallelisms.pipeline.stages import cut
-from dtron.parallelisms.placement import Unit
-from dtron.parallelisms.tensor.tensor_parallel import Placements
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Loss = Callable[[Any, Tensor], Tensor]
@@ -37,20 +33,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 def parallelize(
-    model: AnyModule,
-    mesh: Mesh,
-    *,
-    units: Unit | Sequence[Unit],
-    blocks: str | None = None,
-    placements: Placements | None = None,
-    parallel: Parallel = Parallel(),
-    dtype: str = "bfloat16",
-    recompute: Recompute = Recompute(),
-    compile: Compile = Compile(),
-    init: tuple[int, Initializer] | None = None,
-    convert: Callable[[nn.Module], None] | None = None,
-    context: Context | None = None,
-    experts: ExpertLayers | None = None,
+    model: AnyModule, mesh: Mesh, plan: ParallelPlan | None = None, **fields: Any
 ) -> AnyModule:
     """Parallelise any module over a mesh, in place, and return it.
 
@@ -60,50 +43,22 @@ def parallelize(
 
     Gradients are *summed* over data-parallel ranks: divide a loss that is a mean over a rank's own
     tokens by `mesh.size("dp_replicate", "dp_shard", "cp")`. They are complete after each backward.
+    Under gradient accumulation call `begin_micro_batch` before each forward.
 
     Args:
-        units: modules that are gathered together, as patterns (`blocks.*`) or tuples of patterns.
-            What no unit covers is gathered by the root.
-        blocks: pattern of the modules to recompute and compile; by default the pattern in `units`
-            that has a `*`.
-        placements: how modules split over tp: rows of `parallelisms.placement` by pattern, or by
-            tuple of patterns. Every parameter must be covered. Needed where tp > 1.
-        parallel: of its keys `zero`, `reduce`, `reduce_dtype`, `reduce_by`, `copy_engines` and
-            `prefetch` act here, the last four where ranks share parameters; the degrees are the
-            mesh's. Under gradient accumulation call `begin_micro_batch` before each forward.
-        dtype: dtype of computation; parameters keep theirs.
-        init: (seed, initializer) draws the weights of a model built on the meta device; without it
-            the module's own weights and buffers are kept: rank 0's, on all ranks.
-        convert: a pass over the unsharded model that comes first (float8).
-        context: which modules attend, and how they get at the tokens of other ranks. Needed where
-            cp > 1: there a rank calls the model with its part of each sequence, as `Split` cuts it.
-        experts: which modules are stacked experts. Needed where ep or etp > 1, and for a row
-            `experts()`.
+        plan: how; None: all of it is in `fields`.
+        fields: of ParallelPlan, by name; they replace those of the plan.
 
     Raises:
         PlacementError: a pattern matches nothing, a parameter is covered by no row or shared by
-            modules of different units, or tp does not divide what a row splits.
+            modules of different units, or tp does not divide what a row shards.
         ConfigError: pp > 1 (use `pipeline`), a mesh with cp, ep or etp comes without `context` or
             `experts`, or a model on the meta device without `init`.
     """
-    _refuse_without_effect(parallel)
+    plan = _completed(plan, fields)
     if mesh.size("pp") > 1:
         raise ConfigError(f"pp = {mesh.size('pp')}: parallelize takes whole models; use pipeline")
-    passes = Passes(
-        units,
-        blocks,
-        placements,
-        parallel,
-        dtype,
-        recompute,
-        compile,
-        init,
-        convert,
-        keep_rng=True,
-        context=context,
-        experts=experts,
-    )
-    apply_passes(model, mesh, passes)
+    apply_passes(model, mesh, Passes(**vars(plan), keep_rng=True))
     return model
 
 
@@ -114,32 +69,26 @@ _TRAINERS_KEYS = (
 )
 
 
-def _refuse_without_effect(parallel: Parallel) -> None:
+def _completed(plan: ParallelPlan | None, fields: dict[str, Any]) -> ParallelPlan:
+    """The plan with these fields. Raises ConfigError: a key of [parallel] has no effect."""
+    plan = replace(plan, **fields) if plan is not None else ParallelPlan(**fields)
     for key in _TRAINERS_KEYS.split():
-        if (value := getattr(parallel, key)) != getattr(Parallel(), key):
+        if (value := getattr(plan.parallel, key)) != getattr(Parallel(), key):
             raise ConfigError(
-                f"parallel.{key} = {value!r} has no effect on modules of your own; leave it out "
+                f"parallel.{key} = {value!r} has no effect in the plug-in; leave it out "
                 "(schedule, stages and placements are arguments)"
             )
+    return plan
 
 
 def pipeline(
     model: nn.Module,
     mesh: Mesh,
+    plan: ParallelPlan | None = None,
     *,
-    units: Unit | Sequence[Unit],
     stages: Sequence[Sequence[str]] = (),
     schedule: str = "1F1B",
-    blocks: str | None = None,
-    placements: Placements | None = None,
-    parallel: Parallel = Parallel(),
-    dtype: str = "bfloat16",
-    recompute: Recompute = Recompute(),
-    compile: Compile = Compile(),
-    init: tuple[int, Initializer] | None = None,
-    convert: Callable[[nn.Module], None] | None = None,
-    context: Context | None = None,
-    experts: ExpertLayers | None = None,
+    **fields: Any,
 ) -> "PipelinedModel":
     """Cut any module into stages and parallelise each over the other axes of the mesh.
 
@@ -153,42 +102,26 @@ def pipeline(
     and what must happen once (an embedding, a pooling, dropout) is a module that a stage names.
 
     Args:
-        stages: patterns of the modules of each stage, in the order of the forward; as many stages a
-            rank as the schedule takes. Modules that no stage names are in all. Where the mesh has
+        plan, fields: as of `parallelize`.
+        stages: patterns of the modules of each stage, in the order of the forward; as many stages
+            per rank as the schedule takes. Modules that no stage names are in all. On a mesh with
             pp = 1 the model stays whole.
-        schedule: a row of `parallelisms.schedules.SCHEDULES`.
-
-    All other arguments are those of `parallelize`.
+        schedule: a row of `parallelisms.pipeline.schedules.SCHEDULES`.
 
     Raises:
         PlacementError: as `parallelize`; a module in two stages, or a parameter in none.
         ConfigError: pp > 1 without stages, a number of stages that the schedule does not take, an
             unknown schedule.
     """
-    _refuse_without_effect(parallel)
+    plan = _completed(plan, fields)
     pieces = [(stage,) if isinstance(stage, str) else tuple(stage) for stage in stages]
     if pieces:
         cut(model, pieces)  # checks the patterns on every mesh
     row = schedule_of(schedule)
     layout = _layout(pieces, schedule, row, mesh.size("pp"))
-    passes = Passes(
-        units,
-        blocks,
-        placements,
-        parallel,
-        dtype,
-        recompute,
-        compile,
-        init,
-        convert,
-        layout=layout,
-        replicas="step",
-        keep_rng=True,
-        context=context,
-        experts=experts,
-    )
+    passes = Passes(**vars(plan), layout=layout, replicas="step", keep_rng=True)
     applied = apply_passes(model, mesh, passes)
-    execution = build_execution(applied, layout, mesh, Policy.of(parallel, mesh))
+    execution = build_execution(applied, layout, mesh, Policy.of(plan.parallel, mesh))
     return PipelinedModel(applied, execution, mesh, schedule if layout else None)
 
 

@@ -126,7 +126,7 @@ def test_ranks_that_wait_for_a_dead_one_end_soon_after_the_signal(tmp_path: Path
     assert finish(processes) == [EXIT_HUNG, -signal.SIGKILL, EXIT_HUNG]
     assert time.monotonic() - begun < 30
     text = output(tmp_path / "ranks")
-    assert "rank 2: another rank is gone, and this one has not ended for 5 seconds" in text
+    assert "rank 2: another rank is gone, and this one has not ended for 2 seconds" in text
 
 
 STOPPED = """

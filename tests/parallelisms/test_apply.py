@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 def test_settings_of_the_trainer_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule = 'GPipe' has no effect on modules of your"):
+    with pytest.raises(ConfigError, match=r"schedule = 'GPipe' has no effect in the plug-in"):
         parallelize(Net(), None, units="blocks.*", parallel=Parallel(schedule="GPipe"))  # type: ignore[arg-type]
 
 

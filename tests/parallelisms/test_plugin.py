@@ -1,7 +1,7 @@
 """The plug-in on models that dtron did not write: gradients in every layout equal one process."""
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtron.config import Recompute
+from dtron.config import Parallel, Recompute
 from dtron.errors import ConfigError, PlacementError
 from dtron.parallelisms import (
     Mesh,
+    ParallelPlan,
     Replicate,
     Shard,
     colwise,
@@ -26,6 +27,7 @@ from dtron.parallelisms import (
     rowwise,
     sequence,
 )
+from dtron.parallelisms.plugin import _completed
 from examples import vit
 from tests.harness import run_ranks
 
@@ -152,15 +154,9 @@ def parallel_run(case: Case) -> dict[str, Any]:
         norm = global_norm(list(named.values()), mesh)
         torch.distributed.all_reduce(loss.detach(), group=mesh.group("dp_shard"))
     else:
-        staged = pipeline(
-            model,
-            mesh,
-            stages=FOUR_STAGES if case.schedule == "ZBVZeroBubble" else example.STAGES,
-            schedule=case.schedule,
-            units=units,
-            placements=placements,
-            dtype="float32",
-        )
+        plan = ParallelPlan(units=units, placements=placements, dtype="float32")
+        stages = FOUR_STAGES if case.schedule == "ZBVZeroBubble" else example.STAGES
+        staged = pipeline(model, mesh, plan, stages=stages, schedule=case.schedule)
         loss = staged.step(
             inputs, targets, example.loss, micro_batches=4, divide_by=count, **others
         )
@@ -397,3 +393,14 @@ def test_what_a_pipeline_refuses() -> None:
     assert "micro_batches = 3 does not cut" in messages["rows"]
     assert "takes at least 2 x parallel.pp micro-batches" in messages["rule"]
     assert "8 rows and targets 4" in messages["targets"]
+
+
+def test_fields_replace_those_of_a_plan() -> None:
+    plan = ParallelPlan(units="blocks.*", dtype="float32")
+    given = Recompute.model_validate({"mode": "full"})
+    assert _completed(plan, {"recompute": given}) == replace(plan, recompute=given)
+    assert _completed(None, {"units": "blocks.*", "dtype": "float32"}) == plan
+    with pytest.raises(TypeError, match="unit"):
+        _completed(plan, {"unit": "blocks.*"})
+    with pytest.raises(ConfigError, match="schedule = 'GPipe' has no effect in the plug-in"):
+        _completed(plan, {"parallel": Parallel(schedule="GPipe")})
