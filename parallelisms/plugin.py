@@ -102,7 +102,8 @@ def pipeline(
     and what must happen once (an embedding, a pooling, dropout) is a module that a stage names.
 
     Args:
-        plan, fields: as of `parallelize`.
+        plan: as of `parallelize`.
+        **fields: as of `parallelize`.
         stages: patterns of the modules of each stage, in the order of the forward; as many stages
             per rank as the schedule takes. Modules that no stage names are in all. On a mesh with
             pp = 1 the model stays whole.
