@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 from dtron.checkpoint.async_staging import Staging
@@ -35,9 +36,17 @@ def _die_after(trainer: Trainer, step: int) -> None:
     def then_die() -> None:
         one_step()
         if trainer.step == step:
+            _wait_for_save_before(trainer, step)
             die()
 
     trainer._one_step = then_die  # type: ignore[method-assign]
+
+
+def _wait_for_save_before(trainer: Trainer, step: int) -> None:
+    """The checkpoint of the step before is written in the background, on a busy machine slowly."""
+    folder, end = trainer.rundir.path / "checkpoints" / f"step-{step - 1}", time.monotonic() + 60
+    while not folder.is_dir() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def _die_inside_save(trainer: Trainer, step: int) -> None:

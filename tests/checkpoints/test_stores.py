@@ -159,7 +159,7 @@ def test_a_store_that_is_gone_for_a_while_costs_its_saves_alone(
         return "slow down" if down.is_set() else ""
 
     store.fault, run = fault, tmp_path / "run"
-    changes = {"checkpoint__on_error": "continue", "checkpoint__timeout_seconds": 2}
+    changes = {"checkpoint__on_error": "continue", "checkpoint__timeout_seconds": 8}
     said, error = fit_there(store, away(run, train__steps=4, checkpoint__last=False, **changes))
     assert any("step-3 could not be written" in message for message in said)
     assert error is not None  # nothing comes after the last save

@@ -215,7 +215,9 @@ def errors(ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> dict[str,
 
 def limits(base: Mapping[str, float]) -> dict[str, float]:
     """How large `errors` may be, given those of one process. Loads of experts are equal."""
-    scalars: dict[str, float] = dict.fromkeys(("loss", "norm", "validation"), ROUNDING)
+    # One process's error of a single number may be near 0 by chance.
+    kinds = ("loss", "norm", "validation", "balance", "z")
+    scalars: dict[str, float] = dict.fromkeys(kinds, ROUNDING)
     return {
         kind: 0.0 if kind == "loads" else BFLOAT16_FACTOR * max(error, scalars.get(kind, 0.0))
         for kind, error in base.items()
@@ -253,8 +255,8 @@ layouts are those that [parity](parity.md) compares on CPUs, two steps of SGD wi
 - **bfloat16**: the reference is one process in float32. A number is the error of the layout's
   gradients, as a multiple of that of one bfloat16 process, which is in the first line: eager
   against eager, compiled against compiled. The error is the root mean square of the tensors'
-  deviations. It passes up to 2, and so do parameters; losses, of validation too, and norms pass up
-  to twice the larger of one process's error and 2^-8.
+  deviations. It passes up to 2, and so do parameters; losses, of validation and routers too, and
+  norms pass up to twice the larger of one process's error and 2^-8.
 - **float8**: signal-to-noise ratio of the gradients in dB, against float32 without float8. It
   passes within 1 dB of one process that emulates the recipe in float32.
 
