@@ -206,6 +206,7 @@ class Decoder(nn.Module):
         mtp_tokens: Tensor | None = None,
         order: Tensor | None = None,
         real: Tensor | None = None,
+        loss_weights: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position.
 
@@ -214,13 +215,16 @@ class Decoder(nn.Module):
             positions: int64 (B, T) or (1, T); None: 0 ... T - 1, allowed for tokens only.
             documents: int32 (B, T), equal within a document; None: one document per sequence.
             dropout_keys: int64 (B, T) from `dropout.token_keys`; used in training with dropout.
-            labels: int64 (B, T), passed to a head that computes the loss (`train.loss_chunks`).
+            labels: int64 (B, T), passed to a head that computes the loss (`train.loss_chunks`);
+                with `mtp_tokens` (B, T, 1 + P).
             mtp_tokens: int64 (B, T, P), the tokens 1, 2, ... P ahead; None: skip MTP.
             order: as in `MoE.forward`; used if experts have a capacity.
             real: as in `MoE.forward`; used if there are experts.
+            loss_weights: (1 + P,), passed to a head that computes the losses of all predictions.
         Returns:
             Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without a head;
-            with labels, the head's loss. With `mtp_tokens`, 1 + P logits on the head's stage.
+            with labels, the head's loss. With `mtp_tokens`, 1 + P logits on the head's stage; with
+            labels too, the weighted sum of the losses and their sums (1 + P,).
         """
         if positions is None:
             assert not x.is_floating_point(), "a later stage needs positions"
@@ -245,7 +249,10 @@ class Decoder(nn.Module):
         hidden = [x]
         for (block, keys), e in zip(predictions, ahead, strict=True):
             hidden.append(self._through(block, hidden[-1], rope, mask, keys, routed, e))
-        return self.head(torch.cat(hidden)).chunk(len(hidden))
+        if labels is None:
+            return self.head(torch.cat(hidden)).chunk(len(hidden))
+        labels = labels.movedim(-1, 0).flatten(0, 1)
+        return self.head(torch.cat(hidden), labels=labels, weights=loss_weights)
 
     def _through(
         self,

@@ -279,9 +279,9 @@ def logits_gradient(run: Resolved) -> int:
 
 
 def loss_tensors(run: Resolved) -> list[int]:
-    """Bytes of what is there at once while the gradient of the loss is made, of each prediction; in
-    chunks also the gradients of the head's weight and of the hidden states, which wait for the
-    backward.
+    """Bytes of what is there at once while the gradient of the loss is made: of each prediction, or
+    of one chunk, and then also the gradients of the head's weight and of the hidden states, which
+    wait for the backward.
 
     A compiled loss holds logits and their gradient, an eager one 12 bytes an element: its softmax
     and two gradients are float32. Of several predictions logits and softmax wait, until the
@@ -290,12 +290,13 @@ def loss_tensors(run: Resolved) -> list[int]:
     vocabulary = -(-run.model.vocab_size // run.tp)
     chunks, predictions = run.config.train.loss_chunks, 1 + run.model.mtp
     each = -(-run.tokens // chunks) * vocabulary
-    waiting = run.model.mtp * (4 + run.element) + (run.element if run.model.mtp else 0)
-    found = [run.element * each] * (2 * predictions)
+    several = run.model.mtp if chunks == 1 else 0
+    waiting = several * (4 + run.element) + (run.element if several else 0)
+    found = [run.element * each] * (2 * (1 + several))
     if not run.config.compile.enable:
         found = [(12 + waiting) * each]
     if chunks > 1:
         dim = run.model.dim
         found += [4 * dim * vocabulary, run.element * dim * vocabulary]
-        found.append(run.element * dim * run.tokens)
+        found.append(run.element * dim * run.tokens * predictions)
     return found

@@ -306,12 +306,6 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "model.override.max_seq_len = {c.model.max_seq_len}; shorten it or raise the latter",
     ),
     Rule(
-        "train.loss_chunks model.override",
-        lambda c: not c.model.mtp or c.train.loss_chunks == 1,
-        "train.loss_chunks = {c.train.loss_chunks} with model.override.mtp = {c.model.mtp}: "
-        "chunked loss does not support multi-token prediction; use 1, or mtp = 0",
-    ),
-    Rule(
         "train.seq_len model.override",
         lambda c: c.model.mtp < c.train.seq_len,
         "model.override.mtp = {c.model.mtp} looks beyond train.seq_len = {c.train.seq_len}; "

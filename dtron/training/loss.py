@@ -15,11 +15,15 @@ states and of the weight at once, and the next chunk takes its place:
     all logits at once    N V       elements, several times: softmax, gradient
     in n chunks           N V / n   so often, and the weight's gradient V D from forward to backward
 
+With multi-token prediction the losses of all predictions have one weight gradient: their weights in
+the objective are known before the loss, so that each chunk's gradient is scaled before it is added.
+
 Sources: Megatron-LM, arXiv:1909.08053, section 3; Liger Kernel, arXiv:2410.10989, section 3.2; Cut
 Your Losses, arXiv:2411.09009.
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -105,71 +109,107 @@ class ChunkedLoss:
                 self.per_chunk, backend=compile.backend, fullgraph=True, dynamic=False
             )
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Summed negative log-likelihood in nats of the labelled tokens.
 
         Args:
             hidden: (B, T, D), whole on each tp rank; its gradient there is the part that the rank's
-                columns give.
+                columns give. With `weights` (P B, T, D), prediction after prediction.
             weight: the head's (V, D), or the rank's rows (V / tp, D), in hidden's dtype.
-            labels: int64 (B, T); -100 where no loss is due.
+            labels: int64 (B, T) or (P B, T); -100 where no loss is due.
+            weights: (P,), float32 at least: the weight of each prediction's sum in the objective.
         Returns:
-            A scalar, float32 (float64 for float64); the same on all tp ranks. It can be
+            A scalar, float32 (float64 for float64); the same on all tp ranks. With `weights` the
+            weighted sum over the predictions and, without gradient, their sums (P,). It can be
             differentiated once.
         """
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
-        size = -(-len(labels) // self.chunks)
+        predictions = 1 if weights is None else len(weights)
+        size = -(-len(labels) // predictions // self.chunks)
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            total: Tensor = _HeadLoss.apply(hidden, weight, labels, size, self.per_chunk)  # type: ignore[assignment]
-            return total
-        total = hidden.new_zeros((), dtype=_at_least_float32(hidden.dtype))
-        for x, y in zip(hidden.split(size), labels.split(size), strict=True):
-            total += self.per_chunk(F.linear(x, weight), y, False)[0]
-        return total
+            found = _HeadLoss.apply(hidden, weight, labels, weights, size, self.per_chunk)
+            objective, sums = found  # type: ignore[misc]
+        else:
+            sums = hidden.new_zeros(predictions, dtype=_at_least_float32(hidden.dtype))
+            for k, part in _chunks(len(labels), predictions, size):
+                logits = F.linear(hidden[part], weight)
+                sums[k] += self.per_chunk(logits, labels[part], None, False)[0]
+            objective = _objective(sums, weights)
+        return objective if weights is None else (objective, sums)
+
+
+def _chunks(n: int, predictions: int, size: int) -> Iterator[tuple[int, slice]]:
+    """(index of the prediction, at most `size` of its tokens) over all n tokens."""
+    each = n // predictions
+    for k in range(predictions):
+        for start in range(0, each, size):
+            yield k, slice(k * each + start, k * each + min(start + size, each))
+
+
+def _objective(sums: Tensor, weights: Tensor | None) -> Tensor:
+    return sums[0] if weights is None else (sums * weights).sum().to(sums.dtype)
 
 
 class _PerChunk(Protocol):
-    def __call__(self, logits: Tensor, labels: Tensor, gradient: bool, /) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logits: Tensor, labels: Tensor, factor: Tensor | None, gradient: bool, /
+    ) -> tuple[Tensor, Tensor]:
         """See `_loss_of_chunk`."""
         ...
 
 
 def _loss_of_chunk(
-    logits: Tensor, labels: Tensor, gradient: bool, vocabulary: VocabularyShard | None
+    logits: Tensor,
+    labels: Tensor,
+    factor: Tensor | None,
+    gradient: bool,
+    vocabulary: VocabularyShard | None,
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of (n, V / tp) logits, and its gradient by them if asked for, else the logits."""
+    """Summed loss of (n, V / tp) logits, and the gradient of `factor` (1 if None) times it by them
+    if asked for, else the logits."""
     losses, top, total = _token_losses(logits, labels, vocabulary)
     if not gradient:
         return losses.sum(), logits
     due = (labels != IGNORE).to(losses.dtype)
+    due = due if factor is None else due * factor
     return losses.sum(), _logits_gradient(logits, labels, top, total, due, vocabulary)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, per_chunk: _PerChunk
-    ) -> Tensor:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        weights: Tensor | None,
+        size: int,
+        per_chunk: _PerChunk,
+    ) -> tuple[Tensor, Tensor]:
         by_hidden, by_weight = ctx.needs_input_grad[:2]
-        total = hidden.new_zeros((), dtype=_at_least_float32(hidden.dtype))
+        predictions = 1 if weights is None else len(weights)
+        sums = hidden.new_zeros(predictions, dtype=_at_least_float32(hidden.dtype))
         grad_hidden = torch.empty_like(hidden) if by_hidden else None
         grad_weight = None
         if by_weight:
             grad_weight = torch.zeros_like(weight, dtype=_at_least_float32(weight.dtype))
-        for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            x, y = hidden[part], labels[part]
+        for k, part in _chunks(len(hidden), predictions, size):
+            factor = None if weights is None else weights[k]
             into = None if grad_hidden is None else grad_hidden[part]
-            total += _add_chunk(x, weight, y, per_chunk, into, grad_weight)
+            x, y = hidden[part], labels[part]
+            sums[k] += _add_chunk(x, weight, y, factor, per_chunk, into, grad_weight)
         ctx.gradients = (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
         )
-        return total
+        ctx.mark_non_differentiable(sums)
+        return _objective(sums, weights), sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("a chunked loss is differentiated a second time; compute it again")
         # Scaled in place and released: a copy, which CPUs make, is as large as the weight.
@@ -177,13 +217,14 @@ class _HeadLoss(torch.autograd.Function):
         for gradient in (grad_hidden, grad_weight):
             if gradient is not None:  # as a vector: a GPU would round a scalar to their dtype first
                 torch.mul(gradient, grad.view(1), out=gradient)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _add_chunk(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
+    factor: Tensor | None,
     per_chunk: _PerChunk,
     grad_x: Tensor | None,
     grad_weight: Tensor | None,
@@ -193,10 +234,11 @@ def _add_chunk(
     Args:
         x: (n, D).
         weight: (V / tp, D).
+        factor: of this chunk's gradients; None: 1.
         grad_x: (n, D) to write to.
         grad_weight: (V / tp, D) to add to.
     """
-    loss, grad = per_chunk(F.linear(x, weight), labels, True)
+    loss, grad = per_chunk(F.linear(x, weight), labels, factor, True)
     if grad_x is not None:
         torch.mm(grad, weight, out=grad_x)
     if grad_weight is not None and grad_weight.dtype == grad.dtype:

@@ -59,7 +59,8 @@ class ParallelModel:
     mesh: Mesh
     loss: Loss
     """(logits (B, T, V), labels (B, T)) -> the summed loss; where the model's head computes it
-    (`Applied.loss_in_head`), the model's output comes in place of the logits."""
+    (`Applied.loss_in_head`), the model's output comes in place of the logits. Losses of several
+    predictions that the head computes need no further function."""
 
 
 class TrainStep:
@@ -132,35 +133,53 @@ class TrainStep:
         Returns:
             This rank's share of the mean loss.
         """
-        n_valid, *n_mtp = self._count(batches)
+        counts = self._count(batches)
         self.mtp_loss = torch.zeros_like(self.mtp_loss)
         applied = self.model.applied
+        weights = self._loss_weights(counts)
 
         def mean_loss(output: Tensor | tuple[Tensor, ...], i: int) -> Tensor:
             with phase("loss"):
-                first, *others = output if isinstance(output, tuple) else (output,)
-                loss = self.model.loss(first, batches[i].labels) / n_valid
-                return loss + self._mtp_gradient(others, batches[i], n_mtp) if others else loss
+                if isinstance(output, tuple):
+                    return self._loss_of_predictions(output, batches[i], counts, weights)
+                return self.model.loss(output, batches[i].labels) / counts[0]
 
         micro_batches = [
-            as_micro_batch(batch, self._dropout_keys(batch, step), applied.loss_in_head)
+            as_micro_batch(
+                batch, self._dropout_keys(batch, step), applied.loss_in_head, loss_weights=weights
+            )
             for batch in batches
         ]
         total = self.model.execution.train(micro_batches, mean_loss)
         applied.complete_gradients(self.model.mesh)
         return total
 
-    def _mtp_gradient(
-        self, outputs: Sequence[Tensor], batch: Batch, n_valid: Sequence[Tensor]
+    def _loss_weights(self, counts: Tensor) -> Tensor:
+        """Weight of each prediction's summed loss in what is differentiated: (1 + P,)."""
+        weights = counts.double().reciprocal()
+        weights[1:] *= self.mtp_weight / max(1, len(weights) - 1)
+        return weights
+
+    def _loss_of_predictions(
+        self, output: tuple[Tensor, ...], batch: Batch, counts: Tensor, weights: Tensor
     ) -> Tensor:
-        """Count the loss of P further predictions; returns a zero with its weighted gradient."""
-        assert batch.mtp_labels is not None, "predictions have labels"
-        labels = batch.mtp_labels.unbind(-1)
-        sums = [self.model.loss(x, y) for x, y in zip(outputs, labels, strict=True)]
-        mean = torch.stack([total / n for total, n in zip(sums, n_valid, strict=True)]).mean()
-        self.mtp_loss += mean.detach()
-        weighted = self.mtp_weight * mean
-        return weighted - weighted.detach()
+        """The next token's mean loss, with the gradient of the losses of all 1 + P predictions;
+        adds those of the further P to `mtp_loss`.
+
+        Args:
+            output: logits of each prediction; or, from a head that computes losses, their weighted
+                sum and their sums (1 + P,).
+        """
+        if self.model.applied.loss_in_head:
+            objective, sums = output
+        else:
+            assert batch.mtp_labels is not None, "predictions have labels"
+            labels = (batch.labels, *batch.mtp_labels.unbind(-1))
+            sums = torch.stack([self.model.loss(x, y) for x, y in zip(output, labels, strict=True)])
+            objective = (sums * weights).sum()
+        means = sums.detach() / counts
+        self.mtp_loss += means[1:].mean()
+        return means[0] + (objective - objective.detach())
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
         """Labelled tokens of the whole step and of each of P further predictions, at least 1: float
@@ -184,10 +203,13 @@ def _count_all(batch: Batch) -> Tensor:
 
 
 def as_micro_batch(
-    batch: Batch, dropout_keys: Tensor | None = None, labelled: bool = False
+    batch: Batch,
+    dropout_keys: Tensor | None = None,
+    labelled: bool = False,
+    loss_weights: Tensor | None = None,
 ) -> MicroBatch:
     """Tokens (B, T) and what every stage of the model needs with them; with `labelled` the labels
-    too, for a head that computes the loss."""
+    too, for a head that computes the loss, and with multi-token prediction `loss_weights`."""
     positions = batch.positions
     if positions is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).unsqueeze(0)
@@ -198,7 +220,12 @@ def as_micro_batch(
         others["order"] = batch.order
     if batch.pieces is not None:
         others["real"] = batch.pieces >= 0
-    return batch.tokens, {**others, "labels": batch.labels} if labelled else others
+    if labelled and batch.mtp_labels is not None:
+        others["labels"] = torch.cat([batch.labels.unsqueeze(-1), batch.mtp_labels], -1)
+        others["loss_weights"] = loss_weights
+    elif labelled:
+        others["labels"] = batch.labels
+    return batch.tokens, others
 
 
 @torch.no_grad()

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(hidden states (B, T, D), the rank's rows of the weight (V / tp, D), labels (B, T)), plain local
-tensors -> the summed loss, a scalar that is the same on all tp ranks."""
+HeadLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | tuple[Tensor, Tensor]]
+"""(hidden states (B, T, D), the rank's rows of the weight (V / tp, D), labels (B, T), None), plain
+local tensors -> the summed loss, a scalar that is the same on all tp ranks. Of P predictions: (P B,
+T, D), the same weight, (P B, T), their weights (P,) -> the weighted sum, and their sums (P,)."""
 
 
 def attach_loss(head: nn.Module, loss: HeadLoss) -> None:
@@ -30,12 +31,14 @@ def attach_loss(head: nn.Module, loss: HeadLoss) -> None:
     assert head.bias is None, "a head with a loss has no bias"
     logits = head.forward
 
-    def forward(x: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        x: Tensor, labels: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if labels is None:
             return logits(x)
         # whole on each tp rank, while the gradient by the rank's own columns is a part of a sum
         hidden = _local(x, gradient=Partial())
-        return loss(hidden, _local(head.weight), labels)
+        return loss(hidden, _local(head.weight), labels, weights)
 
     head.forward = forward  # type: ignore[method-assign]
 

@@ -390,6 +390,12 @@ SPECIAL = [
     Case("qwen3", 4, OVERLAPPED, micro_batch=2, sequences=8, recompute=SELECTIVE, compile=EAGER),
     Case("gpt", 4, Parallel(pp=2, tp=2, schedule=LOOP, async_tp=True), recompute=FULL),
     Case("llama", 2, Parallel(cp=2), loss_chunks=3),
+    # head and losses of several predictions in chunks
+    Case("deepseek_v3", 1, override=MTP, loss_chunks=3, micro_batch=2, dtype="float64"),
+    Case("deepseek_v3", 2, Parallel(tp=2), override={**MTP, **TIED}, loss_chunks=5),
+    Case("deepseek_v3", 2, Parallel(cp=2), override=MTP, loss_chunks=2, packing="best_fit"),
+    Case("deepseek_v3", 4, Parallel(pp=2, tp=2, schedule=V), override=MTP, loss_chunks=3),
+    Case("deepseek_v3", 4, Parallel(pp=2), override=MTP, loss_chunks=4, compile=EAGER),
     # context parallelism on two levels, and by another method in each layer
     Case("llama", 4, Parallel(cp=4, cp_method="hierarchical"), documents=True, micro_batch=2),
     Case("gpt", 4, Parallel(cp=4, cp_method="hierarchical", cp_inner=2), dtype="float64"),

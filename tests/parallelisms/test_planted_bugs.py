@@ -158,6 +158,18 @@ def head_gradient_not_reduced() -> None:
     head_loss._local = lambda tensor, gradient=None: local(tensor)
 
 
+def chunks_of_predictions_unweighted() -> None:
+    """Each prediction's chunks have the first one's weight in the objective."""
+    add = loss._add_chunk
+
+    def first(x: Tensor, weight: Tensor, labels: Tensor, factor: Any, *others: Any) -> Tensor:
+        first.factor = factor if first.factor is None else first.factor  # type: ignore[attr-defined]
+        return add(x, weight, labels, first.factor, *others)  # type: ignore[attr-defined]
+
+    first.factor = None  # type: ignore[attr-defined]
+    loss._add_chunk = first
+
+
 def key_gradients_stay() -> None:
     """Gradients of keys do not travel with them: each rank has those of its own queries alone."""
 
@@ -452,6 +464,7 @@ BUGS = [
     Bug(loads_of_own_tokens, POOLED, BEFORE_ROUTER),
     Bug(choices_in_order_of_the_ranks, LIMITED, ALSO_LOSS),
     Bug(mtp_tokens_of_the_part, MTP, ALSO_LOSS),
+    Bug(chunks_of_predictions_unweighted, replace(MTP, loss_chunks=2), r"gradient .*"),
     Bug(predictions_by_all_labels, MTP, ALSO_LOSS),
     Bug(padding_routed, PACKED, ALSO_LOSS),
     Bug(predictions_across_documents, PREDICTED, ALSO_LOSS),

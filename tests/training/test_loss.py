@@ -82,6 +82,34 @@ def test_bfloat16_loses_nothing_over_many_chunks(chunks: int) -> None:
     close(found, exact, 0.0045)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("chunks", [1, 3, 5])
+def test_weighted_losses_of_several_predictions(chunks: int, compile: bool) -> None:
+    """Their sums, and the gradients of the weighted sum, with one weight gradient for all."""
+    torch.compiler.reset()  # shapes of earlier cases count towards its limit
+    _, weight, _ = inputs(torch.float64)
+    predictions = [inputs(torch.float64, without) for without in ("some", "all", "none")]
+    hidden = torch.cat([x * (1 + k) for k, (x, _, _) in enumerate(predictions)])
+    labels = torch.cat([y for _, _, y in predictions])
+    weights = torch.tensor([0.5, 0.01, 2.0], dtype=torch.float64)
+    loss = ChunkedLoss(chunks, compile=Compile(enable=compile, backend="aot_eager"))
+
+    def by_chunks(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        objective, sums = loss(x, w, y, weights)
+        assert not sums.requires_grad
+        close([objective], [(sums * weights).sum()], 1e-14)
+        return objective
+
+    def one_by_one(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        each = zip(x.chunk(3), y.chunk(3), weights, strict=True)
+        return torch.stack([c * at_once(h, w, part) for h, part, c in each]).sum()
+
+    wanted = gradients(one_by_one, hidden, weight, labels)
+    close(gradients(by_chunks, hidden, weight, labels), wanted, 1e-14)
+    with torch.no_grad():
+        close([by_chunks(hidden, weight, labels)], wanted[:1], 1e-14)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [701, 997, 1024, 1333, 1666, 2047, 2500, 3001, 3777, 4095])
 def test_scaled_on_a_gpu_as_the_whole_loss_is(n: int) -> None:
@@ -133,6 +161,7 @@ def test_a_second_backward_is_refused() -> None:
 
 def test_compiled_chunks_equal_eager_ones() -> None:
     """In one graph each: `fullgraph` refuses breaks."""
+    torch.compiler.reset()
     case = inputs(torch.float64)
     compiled = ChunkedLoss(5, compile=Compile(enable=True, backend="aot_eager"))
     close(gradients(compiled, *case), gradients(ChunkedLoss(5), *case), 1e-14)
