@@ -25,7 +25,7 @@ Your Losses, arXiv:2411.09009.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,14 @@ class ChunkedLoss:
             self.per_chunk = torch.compile(
                 self.per_chunk, backend=compile.backend, fullgraph=True, dynamic=False
             )
+
+    @overload
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None = None
