@@ -212,8 +212,8 @@ def apply_tensor_parallel(
 
     Args:
         overlap: products overlap their communication, where rows allow (`async_tp.py`).
-        sharing: number of heads -> 1-D mesh of the ranks that share this rank's head (`Mesh.heads`);
-            needed where `shared_heads` has some.
+        sharing: number of heads -> 1-D mesh of the ranks that share this rank's head
+            (`Mesh.heads`); needed where `shared_heads` has some.
     Raises:
         PlacementError: modules that share a parameter split it differently.
     """
