@@ -347,7 +347,14 @@ SHARED_HEADS = [
         for method in ("ring", "ulysses", "all_gather")
     ],
     Case("llama", 4, Parallel(tp=2, dp_shard=2, zero=2), override=MQA, dtype="float64"),
-    Case("gpt", 4, Parallel(tp=2, dp_replicate=2, zero=1), override=MQA | {"qk_norm": True}),
+    # float64: without rope a bias of all keys has a gradient of 0, and in float32 rounding is left
+    Case(
+        "gpt",
+        4,
+        Parallel(tp=2, dp_replicate=2, zero=1),
+        override=MQA | {"qk_norm": True},
+        dtype="float64",
+    ),
     Case("llama", 4, Parallel(tp=2, pp=2, schedule=V), override=MQA | {"bias": True}),
     Case("qwen3", 8, Parallel(tp=4, pp=2, schedule=V), override=TIED, compile=EAGER, sequences=8),
     Case("llama", 8, Parallel(tp=4, cp=2), dtype="float64", recompute=FULL, documents=True),

@@ -384,7 +384,7 @@ def heads_of_other_ranks() -> None:
 
     def heads(self: Mesh, n_heads: int) -> Any:
         ranks = torch.arange(dist.get_world_size()).view(-1, n_heads).t()
-        groups = [dist.new_group(each) for each in ranks.tolist()]
+        groups: list[Any] = [dist.new_group(each) for each in ranks.tolist()]
         return DeviceMesh.from_group(groups[self.rank("tp") % n_heads], "cpu")
 
     Mesh.heads = functools.cache(heads)  # type: ignore[method-assign]
