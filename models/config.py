@@ -188,6 +188,10 @@ class DecoderConfig(BaseModel):
         """Width of the rotated part of a head."""
         return self.rope_head_dim if self.kv_lora_rank else self.head_size
 
+    def local_kv_heads(self, tp: int) -> int:
+        """Key and value heads of one of `tp` ranks; with more ranks than heads they share one."""
+        return max(1, self.n_kv_heads // tp)
+
     @property
     def n_expert_layers(self) -> int:
         """Layers with experts; they come last."""

@@ -24,6 +24,7 @@ from dtron.parallelisms.placement import (
     replicate,
     rowwise,
     sequence,
+    whole_heads,
     whole_input,
 )
 
@@ -101,6 +102,7 @@ def _attention_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -
     return {
         "blocks.*.attn": prepare_input(between),
         "blocks.*.attn.w[qkv]": colwise(),
+        "blocks.*.attn.w[kv]": whole_heads(config.n_kv_heads),
         **norms,
     }
 

@@ -30,6 +30,7 @@ from dtron.parallelisms.placement import (
     replicate,
     rowwise,
     sequence,
+    whole_heads,
     whole_input,
 )
 from dtron.parallelisms.plugin import PipelinedModel, parallelize, pipeline
@@ -60,5 +61,6 @@ __all__ = [
     "rowwise",
     "scale_or_zero_",
     "sequence",
+    "whole_heads",
     "whole_input",
 ]

@@ -67,6 +67,7 @@ from dtron.parallelisms.tensor.tensor_parallel import (
     pad_vocabulary,
     plan,
     settle_outputs,
+    shared_heads,
 )
 
 
@@ -193,6 +194,8 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     tp, pp = mesh.size("tp"), mesh.rank("pp")
     padded = pad_vocabulary(model, passes.vocabulary, tp)
     made = plan(model, passes.placements or {}, tp) if tp > 1 else Plan({}, ())
+    for n_heads in sorted(shared_heads(made, tp)):
+        mesh.heads(n_heads)  # made by all ranks together, whatever their stages have
     if passes.parallel.async_tp:
         check_rows(dict(model.named_modules()), made.rows)
     units = select_units(model, passes.units)
@@ -274,7 +277,9 @@ def _apply_to_part(
     split = passes.layout.deferred(stage, part) if passes.layout else []
     if whole.made.rows:
         overlap = passes.parallel.async_tp
-        apply_tensor_parallel(part, mesh.flat("tp"), whole.made, passes.replicas, overlap)
+        apply_tensor_parallel(
+            part, mesh.flat("tp"), whole.made, passes.replicas, overlap, mesh.heads
+        )
     apart = {name: held[name] for name in whole.experts if name in held}
     if passes.experts is not None and apart:
         apply_experts(apart, passes.experts, mesh, whole.dispatcher)

@@ -112,6 +112,8 @@ class Mesh:
         self._experts: DeviceMesh | None = None
         self._expert_group: dist.ProcessGroup | None = None
         self._context: dict[int, DeviceMesh] = {}
+        self._heads: dict[int, DeviceMesh] = {}
+        self._override_of_heads = override.get("tp")
 
     @property
     def experts(self) -> DeviceMesh:
@@ -150,6 +152,21 @@ class Mesh:
             )
         mesh = self._context[inner]
         return mesh["cp_outer"].get_group(), mesh["cp_inner"].get_group()
+
+    def heads(self, n_heads: int) -> DeviceMesh:
+        """The tp axis as `n_heads` blocks of neighbours that share a head: the 1-D mesh of this
+        rank's block. Made when first asked for, by all ranks together."""
+        tp = self.degrees["tp"]
+        if n_heads == 1:
+            return self.flat("tp")
+        if n_heads not in self._heads:
+            degrees = {axis: n for axis, n in self.degrees.items() if axis != "tp"}
+            degrees |= {"tp_outer": n_heads, "tp_inner": tp // n_heads}
+            group = _group(degrees, ["tp_inner"], self._override_of_heads)
+            self._heads[n_heads] = DeviceMesh.from_group(
+                group, self.device_type, mesh_dim_names=("tp_inner",)
+            )
+        return self._heads[n_heads]
 
     def replicated(self, *axes: Degree) -> DeviceMesh:
         """The 2-D mesh of dp_replicate and these axes together, as `flat` takes them."""
@@ -203,6 +220,7 @@ class Mesh:
             yield _JOIN.join(axes), self._groups[axes]
         for mesh in self._context.values():
             yield from ((axis, mesh.get_group(axis)) for axis in ("cp_outer", "cp_inner"))
+        yield from (("tp_inner", mesh.get_group()) for mesh in self._heads.values())
         if self._experts is not None:
             axes = ("dp_replicate", "edp_shard", "ep", "etp")
             yield from ((axis, self._experts.get_group(axis)) for axis in axes)

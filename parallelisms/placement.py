@@ -44,6 +44,7 @@ __all__ = [
     "select_parameters",
     "select_units",
     "sequence",
+    "whole_heads",
     "whole_input",
 ]
 
@@ -91,6 +92,7 @@ class Row:
     output: Placement | None = None
     argument: int | str = 0
     split: tuple[int, ...] = ()
+    n_heads: int = 0
 
 
 class Style:
@@ -176,6 +178,17 @@ def whole_input(layout: Placement, argument: int | str = 0) -> Row:
     """Bring an input of a module from `layout` to all ranks whole, as a plain local tensor. The
     ranks' gradients of it are parts of a sum, which the backward sums up or reduce-scatters."""
     return Row("prepare_whole", layout, Replicate(), argument)
+
+
+def whole_heads(n_heads: int) -> Row:
+    """Bring the output of a colwise module of `n_heads` heads to whole heads, as a plain tensor:
+    where tp ranks are more than heads, the tp / n_heads neighbours that have parts of one head
+    gather it, each for query heads of its own, and the backward sums and scatters its gradient.
+    Weights and their gradients stay split as by colwise alone.
+
+    Source: grouped queries under tensor parallelism, as Megatron-LM gathers keys and values.
+    """
+    return Row("prepare_heads", Shard(-1), Replicate(), n_heads=n_heads)
 
 
 def prepare_output(layout: Placement, desired: Placement) -> Row:

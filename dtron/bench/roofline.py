@@ -89,7 +89,8 @@ def attention_seconds(
     if config.data.mask_documents or modifies_scores(model) or model.attention_dropout:
         return None
     dtype, size = DTYPES[config.train.dtype], model.head_size
-    heads = (model.n_heads // config.parallel.tp, model.n_kv_heads // config.parallel.tp)
+    tp = config.parallel.tp
+    heads = (model.n_heads // tp, model.local_kv_heads(tp))
     shape = (config.train.micro_batch, config.train.seq_len)
     q, k, v = (
         torch.randn(*shape, n, size, dtype=dtype, device=device, requires_grad=True)

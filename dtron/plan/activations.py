@@ -3,8 +3,9 @@
 Each row is a tensor that autograd saves, with the modes of recomputation in which it is kept:
 
     width    elements a token
-    split    how tp splits it: "neurons" (heads and neurons, over tp), "tokens" (over tp under
-             sequence parallelism), "columns" (tokens, and the width of experts over etp), "none"
+    split    how tp splits it: "neurons" (heads and neurons, over tp), "heads" (key/value heads,
+             which tp ranks share where there are fewer), "tokens" (over tp under sequence
+             parallelism), "columns" (tokens, and the width of experts over etp), "none"
              (gathered: whole on every rank)
     modes    none, selective, attention; the block's input is kept in all, and in `full` alone
 
@@ -26,7 +27,7 @@ NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
 ALL = (NONE, SELECTIVE, ATTENTION, "full")
 PRODUCT = (NONE, SELECTIVE)
 """Results of matrix products that the backward reads."""
-Split = Literal["neurons", "tokens", "columns", "none"]
+Split = Literal["neurons", "heads", "tokens", "columns", "none"]
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,18 @@ def _attended(model: DecoderConfig, width: int, read: bool = True) -> list[Saved
 
 def _attention(model: DecoderConfig) -> list[Saved]:
     q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
-    rows = [Saved("wq", q, "neurons", PRODUCT), Saved("wk", kv, "neurons", PRODUCT)]
+    rows = [Saved("wq", q, "neurons", PRODUCT), *_shared(model, "wk", kv)]
     if model.qk_norm:
-        rows += [Saved("q_norm", q, "neurons"), Saved("k_norm", kv, "neurons")]
-        rows += _statistics(model, "q_norm", model.n_heads + model.n_kv_heads, "neurons")
-    return [*rows, Saved("wv", kv, "neurons", PRODUCT), *_attended(model, q)]
+        rows += [Saved("q_norm", q, "neurons"), Saved("k_norm", kv, "heads")]
+        rows += _statistics(model, "q_norm", model.n_heads, "neurons")
+        rows += _statistics(model, "k_norm", model.n_kv_heads, "heads")
+    return [*rows, *_shared(model, "wv", kv), *_attended(model, q)]
+
+
+def _shared(model: DecoderConfig, module: str, width: int) -> list[Saved]:
+    """Keys or values: of a head that ranks share all of it, or the rank's product, from which
+    selective recomputation gathers again."""
+    return [Saved(module, width, "heads"), Saved(module, width, "neurons", (SELECTIVE,))]
 
 
 def _latent(model: DecoderConfig, padded: bool) -> list[Saved]:
@@ -249,7 +257,14 @@ def put_off(run: Resolved, layer: int) -> tuple[list[int], list[int]]:
 
 def _bytes(run: Resolved, row: Saved) -> float:
     columns = run.between * run.experts["etp"]
-    shared = {"neurons": run.tp, "tokens": run.between, "columns": columns, "none": 1}[row.split]
+    heads = min(run.tp, run.model.n_kv_heads)
+    shared = {
+        "neurons": run.tp,
+        "heads": heads,
+        "tokens": run.between,
+        "columns": columns,
+        "none": 1,
+    }[row.split]
     element = max(4, run.element) if row.wide else run.element
     more = expert_room(run) if row.arrived else 1.0
     return more * row.width * element * run.tokens / shared

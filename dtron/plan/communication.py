@@ -168,6 +168,7 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         for width in repeated:
             yield made("reduce_scatter", width, again)
 
+    yield from _shared_heads(run, stage, domain)
     for mixture in (False, True):
         layers = [i for i in stage.layers if run.has_experts(i) == mixture]
         again = sum(run.recomputes(i) for i in layers)
@@ -186,6 +187,20 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # a maximum, then two sums a token, float32
         yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
+
+
+def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
+    """Keys and values of heads that tp ranks share are gathered, their gradients scattered."""
+    n_heads = run.model.n_kv_heads
+    if run.model.kv_lora_rank or run.tp <= n_heads:
+        return
+    ranks = run.tp // n_heads
+    axis = "tp" if n_heads == 1 else "tp_inner"
+    size = float(run.model.head_size * run.tokens * run.element)
+    again = sum(run.recomputes(i) for i in stage.layers)
+    for kind, times in (("all_gather", again), ("reduce_scatter", 0)):
+        count = 2 * (len(stage.layers) + times) * run.micro_batches
+        yield Collective(axis, kind, size, count, "tp", ranks, min(ranks, domain))
 
 
 _ENDS = (("attn", "ffn"), ("attn.wo", "ffn.down"))
@@ -216,7 +231,7 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     cp, parallel = run.degrees["cp"], run.config.parallel
     ranks, inside = group(run, ("cp",), domain)
     model, m = run.model, run.micro_batches
-    kv = 2 * model.n_kv_heads * model.head_size // run.tp * run.tokens
+    kv = 2 * model.local_kv_heads(run.tp) * model.head_size * run.tokens
     q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
     methods = parallel.cp_methods()
     for layer in stage.layers:

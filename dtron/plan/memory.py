@@ -285,7 +285,7 @@ def _context(run: Resolved) -> float:
     """Context parallelism sends keys and values."""
     if run.degrees["cp"] == 1:
         return 0.0
-    width = 2 * run.model.n_kv_heads * run.model.head_size // run.tp
+    width = 2 * run.model.local_kv_heads(run.tp) * run.model.head_size
     whole = any(m == "all_gather" for m in run.config.parallel.cp_methods())
     blocks = run.degrees["cp"] if whole else 2
     return float(blocks * width * run.tokens * run.element)

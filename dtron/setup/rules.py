@@ -37,6 +37,7 @@ from dtron.parallelisms.expert.expert_parallel import refuse_half_compiled, shar
 from dtron.parallelisms.fsdp.sharding import DTYPES
 from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.layout import StageNames, build_layout
+from dtron.parallelisms.placement import Row
 from dtron.setup.float8_plan import Float8Plan, plan_float8
 
 
@@ -212,13 +213,31 @@ def _undivided(run: ModelCandidate) -> Iterator[str]:
     for axis, most, sizes in split:
         degree = getattr(parallel, axis)
         for key, size in sizes.items():
-            if size % degree:
-                legal = [n for n in range(1, most + 1) if not any(v % n for v in sizes.values())]
-                yield (
-                    f"parallel.{axis} = {degree} does not divide model.{key} = {size}; use "
-                    f"{', '.join(map(str, legal))}"
-                )
+            if not _splits(run, key, size, degree):
+                every = range(1, most + 1)
+                legal = [n for n in every if all(_splits(run, k, v, n) for k, v in sizes.items())]
+                reason = f"does not divide model.{key} = {size}"
+                if key == "n_kv_heads" and _shares_heads(run):
+                    reason = (
+                        f"neither divides model.{key} = {size} nor cuts each head of "
+                        f"{model.head_size} evenly"
+                    )
+                yield f"parallel.{axis} = {degree} {reason}; use {', '.join(map(str, legal))}"
                 break
+
+
+def _splits(run: ModelCandidate, key: str, size: int, degree: int) -> bool:
+    """Whether so many ranks split a size evenly; those that share a key/value head split its
+    rows."""
+    if size % degree == 0 or key != "n_kv_heads" or not _shares_heads(run):
+        return size % degree == 0
+    return degree % size == 0 and size * run.model.head_size % degree == 0
+
+
+def _shares_heads(run: ModelCandidate) -> bool:
+    """Whether the family's placements have ranks share key/value heads."""
+    rows = run.spec.placements(run.model, run.parallel.sequence_parallel).values()
+    return any(isinstance(row, Row) and row.n_heads for row in rows)
 
 
 def _check_expert_shards(run: ModelCandidate) -> None:
@@ -274,9 +293,9 @@ def _sequence_chunks(run: ModelCandidate) -> int:
 def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
     """Methods that split heads over ranks which do not divide them."""
     parallel, model, tp = run.parallel, run.model, run.parallel.tp
-    if parallel.cp == 1 or model.n_heads % tp or model.n_kv_heads % tp:
-        return  # reported by _undivided
-    heads, shared = model.n_heads // tp, model.n_kv_heads // tp
+    if parallel.cp == 1 or any(_undivided(run)):
+        return
+    heads, shared = model.n_heads // tp, model.local_kv_heads(tp)
     legal = [n for n in range(1, heads + 1) if heads % math.lcm(n, shared) == 0]
     for method in dict.fromkeys(parallel.cp_methods()):
         inner = layout_of(method, parallel.cp, parallel.cp_inner).inner

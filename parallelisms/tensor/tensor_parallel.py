@@ -11,6 +11,11 @@ sequence between those regions: each all-reduce becomes an all-gather on the way
 reduce-scatter on the way out, the same bytes, and norms, dropout and residuals work on T / tp
 tokens.
 
+With more ranks than key/value heads wk and wv are split by rows all the same, inside a head; the
+ranks that share one gather its keys and values (`whole_heads`), and the backward reduce-scatters
+their gradients. So each rank has all of its rows' gradient, and nothing is replicated but
+activations.
+
 Matrices become DTensors; activations are plain local tensors between modules. Parameters that all
 ranks hold but that see only a part of the tokens or heads (norms, QK norms) have gradients that are
 parts of a sum over tp. With replicas="backward" they are DTensors whose gradients are reduced in
@@ -21,7 +26,7 @@ Sources: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198;
 torch.distributed.tensor.parallel.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,6 +95,8 @@ def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
             kind = _kind(row)
             if isinstance(row, Row) and kind in _SPLIT:
                 _check_divides(name, modules[name], row, tp)
+            if isinstance(row, Row) and row.n_heads:
+                _check_heads(name, row.n_heads, tp)
             if kind.startswith("prepare"):
                 continue
             for child, _ in modules[name].named_parameters(remove_duplicate=False):
@@ -179,17 +186,34 @@ def _check_divides(name: str, module: nn.Module, row: Row, tp: int) -> None:
         )
 
 
+def _check_heads(name: str, n_heads: int, tp: int) -> None:
+    if n_heads % tp and tp % n_heads:
+        raise PlacementError(
+            f"parallel.tp = {tp} neither divides the {n_heads} heads of {name} nor is a multiple "
+            "of them; use one that does or is"
+        )
+
+
+def shared_heads(made: Plan, tp: int) -> set[int]:
+    """Numbers of heads, of rows `whole_heads`, that are fewer than the ranks."""
+    rows = [row for of_module in made.rows.values() for row in of_module if isinstance(row, Row)]
+    return {row.n_heads for row in rows if 0 < row.n_heads < tp}
+
+
 def apply_tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
     made: Plan,
     replicas: Replicas,
     overlap: bool = False,
+    sharing: Callable[[int], DeviceMesh] | None = None,
 ) -> None:
     """Split the modules of a plan over a 1-D mesh, in place; those a stage lacks are skipped.
 
     Args:
         overlap: products overlap their communication, where rows allow (`async_tp.py`).
+        sharing: number of heads -> 1-D mesh of the ranks that share this rank's head
+            (`Mesh.heads`); needed where `shared_heads` has some.
     Raises:
         PlacementError: modules that share a parameter split it differently.
     """
@@ -198,7 +222,11 @@ def apply_tensor_parallel(
     done = fuse(modules, made.rows, mesh) if overlap else set()
     for name, rows in made.rows.items():
         for row in rows if name in modules else ():
-            if (name, row) not in done:
+            if isinstance(row, Row) and row.n_heads:
+                if row.n_heads < mesh.size():
+                    assert sharing is not None, "ranks share heads"
+                    _gather_heads(modules[name], sharing(row.n_heads))
+            elif (name, row) not in done:
                 _apply_row(modules[name], mesh, row, replicas)
     for places in shared:
         (first, first_name, _), *others = sorted(places, key=lambda at: at[2] not in made.covered)
@@ -332,6 +360,16 @@ def _moved(
     if layout == desired:
         return x
     return x.redistribute(placements=[desired], async_op=asynchronous)
+
+
+def _gather_heads(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a module return whole heads: (B, T, K / ranks) of each rank of the mesh -> (B, T, K)."""
+
+    def gather(_module: nn.Module, _args: tuple, out: Tensor) -> Tensor:
+        whole = _moved(out, mesh, Shard(out.dim() - 1), Replicate(), asynchronous=False)
+        return whole.to_local(grad_placements=[Partial()])
+
+    module.register_forward_hook(gather)
 
 
 def _cut_arguments(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:

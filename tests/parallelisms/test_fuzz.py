@@ -63,6 +63,7 @@ def features(case: Case) -> set[str]:
         **{"capacity": config.capacity_factor, "YaRN": config.rope_scaling == "yarn"},
         **{"balance": config.balance_coefficient, "dropout": config.dropout},
         **{"latent": config.kv_lora_rank, "bias": config.bias},
+        **{"shared heads": parallel.tp > config.n_kv_heads},
         **{"chunks": case.loss_chunks > 1, "offload": case.recompute.offload},
         **{"documents": case.documents, "padding": case.padded},
         **{"AdamW": case.optimizer == "adamw", "compile": case.compile.enable},
@@ -121,7 +122,7 @@ def _draw_degrees(random: random.Random) -> dict[str, int]:
             "dp_replicate": random.choice([1, 1, 1, 2, 3]),
             "dp_shard": random.choice([1, 1, 2, 2, 3]),
             "cp": random.choice([1, 1, 1, 2, 2, 3, 4]),
-            "tp": random.choice([1, 1, 2, 2, 3]),
+            "tp": random.choice([1, 1, 2, 2, 3, 6]),
         }
         if math.prod(degrees.values()) <= MOST_RANKS:
             return degrees
@@ -179,7 +180,7 @@ def _draw_dense(random: random.Random) -> dict[str, Any]:
         "n_layers": random.randint(4, 9),
         "dim": 36,
         "n_heads": 6,
-        "n_kv_heads": random.choice([6, 6, 6, 3, 2]),
+        "n_kv_heads": random.choice([6, 6, 3, 2, 1]),
         "head_dim": 0,
         "ffn_dim": random.choice([42, 42, 42, 45]),
         "attention_dropout": random.choice([0.0, 0.0, 0.1]),

@@ -329,6 +329,38 @@ EXPERT_CASES = [
         steps=1,
     ),
 ]
+MQA = {"n_kv_heads": 1, "head_dim": 8}
+GQA = {"n_kv_heads": 2}
+SHARED_HEADS = [
+    Case("llama", 4, Parallel(tp=4)),
+    Case("llama", 4, Parallel(tp=4, sequence_parallel=False), FULL, override=MQA | TIED),
+    Case("llama", 4, Parallel(tp=4), compile=EAGER, dtype="float64"),
+    Case("llama", 2, Parallel(tp=2), SELECTIVE, EAGER, override=MQA, loss_chunks=3),
+    Case("qwen3", 4, Parallel(tp=4, async_tp=True), micro_batch=2, recompute=SELECTIVE),
+    Case("qwen3", 4, Parallel(tp=4, async_tp=True), compile=EAGER, override={"n_kv_heads": 1}),
+    Case("gpt", 4, Parallel(tp=4, async_tp=True), override=GQA | TIED, micro_batch=2),
+    Case("gpt", 4, Parallel(tp=4), override=GQA | DROPPED | {"attention_dropout": 0.1}),
+    Case("gpt_oss", 4, Parallel(tp=4, ep=2), dtype="float64"),
+    Case("qwen3_moe", 4, Parallel(tp=4), recompute=SELECTIVE, override={"n_kv_heads": 1}),
+    *[
+        Case("qwen3", 4, Parallel(tp=2, cp=2, cp_method=method), override=MQA, documents=True)
+        for method in ("ring", "ulysses", "all_gather")
+    ],
+    Case("llama", 4, Parallel(tp=2, dp_shard=2, zero=2), override=MQA, dtype="float64"),
+    # float64: without rope a bias of all keys has a gradient of 0, and in float32 rounding is left
+    Case(
+        "gpt",
+        4,
+        Parallel(tp=2, dp_replicate=2, zero=1),
+        override=MQA | {"qk_norm": True},
+        dtype="float64",
+    ),
+    Case("llama", 4, Parallel(tp=2, pp=2, schedule=V), override=MQA | {"bias": True}),
+    Case("qwen3", 8, Parallel(tp=4, pp=2, schedule=V), override=TIED, compile=EAGER, sequences=8),
+    Case("llama", 8, Parallel(tp=4, cp=2), dtype="float64", recompute=FULL, documents=True),
+    Case("llama", 8, Parallel(tp=8), override={"n_heads": 8, "head_dim": 8}, optimizer="adamw"),
+]
+"""More tp ranks than key/value heads."""
 SPECIAL = [
     *[Case(model) for model in MODELS],
     *[Case("llama", 4, Parallel(dp_replicate=n, dp_shard=4 // n)) for n in (1, 4)],
@@ -355,6 +387,7 @@ SPECIAL = [
     Case("qwen3", 2, recompute=Recompute(mode="attention", every=2), documents=True),
     Case("gpt", 2, Parallel(pp=2, schedule="ZBVZeroBubble"), Recompute(mode="attention")),
     Case("llama", 4, Parallel(tp=4), override={"n_kv_heads": 4}),
+    *SHARED_HEADS,
     # tied weights on the first and last stage, on two ranks and on one
     *[Case("gpt", 2, Parallel(pp=2, schedule=name)) for name in (LOOP, V)],
     *[
@@ -482,6 +515,7 @@ PARTLY: dict[str, Any] = {
     "override": {"vocab_size": 64},
     "micro_batch": 2,
 }
+WIDE_HEADS, ONE = {"head_dim": 32}, {"n_kv_heads": 1}
 FLOAT8 = [
     # one scale a tensor: equal in every layout
     float8("tensorwise", 4, Parallel(dp_replicate=2), recompute=FULL, micro_batch=2, sequences=8),
@@ -490,6 +524,12 @@ FLOAT8 = [
     float8("tensorwise", 2, Parallel(cp=2), documents=True, compile=EAGER),
     float8("tensorwise", 4, Parallel(cp=2, tp=2), recompute=Recompute(mode="selective")),
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
+    # ranks that share key/value heads
+    float8("tensorwise", 4, Parallel(tp=4), override=WIDE_HEADS, recompute=SELECTIVE),
+    float8("tensorwise", 2, Parallel(tp=2, async_tp=True), "qwen3", override=WIDE_HEADS | ONE),
+    float8("tensorwise", 4, Parallel(cp=2, tp=2), **DELAYED, override=WIDE_HEADS | ONE),
+    float8("tensorwise", 4, Parallel(tp=2), override=WIDE_HEADS | ONE, float8=GATHERS),
+    float8("rowwise", 2, Parallel(tp=2), override=WIDE_HEADS | ONE, dtype="float32"),
     # scales of earlier steps
     float8("tensorwise", 2, Parallel(dp_replicate=2), **DELAYED, recompute=FULL, sequences=8),
     float8("tensorwise", 4, Parallel(cp=2, tp=2), **DELAYED, compile=EAGER),

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dtron.config import Parallel, Recompute
 from dtron.data import Batch
@@ -377,6 +378,30 @@ def sequences_for_tokens() -> None:
     async_tp.from_rows = fused.from_rows = back
 
 
+def head_gradients_not_summed() -> None:
+    """Ranks that share keys and values each learn of their own queries alone."""
+
+    def gather(module: nn.Module, mesh: Any) -> None:
+        def whole(_module: nn.Module, _args: tuple, out: Tensor) -> Tensor:
+            moved = tensor._moved(out, mesh, Shard(2), Replicate(), asynchronous=False)
+            return moved.to_local(grad_placements=[Replicate()])
+
+        module.register_forward_hook(whole)
+
+    tensor._gather_heads = gather
+
+
+def heads_of_other_ranks() -> None:
+    """A head's parts are taken from ranks that lie apart, not from neighbours."""
+
+    def heads(self: Mesh, n_heads: int) -> Any:
+        ranks = torch.arange(dist.get_world_size()).view(-1, n_heads).t()
+        groups: list[Any] = [dist.new_group(each) for each in ranks.tolist()]
+        return DeviceMesh.from_group(groups[self.rank("tp") % n_heads], "cpu")
+
+    Mesh.heads = functools.cache(heads)  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -402,6 +427,7 @@ V = Case("gpt", 2, Parallel(pp=2, schedule="ZBVZeroBubble"), sequences=4)
 CHUNKED = Case("llama", 2, Parallel(tp=2), sequences=4, loss_chunks=3)
 PADDED = Case("llama", 2, Parallel(tp=2), sequences=4, override={"tied": True})
 DROPPED = Case("gpt", 2, Parallel(tp=2), sequences=4, override={"dropout": 0.2})
+KEYS = Case("llama", 4, Parallel(tp=4), sequences=4)
 RING = Case("llama", 2, Parallel(cp=2), sequences=4)
 SCALED = [parity.float8("tensorwise", 2, p) for p in (Parallel(tp=2), Parallel(cp=2))]
 OVERLAPPED = parity.float8(
@@ -451,6 +477,8 @@ BUGS = [
     Bug(functools.partial(activations_not_reduce_scattered, in_backward=False), TP, ALSO_LOSS),
     Bug(functools.partial(activations_not_reduce_scattered, in_backward=True), TP, EVERYTHING),
     Bug(dropout_keys_of_first_rank, DROPPED, ALSO_LOSS),
+    Bug(head_gradients_not_summed, KEYS, BEFORE_KEYS),
+    Bug(heads_of_other_ranks, KEYS, ALSO_LOSS),
     Bug(weight_gradient_dropped, V, LINEARS),
     Bug(head_gradient_not_reduced, CHUNKED, BEFORE_HEAD),
     Bug(local_divisor, RING, ALSO_LOSS),

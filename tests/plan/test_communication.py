@@ -19,6 +19,8 @@ CASES = [
     (Case("llama", 2, Parallel(tp=2), Recompute(mode="selective"), sequences=2), "tp"),
     (Case("llama", 2, Parallel(tp=2), Recompute(mode="full"), sequences=2), "tp"),
     (Case("llama", 2, Parallel(tp=2, sequence_parallel=False)), "tp"),
+    (Case("llama", 4, Parallel(tp=4), Recompute(mode="attention"), sequences=2), "tp_inner"),
+    (Case("qwen3", 2, Parallel(tp=2), override={"n_kv_heads": 1}, sequences=2), "tp"),
     *[
         (float8("tensorwise", 2, parallel, **SMALL, float8=settings), "tp")
         for parallel, settings in (

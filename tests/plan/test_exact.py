@@ -47,6 +47,13 @@ CASES = {
     "ZBV": (DENSE, 2, "parallel.pp=2 parallel.schedule=ZBVZeroBubble model.override.n_layers=4"),
     "tied": (DENSE, 4, "parallel.pp=2 parallel.tp=2 model.override.tied=true"),
     "ahead": (LATENT, 4, "parallel.pp=2 parallel.ep=2 model.override.mtp=1"),
+    "shared heads": (DENSE, 4, "parallel.tp=4 model.override.n_kv_heads=2"),
+    "one key head": (
+        DENSE,
+        4,
+        "parallel.tp=4 model.override.n_kv_heads=1 recompute.mode=selective "
+        "parallel.sequence_parallel=false model.override.qk_norm=true",
+    ),
     "ring": (DENSE, 4, "parallel.cp=4 recompute.mode=selective"),
     "gathered": (DENSE, 4, "parallel.cp=2 parallel.cp_method=all_gather parallel.tp=2"),
     "tp x pp": (

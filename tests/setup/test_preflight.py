@@ -19,7 +19,7 @@ from dtron.plan.report import print_plan
 from dtron.run.process import Place
 from dtron.setup.compatibility import _defaults, model_metadata
 from dtron.setup.preflight import preflight
-from dtron.setup.rules import check_layout, host_warnings
+from dtron.setup.rules import check_layout, host_warnings, reasons
 
 BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}
 
@@ -31,8 +31,7 @@ def config(world: int = 4, **parallel: object) -> RunConfig:
 @pytest.mark.parametrize(
     ("parallel", "world", "message"),
     [
-        ({"tp": 3}, 3, "does not divide model.n_heads = 8; use 1, 2, 4"),
-        ({"tp": 8}, 8, "does not divide model.n_kv_heads = 4; use 1, 2, 4"),
+        ({"tp": 3}, 3, "does not divide model.n_heads = 8; use 1, 2, 4, 8"),
         ({"pp": 2, "schedule": "1F1b"}, 2, "did you mean 1F1B"),
         ({"pp": 2, "schedule": "zbv"}, 2, "did you mean ZBVZeroBubble"),
         ({"pp": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 3}, 2, "takes exactly 2"),
@@ -54,6 +53,27 @@ def test_layouts_that_do_not_fit_are_refused(parallel: dict, world: int, message
     with pytest.raises(ConfigError) as error:
         check_layout(config(**parallel), world)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "cp", "message"),
+    [
+        ({"n_heads": 12, "dim": 96}, 6, 1, "n_kv_heads = 4 nor cuts each head of 8 evenly; use 1"),
+        ({"n_kv_heads": 1, "head_dim": 4}, 8, 1, "nor cuts each head of 4 evenly; use 1, 2, 4"),
+        ({"n_kv_heads": 1}, 8, 2, ""),
+        ({"n_kv_heads": 2}, 4, 2, ""),
+        ({}, 8, 2, "but each has 1 query and 1 key/value heads; use 1 ranks"),
+    ],
+)
+def test_more_tp_ranks_than_key_value_heads(model: dict, tp: int, cp: int, message: str) -> None:
+    """Ranks that share a head cut it evenly; the message names the degrees that do."""
+    parallel = {"tp": tp, "cp": cp, "cp_method": "ulysses" if not model and cp > 1 else "ring"}
+    train = {"global_batch": 8, "seq_len": 48}
+    chosen = {**BASE["model"], "override": model}
+    run = RunConfig.of({"train": train, "model": chosen, "parallel": parallel})
+    found = reasons(run, tp * cp)
+    assert len(found) == bool(message)
+    assert message in "".join(found)
 
 
 @pytest.mark.parametrize(

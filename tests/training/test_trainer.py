@@ -242,21 +242,34 @@ def test_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
     assert (split / "config-1.toml").exists()
 
 
-def test_checkpoints_walk_through_all_layouts(tmp_path: Path) -> None:
-    """Tied weights and a vocabulary that tp pads; the optimizer's moments come along."""
-    model = {
-        "model__name": "gpt",
-        "model__override.n_kv_heads": 4,
-        "model__override.vocab_size": 265,
-        "model__override.max_seq_len": 32,
-        "train__micro_batch": 1,
-    }
-    walk = [
-        (4, {"parallel__tp": 2, "checkpoint__mode": "async"}),
-        (4, {}),
-        (4, {"parallel__pp": 2, "parallel__cp": 2}),
-        (4, {"parallel__tp": 2, "parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble"}),
-    ]
+WALKS: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
+    "tied and padded": (
+        {
+            "model__name": "gpt",
+            "model__override.n_kv_heads": 4,
+            "model__override.vocab_size": 265,
+            "model__override.max_seq_len": 32,
+            "train__micro_batch": 1,
+        },
+        [
+            (4, {"parallel__tp": 2, "checkpoint__mode": "async"}),
+            (4, {}),
+            (4, {"parallel__pp": 2, "parallel__cp": 2}),
+            (4, {"parallel__tp": 2, "parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble"}),
+        ],
+    ),
+    "shared heads": (
+        {"model__override.qk_norm": True},
+        [(4, {"parallel__tp": 4}), (1, {}), (2, {"parallel__tp": 2}), (4, {"parallel__tp": 4})],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_checkpoints_walk_through_all_layouts(tmp_path: Path, name: str) -> None:
+    """Tied weights, a vocabulary that tp pads, two key/value heads over 4, 1 and 2 ranks; the
+    optimizer's moments come along."""
+    model, walk = WALKS[name]
     whole = tmp_path / "whole"
     run_ranks(1, fit, tiny(whole, train__steps=8, **model))
     found, resume = [], {}
