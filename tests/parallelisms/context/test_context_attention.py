@@ -1,5 +1,6 @@
 """Attention over ranks that share sequences equals attention in one process, by every method."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from dtron.parallelisms.context.attention import (
     context_attention_backward,
 )
 from dtron.parallelisms.context.blocks import Blocks
-from dtron.parallelisms.context.layout import layout_of
+from dtron.parallelisms.context.layout import ContextLayout, layout_of
 from dtron.parallelisms.context.split import Split
 from dtron.parallelisms.functional_collectives import NamedGroup
 from tests.harness import run_ranks
@@ -82,7 +83,7 @@ def attend(
 ) -> list[Tensor]:
     """The same on this rank: its tokens' output and gradients, and the sink's part."""
     cp, rank = dist.get_world_size(), dist.get_rank()
-    shape = layout_of(method, cp, inner)
+    shape = windowed(layout_of(method, cp, inner), window)
     inside, between = groups(shape.inner)
     split = Split(documents, (BATCH, TOKENS), cp)
     index = split.index(rank)
@@ -99,6 +100,10 @@ def attend(
     out = attention(q, k, v, mask, due[3] if sink is not None else None)
     out.backward(grad)
     return [index, out.detach(), *(x.grad for x in due)]  # type: ignore[misc]
+
+
+def windowed(shape: ContextLayout, window: int) -> ContextLayout:
+    return replace(shape, windows=(window,) if window else ())
 
 
 def groups(inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -207,6 +212,20 @@ VARIANTS: list[tuple[CpMethod, int, dict[str, Any]]] = [
     ("hierarchical", 4, {"sinks": True, "softcap": 2.0, "packing": True, "kv_heads": 1}),
     ("hierarchical", 8, {"inner": 2}),
     ("hierarchical", 8, {"inner": 4, "packing": True}),
+    # a halo: nothing, one token, a part of a piece, a piece, more than one, more than a block, all
+    *[("ring", 2, {"window": window, "kv_heads": 1}) for window in (2, 7, 12, 13, 29, 47, 48)],
+    *[("ring", 4, {"window": window, "packing": True}) for window in (2, 4, 7, 13, 40)],
+    ("ring", 2, {"window": 1, "sinks": True}),
+    ("ring", 4, {"window": 1, "sinks": True, "packing": True}),
+    ("ring", 4, {"window": 6}),
+    ("ring", 3, {"window": 20, "softcap": 2.0, "sinks": True}),
+    ("ring", 4, {"sinks": True, "softcap": 2.0, "window": 7, "packing": True}),
+    ("ring", 2, {"window": 9, "packing": True, "dtype": torch.float32}),
+    ("hierarchical", 4, {"window": 5, "sinks": True, "packing": True, "kv_heads": 1}),
+    ("hierarchical", 4, {"window": 14, "softcap": 2.0}),
+    ("hierarchical", 4, {"sinks": True, "kv_heads": 2}),
+    ("hierarchical", 8, {"inner": 2, "window": 7, "sinks": True}),
+    ("hierarchical", 8, {"inner": 4, "window": 20, "softcap": 2.0, "packing": True}),
 ]
 
 
