@@ -44,9 +44,11 @@ class HaloBlocks(GatheredBlocks):
         self.segments: Sequence[Tensor | None] = (None, None)
         if tables:
             _, index, counts, self.segments = tables  # type: ignore[assignment]
+            sent, received = counts.tolist()
         else:
-            index, counts = _whole(self.size, self.rank, self.half, window, q.device)
-        (*self.sent, early), (*self.received, late) = counts.tolist()
+            spans, (sent, received) = whole_sequences(self.size, self.rank, self.half, window)
+            index = torch.cat([torch.arange(*span, device=q.device) for span in spans])
+        (*self.sent, early), (*self.received, late) = sent, received
         self.index, *self.keys = index.split([sum(self.sent), early, late])
 
     def _gather(self, keys: Tensor) -> Tensor:
@@ -80,15 +82,22 @@ class HaloBlocks(GatheredBlocks):
 
 
 @functools.lru_cache(maxsize=64)
-def _whole(
-    size: int, rank: int, half: int, window: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Index and counts where each sequence is one document."""
+def whole_sequences(
+    size: int, rank: int, half: int, window: int
+) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """Index and counts of `halo` where each sequence is one document, the index as spans, which a
+    device can write without waiting for the host.
+
+    Args:
+        half: tokens of a piece.
+    """
     tokens = np.arange(2 * size * half).reshape(2 * size, half)
     blocks = [np.concatenate([tokens[s], tokens[-1 - s]]) for s in range(size)]
     piece, numbers = tokens.ravel() // half, np.zeros(tokens.size, dtype=np.int64)
     index, counts, _ = halo(piece, numbers, blocks, rank, window)
-    return torch.from_numpy(index).to(device), torch.from_numpy(counts)
+    borders = np.flatnonzero(np.diff(index) != 1) + 1
+    spans = [(int(part[0]), int(part[-1]) + 1) for part in np.split(index, borders)]
+    return spans, counts.tolist()
 
 
 def halo(
@@ -138,7 +147,7 @@ def _run(piece: Ints, numbers: Ints, number: int, window: int) -> Ints:
 
 
 def received_tokens(size: int, rank: int, half: int, window: int) -> int:
-    """Keys that a block receives of one sequence, one document, in closed form: both halos, less
+    """Keys that a block receives of a sequence of one document, in closed form: both halos, less
     what they share with each other and with the block's early piece.
 
     Args:

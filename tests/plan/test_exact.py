@@ -48,6 +48,7 @@ CASES = {
     "tied": (DENSE, 4, "parallel.pp=2 parallel.tp=2 model.override.tied=true"),
     "ahead": (LATENT, 4, "parallel.pp=2 parallel.ep=2 model.override.mtp=1"),
     "ring": (DENSE, 4, "parallel.cp=4 recompute.mode=selective"),
+    "halos": (DENSE, 4, "parallel.cp=2 parallel.dp_shard=2 model.override.window=100"),
     "gathered": (DENSE, 4, "parallel.cp=2 parallel.cp_method=all_gather parallel.tp=2"),
     "tp x pp": (
         DENSE,
