@@ -27,6 +27,9 @@ so that every step but the first is half a block of unmasked attention on every 
 even, and the kernel needs no mask. With documents a query also sees only keys of its own document;
 kernels take this as segments, the bounds of each document's queries and keys.
 
+**A layer with a window** needs no ring: its ranks receive the keys just before their early and late
+pieces, and nothing else, in one all-to-all (`halo.py`).
+
 **Gathered** keys are put in the order of the sequence; the early queries attend to all keys up to
 their own end, causally, then the late ones likewise. Nothing is merged.
 

@@ -81,7 +81,8 @@ def check_math(
     packed: bool,
 ) -> None:
     """Output, log-sum-exp and gradients."""
-    wanted, wanted_lse = plain(*leaves, score, parts)
+    q, k, v = leaves
+    wanted, wanted_lse = plain(q, k, v, score, parts)
     wanted.backward(grad)
     bounds = segments(parts) if packed else None
     out, lse = KERNELS["math"].forward(*tensors, bounds, score)

@@ -190,7 +190,7 @@ def late_pieces_as_they_come() -> None:
 def halo_one_token_short() -> None:
     """The first query of a piece lacks the first key of its window, which another rank holds."""
     run = halo._run
-    halo._run = lambda *args: run(*args[:3], args[3] - 1)
+    halo._run = lambda piece, numbers, number, window: run(piece, numbers, number, window - 1)
 
 
 def halo_of_one_piece() -> None:

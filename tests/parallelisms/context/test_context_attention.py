@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from dtron.config import CpMethod, Parallel, Recompute
-from dtron.kernels.attention import Score, Tables
+from dtron.data.loader import _move_documents
+from dtron.kernels.attention import KERNELS, Score, Tables
 from dtron.parallelisms.context.attention import (
     ContextAttention,
     context_attention,
@@ -20,6 +21,7 @@ from dtron.parallelisms.context.blocks import Blocks
 from dtron.parallelisms.context.layout import ContextLayout, layout_of
 from dtron.parallelisms.context.split import Split
 from dtron.parallelisms.functional_collectives import NamedGroup
+from tests.gpu_ranks import run_on_gpus
 from tests.harness import run_ranks
 from tests.parallelisms import parity
 from tests.parallelisms.parity import Case, parallel_run
@@ -28,11 +30,11 @@ METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses", "hierarchical"
 BATCH, TOKENS, HEADS, SIZE = 2, 48, 8, 4
 
 
-def inputs(kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
+def inputs(kv_heads: int, dtype: torch.dtype, size: int = SIZE) -> list[Tensor]:
     """q, k, v and a gradient of the output, of whole sequences."""
     generator = torch.Generator().manual_seed(0)
     heads = (HEADS, kv_heads, kv_heads, HEADS)
-    shapes = [(BATCH, TOKENS, n, SIZE) for n in heads]
+    shapes = [(BATCH, TOKENS, n, size) for n in heads]
     return [3 * torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
 
 
@@ -80,6 +82,9 @@ def attend(
     inner: int,
     window: int,
     softcap: float,
+    kernel: str = "math",
+    device: str = "cpu",
+    size: int = SIZE,
 ) -> list[Tensor]:
     """The same on this rank: its tokens' output and gradients, and the sink's part."""
     cp, rank = dist.get_world_size(), dist.get_rank()
@@ -90,16 +95,18 @@ def attend(
     mask: Tables | None = split.tables({method: shape}, rank)
 
     def mine(x: Tensor) -> Tensor:
-        return x[torch.arange(BATCH).unsqueeze(1), index]
+        return x[torch.arange(BATCH).unsqueeze(1), index].to(device)
 
-    q, k, v, grad = (mine(x) for x in inputs(kv_heads, dtype))
+    if mask is not None:
+        mask = _move_documents(mask, torch.device(device))  # type: ignore[assignment]
+    q, k, v, grad = (mine(x) for x in inputs(kv_heads, dtype, size))
     due = [x.requires_grad_() for x in (q, k, v)]
     if sink is not None:
-        due.append(sink.clone().requires_grad_())
-    attention = ContextAttention(method, shape, between, inside, "math", window, softcap)
+        due.append(sink.to(device, copy=True).requires_grad_())
+    attention = ContextAttention(method, shape, between, inside, kernel, window, softcap)
     out = attention(q, k, v, mask, due[3] if sink is not None else None)
     out.backward(grad)
-    return [index, out.detach(), *(x.grad for x in due)]  # type: ignore[misc]
+    return [index, *(x.detach().cpu() for x in (out, *(x.grad for x in due)))]  # type: ignore[union-attr]
 
 
 def windowed(shape: ContextLayout, window: int) -> ContextLayout:
@@ -133,13 +140,17 @@ def compare(
     score = Score(SIZE**-0.5, True, window, softcap)
     wanted = expected(inputs(kv_heads, dtype), documents, sink, score)
     ranks = run_ranks(cp, attend, method, kv_heads, documents, sink, dtype, inner, window, softcap)
+    check(ranks, wanted, 1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def check(ranks: list[list[Tensor]], wanted: list[Tensor], tolerance: float) -> None:
+    """What ranks found, put together, is what is wanted, relative to its norm."""
     found = [torch.full_like(x, torch.nan) for x in wanted[:4]]
     for index, *tensors in ranks:
         for whole, part in zip(found, tensors[:4], strict=True):
-            whole[torch.arange(BATCH).unsqueeze(1), index] = part
-    if sink is not None:
+            whole[torch.arange(BATCH).unsqueeze(1), index] = part.to(whole.dtype)
+    if len(wanted) > 4:
         found.append(torch.stack([tensors[-1] for tensors in ranks]).sum(0))
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for got, want in zip(found, wanted, strict=True):
         assert (got - want).norm() <= tolerance * want.norm()
 
@@ -232,3 +243,18 @@ VARIANTS: list[tuple[CpMethod, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("method", "cp", "settings"), VARIANTS, ids=str)
 def test_variants_equal_one_process(method: CpMethod, cp: int, settings: dict[str, Any]) -> None:
     compare(method, cp, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packing", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("window", [5, 12, 20])
+@pytest.mark.parametrize("kernel", [name for name, row in KERNELS.items() if row.window])
+def test_windows_in_rings_over_nccl(kernel: str, window: int, packing: bool) -> None:
+    """Each kernel with windows in bfloat16, against one process in float32."""
+    if kernel == "fa4":
+        pytest.importorskip("flash_attn.cute")
+    size, documents, sink = 64, packed() if packing else None, torch.linspace(-1, 2, HEADS)
+    tensors = [x.float() for x in inputs(4, torch.bfloat16, size)]
+    wanted = expected(tensors, documents, sink, Score(size**-0.5, True, window))
+    settings = (documents, sink, torch.bfloat16, 0, window, 0.0, kernel, "cuda", size)
+    check(run_on_gpus(2, attend, "ring", 4, *settings), wanted, 2e-2)
