@@ -51,9 +51,9 @@ class Split:
             found[method] = _tables(self, numbers, shape, rank)
             for window in shape.windows if shape.rings else ():
                 if window < self.shape[1]:
-                    names = table_names(method, window)
-                    rows = _halo_tables(self, numbers, shape, rank, window)
-                    found |= zip(names, rows, strict=True)
+                    name, on_host = table_names(method, window)
+                    *index, counts, bounds = _tables(self, numbers, shape, rank, window)
+                    found |= {name: (*index, bounds), on_host: (counts,)}
         return found
 
 
@@ -63,16 +63,22 @@ def _count_documents(documents: NDArray) -> Ints:
     return np.arange(sum(map(len, by_row))).repeat(np.concatenate(by_row))
 
 
-def _tables(split: Split, numbers: Ints, shape: ContextLayout, rank: int) -> tuple[Tensor, ...]:
+def _tables(
+    split: Split, numbers: Ints, shape: ContextLayout, rank: int, window: int = 0
+) -> tuple[Tensor, ...]:
     """`arrange` (N,) from the order of arrival to early, then late tokens. Then, of a ring: `order`
     (outer, N), from there to the order of the sequences, of every block; segments
     (outer, 2, n + 1) of every step. Gathered: `keys` of the early and of the late queries among the
-    gathered tokens, int64 (.,) each; segments (2, 2, n + 1)."""
+    gathered tokens, int64 (.,) each; segments (2, 2, n + 1). Of a ring with a window: `index` and
+    `counts` of `halo`; segments (2, 2, n + 1) of the early and of the late queries."""
     flat, early, late = _pieces(split, shape)
     mine = rank // shape.inner
     blocks = [np.concatenate(both) for both in zip(early, late, strict=True)]
     arrange = _positions(_arrival(split, shape, mine), flat.size)[blocks[mine]]
-    if shape.gathers:
+    if window:
+        index, counts, runs = halo(flat, numbers, blocks, mine, window)
+        pairs, rest = list(zip((early[mine], late[mine]), runs, strict=True)), [index, counts]
+    elif shape.gathers:
         ends = (mine + 1, 2 * shape.outer - mine)
         gathered = _positions(np.concatenate(blocks), flat.size)
         keys = [np.flatnonzero(flat < end) for end in ends]
@@ -87,21 +93,6 @@ def _tables(split: Split, numbers: Ints, shape: ContextLayout, rank: int) -> tup
         rest = [np.stack([np.argsort(block, kind="stable") for block in blocks])]
     bounds = _bounds([(numbers[q], numbers[k]) for q, k in pairs])
     return (*map(torch.from_numpy, (arrange, *rest)), bounds)
-
-
-def _halo_tables(
-    split: Split, numbers: Ints, shape: ContextLayout, rank: int, window: int
-) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
-    """On the device `arrange` as above, `index` (.,) of `halo` and segments (2, 2, n + 1) of the
-    early and of the late queries. On the host `counts` (2, outer + 1)."""
-    flat, early, late = _pieces(split, shape)
-    mine = rank // shape.inner
-    blocks = [np.concatenate(both) for both in zip(early, late, strict=True)]
-    arrange = _positions(_arrival(split, shape, mine), flat.size)[blocks[mine]]
-    index, counts, runs = halo(flat, numbers, blocks, mine, window)
-    pairs = zip((early[mine], late[mine]), runs, strict=True)
-    bounds = _bounds([(numbers[q], numbers[k]) for q, k in pairs])
-    return (*map(torch.from_numpy, (arrange, index)), bounds), (torch.from_numpy(counts),)
 
 
 def _pieces(split: Split, shape: ContextLayout) -> tuple[Ints, list[Ints], list[Ints]]:

@@ -12,13 +12,14 @@ from torch._subclasses import FakeTensorMode
 from dtron.config import CpMethod, Parallel, Recompute
 from dtron.data.loader import _move_documents
 from dtron.kernels.attention import KERNELS, Score, Tables
+from dtron.models.attention import _dynamic
 from dtron.parallelisms.context.attention import (
     ContextAttention,
     context_attention,
     context_attention_backward,
 )
 from dtron.parallelisms.context.blocks import Blocks
-from dtron.parallelisms.context.layout import ContextLayout, layout_of
+from dtron.parallelisms.context.layout import ContextLayout, layout_of, table_names
 from dtron.parallelisms.context.split import Split
 from dtron.parallelisms.functional_collectives import NamedGroup
 from tests.gpu_ranks import run_on_gpus
@@ -163,16 +164,20 @@ def test_methods_equal_one_process(method: CpMethod, cp: int, packing: bool) -> 
         compare(method, cp, packing=packing)
 
 
-def announced(method: CpMethod, kv_heads: int) -> None:
+def announced(method: CpMethod, kv_heads: int, window: int) -> None:
     """Run both operators and compare sizes and strides with what compile is told."""
-    shape = layout_of(method, dist.get_world_size())
+    shape = windowed(layout_of(method, dist.get_world_size()), window)
     split = Split(packed(), (BATCH, TOKENS), dist.get_world_size())
     tables = split.tables({method: shape}, dist.get_rank())
     assert tables is not None
     q, k, v, grad = (x[:, : TOKENS // 2] for x in inputs(kv_heads, torch.float64))
     named = NamedGroup.of(groups(1)[1])  # held: the operators find it by its name
     name = named.group.group_name
-    settings = (tables[method], name, 1, shape.gathers, "math", 1.0, 0, 0.0)
+    rows = list(tables[method])
+    if window:
+        (*index, segments), (counts,) = (tables[key] for key in table_names(method, window))
+        rows = [*index, counts, segments]
+    settings = (rows, name, 1, shape.gathers, "math", 1.0, window, 0.0)
     outputs = context_attention(q, k, v, None, *settings)
     for operator, args in (
         (context_attention, (q, k, v, None, *settings)),
@@ -185,9 +190,34 @@ def announced(method: CpMethod, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
-def test_operators_lay_tensors_out_as_announced(method: CpMethod, kv_heads: int) -> None:
-    run_ranks(2, announced, method, kv_heads)
+@pytest.mark.parametrize(("method", "window"), [("ring", 0), ("ring", 5), ("all_gather", 0)])
+def test_operators_lay_tensors_out_as_announced(
+    method: CpMethod, window: int, kv_heads: int
+) -> None:
+    run_ranks(2, announced, method, kv_heads, window)
+
+
+def compiled_once() -> None:
+    """Halos of other documents have other sizes."""
+    shape, rank = windowed(layout_of("ring", 2), 5), dist.get_rank()
+    inside, between = groups(1)
+    attention = ContextAttention("ring", shape, between, inside, "math", 5)
+    q, k, v, _ = (x[:, : TOKENS // 2].requires_grad_() for x in inputs(2, torch.float64))
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (3, 11, 48, 1):
+            documents = (torch.arange(TOKENS) // length).expand(BATCH, -1)
+            mask = Split(documents, (BATCH, TOKENS), 2).tables({"ring": shape}, rank)
+            found, wanted = (
+                torch.autograd.grad(call(q, k, v, _dynamic(mask)).square().sum(), (q, k, v))
+                for call in (compiled, attention)
+            )
+            for gradient, same in zip(found, wanted, strict=True):
+                assert torch.equal(gradient, same)
+
+
+def test_halos_of_all_documents_take_one_graph() -> None:
+    run_ranks(2, compiled_once)
 
 
 def kernel_calls(case: Case) -> int:
