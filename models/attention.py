@@ -308,9 +308,11 @@ def _segments(documents: Tensor | Tables | None, positions: Tensor) -> Tables | 
 
 
 def _dynamic(tables: Tables | None) -> Tables | None:
-    """Mark the number of segments, the last tensor of each row, as dynamic for torch.compile."""
-    for *_, segments in (tables or {}).values():
-        mark_dynamic(segments, segments.dim() - 1)
+    """Mark sizes that differ from batch to batch as dynamic for torch.compile: the number of
+    segments, the last tensor of each row, and of keys, the one before it."""
+    for row in (tables or {}).values():
+        for table in row[-2:]:
+            mark_dynamic(table, table.dim() - 1)
     return tables
 
 

@@ -195,7 +195,10 @@ def _move_documents(
 ) -> Tensor | Tables | None:
     if documents is None or isinstance(documents, Tensor):
         return None if documents is None else _move(documents, device)
-    return {key: tuple(_move(x, device) for x in row) for key, row in documents.items()}
+    return {
+        key: row if key.endswith("on host") else tuple(_move(x, device) for x in row)
+        for key, row in documents.items()
+    }
 
 
 def stacked(read: Callable[[int], Packed], rows: range) -> Batch:

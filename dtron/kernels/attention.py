@@ -52,7 +52,7 @@ class Score:
 
 Tables = Mapping[str, tuple[Tensor, ...]]
 """What attention has to know of the documents of a micro-batch: tables of each method of context
-parallelism, or one row "segments"."""
+parallelism, or one row "segments". Those whose name ends in "on host" stay in host memory."""
 Forward = Callable[..., tuple[Tensor, Tensor]]
 """(q, k, v, segments, score) -> (out (B, T, H, V) in q's dtype, lse (B, H, T))."""
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from dtron.config import DEGREES, Degree
 from dtron.kernels.float8_rows import wire_bytes
-from dtron.parallelisms.context.layout import layout_of
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
@@ -226,16 +225,15 @@ def _widths(run: Resolved, mixture: bool) -> tuple[list[int], list[int]]:
 
 
 def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """Keys and values; of ulysses queries and outputs too. Gradients of keys and values that go
-    round are float32."""
-    cp, parallel = run.degrees["cp"], run.config.parallel
+    """Keys and values; of ulysses queries and outputs too. Gradients of keys and values that a ring
+    sends, or that go back with halos, are float32."""
+    cp = run.degrees["cp"]
     ranks, inside = group(run, ("cp",), domain)
     model, m = run.model, run.micro_batches
     kv = 2 * model.local_kv_heads(run.tp) * model.head_size * run.tokens
     q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
-    methods = parallel.cp_methods()
     for layer in stage.layers:
-        shape = layout_of(methods[layer % len(methods)], cp, parallel.cp_inner)
+        shape = run.context(layer)
         again = int(run.recomputes(layer))
         times = 2 if again and run.config.recompute.mode == "full" else 1
         if shape.inner > 1:
@@ -244,7 +242,13 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
             for width in (q / 2 + kv, q / 2):  # queries, keys and values; what attention gives
                 size, count = float(width * run.element), (2 + again) * m
                 yield Collective("cp", "all_to_all", size, count, "cp", shape.inner, near)
-        if shape.rings:
+        if run.exchanges_halos(layer):
+            size = kv / run.tokens * run.halo(layer) / shape.inner
+            near = max(1, inside // shape.inner)
+            for width, count in ((run.element, times + 1), (4, 1)):
+                each = float(size * width)
+                yield Collective("cp", "all_to_all", each, count * m, "cp", shape.outer, near)
+        elif shape.rings:
             hops = shape.outer - 1
             yield Collective(
                 "cp", "send", kv * run.element, (times + 1) * hops * m, "cp", ranks, inside

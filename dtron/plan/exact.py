@@ -98,6 +98,9 @@ def notes(config: RunConfig, traced: RunConfig, world_size: int) -> Iterator[str
         yield 'traced and predicted with parallel.dispatcher = "all_to_all": nothing is bounded'
     if config.parallel.dispatcher == "deepep":
         yield 'traced and predicted with parallel.dispatcher = "all_to_all": no buffers of DeepEP'
+    rings = {"ring", "hierarchical"} & set(config.parallel.cp_methods())
+    if config.parallel.cp > 2 and rings and Resolved.model_of(config).window:
+        yield "what rings send for windows is predicted of the rank that receives most"
     if config.data.mask_documents:
         yield "each sequence is one document"
     if Resolved.model_of(config).n_experts:

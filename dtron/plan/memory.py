@@ -282,13 +282,19 @@ def _gather(run: Resolved, own: list[Unit]) -> float:
 
 
 def _context(run: Resolved) -> float:
-    """Context parallelism sends keys and values."""
+    """Keys and values that context parallelism sends and receives."""
     if run.degrees["cp"] == 1:
         return 0.0
     width = 2 * run.model.local_kv_heads(run.tp) * run.model.head_size
-    whole = any(m == "all_gather" for m in run.config.parallel.cp_methods())
-    blocks = run.degrees["cp"] if whole else 2
-    return float(blocks * width * run.tokens * run.element)
+
+    def held(layer: int) -> float:
+        shape = run.context(layer)
+        if run.exchanges_halos(layer):
+            return run.tokens + run.halo(layer) / shape.inner
+        return run.tokens * (run.degrees["cp"] if shape.gathers else 2)
+
+    tokens = max(held(layer) for layer in range(run.model.n_layers + run.model.mtp))
+    return float(width * tokens * run.element)
 
 
 def _all_buffers(run: Resolved, rank: int) -> float:

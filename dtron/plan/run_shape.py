@@ -11,6 +11,8 @@ from dtron.models import MODELS, model_config
 from dtron.models.config import DecoderConfig
 from dtron.models.flops import FlopsModel, flops_per_token
 from dtron.models.moe import capacity
+from dtron.parallelisms.context.halo import received_tokens
+from dtron.parallelisms.context.layout import ContextLayout, layout_of
 from dtron.parallelisms.expert.symmetric_dispatch import rows_at_most
 from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.parallelisms.pipeline.executor import Layout
@@ -190,6 +192,23 @@ class Resolved(Candidate):
     @functools.cached_property
     def _windows(self) -> tuple[int, ...]:
         return self.model.windows
+
+    def context(self, layer: int) -> ContextLayout:
+        """How a layer's attention arranges the cp ranks."""
+        parallel = self.config.parallel
+        methods = parallel.cp_methods()
+        return layout_of(methods[layer % len(methods)], self.degrees["cp"], parallel.cp_inner)
+
+    def exchanges_halos(self, layer: int) -> bool:
+        """Whether a layer with a ring has a window, and so receives only what its queries see."""
+        return self.context(layer).rings and 0 < self.window(layer) < self.config.train.seq_len
+
+    def halo(self, layer: int) -> int:
+        """Tokens of a micro-batch that a block receives, of the rank that receives most."""
+        outer, train, window = self.context(layer).outer, self.config.train, self.window(layer)
+        half = train.seq_len // (2 * outer)
+        most = max(received_tokens(outer, rank, half, window) for rank in range(outer))
+        return most * train.micro_batch
 
     def recomputes(self, layer: int) -> bool:
         """Whether a layer computes anything twice."""

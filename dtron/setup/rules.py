@@ -307,14 +307,6 @@ def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
             )
 
 
-def _rings(run: ModelCandidate) -> list[str]:
-    parallel = run.parallel
-    if parallel.cp == 1:
-        return []
-    methods = parallel.cp_methods()
-    return [m for m in methods if layout_of(m, parallel.cp, parallel.cp_inner).rings]
-
-
 MODEL: tuple[Rule[ModelCandidate], ...] = (
     Rule("model.name model.size model.override", passes(lambda c: c.model)),
     Rule("model.override model.attention data.mask_documents", finds_none(_unread)),
@@ -382,15 +374,6 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         lambda c: c.parallel.cp == 1 or not c.model.attention_dropout,
         "model.override.attention_dropout = {c.model.attention_dropout} with parallel.cp = "
         "{c.parallel.cp}: attention weights are never whole on a rank; use 0.0",
-    ),
-    Rule(
-        "parallel.cp_method model.override",
-        lambda c: not (c.model.window and _rings(c)),
-        lambda c: (
-            f"parallel.cp_method = {_rings(c)[0]!r} with model.override.window = "
-            f"{c.model.window}: ring attention does not support sliding windows; use "
-            '"all_gather" or "ulysses"'
-        ),
     ),
     Rule(
         "parallel.cp_method model.override",

@@ -1,7 +1,7 @@
 """Applies context parallelism to a model: its attention modules get another forward."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -24,9 +24,11 @@ class Context:
         methods: of each of them, in the model's order; one stands for all.
         inner: of the hierarchical method; 0: the largest proper divisor of cp.
         kernel: a row of KERNELS.
-        window: most keys that a query attends to; 0: all. Not supported by rings.
+        window: most keys that a query attends to; 0: all.
         softcap: c for scores of c tanh(s / c); 0: off.
         scale: of the scores; 0: 1 / sqrt(K).
+        windows: further ones that modules have by `scoring`, for which rings need tables of
+            documents.
     """
 
     cores: str
@@ -36,6 +38,7 @@ class Context:
     window: int = 0
     softcap: float = 0.0
     scale: float = 0.0
+    windows: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -48,7 +51,11 @@ class Context:
 
     def layouts(self, cp: int) -> dict[CpMethod, ContextLayout]:
         """Layout of the cp axis by method, of those that are used."""
-        return {method: layout_of(method, cp, self.inner) for method in self.methods}
+        windows = tuple(dict.fromkeys(w for w in (self.window, *self.windows) if w))
+        return {
+            method: replace(layout_of(method, cp, self.inner), windows=windows)
+            for method in self.methods
+        }
 
 
 def apply_context(
@@ -65,8 +72,8 @@ def apply_context(
     """
     _check_device(context.kernel, device_type)
     layouts, own = context.layouts(cp), _Scoring(context.window, context.softcap, context.scale)
-    for method, shape in layouts.items():  # on all ranks, whatever modules their stages have
-        _check_kernel(KERNELS[context.kernel], shape, method, own)
+    for shape in layouts.values():  # on all ranks, whatever modules their stages have
+        _check_kernel(KERNELS[context.kernel], shape, own)
     between = {method: groups(shape.inner) for method, shape in layouts.items()}
     # One for all layers that attend alike: compile takes another object for another graph.
     shared: dict[tuple[CpMethod, _Scoring], ContextAttention] = {}
@@ -76,7 +83,7 @@ def apply_context(
         scoring = _Scoring(*given)
         if (method, scoring) not in shared:
             shape = layouts[method]
-            _check_kernel(KERNELS[context.kernel], shape, method, scoring)
+            _check_kernel(KERNELS[context.kernel], shape, scoring)
             shared[method, scoring] = ContextAttention(
                 method, shape, *between[method], context.kernel, *scoring
             )
@@ -96,14 +103,15 @@ def _check_device(name: str, device_type: str) -> None:
         raise ConfigError(f'kernel {name!r} needs GPUs; on a {device_type} use "math"')
 
 
-def _check_kernel(kernel: Kernel, shape: ContextLayout, method: str, scoring: _Scoring) -> None:
+def _check_kernel(kernel: Kernel, shape: ContextLayout, scoring: _Scoring) -> None:
     window, softcap, _ = scoring
+    aligned = kernel.aligned_at_end
     rules = [
-        (window and shape.rings, f"a window with {method}; use all_gather, ulysses"),
-        (window and not kernel.window, f"a window with the {kernel.name} kernel"),
-        (softcap and not kernel.softcap, f"a soft cap with the {kernel.name} kernel"),
-        (shape.gathers and not kernel.aligned_at_end, f"all_gather with the {kernel.name} kernel"),
+        (window and not kernel.window, "a window"),
+        (softcap and not kernel.softcap, "a soft cap"),
+        (shape.gathers and not aligned, "all_gather"),
+        (shape.rings and window and not aligned, "a window in a ring"),
     ]
     for broken, what in rules:
         if broken:
-            raise ConfigError(f"context parallelism cannot do {what}")
+            raise ConfigError(f"context parallelism cannot do {what} with the {kernel.name} kernel")

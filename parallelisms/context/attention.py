@@ -27,6 +27,9 @@ so that every step but the first is half a block of unmasked attention on every 
 even, and the kernel needs no mask. With documents a query also sees only keys of its own document;
 kernels take this as segments, the bounds of each document's queries and keys.
 
+**A layer with a window** needs no ring: its ranks receive the keys just before their early and late
+pieces, and nothing else, in one all-to-all (`halo.py`).
+
 **Gathered** keys are put in the order of the sequence; the early queries attend to all keys up to
 their own end, causally, then the late ones likewise. Nothing is merged.
 
@@ -54,12 +57,10 @@ from dtron.kernels.attention import KERNELS, Score, Tables, add_sink, sink_gradi
 from dtron.parallelisms.context.all_gather import GatheredBlocks
 from dtron.parallelisms.context.all_to_all import to_heads, to_tokens
 from dtron.parallelisms.context.blocks import Blocks
-from dtron.parallelisms.context.layout import ContextLayout
+from dtron.parallelisms.context.halo import HaloBlocks
+from dtron.parallelisms.context.layout import ContextLayout, table_names
 from dtron.parallelisms.context.ring import RingBlocks
 from dtron.parallelisms.functional_collectives import NamedGroup
-
-BLOCKS: dict[bool, type[Blocks]] = {False: RingBlocks, True: GatheredBlocks}
-"""By whether keys are gathered."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,15 @@ class ContextAttention:
         Returns:
             (B, t, H, K) in q's dtype.
         """
-        tables = () if mask is None else self._own(mask)
         if q.shape[1] != k.shape[1] or q.shape[2] % k.shape[2]:
             raise ConfigError(
                 f"attention over cp ranks takes q (B, t, H, K) and k (B, t, G, K), not "
                 f"{tuple(q.shape)} and {tuple(k.shape)}"
             )
         n = self.shape.inner
+        whole = q.shape[1] * n * self.shape.outer
+        window = self.window if self.window < whole else 0
+        tables = () if mask is None else self._own(mask, window if self.shape.rings else 0)
         if n > 1:
             q, k, v = to_heads(q, k, v, self.inner, n)
             sink = None if sink is None else sink.chunk(n)[self.inner.rank()]
@@ -126,18 +129,37 @@ class ContextAttention:
             self.shape.gathers,
             self.kernel,
             self.scale or q.shape[-1] ** -0.5,
-            self.window,
+            window,
             self.softcap,
         )[0]
         return to_tokens(out, self.inner, n) if n > 1 else out
 
-    def _own(self, mask: Tables) -> tuple[Tensor, ...]:
+    def _own(self, mask: Tables, window: int) -> tuple[Tensor, ...]:
+        """The tables for the method, or for a window of its ring."""
         if not isinstance(mask, Mapping) or self.method not in mask:
             raise ConfigError(
                 f"the mask of a module that attends over cp ranks by {self.method!r} is the whole "
                 "dict that Split.tables gave for its Context, on the model's device"
             )
-        return mask[self.method]
+        if not window:
+            return mask[self.method]
+        name, on_host = table_names(self.method, window)
+        if name not in mask:
+            raise ConfigError(
+                f"the mask has no tables for windows of {window} tokens by {self.method!r}; name "
+                f"{window} in Context.window or Context.windows"
+            )
+        arrange, index, segments = mask[name]
+        return arrange, index, *mask[on_host], segments
+
+
+def _blocks(
+    q: Tensor, tables: Sequence[Tensor], group: str, inner: int, gathers: bool, window: int
+) -> Blocks:
+    if gathers:
+        return GatheredBlocks(q, tables, group, inner)
+    rings = NamedGroup.find(group).size() > 1
+    return (HaloBlocks if window and rings else RingBlocks)(q, tables, group, inner, window)
 
 
 def run_context_attention(
@@ -170,7 +192,7 @@ def run_context_attention(
     Returns:
         out as q, and lse (B, inner * t, H) over all keys and the sink.
     """
-    blocks = BLOCKS[gathers](q.shape, tables, group, inner)
+    blocks = _blocks(q, tables, group, inner, gathers, window)
     score = Score(scale, True, window, softcap)
     queries, keys, values = (blocks.arrange(x) for x in (q, k, v))
     out, lse = blocks.attend(queries, keys, values, KERNELS[kernel], score)
@@ -207,7 +229,7 @@ def run_context_attention_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; arguments as in the forward, which gave out and lse."""
-    blocks = BLOCKS[gathers](q.shape, tables, group, inner)
+    blocks = _blocks(q, tables, group, inner, gathers, window)
     score = Score(scale, True, window, softcap)
     grad, q, k, v, out, lse = (blocks.arrange(x) for x in (grad, q, k, v, out, lse))
     grads = blocks.differentiate(grad, q, k, v, out, lse, KERNELS[kernel], score)

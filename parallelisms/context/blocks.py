@@ -34,23 +34,25 @@ class Blocks:
     """Attention of one rank's tokens, arranged early before late, to the keys of all blocks.
 
     Args:
-        shape: (B, inner * t, ...) of the rank's queries.
+        q: (B, inner * t, H, K), the rank's queries.
         tables: of `Split.tables` for the method; empty: one document per sequence.
         group: name of the process group over the blocks.
         inner: ranks whose tokens a block holds.
+        window: most keys that a query sees; 0: all.
     """
 
     def __init__(
         self,
-        shape: Sequence[int],
+        q: Tensor,
         tables: Sequence[Tensor],
         group: str,
         inner: int,
+        window: int = 0,
     ) -> None:
-        self.batch, self.tables, self.inner = shape[0], tables, inner
+        self.batch, self.tables, self.inner = q.shape[0], tables, inner
         self.group = NamedGroup.find(group)
         self.rank, self.size = self.group.rank(), self.group.size()
-        self.half = shape[1] // 2 * (shape[0] if tables else 1)
+        self.half = q.shape[1] // 2 * (q.shape[0] if tables else 1)
 
     # A rank's tokens arrive as (inner, early and late, piece); late pieces of later ranks lie
     # before those of earlier ones.

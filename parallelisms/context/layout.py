@@ -17,11 +17,19 @@ class ContextLayout:
     outer: int
     inner: int
     gathers: bool
+    windows: tuple[int, ...] = ()
+    """Of layers that attend by this layout, which need other tables of documents in a ring."""
 
     @property
     def rings(self) -> bool:
         """Whether keys are sent around a ring."""
         return self.outer > 1 and not self.gathers
+
+
+def table_names(method: CpMethod, window: int) -> tuple[str, str]:
+    """Keys of the tables of documents for the layers of a ring that have a window: on the device,
+    and on the host."""
+    return f"{method}, window {window}", f"{method}, window {window}, on host"
 
 
 def layout_of(method: CpMethod, cp: int, inner: int = 0) -> ContextLayout:

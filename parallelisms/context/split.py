@@ -10,7 +10,8 @@ from torch import Tensor
 from dtron.config import CpMethod
 from dtron.errors import ConfigError
 from dtron.kernels.attention import Tables
-from dtron.parallelisms.context.layout import ContextLayout
+from dtron.parallelisms.context.halo import halo
+from dtron.parallelisms.context.layout import ContextLayout, table_names
 from dtron.parallelisms.context.load_balance import Ints, held, lengths, pieces
 
 
@@ -45,7 +46,15 @@ class Split:
         if self.documents is None:
             return None
         numbers = _count_documents(self.documents)
-        return {name: _tables(self, numbers, shape, rank) for name, shape in layouts.items()}
+        found = {}
+        for method, shape in layouts.items():
+            found[method] = _tables(self, numbers, shape, rank)
+            for window in shape.windows if shape.rings else ():
+                if window < self.shape[1]:
+                    name, on_host = table_names(method, window)
+                    *index, counts, bounds = _tables(self, numbers, shape, rank, window)
+                    found |= {name: (*index, bounds), on_host: (counts,)}
+        return found
 
 
 def _count_documents(documents: NDArray) -> Ints:
@@ -54,20 +63,23 @@ def _count_documents(documents: NDArray) -> Ints:
     return np.arange(sum(map(len, by_row))).repeat(np.concatenate(by_row))
 
 
-def _tables(split: Split, numbers: Ints, shape: ContextLayout, rank: int) -> tuple[Tensor, ...]:
+def _tables(
+    split: Split, numbers: Ints, shape: ContextLayout, rank: int, window: int = 0
+) -> tuple[Tensor, ...]:
     """`arrange` (N,) from the order of arrival to early, then late tokens. Then, of a ring: `order`
     (outer, N), from there to the order of the sequences, of every block; segments
     (outer, 2, n + 1) of every step. Gathered: `keys` of the early and of the late queries among the
-    gathered tokens, int64 (.,) each; segments (2, 2, n + 1)."""
-    flat, mine = split.piece.ravel(), rank // shape.inner
-    early = [_within(flat, s * shape.inner, shape) for s in range(shape.outer)]
-    late = [
-        _within(flat, (2 * shape.outer - 1 - s) * shape.inner, shape) for s in range(shape.outer)
-    ]
+    gathered tokens, int64 (.,) each; segments (2, 2, n + 1). Of a ring with a window: `index` and
+    `counts` of `halo`; segments (2, 2, n + 1) of the early and of the late queries."""
+    flat, early, late = _pieces(split, shape)
+    mine = rank // shape.inner
     blocks = [np.concatenate(both) for both in zip(early, late, strict=True)]
     arrange = _positions(_arrival(split, shape, mine), flat.size)[blocks[mine]]
-    if shape.gathers:
-        ends = ((mine + 1) * shape.inner, (2 * shape.outer - mine) * shape.inner)
+    if window:
+        index, counts, runs = halo(flat, numbers, blocks, mine, window)
+        pairs, rest = list(zip((early[mine], late[mine]), runs, strict=True)), [index, counts]
+    elif shape.gathers:
+        ends = (mine + 1, 2 * shape.outer - mine)
         gathered = _positions(np.concatenate(blocks), flat.size)
         keys = [np.flatnonzero(flat < end) for end in ends]
         pairs = list(zip((early[mine], late[mine]), keys, strict=True))
@@ -83,9 +95,15 @@ def _tables(split: Split, numbers: Ints, shape: ContextLayout, rank: int) -> tup
     return (*map(torch.from_numpy, (arrange, *rest)), bounds)
 
 
-def _within(flat: Ints, first: int, shape: ContextLayout) -> Ints:
-    """Where the tokens of `inner` pieces are, sequence by sequence."""
-    return np.flatnonzero((flat >= first) & (flat < first + shape.inner))
+def _pieces(split: Split, shape: ContextLayout) -> tuple[Ints, list[Ints], list[Ints]]:
+    """Of the blocks: the number of each token's piece, (B * T,), and the tokens of each block's
+    early and late piece, sequence by sequence."""
+    flat, last = split.piece.ravel() // shape.inner, 2 * shape.outer - 1
+    early, late = (
+        [np.flatnonzero(flat == number) for number in numbers]
+        for numbers in (range(shape.outer), range(last, last - shape.outer, -1))
+    )
+    return flat, early, late
 
 
 def _arrival(split: Split, shape: ContextLayout, block: int) -> Ints:

@@ -1,5 +1,8 @@
 """Kernels with a log-sum-exp: the reference against autograd, the others against the reference."""
 
+import random
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,14 +33,16 @@ def inputs(
     ]
 
 
-def segments() -> Tensor:
-    bounds = torch.tensor([[0, 0], *PAIRS]).cumsum(0)
+def segments(parts: Sequence[tuple[int, int]] = PAIRS) -> Tensor:
+    bounds = torch.tensor([[0, 0], *parts]).cumsum(0)
     return bounds.t().contiguous().int()
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, score: Score, parts: list[tuple[int, int]]) -> Tensor:
-    """One segment after the other, by softmax."""
-    outs, first_query, first_key = [], 0, 0
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, parts: list[tuple[int, int]]
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, one segment after the other, by softmax."""
+    outs, sums, first_query, first_key = [], [], 0, 0
     for n_queries, n_keys in parts:
         own = q[:, first_query : first_query + n_queries]
         keys, values = (
@@ -51,9 +56,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, score: Score, parts: list[tuple[int, 
         hidden = before > 0 if score.causal else torch.zeros_like(before, dtype=torch.bool)
         if score.window:
             hidden = hidden | (before <= -score.window)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        outs.append(torch.einsum("bhts,bshk->bthk", weights, values))
-    return torch.cat(outs, dim=1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        outs.append(torch.einsum("bhts,bshk->bthk", scores.softmax(-1), values))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outs, dim=1), torch.cat(sums, dim=-1)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
@@ -63,15 +69,48 @@ def test_math_equals_autograd(name: str, packed: bool) -> None:
     n_queries, n_keys = (sum(part[i] for part in parts) for i in (0, 1))
     *tensors, grad = inputs(n_queries, n_keys, 4, 8, torch.float64, batch=1 if packed else 2)
     leaves = [x.clone().requires_grad_() for x in tensors]
+    check_math(tensors, grad, leaves, SCORES[name], parts, packed)
+
+
+def check_math(
+    tensors: list[Tensor],
+    grad: Tensor,
+    leaves: list[Tensor],
+    score: Score,
+    parts: list[tuple[int, int]],
+    packed: bool,
+) -> None:
+    """Output, log-sum-exp and gradients."""
     q, k, v = leaves
-    wanted = plain(q, k, v, SCORES[name], parts)
+    wanted, wanted_lse = plain(q, k, v, score, parts)
     wanted.backward(grad)
-    bounds = segments() if packed else None
-    out, lse = KERNELS["math"].forward(*tensors, bounds, SCORES[name])
+    bounds = segments(parts) if packed else None
+    out, lse = KERNELS["math"].forward(*tensors, bounds, score)
     assert torch.allclose(out, wanted, atol=1e-12)
-    found = KERNELS["math"].backward(grad, *tensors, out, lse, bounds, SCORES[name])
+    assert torch.allclose(lse, wanted_lse, atol=1e-12)
+    found = KERNELS["math"].backward(grad, *tensors, out, lse, bounds, score)
     for gradient, leaf in zip(found, leaves, strict=True):
         assert torch.allclose(gradient, leaf.grad, atol=1e-12)  # type: ignore[arg-type]
+
+
+def drawn_runs(seed: int, most: int, packed: bool) -> tuple[Score, list[tuple[int, int]]]:
+    """A window, and queries with as many keys before them as it reaches, or fewer where a document
+    begins, as halo exchange puts them together."""
+    draw = random.Random(seed)
+    window = draw.randint(1, most)
+    queries = [draw.randint(1, most) for _ in range(draw.randint(2, 6) if packed else 1)]
+    parts = [(n, n + draw.randint(0, window - 1)) for n in queries]
+    return Score(0.3, True, window, draw.choice([0.0, 1.5])), parts
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("seed", range(12))
+def test_runs_of_keys_before_queries(seed: int, packed: bool) -> None:
+    score, parts = drawn_runs(seed, 17, packed)
+    n_queries, n_keys = (sum(part[i] for part in parts) for i in (0, 1))
+    *tensors, grad = inputs(n_queries, n_keys, 4, 8, torch.float64, batch=1 if packed else 2)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    check_math(tensors, grad, leaves, score, parts, packed)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
@@ -115,8 +154,23 @@ def test_queries_without_keys_give_zeros() -> None:
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("name", [name for name in KERNELS if name != "math"])
 def test_kernels_equal_math(name: str, score: str, packed: bool) -> None:
+    parts = PAIRS if packed else [(192, 192)]
+    check_kernel(name, SCORES[score], parts, packed)
+
+
+@gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "math"])
+def test_kernels_equal_math_on_runs_of_keys_before_queries(
+    name: str, seed: int, packed: bool
+) -> None:
+    check_kernel(name, *drawn_runs(seed, 300, packed), packed)
+
+
+def check_kernel(name: str, chosen: Score, parts: list[tuple[int, int]], packed: bool) -> None:
     """bfloat16 against float32 of the same numbers."""
-    kernel, chosen = KERNELS[name], SCORES[score]
+    kernel = KERNELS[name]
     lacks = [
         packed and not kernel.segments,
         chosen.window and not kernel.window,
@@ -126,10 +180,10 @@ def test_kernels_equal_math(name: str, score: str, packed: bool) -> None:
         return
     if name == "fa4":
         pytest.importorskip("flash_attn.cute")
-    n_queries, n_keys = (sum(p[i] for p in PAIRS) for i in (0, 1)) if packed else (192, 192)
+    n_queries, n_keys = (sum(part[i] for part in parts) for i in (0, 1))
     tensors = [x.cuda() for x in inputs(n_queries, n_keys, 8, 64, torch.bfloat16)]
     *tensors, grad = tensors
-    bounds = segments().cuda() if packed else None
+    bounds = segments(parts).cuda() if packed else None
     wide = [x.float() for x in tensors]
     wanted, wanted_lse = KERNELS["math"].forward(*wide, bounds, chosen)
     out, lse = kernel.forward(*tensors, bounds, chosen)

@@ -240,6 +240,8 @@ FULL = Recompute(mode="full")
 EXCHANGED: Literal["all_to_all"] = "all_to_all"
 EACH: list[CpMethod] = ["ring", "all_gather", "ulysses", "hierarchical", "ring"]
 VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
+ALTERNATE = {"window": 6, "full_attention_every": 2, "sinks": True}
+HIERARCHICAL = Parallel(cp=4, cp_method="hierarchical")
 TIED, DROPPED = {"tied": True}, {"dropout": 0.1}
 ALL_DENSE: dict[str, Any] = {
     **{"n_experts": 0, "experts_per_token": 0, "expert_dim": 0, "first_dense_layers": 0},
@@ -272,6 +274,12 @@ EXPERT_CASES = [
         for method in ("ring", "all_gather", "ulysses")
     ],
     Case("deepseek_v3", 2, Parallel(pp=2, tp=1), override=SCORED),
+    # every other layer has a window
+    Case("gpt_oss", 2, Parallel(cp=2), documents=True, micro_batch=2),
+    Case("gpt_oss", 2, Parallel(cp=2), FULL, EAGER, documents=True, dtype="float64", sequences=4),
+    Case("gpt_oss", 4, Parallel(cp=4, ep=2), SELECTIVE, override={"window": 3}, dtype="float64"),
+    Case("gpt_oss", 4, HIERARCHICAL, SELECTIVE, EAGER, documents=True, sequences=4),
+    Case("gpt_oss", 4, Parallel(cp=2, tp=2, ep=4), documents=True, dtype="float64", sequences=4),
     # a stage without experts, whose ranks make the experts' process groups all the same
     Case(
         "deepseek_v3",
@@ -441,10 +449,21 @@ SPECIAL = [
         for parallel in (
             Parallel(dp_shard=2),
             Parallel(tp=2),
+            Parallel(cp=2),
             Parallel(cp=2, cp_method="all_gather"),
             Parallel(cp=2, cp_method="ulysses"),
         )
     ],
+    # windows in rings: less than a piece, one, more, more than a block; in some layers
+    Case("llama", 4, HIERARCHICAL, override=VARIED, documents=True, dtype="float64"),
+    Case("qwen3", 4, Parallel(cp=4), override={**VARIED, "window": 3}, micro_batch=2),
+    Case("gpt", 2, Parallel(cp=2), FULL, override={"window": 3}, dtype="float64"),
+    Case("gpt", 4, HIERARCHICAL, override={**VARIED, "window": 4}, micro_batch=2),
+    Case("llama", 2, Parallel(cp=2), SELECTIVE, EAGER, override={"window": 11}, dtype="float64"),
+    Case("qwen3", 4, Parallel(cp=4, cp_method=EACH), override=ALTERNATE, documents=True),
+    Case("llama", 4, Parallel(cp=2, dp_shard=2), override=ALTERNATE, recompute=SELECTIVE),
+    Case("llama", 4, Parallel(cp=2, tp=2), override=ALTERNATE, documents=True, loss_chunks=3),
+    Case("llama", 4, Parallel(cp=2, pp=2, schedule=V), override=ALTERNATE, documents=True),
     Case("qwen3", 4, Parallel(cp=4), override={"sinks": True, "softcap": 1.0}, documents=True),
     Case("llama", 4, Parallel(tp=2, pp=2, schedule=V), override=VARIED, compile=EAGER),
     # activations in host memory

@@ -24,8 +24,10 @@ from dtron.float8 import async_tp as fused
 from dtron.float8 import casting, delayed
 from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.context import halo
 from dtron.parallelisms.context.apply import Context
 from dtron.parallelisms.context.blocks import Blocks
+from dtron.parallelisms.context.halo import HaloBlocks
 from dtron.parallelisms.context.ring import RingBlocks
 from dtron.parallelisms.expert import expert_parallel as expert
 from dtron.parallelisms.fsdp import sharding as fsdp
@@ -196,6 +198,34 @@ def late_pieces_as_they_come() -> None:
         return torch.stack([early, late], dim=2).flatten(1, 3)
 
     Blocks.arrange, Blocks.restore = joined, parted  # type: ignore[method-assign]
+
+
+def halo_one_token_short() -> None:
+    """The first query of a piece lacks the first key of its window, which another rank holds."""
+    run = halo._run
+    halo._run = lambda piece, numbers, number, window: run(piece, numbers, number, window - 1)
+
+
+def halo_of_one_piece() -> None:
+    """A piece that lies farther away than the one before, and still in the window, is skipped."""
+    run = halo._run
+
+    def shortened(piece: Any, numbers: Any, number: int, window: int) -> Any:
+        keys = run(piece, numbers, number, window)
+        return keys[piece[keys] >= number - 1]
+
+    halo._run = shortened
+
+
+def halo_gradients_stay() -> None:
+    """Gradients of keys that other ranks see are not sent back."""
+    exchange = HaloBlocks._exchange
+
+    def sent(self: HaloBlocks, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        found = exchange(self, x, received, sent)
+        return found if sent is self.sent else torch.zeros_like(found)
+
+    HaloBlocks._exchange = sent  # type: ignore[method-assign]
 
 
 def positions_of_the_part() -> None:
@@ -435,6 +465,9 @@ OVERLAPPED = parity.float8(
 )
 FUSED = Case("gpt", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4)
 HEADS = Parallel(cp=2, cp_method="ulysses")
+WINDOWED = replace(RING, override={"window": 4})
+PACKED_WINDOWS = replace(WINDOWED, documents=True)
+FAR = Case("llama", 4, Parallel(cp=4), sequences=4, override={"window": 5})
 OFFLOADED = [
     Case("llama", 2, Parallel(pp=2, schedule=name), Recompute(offload=True), sequences=4)
     for name in ("1F1B", "ZBVZeroBubble")
@@ -483,6 +516,9 @@ BUGS = [
     Bug(head_gradient_not_reduced, CHUNKED, BEFORE_HEAD),
     Bug(local_divisor, RING, ALSO_LOSS),
     Bug(key_gradients_stay, RING, BEFORE_KEYS),
+    *[Bug(halo_one_token_short, case, ALSO_LOSS) for case in (WINDOWED, PACKED_WINDOWS)],
+    Bug(halo_of_one_piece, FAR, ALSO_LOSS),
+    Bug(halo_gradients_stay, WINDOWED, BEFORE_KEYS),
     Bug(late_pieces_as_they_come, replace(RING, parallel=HEADS), ALSO_LOSS),
     Bug(positions_of_the_part, RING, ALSO_LOSS),
     Bug(expert_gradients_averaged, SHARED, EXPERTS),

@@ -1,6 +1,7 @@
 """Context parallelism of modules that dtron did not write: gradients equal one process."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,13 @@ def run_packed(methods: tuple[CpMethod, ...], window: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("methods", "window"),
-    [(("ring",), 0), (("ring", "ulysses"), 0), (("all_gather", "ulysses"), 6)],
+    [
+        (("ring",), 0),
+        (("ring", "ulysses"), 0),
+        (("all_gather", "ulysses"), 6),
+        (("ring",), 6),
+        (("ring", "all_gather"), 20),
+    ],
     ids=str,
 )
 def test_packed_documents_equal_one_process(methods: tuple[CpMethod, ...], window: int) -> None:
@@ -290,7 +297,12 @@ def refusals() -> dict[str, str]:
         return str(error.value)
 
     keys = torch.zeros(1, 8, 2, 16)
+    shape, tables = core.forward.shape, Split(torch.zeros(1, 16), (1, 16), 2)  # type: ignore[union-attr]
+    windowed = replace(core.forward, window=5)  # type: ignore[type-var]
+    with pytest.raises(ConfigError) as unnamed:
+        windowed(torch.zeros(1, 8, 4, 16), keys, keys, tables.tables({"ring": shape}, 0))
     return {
+        "window": str(unnamed.value),
         "heads": called(keys.transpose(1, 2)),
         "row": called(keys, (torch.zeros(2, 2, 2),)),
         "documents": called(keys, torch.zeros(1, 16)),
@@ -313,4 +325,5 @@ def test_what_is_refused() -> None:
     assert "takes q (B, t, H, K) and k (B, t, G, K), not (1, 8, 4, 16)" in messages["heads"]
     assert "by 'ring' is the whole dict that Split.tables gave" in messages["row"]
     assert messages["documents"] == messages["row"]
+    assert messages["window"].endswith("name 5 in Context.window or Context.windows")
     assert "kernel 'flash' needs GPUs; on a cpu use \"math\"" in messages["kernel"]

@@ -55,6 +55,7 @@ CASES = {
         "parallel.sequence_parallel=false model.override.qk_norm=true",
     ),
     "ring": (DENSE, 4, "parallel.cp=4 recompute.mode=selective"),
+    "halos": (DENSE, 4, "parallel.cp=2 parallel.dp_shard=2 model.override.window=100"),
     "gathered": (DENSE, 4, "parallel.cp=2 parallel.cp_method=all_gather parallel.tp=2"),
     "tp x pp": (
         DENSE,

@@ -134,16 +134,6 @@ CONTEXTS: dict[str, tuple[dict[str, object], str]] = {
         {"cp": 8, "cp_method": "hierarchical", "cp_inner": 8},
         "parallel.cp_inner = 8 is no proper divisor of parallel.cp = 8; use 2, 4",
     ),
-    "window": (
-        {"cp": 4, "window": 16},
-        "parallel.cp_method = 'ring' with model.override.window = 16: ring attention does "
-        'not support sliding windows; use "all_gather" or "ulysses"',
-    ),
-    "window of one layer": (
-        {"cp": 4, "window": 16, "cp_method": ["all_gather"] * 7 + ["hierarchical"]},
-        "parallel.cp_method = 'hierarchical' with model.override.window = 16: ring attention "
-        'does not support sliding windows; use "all_gather" or "ulysses"',
-    ),
     "layers": (
         {"cp": 4, "cp_method": ["ring", "ulysses"]},
         "parallel.cp_method has 2 entries for the 8 layers of the model; give one for each, or one "
@@ -163,13 +153,13 @@ CONTEXTS: dict[str, tuple[dict[str, object], str]] = {
         'parallel.cp_inner = 2 has no effect without parallel.cp_method = "hierarchical"',
     ),
 }
-TOLD = ("length", "heads", "prime", "inner", "window", "layers", "dropout")
+TOLD = ("length", "heads", "prime", "inner", "layers", "dropout")
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_contexts_that_do_not_fit_are_refused(name: str) -> None:
     keys, message = CONTEXTS[name]
-    override = {key: keys[key] for key in ("window", "attention_dropout") if key in keys}
+    override = {key: keys[key] for key in ("attention_dropout",) if key in keys}
     parallel = {key: value for key, value in keys.items() if key not in (*override, "seq_len")}
     sections = {
         "model": {**BASE["model"], "override": override},
@@ -189,11 +179,10 @@ def test_contexts_that_do_not_fit_are_refused(name: str) -> None:
     [
         ("cudnn", {"cp_method": "all_gather"}, "does not support more keys than queries"),
         ("cudnn", {"mask_documents": True}, "does not support document masks with parallel.cp"),
-        (
-            "cudnn",
-            {"cp_method": "ulysses", "window": 16},
-            "does not support model.override.window = 16",
-        ),
+        *[
+            ("cudnn", {"cp_method": method, "window": 16}, "does not support model.override.window")
+            for method in ("ring", "ulysses")
+        ],
         ("flash", {"softcap": 2.0}, "does not support model.override.softcap = 2.0"),
         ("sdpa", {}, "returns no log-sum-exp, which parallel.cp needs"),
         ("flex", {}, "returns no log-sum-exp, which parallel.cp needs"),
@@ -266,7 +255,6 @@ def test_a_start_names_all_that_is_wrong_at_once() -> None:
         "recompute.every = 2 has no effect",
         "model.attention = sdpa",
         "parallel.cp = 4 cuts train.seq_len = 60",
-        "ring attention does not support sliding windows",
         "needs a multiple of 16 tokens a micro-batch, not 15",
         "delayed scaling needs per-tensor scales",
     ]

@@ -237,7 +237,6 @@ def placements(case: Case) -> dict[str, tuple[tuple[str, ...], tuple]]:
 def test_experts_are_split_by_their_own_axes() -> None:
     """E over ep, width over etp; what is left, over edp_shard, along the first dim that fits."""
     case = Case("gpt_oss", 8, Parallel(tp=2, cp=2, ep=2, etp=2), override={"n_experts": 6})
-    case = replace(case, override={**case.override, "full_attention_every": 0, "window": 0})  # ring
     found = run_ranks(8, placements, case)[0]
     axes = ("edp_shard", "ep", "etp")
     assert found["gate"] == (axes, (Shard(2), Shard(0), Shard(1)))
