@@ -37,7 +37,7 @@ from dtron.parallelisms.pipeline.accumulate import Loss, MicroBatch
 from dtron.parallelisms.pipeline.lowering import add_communication, add_reductions
 from dtron.parallelisms.pipeline.schedule_ops import Action, Kind, Order
 from dtron.parallelisms.pipeline.schedules import forward_only
-from dtron.parallelisms.pipeline.split_backward import WeightGradients
+from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.placement import first_tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -31,8 +31,8 @@ from dtron.parallelisms.fsdp import sharding as fsdp
 from dtron.parallelisms.gradients import local_gradients
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.offload import Offload
-from dtron.parallelisms.pipeline.split_backward import WeightGradients
 from dtron.parallelisms.pipeline.stages import SharedWeights
+from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.tensor import async_tp, head_loss
 from dtron.parallelisms.tensor import tensor_parallel as tensor
 from dtron.training import expert_balancing as routing
