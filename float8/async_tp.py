@@ -44,7 +44,7 @@ from dtron.float8.casting import (
     scales_together,
     turn_weight,
 )
-from dtron.float8.linear import Float8Linear, How, ahead, gathered, largest, one_of
+from dtron.float8.linear import Float8Linear, MatmulSettings, ahead, gathered, largest, one_of
 from dtron.float8.products import product
 from dtron.parallelisms.functional_collectives import all_gather, wait_tensor
 from dtron.parallelisms.placement import Style, change_argument
@@ -60,7 +60,12 @@ _ROWS = 0
 
 
 def gather_products(
-    mine: Scaled, rights: Sequence[Scaled], dtype: torch.dtype, how: How, fast: bool, ranks: Ranks
+    mine: Scaled,
+    rights: Sequence[Scaled],
+    dtype: torch.dtype,
+    settings: MatmulSettings,
+    fast: bool,
+    ranks: Ranks,
 ) -> tuple[Scaled, list[Tensor]]:
     """Gather an operand's rows and multiply them.
 
@@ -73,7 +78,7 @@ def gather_products(
         The whole operand (M, S), and its products (M, N).
     """
     data = mine.data.contiguous()
-    if _fuses(data, how):
+    if _fuses(data, settings):
         n = len(rights)
         whole, outs = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
             data,
@@ -91,11 +96,16 @@ def gather_products(
     # gloo moves no float8
     bytes_ = all_gather(data.view(torch.uint8), ranks.size, ranks.group)
     found = mine._replace(data=wait_tensor(bytes_).view(data.dtype))
-    return found, [product(found, right, dtype, how.emulate, fast) for right in rights]
+    return found, [product(found, right, dtype, settings.emulate, fast) for right in rights]
 
 
 def product_scatter(
-    left: Scaled, right: Scaled, dtype: torch.dtype, how: How, fast: bool, ranks: Ranks
+    left: Scaled,
+    right: Scaled,
+    dtype: torch.dtype,
+    settings: MatmulSettings,
+    fast: bool,
+    ranks: Ranks,
 ) -> Tensor:
     """Multiply, sum over the ranks and keep the rank's rows.
 
@@ -108,7 +118,7 @@ def product_scatter(
         (M / tp, P).
     """
     data = left.data.contiguous()
-    if _fuses(data, how):
+    if _fuses(data, settings):
         return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
             data,
             right.data.contiguous().t(),
@@ -122,11 +132,11 @@ def product_scatter(
             out_dtype=dtype,
             use_fast_accum=fast,
         )
-    return wait_tensor(scatter_rows(product(left, right, dtype, how.emulate, fast), ranks))
+    return wait_tensor(scatter_rows(product(left, right, dtype, settings.emulate, fast), ranks))
 
 
-def _fuses(data: Tensor, how: How) -> bool:
-    return data.is_cuda and not how.emulate
+def _fuses(data: Tensor, settings: MatmulSettings) -> bool:
+    return data.is_cuda and not settings.emulate
 
 
 _OF_A_LAYER = 5
@@ -137,30 +147,34 @@ _OF_A_LAYER = 5
 @torch.compiler.allow_in_graph  # as in linear.py
 class _GatherProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: How, ranks: Ranks, *rest: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, settings: MatmulSettings, ranks: Ranks, *rest: Any
+    ) -> tuple[Tensor, ...]:
         """(M / tp, D), and of each layer the arguments above, its weight (N, D) -> (M, N) each."""
         layers = [rest[i : i + _OF_A_LAYER] for i in range(0, len(rest), _OF_A_LAYER)]
-        casts, known = how.recipe.output, [scales for *_, scales in layers]
-        mine = quantize(x, casts.left, how.input, one_of(known[0], 0))
-        weights = _weights(layers, how)
-        whole, outs = gather_products(mine, weights, x.dtype, how, casts.fast_accumulation, ranks)
+        casts, known = settings.recipe.output, [scales for *_, scales in layers]
+        mine = quantize(x, casts.left, settings.input, one_of(known[0], 0))
+        weights = _weights(layers, settings)
+        whole, outs = gather_products(
+            mine, weights, x.dtype, settings, casts.fast_accumulation, ranks
+        )
         seen = None if layers[0][3] is None else largest(x)
         held = [w if data is None else data for w, data, *_ in layers]
         scales = [w8.scale for w8 in weights]
         ctx.save_for_backward(whole.data, whole.scale, seen, *held, *scales, *known)
-        ctx.how, ctx.ranks, ctx.dtype = how, ranks, x.dtype
+        ctx.settings, ctx.ranks, ctx.dtype = settings, ranks, x.dtype
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, x_scale, seen, *others = ctx.saved_tensors
-        n, how, ranks = len(grads), ctx.how, ctx.ranks
+        n, settings, ranks = len(grads), ctx.settings, ctx.ranks
         held, scales, known = others[:n], others[n : 2 * n], others[2 * n :]
-        to_input, to_weight = how.recipe.grad_input, how.recipe.grad_weight
+        to_input, to_weight = settings.recipe.grad_input, settings.recipe.grad_weight
         cast = to_input.left
         of_grads = [one_of(k, 2) for k in known]
         if any(scale is None for scale in of_grads):
-            of_grads = scales_together(grads, cast, how.grad)
+            of_grads = scales_together(grads, cast, settings.grad)
         both = [
             quantize_both(grad, cast, scale=scale)
             for grad, scale in zip(grads, of_grads, strict=True)
@@ -173,10 +187,10 @@ class _GatherProducts(torch.autograd.Function):
             ]
             fast = to_input.fast_accumulation
             if n == 1:
-                grad_x = product_scatter(both[0][0], turned[0], ctx.dtype, how, fast, ranks)
+                grad_x = product_scatter(both[0][0], turned[0], ctx.dtype, settings, fast, ranks)
             else:
                 parts = [
-                    product(grad8, w8, ctx.dtype, how.emulate, fast)
+                    product(grad8, w8, ctx.dtype, settings.emulate, fast)
                     for (grad8, _), w8 in zip(both, turned, strict=True)
                 ]
                 travelling = scatter_rows(sum(parts[1:], parts[0]), ranks)
@@ -186,7 +200,7 @@ class _GatherProducts(torch.autograd.Function):
             grad_weight = None
             if ctx.needs_input_grad[3 + _OF_A_LAYER * i]:
                 fast = to_weight.fast_accumulation
-                grad_weight = product(across, x8, ctx.dtype, how.emulate, fast)
+                grad_weight = product(across, x8, ctx.dtype, settings.emulate, fast)
             of_leaf = None if seen is None else torch.cat([seen, largest(grads[i])])
             found += [grad_weight, None, None, of_leaf, None]
         if travelling is not None:
@@ -197,41 +211,45 @@ class _GatherProducts(torch.autograd.Function):
 @torch.compiler.allow_in_graph
 class _ProductScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: How, ranks: Ranks, *layer: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, settings: MatmulSettings, ranks: Ranks, *layer: Any) -> Tensor:
         """(M, N), and of the layer the arguments above, its weight (D, N) -> (M / tp, D)."""
         weight, data, _, leaf, scales = layer
-        casts = how.recipe.output
-        x8 = quantize(x, casts.left, how.input, one_of(scales, 0))
-        (weight8,) = _weights([layer], how)
+        casts = settings.recipe.output
+        x8 = quantize(x, casts.left, settings.input, one_of(scales, 0))
+        (weight8,) = _weights([layer], settings)
         seen = None if leaf is None else largest(x)
         held = weight if data is None else data
         ctx.save_for_backward(x8.data, x8.scale, held, weight8.scale, seen, scales)
-        ctx.how, ctx.ranks, ctx.dtype = how, ranks, x.dtype
-        return product_scatter(x8, weight8, x.dtype, how, casts.fast_accumulation, ranks)
+        ctx.settings, ctx.ranks, ctx.dtype = settings, ranks, x.dtype
+        return product_scatter(x8, weight8, x.dtype, settings, casts.fast_accumulation, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, x_scale, held, scale, seen, scales = ctx.saved_tensors
-        how, to_input, to_weight = ctx.how, ctx.how.recipe.grad_input, ctx.how.recipe.grad_weight
-        mine = quantize(grad, to_input.left, how.grad, one_of(scales, 2))
+        settings, to_input, to_weight = (
+            ctx.settings,
+            ctx.settings.recipe.grad_input,
+            ctx.settings.recipe.grad_weight,
+        )
+        mine = quantize(grad, to_input.left, settings.grad, one_of(scales, 2))
         weight8 = turn_weight(held, scale, to_input.right, grad)
         fast = to_input.fast_accumulation
-        whole, (grad_x,) = gather_products(mine, [weight8], ctx.dtype, how, fast, ctx.ranks)
+        whole, (grad_x,) = gather_products(mine, [weight8], ctx.dtype, settings, fast, ctx.ranks)
         grad_weight = None
         if ctx.needs_input_grad[3]:
             x8 = Scaled(x, x_scale, to_weight.right).turned(grad)
             across, fast = whole.turned(grad), to_weight.fast_accumulation
-            grad_weight = product(across, x8, ctx.dtype, how.emulate, fast)
+            grad_weight = product(across, x8, ctx.dtype, settings.emulate, fast)
         found = None if seen is None else torch.cat([seen, largest(grad)])
         return grad_x, None, None, grad_weight, None, None, found, None
 
 
-def _weights(layers: Sequence[Sequence[Any]], how: How) -> list[Scaled]:
+def _weights(layers: Sequence[Sequence[Any]], settings: MatmulSettings) -> list[Scaled]:
     """Weights in float8; those that have no scale yet find it by one reduction."""
-    cast, known = how.recipe.output.right, [one_of(scales, 1) for *_, scales in layers]
+    cast, known = settings.recipe.output.right, [one_of(scales, 1) for *_, scales in layers]
     bare = [i for i, (_, data, *_) in enumerate(layers) if data is None and known[i] is None]
     if bare:
-        found = scales_together([layers[i][0] for i in bare], cast, how.weight)
+        found = scales_together([layers[i][0] for i in bare], cast, settings.weight)
         for i, scale in zip(bare, found, strict=True):
             known[i] = scale
     return [
@@ -259,12 +277,12 @@ class ScatteringLinear(Float8Linear):
         mesh = weight.device_mesh
         if not isinstance(x, DTensor) or x.placements != (Shard(2),):
             raise PlacementError("a float8 layer that scatters takes (B, T, N), split by columns")
-        ranks, how = Ranks.of(mesh), self.how_over_ranks()
+        ranks, settings = Ranks.of(mesh), self.settings_over_ranks()
         local, part = x.to_local(), weight.to_local()
         rows = rows_of(local)
-        out = _ProductScatter.apply(rows, how, ranks, *_arguments(self, part))
+        out = _ProductScatter.apply(rows, settings, ranks, *_arguments(self, part))
         assert isinstance(out, Tensor)
-        self.show(rows, part, out, how)
+        self.show(rows, part, out, settings)
         out = from_rows(out, local.shape[0])
         if isinstance(self.bias, DTensor):  # each rank adds it to its tokens alone
             out = out + self.bias.to_local(grad_placements=[Partial()])
@@ -312,15 +330,15 @@ class SplitRows(Style):
 
 def _products(x: Tensor, layers: Sequence[GatheredLinear], ranks: Ranks) -> list[Tensor]:
     """(B, T / tp, D) -> (B, T, N) of each layer."""
-    rows, how = rows_of(x), layers[0].how_over_ranks()
+    rows, settings = rows_of(x), layers[0].settings_over_ranks()
     weights = [layer.weight.to_local() for layer in layers]  # type: ignore[operator]
     pairs = list(zip(layers, weights, strict=True))
     given = [part for layer, weight in pairs for part in _arguments(layer, weight)]
-    outs = _GatherProducts.apply(rows, how, ranks, *given)
+    outs = _GatherProducts.apply(rows, settings, ranks, *given)
     assert isinstance(outs, tuple)
     done = []
     for (layer, weight), out in zip(pairs, outs, strict=True):
-        layer.show(rows, weight, out, how)
+        layer.show(rows, weight, out, settings)
         out = from_rows(out, x.shape[0])
         done.append(out if layer.bias is None else out + layer.bias.to_local())  # type: ignore[attr-defined]
     return done

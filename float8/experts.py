@@ -25,6 +25,7 @@ from dtron.float8.casting import Scaled, dequantize, quantize, wide
 from dtron.float8.convert import MULTIPLE
 from dtron.float8.recipes import EXPERTS, Product
 from dtron.kernels.grouped import grouped_gradient, grouped_matmul
+from dtron.parallelisms.pipeline.weight_gradients import GroupedMatmul, call_of, site_of
 
 
 def convert_experts(model: nn.Module, names: Collection[str], emulate: bool) -> None:
@@ -62,7 +63,12 @@ class Float8Grouped:
 
     def __call__(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         """(N, K), (E, M, K), int32 (E,) -> (N, M); rows after the last expert's are anything."""
-        out = _Grouped.apply(x, weight, offsets, self.emulate)
+        return self.deferred(x, weight, offsets, None)
+
+    def deferred(self, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor | None) -> Tensor:
+        """The same of a detached weight, whose gradient goes to the queue of a site; see
+        `DeferredMultiply`."""
+        out = _Grouped.apply(x, weight, offsets, number, self.emulate)
         assert isinstance(out, Tensor)
         return out
 
@@ -70,31 +76,57 @@ class Float8Grouped:
 @torch.compiler.allow_in_graph  # as in linear.py
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, emulate: bool) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor | None, emulate: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets, number)
         ctx.emulate = emulate
         return _product(x, weight, offsets, EXPERTS.output, emulate)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, offsets = ctx.saved_tensors
+        x, weight, offsets, number = ctx.saved_tensors
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            turned = weight.transpose(1, 2)
-            of_x = _product(grad, turned, offsets, EXPERTS.grad_input, ctx.emulate)
+            turned, casts = weight.transpose(1, 2), EXPERTS.grad_input
+            a, b = _quantize(grad, turned, casts)
+            if number is None:
+                of_x = _multiply(a, b, offsets, grad.dtype, casts, ctx.emulate)
+            else:
+                queued = [grad, x, offsets, number, call_of(grad)]
+                of_x = torch.ops.dtron.float8_grouped_input_gradient(
+                    a.data, a.scale, b.data, b.scale, *queued, ctx.emulate
+                )
         if ctx.needs_input_grad[1]:
             of_weight = grouped_gradient(grad, x, offsets)
-        return of_x, of_weight, None, None
+        return of_x, of_weight, None, None, None
 
 
 def _product(left: Tensor, right: Tensor, offsets: Tensor, casts: Product, emulate: bool) -> Tensor:
     """(N, S), (E, P, S) -> (N, P) in the dtype of `left`."""
-    a, b = quantize(left, casts.left), quantize(right.flatten(0, 1), casts.right)
+    a, b = _quantize(left, right, casts)
+    return _multiply(a, b, offsets, left.dtype, casts, emulate)
+
+
+def _quantize(left: Tensor, right: Tensor, casts: Product) -> tuple[Scaled, Scaled]:
+    """(N, S), (E, P, S) -> (N, S), (E P, S)."""
+    return quantize(left, casts.left), quantize(right.flatten(0, 1), casts.right)
+
+
+def _multiply(
+    a: Scaled,
+    b: Scaled,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    casts: Product,
+    emulate: bool,
+) -> Tensor:
+    """(N, S), (E P, S) -> (N, P) in `dtype`."""
     if not emulate:
-        return multiply_grouped(a, b, offsets, left.dtype, casts.fast_accumulation)
-    exact = wide(left.dtype)
-    stacked = dequantize(b, exact).view(right.shape)
-    return grouped_matmul(dequantize(a, exact), stacked, offsets).to(left.dtype)
+        return multiply_grouped(a, b, offsets, dtype, casts.fast_accumulation)
+    exact = wide(dtype)
+    stacked = dequantize(b, exact).unflatten(0, (len(offsets), -1))
+    return grouped_matmul(dequantize(a, exact), stacked, offsets).to(dtype)
 
 
 def multiply_grouped(
@@ -160,3 +192,53 @@ torch.library.impl("dtron::float8_grouped_product", "default", multiply)
 @torch.library.register_fake("dtron::float8_grouped_product")
 def _(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=others[3])
+
+
+# Of the input's gradient; queues the weight's, as `float8_input_gradient` does.
+torch.library.define(
+    "dtron::float8_grouped_input_gradient",
+    "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor grad, Tensor x, Tensor offsets, "
+    "Tensor number, Tensor call, bool emulate) -> Tensor",
+    tags=torch.Tag.needs_exact_strides,
+)
+
+
+def run_input_gradient(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    number: Tensor,
+    call: Tensor,
+    emulate: bool,
+) -> Tensor:
+    """Multiply, and hand the operands of the weight's gradient to the queue of its site.
+
+    Args:
+        a: float8 (N, M), the gradient cast by rows, with float32 scales (N, 1).
+        b: float8 (E K, M), the weight, with float32 scales (E K, 1).
+        grad: (N, M), the gradient.
+        x: (N, K), the input, likewise as it came.
+        offsets: int32 (E,), where each expert's rows end.
+        number: of the site, int64 scalar on the CPU.
+        call: empty; see `call_of`.
+    Returns:
+        (N, K) in the dtype of `grad`.
+    """
+    grad = grad.contiguous()
+    site_of(number).take(GroupedMatmul(grad, x, offsets))
+    casts = EXPERTS.grad_input
+    left, right = Scaled(a, scale_a, casts.left), Scaled(b, scale_b, casts.right)
+    return _multiply(left, right, offsets, grad.dtype, casts, emulate)
+
+
+torch.library.impl("dtron::float8_grouped_input_gradient", "default", run_input_gradient)
+
+
+@torch.library.register_fake("dtron::float8_grouped_input_gradient")
+def _(a: Tensor, scale_a: Tensor, b: Tensor, *others: Any) -> Tensor:
+    grad, x = others[1:3]
+    return grad.new_empty(x.shape)

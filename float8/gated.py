@@ -14,6 +14,7 @@ casts are measured (`probe`) the three layers run alone.
 Shapes: N tokens, D width, F hidden width. Recipes with one scale a tensor only.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ from dtron.float8.casting import (
     shared,
     turn_weight,
 )
-from dtron.float8.linear import Float8Linear, ahead, gathered, largest, one_of
+from dtron.float8.linear import Float8Linear, ahead, gathered, largest, one_of, to_defer
 from dtron.float8.products import product
+from dtron.float8.weight_gradient import Deferred, Operands, input_gradient
 from dtron.kernels.float8 import (
     gated_amax,
     gated_backward_amax,
@@ -68,10 +70,12 @@ class Float8GatedUnit(nn.Module):
         if any(layer.probe is not None for layer in layers):
             return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
         rows = x.reshape(-1, x.shape[-1])
-        weights = [part for layer in layers for part in (layer.weight, *gathered(layer.weight))]
+        own, numbers = zip(*(to_defer(layer, rows, layer.weight) for layer in layers), strict=True)
+        pairs = zip(layers, own, strict=True)
+        weights = [part for layer, w in pairs for part in (w, *gathered(layer.weight))]
         weights += [part for layer in layers for part in ahead(layer)]
-        how = (self.gate.recipe, self.gate.emulate, self.gate.groups.cp)
-        out = _Gated.apply(rows, *weights, how)
+        settings = (self.gate.recipe, self.gate.emulate, self.gate.groups.cp)
+        out = _Gated.apply(rows, *weights, *numbers, settings)
         assert isinstance(out, Tensor)
         return out.view(x.shape)
 
@@ -81,12 +85,13 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
         """(N, D), and of gate, up and down the weight, and data and scale where it comes in
-        float8; then of the three leaf and scales of `Delayed` -> (N, D)."""
-        *parts, how = rest
-        recipe, emulate, groups = how
+        float8; then of the three leaf and scales of `Delayed`; then the numbers of the sites that
+        defer their weights' gradients -> (N, D)."""
+        *parts, settings = rest
+        recipe, emulate, groups = settings
         casts, fast = recipe.output, recipe.output.fast_accumulation
         given, leaf = [parts[i : i + 3] for i in (0, 3, 6)], parts[9]
-        known = parts[10::2]
+        known, numbers = parts[10:15:2], parts[15:]
         weights = [
             quantize_weight(w, data, scale, casts.right, known=one_of(scales, 1))
             for (w, data, scale), scales in zip(given, known, strict=True)
@@ -101,24 +106,20 @@ class _Gated(torch.autograd.Function):
         h8 = Scaled(gated_cast(gate, up, scale, casts.left.dtype), scale, casts.left)
         held = [w if data is None else data for w, data, _ in given]
         scales = [w8.scale for w8 in weights]
-        ctx.save_for_backward(x8.data, x8.scale, gate, up, scale, seen, *known, *held, *scales)
-        ctx.how, ctx.dtype = how, x.dtype
+        others = (*known, *held, *scales, *numbers)
+        ctx.save_for_backward(x8.data, x8.scale, gate, up, scale, seen, *others)
+        ctx.settings, ctx.dtype = settings, x.dtype
         return product(h8, weights[2], x.dtype, emulate, fast)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, x_scale, gate, up, scale, seen, *others = ctx.saved_tensors
-        recipe, emulate, groups = ctx.how
-        known, held, scales = others[:3], others[3:6], others[6:]
+        recipe, emulate, groups = ctx.settings
+        known, held, scales, numbers = (others[i : i + 3] for i in (0, 3, 6, 9))
 
-        def to_input(left: Scaled, i: int) -> Tensor:
+        def to_input(left: Scaled, i: int, deferred: Sequence[Deferred] = ()) -> Tensor:
             right = turn_weight(held[i], scales[i], recipe.grad_input.right, grad)
-            fast = recipe.grad_input.fast_accumulation
-            return product(left, right, ctx.dtype, emulate, fast)
-
-        def to_weight(left: Scaled, right: Scaled) -> Tensor:
-            fast = recipe.grad_weight.fast_accumulation
-            return product(left, right, ctx.dtype, emulate, fast)
+            return input_gradient(left, right, ctx.dtype, recipe, emulate, deferred)
 
         cast, of_x = recipe.grad_input.left, recipe.grad_weight.right
         grad8, grad8_turned = quantize_both(grad, cast, groups, one_of(known[2], 2))
@@ -132,13 +133,26 @@ class _Gated(torch.autograd.Function):
         of_gate, of_up, h_turned = gated_backward_cast(gate, up, of_h, of_both, scale, *types)
         gate_scale, up_scale = of_both.view(2, 1, 1)
         gate8, up8 = Scaled(of_gate, gate_scale, cast), Scaled(of_up, up_scale, cast)
-        needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[1:10:3])
-        of_input = to_input(gate8, 0) + to_input(up8, 1) if needed[0] else None
-        x8 = Scaled(x, x_scale, of_x).turned(grad) if needed[1] or needed[2] else None
-        of_weights = (
-            to_weight(gate8.turned(grad), x8) if needed[1] and x8 else None,
-            to_weight(up8.turned(grad), x8) if needed[2] and x8 else None,
-            to_weight(grad8_turned, Scaled(h_turned, scale, of_x)) if needed[3] else None,
+        x8, turns = Scaled(x, x_scale, of_x), True
+        needed = ctx.needs_input_grad[1:10:3]
+        if needed[0] or needed[1]:  # once for both
+            x8, turns = x8.turned(grad), False
+        operands = (
+            Operands.of(gate8, x8, (True, turns)),
+            Operands.of(up8, x8, (True, turns)),
+            Operands.of(grad8_turned, Scaled(h_turned, scale, of_x), (False, False)),
+        )
+        deferred = [
+            [(number, each)] if number is not None else []
+            for number, each in zip(numbers, operands, strict=True)
+        ]
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            # The operands of down's gradient are not complete before this.
+            of_input = to_input(gate8, 0, deferred[0] + deferred[2]) + to_input(up8, 1, deferred[1])
+        of_weights = tuple(
+            each.multiply(recipe.grad_weight, ctx.dtype, emulate, grad) if due else None
+            for each, due in zip(operands, needed, strict=True)
         )
         found: tuple[Tensor | None, ...] = (None, None, None)
         if seen is not None:
@@ -149,5 +163,5 @@ class _Gated(torch.autograd.Function):
             of_input,
             *(part for w in of_weights for part in (w, None, None)),
             *(part for gradient in found for part in (gradient, None)),
-            None,
+            *[None] * 4,
         )

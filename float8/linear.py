@@ -39,6 +39,8 @@ from dtron.float8.casting import (
 )
 from dtron.float8.products import product
 from dtron.float8.recipes import Cast, Recipe
+from dtron.float8.weight_gradient import Operands, input_gradient
+from dtron.parallelisms.pipeline.weight_gradients import Site, WeightGradients
 
 Probe = Callable[[str, Tensor, Cast, tuple[str, ...], Tensor | None], None]
 """(operand: input, weight or grad; (M, S), the cast of its first product, who shares its scale, the
@@ -72,8 +74,8 @@ class Delayed:
 
 
 @dataclass(frozen=True)
-class How:
-    """How one call computes: who shares the scale of each operand."""
+class MatmulSettings:
+    """Of one call of a layer: its recipe, and who shares the scale of each operand."""
 
     recipe: Recipe
     emulate: bool
@@ -103,6 +105,8 @@ class Float8Linear(nn.Linear):
         self.recipe, self.emulate, self.groups = recipe, emulate, groups
         self.probe: Probe | None = None
         self.delayed: Delayed | None = None
+        self.site: Site | None = None
+        """Where its weight gradients are queued, if a schedule defers them."""
         self.input_gradient: Placement = Partial()
         """Placement of the input's gradient where the weight is split by rows: a part of a sum; or
         Replicate() where what gathered the input sums it up itself."""
@@ -121,9 +125,15 @@ class Float8Linear(nn.Linear):
         """(..., K) -> (..., O), in the input's dtype."""
         if isinstance(self.weight, DTensor):
             return self._split(input, self.weight)
-        how = self._how(self.groups.cp, (), self.groups.cp)
-        out = self._multiply(input, self.weight, how)
+        settings = self._settings(self.groups.cp, (), self.groups.cp)
+        out = self._multiply(input, self.weight, settings)
         return out if self.bias is None else out + self.bias
+
+    def defer_weight_gradient(self, gradients: WeightGradients) -> None:
+        """See `DefersWeightGradient`."""
+        if self.site is not None:
+            raise ValueError("the weight gradient of this layer has already been deferred")
+        self.site = Site(self, "weight", gradients)
 
     def extra_repr(self) -> str:
         """The recipe beside the sizes."""
@@ -135,14 +145,14 @@ class Float8Linear(nn.Linear):
         mesh, last, groups = weight.device_mesh, Shard(x.dim() - 1), self.groups
         bias: Any = self.bias
         if isinstance(x, DTensor) and layout == (Replicate(), Shard(0)):
-            how = self._how(groups.cp, groups.tp, groups.both)
+            settings = self._settings(groups.cp, groups.tp, groups.both)
             local = x.to_local(grad_placements=[self.input_gradient])
-            out = self._multiply(local, weight.to_local(), how)
+            out = self._multiply(local, weight.to_local(), settings)
             out = out if bias is None else out + bias.to_local()
             return DTensor.from_local(out, mesh, [last], run_check=False)
         if isinstance(x, DTensor) and layout == (last, Shard(1)):
-            how = self._how(groups.both, groups.tp, groups.cp)
-            out = self._multiply(x.to_local(), weight.to_local(), how)
+            settings = self._settings(groups.both, groups.tp, groups.cp)
+            out = self._multiply(x.to_local(), weight.to_local(), settings)
             out = DTensor.from_local(out, mesh, [Partial()], run_check=False)
             # Added to parts of a sum, a whole bias goes to one of them: it counts once.
             return out if bias is None else out + bias
@@ -151,23 +161,26 @@ class Float8Linear(nn.Linear):
             "rowwise(), or leave the layer out of float8.filter"
         )
 
-    def how_over_ranks(self) -> How:
-        """How it computes where each rank casts its part of what travels: parts of the input and of
-        the gradient are on the ranks of tp and cp, of the weight on those of tp."""
-        return self._how(self.groups.both, self.groups.tp, self.groups.both)
+    def settings_over_ranks(self) -> MatmulSettings:
+        """Settings where each rank casts its shard of what is sent: shards of the input and of the
+        gradient are on the ranks of tp and cp, of the weight on those of tp."""
+        return self._settings(self.groups.both, self.groups.tp, self.groups.both)
 
-    def _how(self, input: tuple[str, ...], weight: tuple[str, ...], grad: tuple[str, ...]) -> How:
-        return How(self.recipe, self.emulate, input, weight, grad)
+    def _settings(
+        self, input: tuple[str, ...], weight: tuple[str, ...], grad: tuple[str, ...]
+    ) -> MatmulSettings:
+        return MatmulSettings(self.recipe, self.emulate, input, weight, grad)
 
-    def _multiply(self, x: Tensor, weight: Tensor, how: How) -> Tensor:
+    def _multiply(self, x: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor:
         """(..., K) times the local weight (O, K), as it is or gathered in float8."""
         rows = x.reshape(-1, x.shape[-1])
-        out = _Linear.apply(rows, weight, *gathered(weight), *ahead(self), how)
+        own, number = to_defer(self, rows, weight)
+        out = _Linear.apply(rows, own, *gathered(weight), *ahead(self), number, settings)
         assert isinstance(out, Tensor)
-        self.show(rows, weight, out, how)
+        self.show(rows, weight, out, settings)
         return out.view(*x.shape[:-1], -1)
 
-    def show(self, x: Tensor, weight: Tensor, out: Tensor, how: How) -> None:
+    def show(self, x: Tensor, weight: Tensor, out: Tensor, settings: MatmulSettings) -> None:
         """Tell the probe, where there is one, of a call's operands; a weight that came in float8
         was cast elsewhere.
 
@@ -179,17 +192,17 @@ class Float8Linear(nn.Linear):
         if self.probe is None:
             return
         of_x, of_weight = self._known(0), self._known(1)
-        self.probe("input", x.detach(), how.recipe.output.left, how.input, of_x)
+        self.probe("input", x.detach(), settings.recipe.output.left, settings.input, of_x)
         if gathered(weight)[0] is None:
-            cast = how.recipe.output.right
-            self.probe("weight", weight.detach(), cast, how.weight, of_weight)
+            cast = settings.recipe.output.right
+            self.probe("weight", weight.detach(), cast, settings.weight, of_weight)
         if out.requires_grad:
-            out.register_hook(functools.partial(self._show_grad, how))
+            out.register_hook(functools.partial(self._show_grad, settings))
 
-    def _show_grad(self, how: How, grad: Tensor) -> None:
+    def _show_grad(self, settings: MatmulSettings, grad: Tensor) -> None:
         if self.probe is not None:
-            cast = how.recipe.grad_input.left
-            self.probe("grad", grad.detach(), cast, how.grad, self._known(2))
+            cast = settings.recipe.grad_input.left
+            self.probe("grad", grad.detach(), cast, settings.grad, self._known(2))
 
     def _known(self, i: int) -> Tensor | None:
         return None if self.delayed is None else self.delayed.of(i)
@@ -198,6 +211,14 @@ class Float8Linear(nn.Linear):
 def gathered(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Data and scale of a weight that was gathered in float8 (gather.py); else None."""
     return getattr(weight, "_data", None), getattr(weight, "_scale", None)
+
+
+def to_defer(layer: Float8Linear, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The weight of a call, detached if its gradient is deferred, and then its site's number."""
+    if layer.site is None or not layer.site.defers(x, weight):
+        return weight, None
+    # Detached: its gradient does not go through autograd, where None would become zeros.
+    return weight.detach(), layer.site.number
 
 
 def ahead(layer: Float8Linear) -> tuple[Tensor | None, Tensor | None]:
@@ -229,51 +250,74 @@ class _Linear(torch.autograd.Function):
         scale: Tensor | None,
         leaf: Tensor | None,
         scales: Tensor | None,
-        how: How,
+        number: Tensor | None,
+        settings: MatmulSettings,
     ) -> Tensor:
         """(N, K), (O, K) -> (N, O); `data` and `scale` are a weight that is float8 already, `leaf`
-        and `scales` those of `Delayed`."""
-        recipe = how.recipe
+        and `scales` those of `Delayed`, `number` of the site that defers the weight's gradient."""
+        recipe = settings.recipe
         of_x, of_weight = recipe.output.left, recipe.output.right
-        x8 = quantize(x, of_x, how.input, one_of(scales, 0))
+        x8 = quantize(x, of_x, settings.input, one_of(scales, 0))
         known = one_of(scales, 1)
-        weight8 = quantize_weight(weight, data, scale, of_weight, how.weight, known)
+        weight8 = quantize_weight(weight, data, scale, of_weight, settings.weight, known)
         seen = None if leaf is None else largest(x)
         keeps = recipe.grad_weight is not None and recipe.grad_weight.right == of_x and of_x.turns
         kept = (x8.data, x8.scale) if keeps else (x, None)
         held = weight if data is None else data
-        ctx.save_for_backward(*kept, held, weight8.scale, seen, scales)
-        ctx.how, ctx.dtype = how, x.dtype
-        return product(x8, weight8, x.dtype, how.emulate, recipe.output.fast_accumulation)
+        ctx.save_for_backward(*kept, held, weight8.scale, seen, scales, number)
+        ctx.settings, ctx.dtype = settings, x.dtype
+        return product(x8, weight8, x.dtype, settings.emulate, recipe.output.fast_accumulation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, x_scale, weight, weight_scale, seen, scales = ctx.saved_tensors
-        recipe, how = ctx.how.recipe, ctx.how
+        x, x_scale, weight, weight_scale, seen, scales, number = ctx.saved_tensors
+        recipe, settings = ctx.settings.recipe, ctx.settings
         to_input, to_weight = recipe.grad_input, recipe.grad_weight
         grad_x = grad_weight = turned = None
         known = one_of(scales, 2)
         found = None if seen is None else torch.cat([seen, largest(grad)])
         if ctx.needs_input_grad[0]:
-            if ctx.needs_input_grad[1] and to_weight == to_input and to_input.left.whole:
-                grad8, turned = quantize_both(grad, to_input.left, how.grad, known)
+            due = ctx.needs_input_grad[1] or number is not None
+            if due and to_weight == to_input and to_input.left.whole:
+                grad8, turned = quantize_both(grad, to_input.left, settings.grad, known)
             else:
-                grad8 = quantize(grad, to_input.left, how.grad, known)
+                grad8 = quantize(grad, to_input.left, settings.grad, known)
             if to_input.right == recipe.output.right and to_input.right.turns:
                 weight8 = turn_weight(weight, weight_scale, to_input.right, grad)
             else:
-                weight8 = quantize(weight.t(), to_input.right, how.weight)
-            grad_x = product(grad8, weight8, ctx.dtype, how.emulate, to_input.fast_accumulation)
-        if not ctx.needs_input_grad[1]:
-            return grad_x, None, None, None, found, None, None
-        if to_weight is None:
-            grad_weight = grad.t() @ x
-        else:
-            if turned is None:
-                turned = quantize(grad.t(), to_weight.left, how.grad, known)
-            if x_scale is None:
-                x8 = quantize(x.t(), to_weight.right, how.input)
-            else:
-                x8 = Scaled(x, x_scale, to_weight.right).turned(grad)
-            grad_weight = product(turned, x8, ctx.dtype, how.emulate, to_weight.fast_accumulation)
-        return grad_x, grad_weight, None, None, found, None, None
+                weight8 = quantize(weight.t(), to_input.right, settings.weight)
+            deferred = []
+            if number is not None:
+                operands = _operands(grad, turned, x, x_scale, settings, known)
+                deferred = [(number, operands)]
+            emulate = settings.emulate
+            grad_x = input_gradient(grad8, weight8, ctx.dtype, recipe, emulate, deferred)
+        if ctx.needs_input_grad[1]:
+            operands = _operands(grad, turned, x, x_scale, settings, known)
+            grad_weight = operands.multiply(to_weight, ctx.dtype, settings.emulate, grad)
+        return grad_x, grad_weight, None, None, found, None, None, None
+
+
+def _operands(
+    grad: Tensor,
+    turned: Scaled | None,
+    x: Tensor,
+    x_scale: Tensor | None,
+    settings: MatmulSettings,
+    known: Tensor | None,
+) -> Operands:
+    """Of the weight's gradient.
+
+    Args:
+        grad: (N, O).
+        turned: (O, N), if it has been cast already.
+        x: (N, K), in float8 if it has a scale.
+        known: the scale of the gradient, if it is known.
+    """
+    casts = settings.recipe.grad_weight
+    if casts is None:
+        return Operands(grad, x)
+    left = turned or quantize(grad.t(), casts.left, settings.grad, known)
+    if x_scale is None:
+        return Operands.of(left, quantize(x.t(), casts.right, settings.input), (False, False))
+    return Operands.of(left, Scaled(x, x_scale, casts.right), (False, True))

@@ -46,8 +46,9 @@ from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.parallelisms.pipeline.accumulate import Accumulation, Execution
 from dtron.parallelisms.pipeline.executor import Layout, Pipeline
-from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, WeightGradients, defer
+from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, defer
 from dtron.parallelisms.pipeline.stages import Cut, SharedWeights, cut, take_stage, uncut
+from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.placement import (
     Unit,
     experts,

@@ -37,6 +37,7 @@ ALLOWED = {
         "kernels",
         "parallelisms.fsdp.torch_internals",
         "parallelisms.functional_collectives",
+        "parallelisms.pipeline.weight_gradients",
         "parallelisms.placement",
         "parallelisms.tensor.async_tp",
     },

@@ -18,6 +18,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
+from dtron.models import MODELS
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS
 from dtron.models.matmuls import layer_matmuls
@@ -248,11 +249,31 @@ def tensors(run: Resolved, layer: int, whole: bool = False) -> list[int]:
 
 def put_off(run: Resolved, layer: int) -> tuple[list[int], list[int]]:
     """Bytes of what a layer holds until its weight gradients are computed, where these are put off:
-    inputs of products, which are among the tensors that it keeps or computes again, and gradients
-    of their results."""
+    inputs of products, which are among the tensors that it keeps or computes again, and what is
+    made for W alone: gradients of results, and in float8 the inputs too."""
     kind = run.kind(layer)
-    reads = [int(_bytes(run, row)) for row in _rows(run, kind) if row.read]
-    return reads, [int(_bytes(run, row)) for row in output_gradients(run.model, kind)]
+    reads = [row for row in _rows(run, kind) if row.read]
+    queued = list(output_gradients(run.model, kind))
+    if not queues_float8(run, layer):
+        return [int(_bytes(run, row)) for row in reads], [int(_bytes(run, row)) for row in queued]
+    # Experts' weight gradients are in the dtype of computation (float8/recipes.py).
+    small = [row for row in (*queued, *reads) if row.module != "experts"]
+    wide = [
+        [int(_bytes(run, r)) for r in rows if r.module == "experts"] for rows in (reads, queued)
+    ]
+    return wide[0], [*wide[1], *[int(_bytes(run, row)) // run.element for row in small]]
+
+
+def queues_float8(run: Resolved, layer: int | None) -> bool:
+    """Whether the operands of a layer's deferred weight gradients are queued in float8, an element
+    a byte; None: of the head."""
+    chosen = run.float8
+    if chosen is None or chosen.recipe.grad_weight is None:
+        return False
+    if layer is None:
+        return chosen.settings.output
+    block = MODELS[run.config.model.name].layer.format(layer)
+    return any(name.startswith(f"{block}.") for name in chosen.layers)
 
 
 def _bytes(run: Resolved, row: Saved) -> float:

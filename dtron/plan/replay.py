@@ -94,7 +94,8 @@ class _Unit:
     read_again: list[int] = field(default_factory=list)
     """Such inputs that the backward computes again, or brings back to the device."""
     queued: list[int] = field(default_factory=list)
-    """Gradients of the products' results, which stay beside them."""
+    """What is made for its weight gradients alone: gradients of the products' results, and in
+    float8 also their inputs."""
 
     def join(self) -> None:
         """Count as one what is taken and given back together; weights, unless they are cast or
@@ -460,7 +461,10 @@ def _puts_off(run: Resolved, layout: Layout, stage: Stage, kind: str) -> bool:
 def _held_until_weights(run: Resolved, kind: str, layer: int) -> tuple[list[int], list[int]]:
     """Inputs of a unit's products, and gradients of their results."""
     if kind == "head":
-        return [int(activations.boundary(run))], [activations.logits_gradient(run)]
+        hidden, logits = int(activations.boundary(run)), activations.logits_gradient(run)
+        if activations.queues_float8(run, None):
+            return [], [logits // run.element, hidden // run.element]
+        return [hidden], [logits]
     return activations.put_off(run, layer)
 
 

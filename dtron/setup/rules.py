@@ -445,18 +445,6 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
         "itself; leave it out",
     ),
     Rule(
-        "float8.recipe parallel.schedule",
-        lambda c: not c.splits,
-        "parallel.schedule = {c.parallel.schedule!r} defers weight gradients, which float8 layers "
-        'compute at once; use one with whole backwards, such as "Interleaved1F1B"',
-    ),
-    Rule(
-        "float8.output parallel.defer_head",
-        lambda c: not (c.config.float8.output and c.parallel.defer_head),
-        "parallel.defer_head = {c.parallel.defer_head} with float8.output: the weight gradients of "
-        "a float8 head are computed at once; use one of the two",
-    ),
-    Rule(
         "float8.output train.loss_chunks",
         lambda c: not c.config.float8.output or c.train.loss_chunks == 1,
         "float8.output with train.loss_chunks = {c.train.loss_chunks}: the loss multiplies "

@@ -8,7 +8,8 @@ the stage before waits for it; the gradient of the weight can be computed whenev
 `defer` makes each nn.Linear, and each matrix of experts, hand (grad_y, x) to a queue in I;
 `WeightGradients.run` is W. All else (norms, biases, embeddings) is done in I. The forward is
 F.linear or a grouped product as before, so that recomputation finds its products; block and graph
-are the same with deferral and without it.
+are the same with deferral and without it. Layers with matmuls of their own (float8) queue what W
+computes theirs from: `DefersWeightGradient`, `DeferredMultiply`.
 
     gradients = defer([stage])               # before FSDP; DTensor weights are fine
     with gradients.collect(micro_batch):     # I
@@ -29,13 +30,8 @@ these weights do not see them.
 Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
 """
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +39,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from dtron.kernels.grouped import grouped_gradient, grouped_matmul
+from dtron.kernels.grouped import grouped_matmul
+from dtron.parallelisms.pipeline.weight_gradients import (
+    GroupedMatmul,
+    LinearMatmul,
+    Site,
+    WeightGradients,
+    call_of,
+    site_of,
+)
 
 COMPILE_OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 """Options of torch.compile that blocks with deferred weight gradients need under inductor.
@@ -55,72 +59,21 @@ a few activations of one block.
 """
 
 
-@dataclass(frozen=True)
-class _Item:
-    weight: Tensor
-    """The parameter whose `.grad` is added to: under FSDP the unsharded one."""
-    grad: Tensor
-    """(tokens, out)"""
-    x: Tensor
-    """(tokens, in)"""
-    offsets: Tensor | None = None
-    """Of experts, int32 (E,): where the rows of each end. The weight is (E, out, in)."""
+@runtime_checkable
+class DefersWeightGradient(Protocol):
+    """A module that queues the weight gradient of its own matmul."""
+
+    def defer_weight_gradient(self, gradients: WeightGradients) -> None:
+        """Queue it from now on. Raises ValueError the second time."""
 
 
-class WeightGradients:
-    """Weight gradients of one stage that are still to be computed, by micro-batch.
+@runtime_checkable
+class DeferredMultiply(Protocol):
+    """The `multiply` of experts whose weight gradient can be queued."""
 
-    Outside of `collect` weight gradients are added at once, as by a plain backward.
-    """
-
-    def __init__(self, compiled: bool = False) -> None:
-        self.compiled = compiled
-        self._queues: dict[Hashable, deque[_Item]] = {}
-        self._collecting: deque[_Item] | None = None
-
-    @contextmanager
-    def collect(self, key: Hashable) -> Iterator[None]:
-        """Queue the weight gradients of the backward that runs inside.
-
-        Args:
-            key: the micro-batch; several may be in flight.
-        Raises:
-            RuntimeError: another backward of the stage is being collected, or this key's weight
-                gradients have not been run yet.
-        """
-        if self._collecting is not None or key in self._queues:
-            raise RuntimeError(f"weight gradients of micro-batch {key} are already being collected")
-        self._collecting = deque()
-        try:
-            yield
-            self._queues[key] = self._collecting
-        finally:
-            self._collecting = None
-
-    def run(self, key: Hashable) -> None:
-        """Add the weight gradients of a collected backward to `.grad`, first queued first.
-
-        Each pair (grad_y, x) is freed as soon as it is used.
-
-        Raises:
-            RuntimeError: no backward was collected under this key, or it has been run.
-        """
-        if key not in self._queues:
-            raise RuntimeError(f"no weight gradients of micro-batch {key} are queued")
-        queue = self._queues.pop(key)
-        while queue:
-            _add_weight_gradient(queue.popleft())
-
-    def pending(self, key: Hashable) -> int:
-        """How many weight gradients of a micro-batch are still to be computed."""
-        return len(self._queues.get(key, ()))
-
-    def take(self, item: _Item) -> None:
-        """Queue an item if a backward is being collected, else compute it now."""
-        if self._collecting is None:
-            _add_weight_gradient(item)
-        else:
-            self._collecting.append(item)
+    def deferred(self, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor) -> Tensor:
+        """As `_deferred_grouped_matmul`."""
+        ...
 
 
 def defer(modules: Iterable[nn.Module], compiled: bool = False) -> WeightGradients:
@@ -128,8 +81,8 @@ def defer(modules: Iterable[nn.Module], compiled: bool = False) -> WeightGradien
     place.
 
     Parameters keep their names: only the `forward` of linears and the `product` of experts are
-    replaced. Subclasses of nn.Linear and experts whose `multiply` is not `grouped_matmul`, which
-    compute something else (float8), are left alone.
+    replaced; modules with `defer_weight_gradient` do it themselves. Other subclasses of nn.Linear,
+    and experts with another `multiply`, are left alone.
 
     Args:
         compiled: whether torch.compile may trace these modules. They refuse it otherwise, since
@@ -141,10 +94,17 @@ def defer(modules: Iterable[nn.Module], compiled: bool = False) -> WeightGradien
     """
     gradients = WeightGradients(compiled)
     for module in {m: None for root in modules for m in root.modules()}:
+        multiply = getattr(module, "multiply", None) if hasattr(module, "product") else None
         if type(module) is nn.Linear:
             _replace(module, "forward", _LinearLayer(module, gradients).forward)
-        elif getattr(module, "multiply", None) is grouped_matmul and hasattr(module, "product"):
-            _replace(module, "product", _ExpertLayer(module, gradients).product)
+        elif isinstance(module, DefersWeightGradient):
+            module.defer_weight_gradient(gradients)
+        elif multiply is grouped_matmul:
+            experts = _ExpertLayer(module, gradients, _deferred_grouped_matmul)
+            _replace(module, "product", experts.product)
+        elif isinstance(multiply, DeferredMultiply):
+            experts = _ExpertLayer(module, gradients, multiply.deferred)
+            _replace(module, "product", experts.product)
     return gradients
 
 
@@ -154,34 +114,16 @@ def _replace(module: nn.Module, name: str, call: Callable[..., Tensor]) -> None:
     setattr(module, name, call)
 
 
-class _Site:
-    """A weight and the queues of its stage."""
-
-    def __init__(self, module: nn.Module, name: str, gradients: WeightGradients) -> None:
-        self.module, self.name = module, name
-        self.gradients = gradients
-        number = next(_NUMBERS)
-        # A tensor, since a Python number would be a constant of the graph: blocks share one graph.
-        # On the CPU, where it can be read without waiting for a device.
-        self.number = torch.tensor(number, dtype=torch.int64, device="cpu")
-        _SITES[number] = self
-
-    def take(self, grad: Tensor, x: Tensor, offsets: Tensor | None = None) -> None:
-        # Inside a unit's backward the module holds the parameter that the forward used: FSDP puts
-        # the unsharded one there.
-        self.gradients.take(_Item(getattr(self.module, self.name), grad, x, offsets))
-
-
 class _LinearLayer:
     """One linear."""
 
     def __init__(self, module: nn.Linear, gradients: WeightGradients) -> None:
-        self.module, self.site = module, _Site(module, "weight", gradients)
+        self.module, self.site = module, Site(module, "weight", gradients)
 
     def forward(self, input: Tensor) -> Tensor:
         """nn.Linear.forward."""
         weight, bias = self.module.weight, self.module.bias
-        if not _puts_off(input, weight, self.site):
+        if not self.site.defers(input, weight):
             return F.linear(input, weight, bias)
         if isinstance(weight, DTensor):
             return _split_linear(input, weight, bias, self.site.number)
@@ -191,38 +133,19 @@ class _LinearLayer:
 class _ExpertLayer:
     """The matrices of a layer's experts."""
 
-    def __init__(self, module: Any, gradients: WeightGradients) -> None:
+    def __init__(
+        self, module: Any, gradients: WeightGradients, deferred: Callable[..., Tensor]
+    ) -> None:
         matrices = [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3]
-        self.module = module
-        self.sites = {name: _Site(module, name, gradients) for name in matrices}
+        self.module, self.deferred = module, deferred
+        self.sites = {name: Site(module, name, gradients) for name in matrices}
 
     def product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
         """Of experts: by this rank's part, as `own` gives it."""
-        weight = self.module.own(name)
-        if not _puts_off(x, weight, self.sites[name]):
-            return grouped_matmul(x, weight, offsets)
-        return _Grouped.apply(x, weight.detach(), offsets, self.sites[name].number)  # type: ignore[return-value]
-
-
-def _puts_off(x: Tensor, weight: Tensor, site: _Site) -> bool:
-    """An input that needs no gradient has no I: its weight gradient is all of B."""
-    if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
-        return False
-    if torch.compiler.is_compiling() and not site.gradients.compiled:
-        raise RuntimeError(
-            "inductor would overwrite what deferred weight gradients still need; call "
-            "defer(..., compiled=True) and compile with "
-            "options=dtron.parallelisms.pipeline.split_backward.COMPILE_OPTIONS"
-        )
-    return True
-
-
-# An operator takes tensors and numbers, no objects, hence a table of the process. It changes only
-# when layers are made or freed; what a backward changes is in the WeightGradients of its stage. So
-# it does not matter that autograd runs the backward of CUDA tensors on threads of its own, where
-# thread-local and context variables of the caller are not seen.
-_NUMBERS = itertools.count()
-_SITES: WeakValueDictionary[int, _Site] = WeakValueDictionary()
+        weight, site = self.module.own(name), self.sites[name]
+        if not site.defers(x, weight):
+            return self.module.multiply(x, weight, offsets)
+        return self.deferred(x, weight.detach(), offsets, site.number)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
@@ -264,9 +187,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, number = ctx.saved_tensors
-        grad_x = linear_input_gradient(grad, x, weight, number, _call(grad))
+        grad_x = linear_input_gradient(grad, x, weight, number, call_of(grad))
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
         return grad_x, None, grad_bias, None
+
+
+def _deferred_grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor) -> Tensor:
+    """`grouped_matmul` of a detached weight, whose gradient goes to the queue of a site."""
+    return _Grouped.apply(x, weight, offsets, number)  # type: ignore[return-value]
 
 
 class _Grouped(torch.autograd.Function):
@@ -280,14 +208,8 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, offsets, number = ctx.saved_tensors
-        grad_x = grouped_input_gradient(grad, x, weight, offsets, number, _call(grad))
+        grad_x = grouped_input_gradient(grad, x, weight, offsets, number, call_of(grad))
         return grad_x, None, None, None
-
-
-def _call(grad: Tensor) -> Tensor:
-    """Empty. Two calls with equal arguments would be merged into one in a compiled graph, as if the
-    operator were a pure function; results of torch.empty are never taken for equal."""
-    return torch.empty(0, device=grad.device)
 
 
 def run_linear_input_gradient(
@@ -308,7 +230,7 @@ def run_linear_input_gradient(
         (..., in), contiguous.
     """
     rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    _SITES[int(number)].take(rows, x_rows)
+    site_of(number).take(LinearMatmul(rows, x_rows))
     return (rows @ weight).view(x.shape)
 
 
@@ -337,7 +259,7 @@ def run_grouped_input_gradient(
         (N, K); rows after the last expert's are anything.
     """
     grad = grad.contiguous()
-    _SITES[int(number)].take(grad, x, offsets)
+    site_of(number).take(GroupedMatmul(grad, x, offsets))
     return grouped_matmul(grad, weight.transpose(-2, -1), offsets)
 
 
@@ -351,35 +273,3 @@ def _(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor, call: Tensor
 ) -> Tensor:
     return x.new_empty(x.shape)
-
-
-@torch.no_grad()
-def _add_weight_gradient(item: _Item) -> None:
-    """weight.grad += grad^T x, of each expert by its own rows."""
-    weight, grad, x, offsets = item.weight, item.grad, item.x, item.offsets
-    due = _placed_as(weight)
-    if offsets is None and due is not None and due.dtype == grad.dtype:
-        due.addmm_(grad.t(), x)
-        return
-    found = grad.t() @ x if offsets is None else grouped_gradient(grad, x, offsets)
-    if due is None:
-        weight.grad = _like(weight, found.to(weight.grad_dtype or found.dtype))
-    else:
-        due.add_(found)
-
-
-def _placed_as(weight: Tensor) -> Tensor | None:
-    """The local part of a weight's gradient so far, in the weight's own layout. That of an
-    embedding that shares the weight is a part of a sum over tp, as autograd leaves it."""
-    grad = weight.grad
-    if isinstance(grad, DTensor) and isinstance(weight, DTensor):
-        if grad.placements != weight.placements:
-            weight.grad = grad = grad.redistribute(placements=weight.placements)
-        return grad.to_local()
-    return grad
-
-
-def _like(weight: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(weight, DTensor):
-        return local
-    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)

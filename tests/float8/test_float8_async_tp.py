@@ -27,7 +27,7 @@ from dtron.float8.async_tp import (
     product_scatter,
 )
 from dtron.float8.casting import Scaled
-from dtron.float8.linear import How
+from dtron.float8.linear import MatmulSettings
 from dtron.float8.recipes import E4M3, E5M2
 from dtron.parallelisms.placement import Shard, rowwise
 from dtron.parallelisms.tensor.async_tp import Ranks
@@ -150,7 +150,7 @@ def compare(siblings: bool) -> tuple[list[str], dict[str, float]]:
     called = install_operators()
     wanted = results(build(siblings, torch.bfloat16, emulate=True))
     assert not called
-    fused._fuses = lambda _data, how: not how.emulate  # type: ignore[assignment]
+    fused._fuses = lambda _data, settings: not settings.emulate  # type: ignore[assignment]
     found = results(build(siblings, torch.bfloat16, emulate=False))
     return called, distances(found, wanted)
 
@@ -181,7 +181,7 @@ def compile_blocks(blocks: int) -> tuple[dict[str, int], int, dict[str, float]]:
     results are from those without compile; in float32, as inductor rounds less to bfloat16 between
     operators than eager ones do."""
     install_operators()
-    fused._fuses = lambda _data, how: not how.emulate  # type: ignore[assignment]
+    fused._fuses = lambda _data, settings: not settings.emulate  # type: ignore[assignment]
     wanted = results(build(True, torch.float32, False, blocks))
     model, counted = build(True, torch.float32, False, blocks), operators.CountedOperators()
     options = {"post_grad_custom_post_pass": counted}
@@ -207,7 +207,7 @@ def test_calls_obey_the_rules_of_torch() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
         ranks = Ranks(2, dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        how = How(TENSORWISE, False, (), (), ())
+        settings = MatmulSettings(TENSORWISE, False, (), (), ())
         of_x, of_weight = TENSORWISE.output.left, TENSORWISE.output.right
         with FakeTensorMode():
             one = torch.ones(1, 1, device="cuda")
@@ -216,10 +216,10 @@ def test_calls_obey_the_rules_of_torch() -> None:
                 Scaled(torch.empty(n, D, dtype=E4M3, device="cuda"), one, of_weight)
                 for n in (N, 2 * N)
             ]
-            whole, outs = gather_products(x, weights, torch.bfloat16, how, True, ranks)
+            whole, outs = gather_products(x, weights, torch.bfloat16, settings, True, ranks)
             assert (whole.data.shape, whole.data.dtype) == ((64, D), E4M3)
             assert [out.shape for out in outs] == [(64, N), (64, 2 * N)]
-            out = product_scatter(whole, weights[0], torch.bfloat16, how, True, ranks)
+            out = product_scatter(whole, weights[0], torch.bfloat16, settings, True, ranks)
             assert (out.shape, out.dtype) == ((32, N), torch.bfloat16)
     finally:
         dist.destroy_process_group()

@@ -245,6 +245,7 @@ FLOAT8: dict[int, list[Row]] = {
         eight(2, "tensorwise", {"tp": 2}, gather_inputs=True),
         eight(2, "tensorwise", {"tp": 2, "async_tp": True}),
         eight(2, "tensorwise", {"tp": 2}, scaling="delayed", amax_history=2),
+        *[eight(2, recipe, {"pp": 2, "schedule": V}) for recipe in RECIPES],
         eight(2, "rowwise", EP2, "mixtral", experts=True),
         eight(2, "rowwise", {**EP2, **SYMMETRIC}, "mixtral", experts=True, dispatch=True),
     ],

@@ -36,6 +36,7 @@ from tests.parallelisms.parity import (
 
 MOST_RANKS, MOST_EXPERT_RANKS = 8, 4
 V, LOOP = "ZBVZeroBubble", "Interleaved1F1B"
+BUBBLE, DUAL = "InterleavedZeroBubble", "DualPipeV"
 EAGER = Compile(enable=True, backend="aot_eager")
 
 Axes = dict[str, list[dict[str, Any]]]
@@ -527,6 +528,7 @@ SPECIAL = [
 GATHERS = {"all_gather": True, "gather_inputs": True}
 BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
+TIED8 = {"float8": {"output": True}, "override": {"vocab_size": 64, "tied": True}}
 EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
 PARTLY: dict[str, Any] = {
@@ -567,6 +569,41 @@ FLOAT8 = [
     float8("rowwise", 2, Parallel(ep=2), "mixtral", **EXPERTS8, recompute=FULL),
     float8("tensorwise", 4, Parallel(tp=2, ep=2), "mixtral", **EXPERTS8),
     float8("rowwise", 2, Parallel(etp=2), "mixtral", **EXPERTS8, dtype="float32"),
+    # weight gradients that a schedule defers
+    float8("tensorwise", 2, Parallel(pp=2, schedule=V), compile=EAGER, documents=True),
+    float8("tensorwise", 2, Parallel(pp=2, schedule=V), dtype="float32"),
+    float8(
+        "tensorwise",
+        4,
+        Parallel(pp=2, tp=2, schedule=BUBBLE),
+        "gpt",
+        seq_len=16,
+        recompute=FULL,
+    ),
+    float8("tensorwise", 4, Parallel(pp=2, cp=2, schedule=DUAL), recompute=SELECTIVE),
+    float8("tensorwise", 2, Parallel(pp=2, schedule=DUAL), **DELAYED, recompute=FULL),
+    float8("tensorwise", 4, Parallel(pp=2, tp=2, schedule=V), **DELAYED, compile=EAGER),
+    float8("tensorwise", 4, Parallel(pp=2, schedule=BUBBLE), float8={"all_gather": True}, steps=3),
+    float8("tensorwise", 4, Parallel(pp=2, tp=2, schedule=DUAL), float8={"gather_inputs": True}),
+    float8(
+        "tensorwise",
+        8,
+        Parallel(pp=2, tp=2, dp_shard=2, schedule=V, reduce="micro_batch"),
+        float8=GATHERS,
+        recompute=FULL,
+        compile=EAGER,
+    ),
+    float8("tensorwise", 4, Parallel(pp=2, tp=2, schedule=V), "gpt", seq_len=16, **TIED8),
+    float8("rowwise", 2, Parallel(pp=2, schedule=V), "mixtral", **EXPERTS8, recompute=FULL),
+    float8("tensorwise", 4, Parallel(pp=2, ep=2, schedule=BUBBLE), "mixtral", **EXPERTS8),
+    float8("rowwise", 2, Parallel(pp=2, schedule=DUAL), "mixtral", **EXPERTS8, compile=EAGER),
+    float8("rowwise", 2, Parallel(pp=2, schedule=BUBBLE), compile=EAGER),
+    float8("rowwise_with_gw_hp", 2, Parallel(pp=2, schedule=V), compile=EAGER),
+    float8("blockwise", 2, Parallel(pp=2, schedule=DUAL), recompute=FULL),
+    float8("mxfp8", 4, Parallel(pp=2, tp=2, schedule=V), dtype="float32"),
+    float8("tensorwise", 2, Parallel(pp=2, schedule="1F1B", defer_head=1), **HEAD8),
+    float8("tensorwise", 4, Parallel(pp=2, tp=2, schedule="1F1B", defer_head=1, zero=1), **TIED8),
+    float8("rowwise_with_gw_hp", 2, Parallel(pp=2, schedule="1F1B", defer_head=1), **HEAD8),
     # scales of rows and blocks: equal where no tensor is split, else as accurate
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1)),
     float8("mxfp8", 4, Parallel(pp=2), recompute=FULL),

@@ -7,7 +7,7 @@ that a case does not turn red for another reason.
 import functools
 import itertools
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from dtron.config import Parallel, Recompute
 from dtron.data import Batch
 from dtron.float8 import async_tp as fused
-from dtron.float8 import casting, delayed
+from dtron.float8 import casting, delayed, weight_gradient
 from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.context import halo
@@ -34,8 +34,8 @@ from dtron.parallelisms.fsdp import sharding as fsdp
 from dtron.parallelisms.gradients import local_gradients
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.offload import Offload
-from dtron.parallelisms.pipeline.split_backward import WeightGradients
 from dtron.parallelisms.pipeline.stages import SharedWeights
+from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.tensor import async_tp, head_loss
 from dtron.parallelisms.tensor import tensor_parallel as tensor
 from dtron.training import expert_balancing as routing
@@ -286,6 +286,43 @@ def scales_of_ones_own() -> None:
     casting.shared = lambda amax, _groups: amax
 
 
+def gradient_scales_of_ones_own() -> None:
+    """The same in the backward alone, whose I is the last that ranks do together."""
+    shared = casting.shared
+
+    def share(amax: Tensor, groups: Sequence[str]) -> Tensor:
+        # autograd numbers the backward that is running; -1: none is
+        return amax if torch._C._current_graph_task_id() >= 0 else shared(amax, groups)
+
+    casting.shared = share
+
+
+def queued_float8_matmul_dropped() -> None:
+    """Of each micro-batch the queue forgets the first weight gradient."""
+    take = WeightGradients.take
+
+    def most(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
+        is_first = self._collecting is not None and not self._collecting
+        lost = is_first and isinstance(matmul, weight_gradient._Float8Matmul)
+        take(self, torch.zeros_like(weight) if lost else weight, matmul)
+
+    WeightGradients.take = most  # type: ignore[method-assign]
+
+
+def scales_of_the_micro_batch_before() -> None:
+    """W multiplies by the scales that the layer's last micro-batch left."""
+    take, last = WeightGradients.take, {}
+
+    def stale(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
+        if isinstance(matmul, weight_gradient._Float8Matmul):
+            old = last.get(id(weight), matmul.operands.scales)
+            last[id(weight)] = matmul.operands.scales
+            matmul = replace(matmul, operands=replace(matmul.operands, scales=old))
+        take(self, weight, matmul)
+
+    WeightGradients.take = stale  # type: ignore[method-assign]
+
+
 def histories_of_ones_own() -> None:
     """Delayed scales come from what the rank itself has seen."""
     made = delayed.DelayedScales.__init__
@@ -464,6 +501,8 @@ OVERLAPPED = parity.float8(
     "tensorwise", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4
 )
 FUSED = Case("gpt", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4)
+SPLIT8 = parity.float8("tensorwise", 2, Parallel(pp=2, schedule="ZBVZeroBubble"))
+SHARED8 = replace(SPLIT8, world=4, parallel=Parallel(pp=2, tp=2, schedule="ZBVZeroBubble"))
 HEADS = Parallel(cp=2, cp_method="ulysses")
 WINDOWED = replace(RING, override={"window": 4})
 PACKED_WINDOWS = replace(WINDOWED, documents=True)
@@ -490,6 +529,7 @@ BEFORE_ROUTER = r"gradient (?!blocks\.4\.ffn\.experts|norm|head).*"
 BEFORE_KEYS = r"gradient (embed\.weight|blocks\.(?!4\.(ffn|attn\.w[qo])).*)"
 NORMS = r"gradient (blocks\.\d+\.(attn|ffn)_norm|norm)\.weight"
 LINEARS = r"gradient (blocks\.\d+\.(attn\.w[qkvo]|ffn\.(up|down))|embed)\.weight"  # tied head
+LINEARS8 = r"gradient blocks\.\d+\.(attn\.w[qkvo]|ffn\.(gate|up|down))\.weight"
 EVERYTHING = r"gradient .*"
 BEFORE_HEAD = r"gradient (?!head).*"
 BEFORE_LAST = r"gradient (?!blocks\.4\.|norm|head).*"
@@ -534,6 +574,10 @@ BUGS = [
     Bug(predictions_across_documents, PREDICTED, ALSO_LOSS),
     *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
     *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in (*SCALED, OVERLAPPED)],
+    Bug(gradient_scales_of_ones_own, SHARED8, BEFORE_HEAD),
+    Bug(weight_gradient_dropped, SPLIT8, rf"{LINEARS8}|gradient head\.weight"),
+    Bug(queued_float8_matmul_dropped, SPLIT8, LINEARS8),
+    Bug(scales_of_the_micro_batch_before, SPLIT8, LINEARS8),
     Bug(sequences_for_tokens, OVERLAPPED, ALSO_LOSS),
     Bug(sequences_for_tokens, FUSED, ALSO_LOSS),
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),

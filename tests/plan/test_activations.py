@@ -16,11 +16,13 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.config import Recompute, RunConfig
+from dtron.float8 import RECIPES, convert
+from dtron.float8.convert import fuse
 from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, model_config
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
-from dtron.plan.activations import block, output_gradients
+from dtron.plan.activations import block, output_gradients, put_off
 from dtron.plan.compute_time import repeated
 from dtron.plan.run_shape import Resolved
 
@@ -112,9 +114,29 @@ def test_what_waits_for_weight_gradients(name: str, layer: int, compiled: bool) 
     kind = "mixture" if layer >= config.n_dense_layers else "dense"
     messages = [row for row in block(config, kind) if row.read], output_gradients(config, kind)
     for rows, field in zip(messages, ("x", "grad"), strict=True):
-        storages = [getattr(item, field).untyped_storage() for item in gradients._queues[0]]
+        storages = [getattr(item, field).untyped_storage() for _, item in gradients._queues[0]]
         real = {each.data_ptr(): each.nbytes() // (B * T) for each in storages}
         assert sorted(real.values()) == sorted(2 * row.width for row in rows), field
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_what_waits_for_weight_gradients_of_float8(recipe: str) -> None:
+    """The operands as they are cast, to the byte; the planner's floats are of a pipeline."""
+    unit, inputs, _ = made("llama", 0)
+    linears = [name for name, module in unit.named_modules() if isinstance(module, nn.Linear)]
+    convert(unit, linears, RECIPES[recipe], emulate=True)
+    fuse(unit, ["ffn"])
+    gradients = defer([unit], compiled=True)
+    out = torch.compile(unit, backend=SAME)(*inputs)
+    with gradients.collect(0):
+        out.backward(torch.randn_like(out))
+    operands = [item.operands for _, item in gradients._queues[0]]  # type: ignore[attr-defined]
+    tensors = [tensor for each in operands for tensor in (each.left, each.right)]
+    real = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    words = f"model.name=llama model.size=debug train.seq_len={T} train.micro_batch={B} "
+    words += f"train.global_batch={8 * B} parallel.pp=2 parallel.schedule=ZBVZeroBubble "
+    planned = Resolved.of(RunConfig.load(LLAMA, f"{words} float8.recipe={recipe}".split()), 2)
+    assert sum(real.values()) == sum(map(sum, put_off(planned, 0)))
 
 
 def test_every_family_has_rows() -> None:

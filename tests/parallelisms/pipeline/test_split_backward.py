@@ -23,8 +23,9 @@ from dtron.config import Recompute
 from dtron.kernels.grouped import grouped_matmul
 from dtron.models.moe import Experts
 from dtron.parallelisms.fsdp.torch_internals import accumulate_gradients, reduce_gradients
-from dtron.parallelisms.pipeline import split_backward as deferred
+from dtron.parallelisms.pipeline import weight_gradients
 from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, defer
+from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.recompute import recompute
 from tests.harness import run_ranks
 from tests.models.build import small_config
@@ -155,7 +156,7 @@ def shard_over_data(stage: Stage, mesh, case: Case) -> None:
             unit.set_gradient_divide_factor(1.0)
 
 
-def parallelise(stage: Stage, case: Case) -> tuple[deferred.WeightGradients, int, int]:
+def parallelise(stage: Stage, case: Case) -> tuple[WeightGradients, int, int]:
     """All passes, and this rank's place: (replica x shard, tp)."""
     gradients = defer([stage], compiled=case.backend != "eager")
     recompute(enumerate(stage.blocks), Recompute(mode=case.mode))  # type: ignore[arg-type]
@@ -178,7 +179,7 @@ def parallelise(stage: Stage, case: Case) -> tuple[deferred.WeightGradients, int
     return gradients, replica, mesh.get_local_rank("tp")
 
 
-def step(stage: Stage, gradients: deferred.WeightGradients, outputs, grads, case: Case) -> None:
+def step(stage: Stage, gradients: WeightGradients, outputs, grads, case: Case) -> None:
     """I0 I1 ... W0 W1 ... after all forwards."""
     sharded = isinstance(stage, FSDPModule)
     if sharded:
@@ -430,13 +431,13 @@ def test_each_pair_is_freed_when_used(monkeypatch):
     with gradients.collect(0):
         stage(torch.randn(2, DIM, requires_grad=True) * 2).sum().backward()
     alive = []
-    compute = deferred._add_weight_gradient
+    compute = weight_gradients._add_weight_gradient
 
-    def watch(item) -> None:
+    def watch(*item) -> None:
         alive.append(sum(not storage.expired() for storage in storages))
-        compute(item)
+        compute(*item)
 
-    monkeypatch.setattr(deferred, "_add_weight_gradient", watch)
+    monkeypatch.setattr(weight_gradients, "_add_weight_gradient", watch)
     gradients.run(0)
     assert alive == [3, 2, 1]
     assert all(storage.expired() for storage in storages)
