@@ -126,7 +126,7 @@ def test_torchruns_own_report_names_the_error(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     printed, _, report = done.stderr.partition("Root Cause (first observed failure):")
-    assert printed.count("error: parallel degrees (") == 1
+    assert len(re.findall("^error: parallel degrees ", printed, re.MULTILINE)) == 1
     assert "rank      : 0 (local_rank: 0)" in report
     assert "traceback : error: parallel degrees (" in report
     assert "To enable traceback" not in done.stderr

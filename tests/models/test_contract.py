@@ -1,6 +1,7 @@
 """A family with its own module is checked before ranks meet, and what it ignores cannot be set."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from dtron.config import RunConfig
+from dtron.config.schema import Model
 from dtron.errors import ConfigError
 from dtron.models import MODELS, DecoderConfig, ModelSpec
 from dtron.models.contract import check_family
 from dtron.models.decoder import Decoder
-from dtron.parallelisms.placement import colwise, rowwise
+from dtron.parallelisms.placement import colwise, replicate, rowwise
 from dtron.plan.command import main as plan_command
 from dtron.run.process import Place
 from dtron.setup.preflight import preflight
@@ -215,8 +217,11 @@ SPLIT = replace(
     MINE,
     build=MineWithTwo,
     placements=lambda config, sequence_parallel: {
+        "embed": replicate(),
         "blocks.*.up": colwise(),
         "blocks.*.down": rowwise(),
+        "norm": replicate(),
+        "head": colwise(),
     },
 )
 LAYOUTS: list[dict[str, Any]] = [
@@ -226,8 +231,8 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def fit_family(config: RunConfig, spec: ModelSpec) -> None:
-    MODELS["mine"] = spec
+def fit_family(config: RunConfig) -> None:
+    MODELS["mine"] = SPLIT
     Trainer(config).fit()
 
 
@@ -236,8 +241,8 @@ def fit_family(config: RunConfig, spec: ModelSpec) -> None:
 def test_a_family_trains_in_layouts_as_in_one_process(
     tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    shape = {"model__name": "mine", "model__size": "debug", "train__dtype": "float32"}
-    run_ranks(1, fit_family, tiny(tmp_path / "one", **shape), SPLIT)
-    world_size = layout.get("parallel__tp", 1) * layout.get("parallel__pp", 1)
-    run_ranks(world_size, fit_family, tiny(tmp_path / "many", **shape, **layout), SPLIT)
+    model = {"model": Model(name="mine", size="debug")}
+    one, many = (tiny(tmp_path / name, **keys) for name, keys in (("one", {}), ("many", layout)))
+    run_ranks(1, fit_family, one.model_copy(update=model))
+    run_ranks(math.prod(layout.values()), fit_family, many.model_copy(update=model))
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
