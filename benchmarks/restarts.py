@@ -4,9 +4,9 @@
 
 Starts so many torchrun agents on this machine (c10d rendezvous, no variable set), each with so many
 ranks, for train.py with these words. Some seconds after training has gone on a random rank gets
-SIGKILL. Prints one line a kill: attempts that it has cost (sets of ranks that were started), and
-seconds until ranks log their model (noticed, ended, imported, met) and until the next step is done
-(built, loaded, compiled). No step may be lost or repeated in the run's metrics.
+SIGKILL. Prints one line per kill: attempts that it has cost (sets of ranks that were started),
+seconds until ranks log their model and until the next step is done, and the parts of the recovery
+that the run itself has logged in its metrics. No step may be lost or repeated there.
 
 With --launcher all agents are killed instead, and started again at once: their ranks have to save
 and end by themselves, while the new ones wait for them. All rows of metrics have to stay, so that a
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def main() -> int:
@@ -47,6 +48,10 @@ def main() -> int:
         f"attempts; kill to next step: median {statistics.median(seconds):.1f} s, most "
         f"{max(seconds):.1f} s"
     )
+    names = dict.fromkeys(name for each in found for name in each["parts"])
+    by_part = {name: [each["parts"].get(name, 0.0) for each in found] for name in names}
+    medians = {name: statistics.median(values) for name, values in by_part.items()}
+    print(f"medians by part: {listed(medians)}")
     steps = [row["step"] for row in rows(folder)]
     assert steps == list(range(1, len(steps) + 1)), "steps are lost or repeated"
     return 0 if attempts == given.kills else 1
@@ -104,7 +109,7 @@ class Ranks:
             agent.kill()
             agent.wait()
 
-    def kill(self) -> dict[str, float]:
+    def kill(self) -> dict[str, Any]:
         """Kill a rank, and wait for the next step."""
         self.train()
         n_seen, logged, at = len(self.seen), len(begun(self.folder)), time.monotonic()
@@ -117,12 +122,12 @@ class Ranks:
         attempts = (len(self.seen) - n_seen) / (self.given.agents * self.given.ranks)
         print(
             f"killed after step {done}: {attempts:g} attempts; model logged after {model:.1f} s, "
-            f"next step after {seconds:.1f} s",
+            f"next step after {seconds:.1f} s: {listed(parts(self.folder))}",
             flush=True,
         )
-        return {"attempts": attempts, "seconds": seconds}
+        return {"attempts": attempts, "seconds": seconds, "parts": parts(self.folder)}
 
-    def restart_launcher(self) -> dict[str, float]:
+    def restart_launcher(self) -> dict[str, Any]:
         """Kill the agents, start them again at once, and wait for the next step."""
         self.train()
         before, at = frozenset(self.seen), time.monotonic()
@@ -141,7 +146,7 @@ class Ranks:
             f"waited, next step after {seconds:.1f} s",
             flush=True,
         )
-        return {"attempts": 1, "seconds": seconds}
+        return {"attempts": 1, "seconds": seconds, "parts": {}}  # ranks have ended in order
 
     def train(self) -> None:
         """Wait for a step, then some time."""
@@ -194,6 +199,23 @@ def rows(folder: Path) -> list[dict]:
     path = folder / "run/metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
+
+
+def parts(folder: Path) -> dict[str, float]:
+    """Seconds of the last recovery by part, as the run has logged them."""
+    recovered = [row for row in rows(folder) if "recovery_seconds" in row]
+    fields = recovered[-1] if recovered else {}
+    ends = ("recovery_", "_seconds")
+    return {
+        name.removeprefix(ends[0]).removesuffix(ends[1]): seconds
+        for name, seconds in fields.items()
+        if name.startswith(ends[0]) and name != "recovery_seconds"
+    }
+
+
+def listed(seconds: dict[str, float]) -> str:
+    """Parts in one line."""
+    return ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()) or "none logged"
 
 
 if __name__ == "__main__":

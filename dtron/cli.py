@@ -1,6 +1,7 @@
 """The command lines of train.py and of `dtron COMMAND`."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -148,6 +149,7 @@ def _refuse(error: DtronError) -> int:
 
     place = Place.of_environment()
     alone, shown = isinstance(error, RankError), str(error).replace("\n", "\n       ")
+    _write_error_file(error)
     if isinstance(error, PeerError):
         if not error.stopped:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once that rank has ended
@@ -163,6 +165,20 @@ def _refuse(error: DtronError) -> int:
         sys.stdout.flush()
         os._exit(1)  # threads that wait for other ranks in a collective would abort this one
     return 1
+
+
+def _write_error_file(error: DtronError) -> None:
+    """Give torchrun the error for its own report, which has `<N/A>` otherwise, and names the rank
+    that failed first by these times, in whole seconds: another rank's victim comes a second later.
+
+    The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
+    """
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return
+    seconds = int(time.time()) + isinstance(error, PeerError)
+    message = {"message": f"error: {error}", "extraInfo": {"timestamp": str(seconds)}}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": message}, file)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,6 @@ one end-of-document token (EOS), which `encode_documents` appends.
 import contextlib
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -167,12 +166,30 @@ _MOST_GROWTH = 1000
 
 
 def _growth(normalizer: dict[str, Any]) -> float:
-    """How many times as long a normalizer can make a text by replacing parts of it."""
-    if "normalizers" in normalizer:
-        return math.prod(_growth(each) for each in normalizer["normalizers"])
-    added = len(normalizer.get("content", normalizer.get("prepend", "")))
-    replaced = len(normalizer.get("pattern", {}).get("String", ""))
-    return max(1.0, added / replaced if replaced else added + 1)
+    """How many times as long a normalizer can make a text by replacing parts of it, at most.
+
+    Factors of a sequence multiply only where a replacement can match what an earlier one has added:
+    ten replacements of one character by two others double a text, as one does.
+    """
+    grown: list[tuple[set[str] | None, float]] = []  # characters added (None: any), growth
+    for each in _flat(normalizer):
+        content = each.get("content", each.get("prepend"))
+        pattern = each.get("pattern", {}).get("String", "")
+        factor = len(content or "") / len(pattern) if pattern else len(content or "") + 1
+        matched = [
+            growth
+            for added, growth in grown
+            if not pattern or added is None or added & set(pattern)
+        ]
+        before = max(matched, default=1.0)
+        grown.append((None if content is None else set(content), before * max(1.0, factor)))
+    return max((growth for _, growth in grown), default=1.0)
+
+
+def _flat(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The normalizers of a sequence, in order."""
+    parts = normalizer.get("normalizers", [normalizer])
+    return parts if parts == [normalizer] else [each for part in parts for each in _flat(part)]
 
 
 def tokenizer_file(path: str) -> Path:

@@ -19,23 +19,33 @@ _KEY = "dtron/failed"
 _SECONDS = 5
 """How long the store may take to answer: the rank that has it may be the one that is gone."""
 
-_LOST = re.compile(
-    "connection closed by peer|connection reset by peer|broken pipe|connection refused|"
-    "remote process exited|ncclRemoteError|failed to recv|socket closed",
-    re.IGNORECASE,
+_BROKEN = r"(?:Connection (?:closed|reset) by peer|Broken pipe|Connection refused|Socket closed)\b"
+_GLOO = re.compile(rf"\[\S+\.cc:\d+\] (?:[^\n]*: )?{_BROKEN}", re.IGNORECASE)
+"""`[.../tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711`, `[...] Read error ...: ...`"""
+_NCCL = re.compile(
+    r"^ncclRemoteError: "
+    r"|\bNCCL error\b[^\n]*[:,] remote process exited or there was a network error",
+    re.MULTILINE,
 )
-"""Of the errors of gloo, NCCL and torch's stores."""
+_STORE = re.compile(rf"^(?:{_BROKEN}|Failed to (?:recv, got|send, sent) 0 bytes\b)", re.IGNORECASE)
+"""A socket of a TCPStore: the message begins with the system's error."""
 _T = TypeVar("_T")
 
 
 def is_of_lost_peer(error: BaseException) -> bool:
-    """Whether a connection to another rank has broken: that one has failed or is gone.
+    """Whether a connection to another rank has broken: the rank has failed, or the network.
 
-    gloo raises RuntimeError itself; of its subclasses only those of torch.distributed are about
-    ranks; others come from the compiler's processes.
+    gloo raises RuntimeError itself. Subclasses that are not of torch.distributed have other
+    causes, such as a broken pipe to a process of the compiler.
     """
-    of_ranks = type(error) is RuntimeError or isinstance(error, dist.DistError)
-    return of_ranks and _LOST.search(str(error)) is not None
+    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        return False
+    text = str(error)
+    if isinstance(error, dist.DistNetworkError) and _STORE.search(text):
+        return True
+    if isinstance(error, dist.DistBackendError) and _NCCL.search(text):
+        return True
+    return _GLOO.search(text) is not None
 
 
 class FirstFailure:

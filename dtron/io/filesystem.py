@@ -115,6 +115,11 @@ def make_folder(path: Location) -> None:
         path.mkdir(parents=True)
 
 
+def dangling_link(path: Path) -> Path | None:
+    """The link to nothing that a path is, or leads through; None: there is none."""
+    return next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
+
+
 def mount_of(path: Location) -> Path | None:
     """Where the file system is mounted that holds a path, or will hold it; None for a store."""
     if isinstance(path, Remote):

@@ -26,18 +26,22 @@ from dtron.io.untrusted import MB, parse, read_text
 from dtron.run.process import Place
 
 log = logging.getLogger("dtron")
-LOST_PEER = "lost another rank"
+LOST_PEER, PEER_FAILED = "lost another rank", "another rank has failed"
+STOPPED = "stopped by a signal"
+_NO_FAULT = (LOST_PEER, PEER_FAILED, STOPPED)
 """Why a rank ends that has no fault itself."""
 _PARTS = (
-    ("noticed", "until the others ended"),
-    ("ended", "until they were started again"),
-    ("launched", "imports"),
-    ("entered", "rendezvous"),
-    ("met", "model and checkpoint"),
-    ("built", "first step"),
-    ("stepped", ""),
+    ("noticed", "stop", "until the others ended"),
+    ("ended", "restart", "until they were started again"),
+    ("launched", "import", "imports"),
+    ("entered", "rendezvous", "rendezvous"),
+    ("met", "model", "data and model"),
+    ("built", "checkpoint", "checkpoint"),
+    ("loaded", "first_step", "first step, with compilation"),
+    ("stepped", "", ""),
 )
-"""Moments of a recovery, in their order, and what lies between one and the next."""
+"""Moments of a recovery, in their order; names of the part from each to the next, in metrics
+(`recovery_import_seconds`) and in the log."""
 
 
 class Attempts:
@@ -114,16 +118,18 @@ class Attempts:
                 self._path.unlink(missing_ok=True)
 
     def recovered(self) -> dict[str, float]:
-        """After the first step: log and return the seconds of the recovery by part; nothing where
-        the attempt before ended in order."""
+        """After the first step: log the seconds of the recovery by part, and return them as fields
+        of metrics; no fields if the last attempt ended in order."""
         self.mark("stepped")
         if not self._cause:
             return {}
         parts = seconds_of(self._moments)
-        listed = ", ".join(f"{seconds:.1f} s {part}" for part, seconds in parts.items())
+        labels = {name: label for _, name, label in _PARTS}
+        listed = ", ".join(f"{seconds:.1f} s {labels[name]}" for name, seconds in parts.items())
         log.info("recovered in %.1f s: %s", sum(parts.values()), listed)
         self._cause = ""
-        return {"recovery_seconds": sum(parts.values())}
+        each = {f"recovery_{name}_seconds": seconds for name, seconds in parts.items()}
+        return {"recovery_seconds": sum(parts.values()), **each}
 
     def _restart(self) -> str:
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
@@ -155,12 +161,16 @@ def why_ended(ends: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], world
     Args:
         hosts: of each rank; empty: it ended before ranks had met.
     """
-    own = {rank: end for rank, end in ends.items() if end.get("cause") != LOST_PEER}
+    own = {rank: end for rank, end in ends.items() if end.get("cause") not in _NO_FAULT}
     if own:
         rank, end = min(own.items(), key=lambda item: item[1]["time"])
         return f"rank {rank} on host {end.get('host')}: {end.get('cause')}"
     n = len(hosts) or world_size
     silent = [rank for rank in range(n) if rank not in ends]
+    lost = sorted(rank for rank, end in ends.items() if end.get("cause") == LOST_PEER)
+    if lost and not silent:
+        who = "all ranks" if len(lost) == n else _listed(lost)
+        return f"the network failed: {who} lost connections, and no rank was killed"
     if len(silent) in (0, n):
         return "all ranks were stopped"
     where = defaultdict[str, list[int]](list)
@@ -174,7 +184,7 @@ def why_ended(ends: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], world
 
 def seconds_of(moments: Mapping[str, float]) -> dict[str, float]:
     """Seconds by part, of the moments that are known; clocks of hosts may differ a little."""
-    known = [(moments[name], part) for name, part in _PARTS if name in moments]
+    known = [(moments[moment], part) for moment, part, _ in _PARTS if moment in moments]
     pairs = itertools.pairwise(known)
     return {part: max(0.0, later - at) for (at, part), (later, _) in pairs}
 

@@ -4,7 +4,7 @@
     run.json         what really ran
     metrics.jsonl    one object a logged step
     steps.json       the time of every step, if metrics.step_times
-    lock             which process runs here (`dtron/run/lock.py`)
+    lock, ranks      which processes run here (`dtron/run/lock.py`)
     committed.json   the newest complete checkpoint, wherever checkpoints go
     attempt.json     the attempt that trains; ends/: why ranks ended (`dtron/run/attempts.py`)
     begun            the job whose ranks have begun to train and have not ended, by torchrun's id

@@ -16,7 +16,7 @@ from dtron.faults.failure import FirstFailure, is_of_lost_peer
 from dtron.faults.memory import MemoryInUse, is_out_of_memory
 from dtron.faults.signals import StopSignal
 from dtron.faults.watchdog import Watchdog
-from dtron.run.attempts import LOST_PEER, Attempts
+from dtron.run.attempts import LOST_PEER, PEER_FAILED, STOPPED, Attempts
 from dtron.run.process import Place, process_group
 from dtron.run.rendezvous import Rendezvous
 
@@ -81,9 +81,9 @@ class FaultHandler:
             raise
         except Exception as error:
             explained = self.explain(error, failure, stop, memory)
-            lost = isinstance(explained, PeerError)
             line = str(explained or error).partition("\n")[0]
-            self.attempts.record_end(LOST_PEER if lost else f"{type(error).__name__}: {line}")
+            of_peer = isinstance(explained, PeerError)
+            self.attempts.record_end(line if of_peer else f"{type(error).__name__}: {line}")
             if explained is not None:
                 raise explained from error
             raise
@@ -93,23 +93,23 @@ class FaultHandler:
     ) -> TrainingError | None:
         """The error to raise in place of one of this rank; None: the error itself."""
         if failure.reported_by_peer():
-            return PeerError("another rank has failed", stop.terminated)
+            return PeerError(PEER_FAILED, stop.terminated)
         if not is_out_of_memory(error):
             if self.watchdog is not None:
                 self.watchdog.timed_out(error)
             if self._modules and is_of_lost_peer(error):  # before, addresses may be wrong
                 log.error("rank %d lost another rank: %s", self.place.rank, error)
-                return PeerError("lost another rank", stop.terminated)
+                return PeerError(LOST_PEER, stop.terminated)
             return None
         if not failure.claim():
-            return PeerError("another rank has failed", stop.terminated)
+            return PeerError(PEER_FAILED, stop.terminated)
         where = f"step {self._step() + 1}" if self._modules else "building the model"
         return memory.explain(error, f"rank {self.place.rank}, {where}", self._modules)
 
     def _record_signal(self) -> None:
-        """A signal may be torchrun's, once another rank has failed; `Attempts.finish` deletes the
-        record of a run that it stops in order."""
-        self.attempts.record_end(LOST_PEER)
+        """Record that a signal came, which torchrun sends when another rank has failed; where all
+        ranks stop in order, `Attempts.finish` makes the record void."""
+        self.attempts.record_end(STOPPED)
 
     def _begin_watchdog(self, phase: str) -> Watchdog | None:
         seconds = self.config.faults.watched_seconds(self.config.parallel.timeout_seconds)

@@ -1,8 +1,11 @@
-"""The lock of a run directory: one run at a time writes there.
+"""Locks of a run directory: one run at a time writes there.
 
-Rank 0 holds an exclusive lock (flock) on RUN/lock until its process ends, on this host or another
-one that shares the file system. The file names that process. Other ranks read the directory only
-after rank 0 has the lock.
+    RUN/lock     locked by rank 0 (flock) until its process ends; names that process
+    RUN/ranks    locked by every rank, each for a record of its own that names its process
+
+They hold on this host and on others that share the file system. A start takes the first and waits
+until no record of the second is locked: ranks of an earlier attempt may outlive its rank 0. Other
+ranks read the directory only after rank 0 has both.
 """
 
 import contextlib
@@ -13,9 +16,12 @@ import logging
 import os
 import platform
 import stat
+import struct
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dtron.errors import ConfigError, PeerError
 from dtron.io.untrusted import MB, parse, read_text
@@ -24,20 +30,25 @@ from dtron.run.rendezvous import Rendezvous
 
 log = logging.getLogger("dtron")
 _POLL_SECONDS = 0.1
+_RECORD = 512
+_MOST_NAMED = 4
+_FLOCK = struct.Struct("hhqqi4x")
+"""`struct flock` of 64-bit Linux: type, whence, start, length, process."""
+_HAS_RECORD_LOCKS = hasattr(fcntl, "F_OFD_SETLK") and sys.platform == "linux"
 
 
 class RunLock:
-    """Wait until no other run uses a directory, and keep it.
+    """Wait until no rank of another start uses a directory, and keep it.
 
     Args:
-        wait_seconds: how long to wait for another run to end.
+        wait_seconds: how long to wait for the other ranks to end.
     Raises:
-        ConfigError: on rank 0: the other run has not ended; names its host and process.
+        ConfigError: on rank 0: the other ranks have not ended; names their hosts and processes.
         PeerError: on the other ranks likewise.
     """
 
     def __init__(self, directory: Path, rendezvous: Rendezvous, wait_seconds: float) -> None:
-        self._path = directory / "lock"
+        self._path, self._ranks = directory / "lock", RankLocks(directory / "ranks")
         self._file: IO[bytes] | None = None
         self._made = not directory.exists()
         place, held = rendezvous.place, "no"
@@ -53,17 +64,20 @@ class RunLock:
             held = rendezvous.broadcast_from_rank_0("lock", held, wait_seconds)
         if held != "yes":
             raise PeerError("rank 0 was refused the run directory")
+        self._ranks.acquire(place)
 
     def release(self, started: bool = True) -> None:
-        """Let another run in.
+        """Let another run in; every rank calls it.
 
         Args:
             started: false: the run was refused, and a directory that was made for it is removed.
         """
+        self._ranks.release()
         if self._file is None:
             return
         if self._made and not started:
             self._path.unlink(missing_ok=True)
+            self._ranks.path.unlink(missing_ok=True)
             if not any(self._path.parent.iterdir()):
                 self._path.parent.rmdir()
         else:
@@ -75,57 +89,152 @@ class RunLock:
     def _acquire(self, place: Place, wait_seconds: float) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         deadline, waited = time.monotonic() + wait_seconds, False
-        while True:
-            self._file = _open(self._path)
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is(self._file, self._path):
-                    break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise ConfigError(
-                        f"run.dir = {str(self._path.parent)!r} is in use by {_owner(self._path)}; "
-                        "stop that run or set another run.dir"
-                    ) from None
+        while owner := self._lock() or self._ranks.owners():
+            if time.monotonic() >= deadline:
+                self._close()
+                raise ConfigError(
+                    f"run.dir = {str(self._path.parent)!r} is in use by {owner}; stop that run or "
+                    "set another run.dir"
+                )
             if not waited:
-                log.info("%s is in use by %s; waiting", self._path.parent, _owner(self._path))
+                log.info("%s is in use by %s; waiting", self._path.parent, owner)
                 waited = True
-            self._file.close()
             time.sleep(_POLL_SECONDS)
-        owner = {
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "job": os.environ.get("SLURM_JOB_ID", place.job),
-            "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        }
+        assert self._file is not None, "it is locked"
+        if last := _owner(_read(self._path)):
+            log.info("%s: %s has ended; its lock is taken over", self._path.parent, last)
         self._file.truncate(0)
-        self._file.write((json.dumps(owner) + "\n").encode())
+        self._file.write((json.dumps(_process(place)) + "\n").encode())
+        self._ranks.clear()
+
+    def _lock(self) -> str:
+        """Lock the file, if it is not locked yet; the process that holds it, or an empty string."""
+        if self._file is not None:
+            return ""
+        file = _open(self._path)
+        try:
+            self._file = file  # which says that locks, not the directory, are at fault
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is(file, self._path):
+                return ""
+        except BlockingIOError:
+            pass
+        self._close()
+        return _owner(_read(self._path)) or "another run"
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
-def _open(path: Path) -> IO[bytes]:
+class RankLocks:
+    """A file in which each live rank of a run has locked a record that names its process.
+
+    Record R, `_RECORD` bytes, is of rank R. Locks are of open files (F_OFD_SETLK of Linux; other
+    systems have none, and nothing is locked there): they end with the process, and can be tested
+    without taking them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] | None = None
+
+    def acquire(self, place: Place) -> None:
+        """Lock this rank's record, and write it; best effort where it cannot be locked."""
+        if not _HAS_RECORD_LOCKS:
+            return
+        with contextlib.suppress(OSError):  # of which rank 0 warns
+            self._file = _open(self.path, os.O_RDWR)
+            at, record = place.rank * _RECORD, json.dumps(_process(place))
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _flock(at, _RECORD))
+            os.pwrite(
+                self._file.fileno(), record[: _RECORD - 1].ljust(_RECORD - 1).encode() + b"\n", at
+            )
+
+    def owners(self) -> str:
+        """Live ranks that have locked a record, with host and process; empty: there are none."""
+        if not _HAS_RECORD_LOCKS:
+            return ""
+        with _open(self.path, os.O_RDWR | os.O_CREAT) as file:
+            found = [_owner(_record(file, rank), f"rank {rank}, ") for rank in _locked(file)]
+        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        return "; ".join(found[:_MOST_NAMED]) + more
+
+    def clear(self) -> None:
+        """Forget the records of earlier ranks, none of which is locked."""
+        if _HAS_RECORD_LOCKS:
+            os.truncate(self.path, 0)
+
+    def release(self) -> None:
+        """End this rank's lock."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _locked(file: IO[bytes]) -> Iterator[int]:
+    """Ranks whose records another open file has locked, in order."""
+    start = 0
+    while True:
+        found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _flock(start, 0))
+        kind, _, at, length, _ = _FLOCK.unpack(found)
+        if kind == fcntl.F_UNLCK:
+            return
+        yield at // _RECORD
+        if not length:  # no lock of dtron, and without an end
+            return
+        start = at + length
+
+
+def _flock(start: int, length: int) -> bytes:
+    """`struct flock` of an exclusive lock; length 0: without an end."""
+    return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+
+
+def _record(file: IO[bytes], rank: int) -> dict[str, Any]:
+    return _parsed(os.pread(file.fileno(), _RECORD, rank * _RECORD).decode(errors="replace"))
+
+
+def _process(place: Place) -> dict[str, Any]:
+    return {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID", place.job),
+        "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _open(path: Path, flags: int = os.O_RDWR | os.O_CREAT | os.O_APPEND) -> IO[bytes]:
     """Open or make the file, without waiting for the reader of a FIFO."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
-    file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ConfigError(f"{path} is not a regular file; remove it")
     return file
 
 
-def _owner(path: Path) -> str:
-    found = _read(path)
-    job = f", job {found['job']}" if found.get("job") else ""
+def _owner(found: dict[str, Any], rank: str = "") -> str:
+    """A process in words; empty: the file names none."""
     if not found:
-        return "another run"
-    return (
-        f"process {found.get('pid')} on host {found.get('host')}{job}, since {found.get('since')}"
-    )
+        return rank.removesuffix(", ")
+    job = f", job {found['job']}" if found.get("job") else ""
+    process = f"process {found.get('pid')} on host {found.get('host')}{job}"
+    return f"{rank}{process}, since {found.get('since')}"
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        found = parse(read_text(path, MB))
+        return _parsed(read_text(path, MB))
     except (OSError, ValueError):
+        return {}
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        found = parse(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 

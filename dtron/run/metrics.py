@@ -9,17 +9,22 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils.tensorboard import SummaryWriter
 
 from dtron.io.filesystem import check_mounted, mount_of
 from dtron.models.flops import Convention, FlopsModel, flops_per_token, peak_flops
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 log = logging.getLogger("dtron")
 Row = dict[str, float | int | None]
+_MOUNT_SECONDS = 5
+"""Seconds between checks that the run directory is still mounted."""
 _MFU: dict[str, Convention] = {"mfu": "full", "mfu_causal": "causal"}
 
 
@@ -27,7 +32,7 @@ _GROUPS = (
     ("loss", ("loss", "validation_loss", "mtp_loss")),
     ("experts", ("balance_loss", "z_loss", "max_expert_load")),
     ("optim", ("grad_norm", "lr", "skipped")),
-    ("speed", ("tokens_per_second", "mfu", "seconds", "recovery_seconds")),
+    ("speed", ("tokens_per_second", "mfu", "seconds", "recovery")),
     ("memory", ("memory_gib",)),
     ("data", ("tokens", "padding")),
     ("float8", ("float8",)),
@@ -111,6 +116,8 @@ class MetricsWriter:
         self._path = path if active else None
         self._steps, self._start_step = steps, start_step
         self._mount = mount_of(path)
+        self._device: int | None = None
+        self._checked = -math.inf
         self._pending: list[str] = []
         self._warned = False
         if active:
@@ -118,7 +125,7 @@ class MetricsWriter:
         self._board: SummaryWriter | None = None
         if active and tensorboard:
             with self._board_or_none():  # a resumed run takes back what came after its start
-                self._board = SummaryWriter(tensorboard, purge_step=start_step + 1)
+                self._board = _open_board(tensorboard, start_step + 1)
         self._progress = _progress(console) if active and console.is_terminal else None
         if self._progress is not None:
             self._task = self._progress.add_task(
@@ -166,7 +173,7 @@ class MetricsWriter:
     def _write_pending(self, path: Path) -> None:
         """Append rows whole or not at all; those that cannot be written wait for the next one."""
         try:
-            check_mounted(path, self._mount)
+            self._check_mounted(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab", buffering=0) as file:  # a buffer would be written again on close
                 size, rest = file.tell(), "".join(self._pending).encode()
@@ -188,6 +195,15 @@ class MetricsWriter:
             self._warned = False
             self._pending.clear()
 
+    def _check_mounted(self, path: Path) -> None:
+        """Call `check_mounted`, which looks at each folder of the path, once in some seconds, and
+        whenever the device of the run directory is another one."""
+        now = time.monotonic()
+        if now - self._checked < _MOUNT_SECONDS and self._device == _device(path.parent):
+            return
+        check_mounted(path, self._mount)
+        self._checked, self._device = now, _device(path.parent)
+
     @contextlib.contextmanager
     def _board_or_none(self) -> Iterator[None]:
         """Give TensorBoard up where it fails, in its own thread too."""
@@ -196,6 +212,20 @@ class MetricsWriter:
         except Exception as error:
             self._board = None
             log.warning("TensorBoard logs are given up: %s; training goes on", error)
+
+
+def _device(folder: Path) -> int | None:
+    """The device that holds a folder; None: the folder does not exist."""
+    try:
+        return folder.stat().st_dev
+    except OSError:
+        return None
+
+
+def _open_board(folder: Path, first_step: int) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter  # a fifth of all imports; rank 0 alone
+
+    return SummaryWriter(folder, purge_step=first_step)
 
 
 def _progress(console: Console) -> Progress:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.logging import RichHandler
 
+from dtron.io.filesystem import dangling_link
+
 log = logging.getLogger("dtron")
 _PROBE_BYTES = 1 << 16
 """What a run writes at its start, at most; an empty file fits on a full disk."""
@@ -152,8 +154,9 @@ def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> N
 def check_writable(path: Path) -> None:
     """Check that files of some size can be written in a directory, which need not exist yet and is
     not left behind. Raises OSError."""
-    if path.is_symlink() and not path.exists():
-        raise OSError(f"it is a link to {os.readlink(path)}, which does not exist")
+    if link := dangling_link(path):
+        what = "it" if link == path else str(link)
+        raise OSError(f"{what} is a link to {os.readlink(link)}, which does not exist")
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     probe = path / f".write-test-{os.getpid()}"

@@ -30,7 +30,7 @@ from dtron.checkpoint.initial_weights import Initial
 from dtron.checkpoint.locations import Tier, owner, tiers_of
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, DtronError, cause_of
-from dtron.io.filesystem import Location, listed, location
+from dtron.io.filesystem import Location, dangling_link, listed, location
 from dtron.io.remote_path import Remote
 from dtron.io.untrusted import MB, read_text
 from dtron.models.config import DecoderConfig
@@ -301,8 +301,13 @@ def _check_unused(config: RunConfig, folders: Sequence[Location]) -> None:
 
 def _check_folder(key: str, folder: Path) -> None:
     """Refuse, before a step is trained, where no checkpoint can be written; creates nothing."""
-    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     fix = "set another folder"
+    if link := dangling_link(folder):
+        raise ConfigError(
+            f"{key} = {str(folder)!r}: {link} is a link to {os.readlink(link)}, which does not "
+            f"exist; make or mount it, or {fix}"
+        )
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     if not there.is_dir():
         raise ConfigError(f"{key} = {str(folder)!r}: {there} is a file; {fix}")
     if not os.access(there, os.W_OK | os.X_OK):

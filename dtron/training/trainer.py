@@ -126,7 +126,7 @@ class Trainer:
     def _build_and_train(self, stop: StopSignal) -> None:
         self._build()
         self.guards.begin(self.step)
-        self.attempts.mark("built")
+        self.attempts.mark("loaded")
         gc.disable()  # collections come at the same step on all ranks
         try:
             self._train(stop)
@@ -181,6 +181,7 @@ class Trainer:
         self.saving = Saving(self.checkpointer, self._metadata)
         self.rollback = Rollback(config.faults, self.resume.tiers, self.checkpointer)
         set_timeouts(mesh.groups(), config.parallel.timeout_seconds)
+        self.attempts.mark("built")
         with self.faults.paused():
             self._load()
         self._refresh_weights()

@@ -6,7 +6,7 @@ import pytest
 
 from dtron.checkpoint.convert import _named_tokenizer, to_hf_from, tokenizer_of
 from dtron.config import Data
-from dtron.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
+from dtron.data.tokenizer import ByteTokenizer, _growth, encode_documents, load_tokenizer
 from dtron.errors import ConfigError, DataError
 
 
@@ -65,6 +65,47 @@ def test_corrupt_tokenizer_file(tmp_path: Path, content: bytes) -> None:
 def test_missing_tokenizer_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere\.json: No such file"):
         load_tokenizer(section(tokenizer=str(tmp_path / "nowhere.json")))
+
+
+def replace(pattern: str, content: str) -> dict:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+def sequence(*normalizers: dict) -> dict:
+    return {"type": "Sequence", "normalizers": list(normalizers)}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "growth"),
+    [
+        (replace("ab", "abcd"), 2),
+        ({"type": "Prepend", "prepend": "__"}, 3),
+        (sequence(replace("a", "bb"), replace("b", "ccc")), 6),
+        (sequence(replace("a", "bb"), sequence(replace("b", "cc"), replace("c", "aa"))), 8),
+        (sequence(*(replace(c, "''") for c in "abcdefghijkl")), 2),  # none matches another's
+        (sequence(replace("a", "BB"), {"type": "Lowercase"}, replace("b", "cc")), 4),
+        (sequence(replace("a", "bb"), {**replace("", "cc"), "pattern": {"Regex": "b"}}), 6),
+    ],
+)
+def test_replacements_multiply_only_where_they_match_each_other(
+    normalizer: dict, growth: float
+) -> None:
+    assert _growth(normalizer) == growth
+
+
+@pytest.mark.parametrize("size", [38, 39])
+def test_a_normalizer_that_makes_texts_too_long_is_refused(
+    bpe: Path, tmp_path: Path, size: int
+) -> None:
+    content = json.loads(bpe.read_text())
+    content["normalizer"] = sequence(replace("x", "y" * 26), replace("y", "z" * size))
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    if size == 39:  # 26 x 39 > 1000
+        with pytest.raises(DataError, match="it makes texts 1e\\+03 times as long"):
+            load_tokenizer(section(tokenizer=str(path)))
+    else:
+        load_tokenizer(section(tokenizer=str(path)))
 
 
 def test_documents_end_with_eos_and_blank_ones_are_empty() -> None:

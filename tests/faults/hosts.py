@@ -65,6 +65,8 @@ class Hosts:
     ) -> None:
         self.kept, self.nnodes = kept, nnodes or str(n)
         self.names = [f"dtron-{os.getpid()}-{i}" for i in range(n)]
+        self.addresses = list[str](ADDRESSES) if n == 2 else ["127.0.0.1"]
+        self.replaced = list[str]()
         self.devices = [f"dt{os.getpid()}-{i}" for i in range(n)] if n == 2 else ["lo"]
         self.logs, self.store = logs, {} if shared_store else FRESH_STORE
         self.agents: list[subprocess.Popen | None] = [None] * n
@@ -74,18 +76,14 @@ class Hosts:
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
         if len(self.names) == 2:
-            (a, b), (first, second) = self.names, self.devices
-            _ip(
-                "link", "add", first, "netns", a, "type", "veth", "peer", "name", second, "netns", b
-            )
-            for name, device, address in zip(self.names, self.devices, ADDRESSES, strict=True):
-                _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
-                _ip("-n", name, "link", "set", device, "up")
+            _connect(self.names, self.devices, self.addresses)
         return self
 
     def __exit__(self, *_: object) -> None:
         for host, name in enumerate(self.names):
             self.kill(host)
+            _ip("netns", "del", name)
+        for name in self.replaced:
             _ip("netns", "del", name)
 
     # -- agents and ranks -------------------------------------------------------------------
@@ -97,8 +95,7 @@ class Hosts:
 
     def start_agent(self, host: int, ranks: int, words: Sequence[str], job: str = "job") -> None:
         """Start torchrun on one host; its output is added to `log(host)`."""
-        address = ADDRESSES[host] if len(self.names) == 2 else "127.0.0.1"
-        head = ADDRESSES[0] if len(self.names) == 2 else "127.0.0.1"
+        address, head = self.addresses[host], self.addresses[0]
         command = ["ip", "netns", "exec", self.names[host], sys.executable]
         own = ["--nnodes", self.nnodes, "--nproc-per-node", str(ranks)]
         own += ["--local-addr", address]
@@ -196,12 +193,34 @@ class Hosts:
         """Put the cable back."""
         _ip("-n", self.names[1], "link", "set", self.devices[1], "up")
 
+    def replace(self) -> None:
+        """Let a new host, with another name, address and cable, be the second one; the host of
+        before stays as it is."""
+        name, cable = f"{self.names[1]}-new", ("10.77.1.1", "10.77.1.2")
+        devices = [f"{device}n" for device in self.devices]
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+        _connect([self.names[0], name], devices, cable)
+        _ip("-n", name, "route", "add", f"{self.addresses[0]}/32", "via", cable[0])
+        self.replaced.append(self.names[1])
+        self.names[1], self.devices[1], self.addresses[1] = name, devices[1], cable[1]
+
     def slow(self, rate: str) -> None:
         """Let no more through the cable than a rate, as of `tc`: 20mbit."""
         for name, device in zip(self.names, self.devices, strict=True):
             limit = ["rate", rate, "burst", "16kbit", "latency", "400ms"]
             command = ["tc", "-n", name, "qdisc", "replace", "dev", device, "root", "tbf", *limit]
             subprocess.run(command, check=True)
+
+
+def _connect(names: Sequence[str], devices: Sequence[str], addresses: Sequence[str]) -> None:
+    """A cable (veth) between two hosts."""
+    first, second = devices
+    cable = ["link", "add", first, "netns", names[0], "type", "veth"]
+    _ip(*cable, "peer", "name", second, "netns", names[1])
+    for name, device, address in zip(names, devices, addresses, strict=True):
+        _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+        _ip("-n", name, "link", "set", device, "up")
 
 
 def _ip(*words: str) -> None:

@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dtron import entry
+from dtron.cli import _refuse
+from dtron.errors import ConfigError, PeerError
 from tests.faults.processes import torchrun
 from tests.faults.test_launch import ENV, write
 from tests.test_architecture import ROOT
@@ -112,6 +115,36 @@ def test_an_error_of_a_config_is_one_message_under_torchrun(tmp_path: Path) -> N
     assert all(line.startswith("       parallel.") for line in more), done.stderr
     assert first.startswith("error: parallel degrees (")
     assert last == "torchrun: rank 0 ended first, with exit code 1"
+
+
+def test_torchruns_own_report_names_the_error(tmp_path: Path) -> None:
+    """It cannot be suppressed by ranks: torchrun raises ChildFailedError where one has ended with
+    another status than 0 (torch 2.11 to 2.15)."""
+    words = write(tmp_path / "c.toml", tmp_path / "run", parallel__tp=3)
+    done = subprocess.run(
+        torchrun(2, *words), cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1
+    printed, _, report = done.stderr.partition("Root Cause (first observed failure):")
+    assert len(re.findall("^error: parallel degrees ", printed, re.MULTILINE)) == 1
+    assert "rank      : 0 (local_rank: 0)" in report
+    assert "traceback : error: parallel degrees (" in report
+    assert "To enable traceback" not in done.stderr
+
+
+def test_the_rank_that_failed_first_is_the_root_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = {}
+    errors = [PeerError("another rank has failed", stopped=True), ConfigError("x = 1 is wrong")]
+    for rank, error in enumerate(errors):
+        path = tmp_path / str(rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        _refuse(error)
+        failures[rank] = ProcessFailure(rank, 4711, 1, str(path))
+    assert ChildFailedError("train.py", failures).get_first_failure()[0] == 1
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "not" / "there"))
+    assert _refuse(errors[1]) == 1
 
 
 @pytest.fixture

@@ -14,6 +14,10 @@ from dtron.faults.failure import FirstFailure, is_of_lost_peer
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]"
 NCCL = "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error"
+REMOTE = (
+    "NCCL error in: NCCLUtils.cpp:94, unhandled\nncclRemoteError: A call failed possibly due to"
+)
+RECV = "Failed to recv, got 0 bytes. Connection was likely closed."
 
 
 @pytest.mark.parametrize(
@@ -22,7 +26,19 @@ NCCL = "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a ne
         (RuntimeError(GLOO), True),
         (RuntimeError("[pair.cc:462] Connection reset by peer"), True),
         (dist.DistBackendError(NCCL), True),
-        (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
+        (RuntimeError("[a/pair.cc:9] Read error [10.0.0.1]:7: Connection reset by peer"), True),
+        (dist.DistBackendError(f"Gloo connectFullMesh failed with {GLOO}"), True),
+        (dist.DistBackendError(REMOTE), True),
+        (dist.DistNetworkError(RECV), True),
+        (dist.DistNetworkError("Connection reset by peer"), True),
+        (RuntimeError("Broken pipe"), False),  # nothing of gloo's
+        (RuntimeError("cannot read 'connection refused.txt': failed to recv"), False),
+        (RuntimeError(f"the text was {NCCL!r}"), False),
+        (
+            dist.DistBackendError("NCCL error in: a.cpp:1, unhandled system error: Broken pipe"),
+            False,
+        ),
+        (dist.DistNetworkError("no route to the host of connection refused by peer"), False),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
         (dist.DistBackendError("NCCL error: unhandled cuda error"), False),
         (InductorError(BrokenPipeError(32, "Broken pipe"), None), False),

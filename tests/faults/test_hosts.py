@@ -174,6 +174,24 @@ def test_host_py_takes_back_what_is_killed(
             print(f"\n{fault} {host}: seconds to the next step {[round(s, 1) for s in seconds]}")
 
 
+def test_host_py_takes_another_host_in_the_place_of_a_dead_one(tmp_path: Path) -> None:
+    """With the same --node-rank, and another name and address."""
+    with Hosts(2, tmp_path, kept=True) as hosts:
+        run = Run(hosts, tmp_path)
+        run.start(train__steps=LONG)
+        run.reach(10)
+        before = resumed(run)
+        hosts.cut()  # a dead host says nothing
+        hosts.kill(1)
+        hosts.replace()
+        run.start_host(1)
+        seconds_to_resume(run, before)
+        for host in (0, 1):
+            hosts.stop(host)
+        assert hosts.wait(120) == [143, 143]
+        has_all_batches_once(run)
+
+
 def test_host_py_goes_on_with_fewer_hosts_and_with_more(tmp_path: Path) -> None:
     with Hosts(2, tmp_path, kept=True, nnodes="1:2") as hosts:
         run = Run(hosts, tmp_path)

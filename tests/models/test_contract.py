@@ -1,6 +1,7 @@
 """A family with its own module is checked before ranks meet, and what it ignores cannot be set."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from dtron.config import RunConfig
+from dtron.config.schema import Model
 from dtron.errors import ConfigError
 from dtron.models import MODELS, DecoderConfig, ModelSpec
 from dtron.models.contract import check_family
 from dtron.models.decoder import Decoder
+from dtron.parallelisms.placement import colwise, replicate, rowwise
 from dtron.plan.command import main as plan_command
 from dtron.run.process import Place
 from dtron.setup.preflight import preflight
 from dtron.setup.rules import check_layout
 from dtron.training.trainer import Trainer
+from tests.harness import run_ranks
+from tests.training.test_trainer import losses, tiny
 
 SIZE = DecoderConfig(vocab_size=264, dim=16, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=32)
 
@@ -190,3 +195,54 @@ def test_a_family_trains_plans_and_is_refused_up_front(
         preflight(config, Place(rank=0, local_rank=0, world_size=1))
     with pytest.raises(ConfigError, match="no module head"):
         plan_command(["--config", str(path), "--world-size", "1"])
+
+
+class TwoMatrices(Layer):
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.down = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class MineWithTwo(Mine):
+    def __init__(self, config: DecoderConfig, backend: object) -> None:
+        super().__init__(config, backend)
+        for name in self.blocks:
+            self.blocks[name] = TwoMatrices(config.dim)
+
+
+SPLIT = replace(
+    MINE,
+    build=MineWithTwo,
+    placements=lambda config, sequence_parallel: {
+        "embed": replicate(),
+        "blocks.*.up": colwise(),
+        "blocks.*.down": rowwise(),
+        "norm": replicate(),
+        "head": colwise(),
+    },
+)
+LAYOUTS: list[dict[str, Any]] = [
+    {"parallel__tp": 2},
+    {"parallel__pp": 2},
+    {"parallel__tp": 2, "parallel__pp": 2},
+]
+
+
+def fit_family(config: RunConfig) -> None:
+    MODELS["mine"] = SPLIT
+    Trainer(config).fit()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["tp 2", "pp 2", "tp 2 x pp 2"])
+@pytest.mark.usefixtures("mine")
+def test_a_family_trains_in_layouts_as_in_one_process(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    model = {"model": Model(name="mine", size="debug")}
+    one, many = (tiny(tmp_path / name, **keys) for name, keys in (("one", {}), ("many", layout)))
+    run_ranks(1, fit_family, one.model_copy(update=model))
+    run_ranks(math.prod(layout.values()), fit_family, many.model_copy(update=model))
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)

@@ -16,7 +16,14 @@ import pytest
 
 from dtron.errors import NoProgressError
 from dtron.run import attempts
-from dtron.run.attempts import LOST_PEER, Attempts, seconds_of, why_ended
+from dtron.run.attempts import (
+    LOST_PEER,
+    PEER_FAILED,
+    STOPPED,
+    Attempts,
+    seconds_of,
+    why_ended,
+)
 from dtron.run.process import Place
 from tests.test_architecture import ROOT
 
@@ -35,7 +42,22 @@ def end(cause: str, at: float = 0.0, host: str = "a") -> dict:
         ({0: end(LOST_PEER)}, HOSTS, "rank 1 on host a and ranks 2, 3 on host b were killed"),
         ({1: end(LOST_PEER), 2: end(LOST_PEER)}, [], "ranks 0, 3 were killed"),
         ({}, HOSTS, "all ranks were stopped"),
-        ({r: end(LOST_PEER) for r in range(4)}, HOSTS, "all ranks were stopped"),
+        ({r: end(STOPPED) for r in range(4)}, HOSTS, "all ranks were stopped"),
+        (
+            {r: end(LOST_PEER) for r in range(4)},
+            HOSTS,
+            "the network failed: all ranks lost connections, and no rank was killed",
+        ),
+        (
+            {r: end(STOPPED if r % 2 else LOST_PEER) for r in range(4)},
+            HOSTS,
+            "the network failed: ranks 0, 2 lost connections, and no rank was killed",
+        ),
+        (
+            {0: end(LOST_PEER), 1: end(STOPPED), 2: end(PEER_FAILED)},
+            HOSTS,
+            "rank 3 on host b was killed",
+        ),
         (
             {0: end(LOST_PEER, 1.0), 2: end("E: second", 3.0), 3: end("E: first", 2.0, "b")},
             HOSTS,
@@ -94,20 +116,28 @@ def test_a_restart_logs_cause_and_parts(
     with caplog.at_level(logging.INFO, "dtron"):
         second = attempt(tmp_path, 1, step=4)
         second.mark("built")
+        second.mark("loaded")
         found = second.recovered()
     assert caplog.messages[0] == "restart 1 of 10: rank 2 on host b was killed"
     assert "until the others ended" in caplog.messages[1]
-    assert 0 <= found["recovery_seconds"] < 600
+    total = found.pop("recovery_seconds")
+    assert 0 <= total < 600
+    parts = ["stop", "restart", "import", "rendezvous", "model", "checkpoint", "first_step"]
+    assert list(found) == [f"recovery_{part}_seconds" for part in parts]
+    assert sum(found.values()) == pytest.approx(total)
     assert second.recovered() == {}
 
 
 def test_parts_of_a_recovery() -> None:
-    moments = {"ended": 3.0, "launched": 5.0, "entered": 9.0, "met": 8.5, "stepped": 20.0}
+    moments = {"ended": 3.0, "launched": 5.0, "entered": 9.0, "met": 8.5}
+    moments |= {"built": 12.5, "loaded": 13.0, "stepped": 20.0}
     assert seconds_of(moments) == {
-        "until they were started again": 2.0,
-        "imports": 4.0,
+        "restart": 2.0,
+        "import": 4.0,
         "rendezvous": 0.0,
-        "model and checkpoint": 11.5,
+        "model": 4.0,
+        "checkpoint": 0.5,
+        "first_step": 7.0,
     }
 
 
@@ -152,6 +182,8 @@ def test_a_killed_rank_is_named_and_a_run_without_progress_ends(tmp_path: Path) 
     assert "restart 3 of 50" not in said
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[0]["recovery_seconds"] > 0
+    assert rows[0]["recovery_import_seconds"] > 0
+    assert rows[0]["recovery_first_step_seconds"] > 0
 
 
 def _children(parent: int) -> list[int]:

@@ -15,10 +15,12 @@ import pytest
 import torch.distributed as dist
 
 from dtron.errors import ConfigError, DtronError
+from dtron.run import lock
 from dtron.run.lock import RunLock
 from dtron.run.process import Place
 from dtron.run.rendezvous import Rendezvous
 from dtron.training.trainer import Trainer
+from tests.faults import processes
 from tests.harness import run_ranks
 from tests.run.test_rendezvous import started
 from tests.training.test_trainer import fit, tiny
@@ -63,16 +65,81 @@ def test_a_second_run_is_refused_and_told_who_runs(tmp_path: Path) -> None:
 
 def test_a_start_waits_for_the_run_before_it(tmp_path: Path) -> None:
     process, begun = holder(tmp_path, 1), time.monotonic()
-    lock = RunLock(tmp_path, ALONE, 30)
+    held = RunLock(tmp_path, ALONE, 30)
     assert time.monotonic() - begun >= 0.5
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
-    lock.release()
+    held.release()
     process.wait()
 
 
 def test_ranks_share_the_lock_of_their_first(tmp_path: Path) -> None:
     run_ranks(2, fit, tiny(tmp_path / "run", train__steps=1))
     run_ranks(2, fit, tiny(tmp_path / "run", train__steps=2, checkpoint__resume="latest"))
+
+
+def hold(directory: Path) -> None:
+    held = RunLock(directory, Rendezvous(Place(dist.get_rank(), dist.get_rank(), 2), None), 10)
+    (directory / f"held-{dist.get_rank()}").touch()
+    time.sleep(600)
+    held.release()
+
+
+@pytest.mark.skipif(not lock._HAS_RECORD_LOCKS, reason="locks of open files are Linux's")
+def test_a_start_waits_for_ranks_that_outlive_their_rank_0(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "run"
+    first, second = processes.start(2, tmp_path / "logs", hold, directory)
+    try:
+        until(lambda: all((directory / f"held-{rank}").exists() for rank in (0, 1)))
+        with pytest.raises(ConfigError, match=f"in use by process {first.pid} on host "):
+            RunLock(directory, ALONE, 0)
+        first.kill()
+        first.join()
+        with pytest.raises(ConfigError) as error:
+            RunLock(directory, ALONE, 0.2)
+        assert f"in use by rank 1, process {second.pid} on host " in str(error.value)
+        with caplog.at_level("INFO", "dtron"):
+            waiting = threading.Timer(0.5, second.kill)
+            waiting.start()
+            RunLock(directory, ALONE, 30).release()
+        waits, stale = caplog.messages
+        assert f"in use by rank 1, process {second.pid} on host " in waits
+        assert waits.endswith("; waiting")
+        assert stale.startswith(f"{directory}: process {first.pid} on host ")
+        assert stale.endswith(" has ended; its lock is taken over")
+        caplog.clear()
+        RunLock(directory, ALONE, 0).release()
+        assert not caplog.messages
+    finally:
+        processes.finish([first, second], 0)
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_live_ranks_are_named_and_counted(tmp_path: Path) -> None:
+    held = [lock.RankLocks(tmp_path / "ranks") for _ in range(6)]
+    assert held[0].owners() == ""
+    for rank, each in enumerate(held):
+        each.acquire(Place(2 * rank, 0, 12))
+    named = lock.RankLocks(tmp_path / "ranks").owners()
+    assert [part.split(",")[0] for part in named.split("; ")] == [
+        "rank 0",
+        "rank 2",
+        "rank 4",
+        "rank 6",
+    ]
+    assert named.endswith(" and 2 more")
+    for each in held[:5]:
+        each.release()
+    assert held[0].owners().startswith(f"rank 10, process {os.getpid()} on host ")
+    held[5].release()
+    assert held[0].owners() == ""
 
 
 def open_locked(directory: Path, seconds: float) -> str:
@@ -84,9 +151,9 @@ def lock_of(
     rendezvous: Rendezvous, directory: Path, seconds: float, barrier: Callable[[], object]
 ) -> str:
     try:
-        lock = RunLock(directory, rendezvous, seconds)
+        held = RunLock(directory, rendezvous, seconds)
         barrier()
-        lock.release()
+        held.release()
     except DtronError as error:
         return f"{type(error).__name__}: {error}"
     return "locked"

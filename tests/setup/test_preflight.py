@@ -385,6 +385,26 @@ def test_a_file_in_the_place_of_checkpoints_is_refused_at_a_start(
         preflight(config, Place(rank=0, local_rank=0, world_size=1))
 
 
+@pytest.mark.parametrize("key", ["dir", "fast_dir"])
+@pytest.mark.parametrize("below", ["", "/deep/er"])
+def test_a_dangling_link_in_the_place_of_checkpoints_is_refused_at_a_start(
+    tmp_path: Path, key: str, below: str
+) -> None:
+    """Or the first save ends with "File exists"."""
+    (tmp_path / "link").symlink_to("nowhere")
+    data = {"cache_dir": str(tmp_path / "cache")}
+    folder = f"{tmp_path}/link{below}"
+    checkpoint = {key: folder, "interval": 2, "fast_interval": 1 if key != "dir" else 0}
+    run = {"dir": str(tmp_path / "run")}
+    config = RunConfig.of({**BASE, "data": data, "checkpoint": checkpoint, "run": run})
+    with pytest.raises(ConfigError) as error:
+        preflight(config, Place(rank=0, local_rank=0, world_size=1))
+    assert str(error.value) == (
+        f"checkpoint.{key} = '{folder}': {tmp_path}/link is a link to nowhere, which does not "
+        "exist; make or mount it, or set another folder"
+    )
+
+
 def test_the_version_and_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("--version", "version"):
         assert commands([word]) == 0

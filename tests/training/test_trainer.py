@@ -925,6 +925,8 @@ def test_a_run_directory_on_a_dangling_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to("nowhere/at/all")
     with pytest.raises(ConfigError, match="it is a link to nowhere/at/all, which does not exist"):
         Trainer(tiny(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="/run is a link to nowhere/at/all, which does not exist"):
+        Trainer(tiny(tmp_path / "run/deeper"))
 
 
 def test_a_failing_tensorboard_is_given_up(
@@ -933,7 +935,7 @@ def test_a_failing_tensorboard_is_given_up(
     def fails(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dtron.run.metrics.SummaryWriter.add_scalar", fails)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", fails)
     writer = MetricsWriter(tmp_path / "rows", tmp_path / "board", Console(), 2, 0, True)
     writer.row({"step": 1, "loss": 1.0})
     writer.row({"step": 2, "loss": 1.0})
@@ -956,3 +958,26 @@ def test_a_checkpoint_folder_that_is_not_mounted_is_no_fresh_start(tmp_path: Pat
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match="this run wrote"):
         preflight(resumed, place)
+
+
+def test_a_row_looks_at_the_mount_once_in_some_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And at once where the directory's device is another one: its file system is gone."""
+    looks, device = [], [1]
+    monkeypatch.setattr("dtron.run.metrics._device", lambda _: device[0])
+    monkeypatch.setattr("dtron.run.metrics.check_mounted", lambda *_: looks.append(_))
+    writer = MetricsWriter(tmp_path / "rows", None, Console(), 100, 0, True)
+    for step in range(50):
+        writer.row({"step": step})
+    assert len(looks) == 1
+    device[0] = 2
+
+    def gone(*_: object) -> None:
+        raise OSError("its file system is no longer mounted")
+
+    monkeypatch.setattr("dtron.run.metrics.check_mounted", gone)
+    writer.row({"step": 50})
+    assert len((tmp_path / "rows").read_text().splitlines()) == 50
+    assert "no longer mounted; training goes on" in caplog.text
+    writer.close()
