@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dtron.config.schema import MOST_LAYERS
+from dtron.config.schema import MAX_LAYERS
 from dtron.errors import ConfigError, config_error
 from dtron.models.rules import broken_rules, either
 
@@ -32,7 +32,7 @@ class DecoderConfig(BaseModel):
     """Size of the vocabulary; at least that of the tokenizer."""
     dim: int = Field(ge=1, le=2**20)
     """Width of the residual stream."""
-    n_layers: int = Field(ge=1, le=MOST_LAYERS)
+    n_layers: int = Field(ge=1, le=MAX_LAYERS)
     """Transformer blocks."""
     n_heads: int = Field(ge=1, le=2**16)
     """Query heads per block."""
@@ -61,7 +61,7 @@ class DecoderConfig(BaseModel):
     window: int = Field(default=0, ge=0, le=2**31)
     """Sliding window: a token attends to this many tokens, itself included (arXiv:2004.05150);
     0: full causal attention."""
-    full_attention_every: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    full_attention_every: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """n: every n-th layer has full attention (gpt-oss: 2); 0: all layers have the window."""
     softcap: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """c: attention scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118); 0: off."""
@@ -122,7 +122,7 @@ class DecoderConfig(BaseModel):
     """Top-k: routed experts per token."""
     expert_dim: int = Field(default=0, ge=0, le=2**20)
     """Hidden width of an expert."""
-    first_dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    first_dense_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Dense layers before the first layer with experts; their width is ffn_dim."""
     n_shared_experts: int = Field(default=0, ge=0, le=2**10)
     """Shared experts, which process every token, computed as one feed-forward layer of this many
@@ -159,7 +159,7 @@ class DecoderConfig(BaseModel):
     it are dropped (GShard, arXiv:2006.16668). 0: dropless."""
     capacity_pad: bool = False
     """Pad each expert's input with zeros to its capacity, for static shapes."""
-    mtp: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    mtp: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): number of extra blocks
     with experts; block k predicts the token k + 2 ahead, k = 0, 1, ...; 0: none."""
     mtp_coefficient: float = Field(default=0.3, gt=0, le=MOST_FACTOR)

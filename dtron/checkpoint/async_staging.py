@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtron.io.filesystem import Location
-from dtron.io.safetensors_file import Described, Written, header_of, order_of
+from dtron.io.safetensors_file import TensorSpec, WrittenFile, file_header, write_order
 from dtron.io.writer_process import WriterProcess
 
 _ALIGNED = 64  # bytes: a line of the processor's cache
@@ -133,17 +133,17 @@ class Staging:
             torch.cuda.current_stream().wait_event(self._device_done)
 
     def write(
-        self, target: Location, tensors: Mapping[str, Described], get: Callable[[str], Tensor]
-    ) -> Written:
+        self, target: Location, tensors: Mapping[str, TensorSpec], get: Callable[[str], Tensor]
+    ) -> WrittenFile:
         """Write a safetensors file of copies, in the other process. Raises OSError."""
         assert self._memory is not None, "nothing was copied"
         assert self._process is not None, "nothing was copied"
-        order, base = order_of(tensors), self._memory.bytes.data_ptr()
+        order, base = write_order(tensors), self._memory.bytes.data_ptr()
         copies = ((get(name), tensors[name]) for name in order)
         parts = [
             (copy.data_ptr() - base, source.nbytes) for copy, source in copies if source.nbytes
         ]
-        return Written(*self._process.write(str(target), header_of(tensors), parts))
+        return WrittenFile(*self._process.write(str(target), file_header(tensors), parts))
 
     def end(self) -> None:
         """End the process, as when its disk does not answer; the next `start` starts another."""

@@ -34,7 +34,7 @@ from dtron.checkpoint.directory import (
     write_metadata,
 )
 from dtron.checkpoint.initial_weights import model_settings, open_initial
-from dtron.checkpoint.save import why
+from dtron.checkpoint.save import first_cause
 from dtron.config import RunConfig
 from dtron.data.tokenizer import ByteTokenizer, tokenizer_file
 from dtron.errors import ArgumentParser, CheckpointError, ConfigError
@@ -107,7 +107,7 @@ def convert_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Streamed(DefaultSavePlanner):
+class _StreamingPlanner(DefaultSavePlanner):
     """Plans tensors on the meta device and reads each when it is written."""
 
     def __init__(self, folder: HFFolder, dtype: torch.dtype | None) -> None:
@@ -138,14 +138,14 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
         )
         for fqn, each in source.ours.items()
     }
-    with _appearing(out) as partial:
-        planner = _Streamed(source, stored)
+    with _new_folder(out) as partial:
+        planner = _StreamingPlanner(source, stored)
         try:
             dcp.save(state, storage_writer=ShardWriter(partial), planner=planner)
         except dcp.CheckpointException as error:
-            raise why(error) from error
+            raise first_cause(error) from error
         if dist.get_rank() == 0:
-            _copy_beside(source.path, partial)
+            _copy_model_files(source.path, partial)
             model = {"name": source.family, **source.config.model_dump(mode="json")}
             write_metadata(partial, CheckpointMetadata.of_weights(model, dist.get_world_size()))
     log.info("%s holds the weights of %s; train it with", out, source.path)
@@ -229,7 +229,7 @@ def to_hf_folder(
         return _DTYPES[dtype] if dtype else reader.dtype(f"model.{fqn}")
 
     export = HFExport(hf, config, model, dtype_of, get, file_bytes)
-    with _appearing(out) as partial:
+    with _new_folder(out) as partial:
         rank, n_ranks = dist.get_rank(), dist.get_world_size()
         export.write(partial, range(rank, len(export.files), n_ranks))
         if rank == 0:
@@ -245,7 +245,7 @@ def _add_tokenizer(tokenizer: Path | str, out: Path) -> dict[str, Any]:
     """Write a tokenizer's files; which tokens begin and end a text, for config.json."""
     if tokenizer == "byte":
         return _write_byte_tokenizer(out)
-    _copy_beside(Path(tokenizer), out)
+    _copy_model_files(Path(tokenizer), out)
     config = Path(tokenizer) / CONFIG
     there = read_json(config) if config.is_file() else {}
     return {key: there[key] for key in _TOKENS if key in there}
@@ -267,14 +267,14 @@ def _write_byte_tokenizer(out: Path) -> dict[str, Any]:
     return {"eos_token_id": eos_id}
 
 
-def _copy_beside(folder: Path, out: Path) -> None:
+def _copy_model_files(folder: Path, out: Path) -> None:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
 
 
 @contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
+def _new_folder(out: Path) -> Iterator[Path]:
     """A folder next to `out` for all ranks to write to, which is `out` when they are done.
 
     Raises:

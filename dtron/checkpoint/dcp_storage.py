@@ -44,37 +44,39 @@ from dtron.io.remote_path import Remote, UnreachableError
 from dtron.io.safetensors_file import (
     DTYPE_NAMES,
     DTYPES_BY_NAME,
-    Described,
     StoredTensor,
     StoredTensors,
     TensorFile,
-    Written,
-    counts,
-    shape_of,
+    TensorSpec,
+    WrittenFile,
+    parse_shape,
+    parse_sizes,
 )
 from dtron.io.untrusted import INDEX_BYTES, open_regular
 
 INDEX = "index.json"
-_MOST_COMPARED = (
+_MAX_COMPARED = (
     4 * 10**6
 )  # parts of one tensor with each other, of which a made-up index has too many
 _FORMAT = 1
 
 
-class _Place(NamedTuple):
+class _WrittenPart(NamedTuple):
     """Where a part of a tensor was written."""
 
     file: str
-    written: Written
+    written: WrittenFile
 
 
-WriteFile = Callable[[Location, Mapping[str, Described], Callable[[str], torch.Tensor]], Written]
+WriteFile = Callable[
+    [Location, Mapping[str, TensorSpec], Callable[[str], torch.Tensor]], WrittenFile
+]
 """Writes a safetensors file of tensors that are announced first and follow one after the other."""
 
 
-def write_here(
-    target: Location, tensors: Mapping[str, Described], get: Callable[[str], torch.Tensor]
-) -> Written:
+def write_in_process(
+    target: Location, tensors: Mapping[str, TensorSpec], get: Callable[[str], torch.Tensor]
+) -> WrittenFile:
     """Write a file in this process. Raises OSError."""
     file = TensorFile(str(target), tensors, {})
     try:
@@ -85,7 +87,7 @@ def write_here(
         file.abandon()
 
 
-def without_limit(act: Callable[[], None]) -> None:
+def run_unlimited(act: Callable[[], None]) -> None:
     """Call what may take as long as it takes."""
     act()
 
@@ -103,10 +105,10 @@ class ShardWriter(dcp.StorageWriter):
     def __init__(
         self,
         folder: Location,
-        write: WriteFile = write_here,
-        limited: Callable[[Callable[[], None]], None] = without_limit,
+        write: WriteFile = write_in_process,
+        run_limited: Callable[[Callable[[], None]], None] = run_unlimited,
     ) -> None:
-        self.folder, self._write_file, self._limited = folder, write, limited
+        self.folder, self._write_file, self._limited = folder, write, run_limited
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """Nothing is kept between saves."""
@@ -124,7 +126,7 @@ class ShardWriter(dcp.StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file."""
-        items = {_key(item.index): item for item in plan.items}
+        items = {_part_name(item.index): item for item in plan.items}
         results: list[WriteResult] = []
         if items:
             self._limited(lambda: results.extend(self._write(plan.storage_data, items, planner)))
@@ -135,14 +137,14 @@ class ShardWriter(dcp.StorageWriter):
     def _write(
         self, name: str, items: Mapping[str, WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        tensors = {key: _described(item) for key, item in items.items()}
+        tensors = {key: _spec_of(item) for key, item in items.items()}
 
         def get(key: str) -> torch.Tensor:
             data = planner.resolve_data(items[key])
             assert isinstance(data, torch.Tensor), f"{key} is no tensor"
             return data
 
-        place = _Place(name, self._write_file(self.folder / name, tensors, get))
+        place = _WrittenPart(name, self._write_file(self.folder / name, tensors, get))
         return [WriteResult(item.index, tensors[k].nbytes, place) for k, item in items.items()]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -153,7 +155,7 @@ class ShardWriter(dcp.StorageWriter):
             "format": _FORMAT,
             "files": {n: {"bytes": w.bytes, "sha256": w.sha256} for n, w in files.items()},
             "tensors": {
-                fqn: _entry(fqn, tensor, places)
+                fqn: _index_entry(fqn, tensor, places)
                 for fqn, tensor in metadata.state_dict_metadata.items()
             },
         }
@@ -171,19 +173,21 @@ def name_of_file(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def _key(index: MetadataIndex) -> str:
+def _part_name(index: MetadataIndex) -> str:
     """The name of a part in its file; that of a whole tensor is the tensor's own."""
     offsets = index.offset or ()
     return f"{index.fqn}@{','.join(map(str, offsets))}" if any(offsets) else index.fqn
 
 
-def _described(item: WriteItem) -> Described:
+def _spec_of(item: WriteItem) -> TensorSpec:
     data = item.tensor_data
     assert data is not None, f"{item.index.fqn} is no tensor; checkpoints hold nothing else"
-    return Described(data.properties.dtype, tuple(data.chunk.sizes))
+    return TensorSpec(data.properties.dtype, tuple(data.chunk.sizes))
 
 
-def _entry(fqn: str, tensor: Any, places: Mapping[MetadataIndex, _Place]) -> dict[str, Any]:
+def _index_entry(
+    fqn: str, tensor: Any, places: Mapping[MetadataIndex, _WrittenPart]
+) -> dict[str, Any]:
     assert isinstance(tensor, TensorStorageMetadata), f"{fqn} is no tensor"
     parts = []
     for chunk in tensor.chunks:
@@ -197,7 +201,7 @@ def _entry(fqn: str, tensor: Any, places: Mapping[MetadataIndex, _Place]) -> dic
 class Index:
     """The content of index.json."""
 
-    files: dict[str, Written]
+    files: dict[str, WrittenFile]
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, str]
     """The file of each part."""
@@ -219,9 +223,9 @@ def read_index(folder: Location) -> Index:
         tensors, places, extents = {}, {}, {}
         for fqn, entry in table["tensors"].items():
             chunks = []
-            shape = shape_of(entry["shape"])
+            shape = parse_shape(entry["shape"])
             for offsets, sizes, file in entry["parts"]:
-                begin, extent = torch.Size(counts(offsets)), torch.Size(shape_of(sizes))
+                begin, extent = torch.Size(parse_sizes(offsets)), torch.Size(parse_shape(sizes))
                 chunk = ChunkStorageMetadata(begin, extent)
                 chunks.append(chunk)
                 at = MetadataIndex(fqn, chunk.offsets)
@@ -231,12 +235,12 @@ def read_index(folder: Location) -> Index:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
     for fqn, tensor in tensors.items():
-        if wrong := untiled(tensor.size, tensor.chunks):
+        if wrong := tiling_error(tensor.size, tensor.chunks):
             raise CheckpointError(f"{path} is damaged: {fqn} of shape {list(tensor.size)} {wrong}")
     return Index(files, tensors, places, extents)
 
 
-def read_files(folder: Location) -> dict[str, Written]:
+def read_files(folder: Location) -> dict[str, WrittenFile]:
     """The files that index.json names, and nothing more. Raises CheckpointError: it is damaged."""
     return _files(_table(folder / INDEX), folder / INDEX)
 
@@ -248,10 +252,10 @@ def _table(path: Location) -> dict[str, Any]:
     return table
 
 
-def _files(table: dict[str, Any], path: Location) -> dict[str, Written]:
+def _files(table: dict[str, Any], path: Location) -> dict[str, WrittenFile]:
     try:
         return {
-            plain_name(name, path): Written(counts([f["bytes"]])[0], str(f["sha256"]))
+            plain_name(name, path): WrittenFile(parse_sizes([f["bytes"]])[0], str(f["sha256"]))
             for name, f in table["files"].items()
         }
     except CheckpointError:
@@ -260,7 +264,7 @@ def _files(table: dict[str, Any], path: Location) -> dict[str, Written]:
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
 
 
-def untiled(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
+def tiling_error(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
     """Why parts do not make up a tensor, each element once; None: they do."""
     boxes = []
     for chunk in chunks:
@@ -285,7 +289,7 @@ def _overlap(boxes: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None
         return boxes[1] if len(boxes) > 1 else None
     along = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
     active: list[list[tuple[int, int]]] = []
-    left = _MOST_COMPARED
+    left = _MAX_COMPARED
     for box in sorted(boxes, key=lambda box: box[along]):
         active = [other for other in active if other[along][1] > box[along][0]]
         if (left := left - len(active)) < 0:
@@ -297,7 +301,7 @@ def _overlap(boxes: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None
     return None
 
 
-def missing_or_short(folder: Location, files: Mapping[str, Written]) -> str | None:
+def missing_or_short(folder: Location, files: Mapping[str, WrittenFile]) -> str | None:
     """What is wrong with the files of a checkpoint, by their sizes; None: nothing. Raises
     UnreachableError."""
     for name, written in files.items():
@@ -312,7 +316,9 @@ def missing_or_short(folder: Location, files: Mapping[str, Written]) -> str | No
     return None
 
 
-def corrupt(folder: Location, files: Mapping[str, Written], group: dist.ProcessGroup) -> list[str]:
+def corrupt(
+    folder: Location, files: Mapping[str, WrittenFile], group: dist.ProcessGroup
+) -> list[str]:
     """What is wrong with the files of a checkpoint, by their content: all ranks call it together,
     each reads some of the files, and all get the same answer.
 
@@ -322,7 +328,7 @@ def corrupt(folder: Location, files: Mapping[str, Written], group: dist.ProcessG
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
     mine, wrong, unreachable = sorted(files)[rank::n_ranks], list[str](), ""
     try:
-        wrong = [why for name in mine if (why := _differs(folder / name, files[name]))]
+        wrong = [why for name in mine if (why := _content_error(folder / name, files[name]))]
     except UnreachableError as error:
         unreachable = str(error)
     gathered: list[tuple[list[str], str]] = [([], "")] * n_ranks
@@ -333,7 +339,7 @@ def corrupt(folder: Location, files: Mapping[str, Written], group: dist.ProcessG
     return [why for rank_wrong, _ in gathered for why in rank_wrong]
 
 
-def _differs(path: Location, written: Written) -> str | None:
+def _content_error(path: Location, written: WrittenFile) -> str | None:
     try:
         found = _sha256(path)
     except UnreachableError:
@@ -457,7 +463,7 @@ class ShardReader(StoredReader):
         name = self.index.places[index]
         if name not in self._open:
             self._open[name] = StoredTensors(self.folder / name)
-        stored = self._open[name].get_slice(_key(index))
+        stored = self._open[name].get_slice(_part_name(index))
         self._check(index, stored.get_dtype(), stored.get_shape(), name)
         return stored
 

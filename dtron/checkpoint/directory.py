@@ -24,7 +24,6 @@ from dtron.checkpoint.dcp_storage import INDEX, corrupt, missing_or_short, read_
 from dtron.errors import CheckpointError
 from dtron.io.filesystem import (
     Location,
-    appear,
     delete,
     is_file,
     listed,
@@ -34,6 +33,7 @@ from dtron.io.filesystem import (
     read,
     read_json,
     sync_directory,
+    write_atomically,
 )
 from dtron.io.remote_path import Remote, UnreachableError
 from dtron.io.untrusted import INDEX_BYTES
@@ -45,7 +45,7 @@ _ABANDONED = "abandoned.json"
 PROBE = "latest.partial"
 """A start writes it to a store, to see that it can; the next save deletes it."""
 _STEP = re.compile(r"[0-9]{1,18}")
-_OWN = re.compile(r"rank-\d+\.safetensors|(index|dtron|abandoned)\.json(\.partial)?")
+_OWN_FILES = re.compile(r"rank-\d+\.safetensors|(index|dtron|abandoned)\.json(\.partial)?")
 RESUME = "set checkpoint.resume ="
 """The beginning of the fix in an error about a checkpoint to resume from."""
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -91,9 +91,9 @@ def share(path: Location, group: dist.ProcessGroup) -> Location:
     it together."""
     if not isinstance(path, Remote):
         return path
-    known = [path.known()]
+    known = [path.snapshot()]
     dist.broadcast_object_list(known, src=0, group=group)
-    return path.knowing(known[0])
+    return path.with_snapshot(known[0])
 
 
 def write_metadata(path: Location, metadata: CheckpointMetadata) -> None:
@@ -101,7 +101,7 @@ def write_metadata(path: Location, metadata: CheckpointMetadata) -> None:
     content = asdict(metadata)
     content["sha256"] = _checksum(path, content)
     sync_directory(path)
-    appear(path / METADATA, json.dumps(content, indent=1) + "\n")
+    write_atomically(path / METADATA, json.dumps(content, indent=1) + "\n")
 
 
 def read_metadata(path: Location) -> CheckpointMetadata:
@@ -162,7 +162,7 @@ def find(resume: str, folders: Sequence[Location]) -> Location | None:
         return None
     if resume == "latest":
         return newest_good(folders)
-    found = _within(resume)
+    found = _checkpoint_in(resume)
     if found is None:
         raise CheckpointError(
             f"checkpoint.resume = {resume!r} is neither a checkpoint (a folder step-N with "
@@ -179,7 +179,7 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
     Args:
         besides: what else the folder might have been.
     """
-    found = _within(path)
+    found = _checkpoint_in(path)
     if found is None:
         raise CheckpointError(
             f"{path} is neither {besides}a checkpoint of dtron (with {METADATA}) nor a run "
@@ -190,7 +190,7 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
     return found
 
 
-def _within(path: Location | str) -> Location | None:
+def _checkpoint_in(path: Location | str) -> Location | None:
     """The checkpoint that a path is, or the newest good one below it."""
     where = listed(location(path))
     if is_file(where / METADATA):
@@ -308,7 +308,7 @@ def unreadable(path: Location, reason: str, fix: str = RESUME) -> CheckpointErro
     return CheckpointError(f"{path} cannot be loaded: {reason}; {instead}")
 
 
-def begin(folder: Location, kept: Collection[Location] = ()) -> None:
+def prepare_folder(folder: Location, kept: Collection[Location] = ()) -> None:
     """Make an empty folder to write a checkpoint to; incomplete ones next to it are deleted.
 
     Args:
@@ -316,7 +316,7 @@ def begin(folder: Location, kept: Collection[Location] = ()) -> None:
     Raises:
         OSError
     """
-    delete(*_left_over(folder.parent, kept))
+    delete(*_leftovers(folder.parent, kept))
     if folder in kept or (folder / METADATA).exists():
         raise CheckpointError(f"{folder} is there already")
     if foreign := _foreign(folder):
@@ -325,14 +325,14 @@ def begin(folder: Location, kept: Collection[Location] = ()) -> None:
     make_folder(folder)
 
 
-def publish(folder: Location, metadata: CheckpointMetadata) -> None:
+def commit(folder: Location, metadata: CheckpointMetadata) -> None:
     """Make a checkpoint of a folder that holds all else, the newest one. Raises OSError."""
     write_metadata(folder, metadata)
     sync_directory(folder.parent)
-    appear(folder.parent / "latest", folder.name + "\n")
+    write_atomically(folder.parent / "latest", folder.name + "\n")
 
 
-def retire(
+def delete_old(
     checkpoints: Location,
     newest: Location,
     keep: int,
@@ -348,11 +348,11 @@ def retire(
         for path in old:
             delete(path / METADATA)
     probe = checkpoints / PROBE
-    left = _left_over(checkpoints, {newest, *kept}, abandoned=True)
+    left = _leftovers(checkpoints, {newest, *kept}, abandoned=True)
     delete(*old, *left, *([probe] if probe.exists() else []))
 
 
-def withdraw(folder: Location) -> None:
+def delete_checkpoint(folder: Location) -> None:
     """Delete a checkpoint, which is none from the beginning of the deletion on. Raises OSError."""
     delete(folder / METADATA)
     delete(folder)
@@ -360,7 +360,7 @@ def withdraw(folder: Location) -> None:
 
 def _foreign(folder: Location) -> str:
     """A name in a folder that dtron does not write there."""
-    return next((name for name in names_in(folder) if not _OWN.fullmatch(name)), "")
+    return next((name for name in names_in(folder) if not _OWN_FILES.fullmatch(name)), "")
 
 
 def abandon_after(checkpoints: Location, step: int) -> None:
@@ -368,11 +368,11 @@ def abandon_after(checkpoints: Location, step: int) -> None:
     until the next one is published: a renamed dtron.json brings them back. Raises OSError."""
     for path in complete(checkpoints):
         if step_of(path) > step:
-            appear(path / _ABANDONED, read(path / METADATA).decode())
+            write_atomically(path / _ABANDONED, read(path / METADATA).decode())
             delete(path / METADATA)
 
 
-def _left_over(
+def _leftovers(
     checkpoints: Location, kept: Collection[Location] = (), abandoned: bool = False
 ) -> list[Location]:
     """What runs that were killed have left half-written or half-deleted, and on demand what was

@@ -28,7 +28,7 @@ INITIAL = "initial"
 
 
 @dataclass(frozen=True)
-class Initial:
+class InitialWeights:
     """Where initial weights are, and of which model."""
 
     path: Location
@@ -64,7 +64,7 @@ class HuggingFaceReader(StoredReader):
         return self.folder.read(index.fqn.removeprefix("model."), region)
 
 
-def open_initial(path: str | Location, zero_centered: bool = False) -> Initial:
+def open_initial(path: str | Location, zero_centered: bool = False) -> InitialWeights:
     """Find out what a folder holds.
 
     Args:
@@ -76,17 +76,17 @@ def open_initial(path: str | Location, zero_centered: bool = False) -> Initial:
     where = location(path)
     if isinstance(where, Path) and is_file(where / CONFIG):
         folder = hf_folder(where, zero_centered)
-        return Initial(where, folder.family, folder.config, folder)
+        return InitialWeights(where, folder.family, folder.config, folder)
     found = find_weights(where, "a Hugging Face folder (with config.json) nor ")
     model = dict(read_metadata(found).model)
     name = str(model.pop("name", ""))
     try:
-        return Initial(found, name, DecoderConfig.model_validate(model, strict=False), None)
+        return InitialWeights(found, name, DecoderConfig.model_validate(model, strict=False), None)
     except ValueError as error:
         raise CheckpointError(f"{found}: its model is not one of this dtron's: {error}") from None
 
 
-def check_same_model(initial: Initial, name: str, config: DecoderConfig) -> None:
+def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) -> None:
     """Refuse weights of another model, naming what to set. Raises CheckpointError."""
     if initial.name != name:
         raise CheckpointError(
@@ -123,7 +123,7 @@ _PROBE = "Hello, world 1234! Grüße\n\n  def f(x): return x\t你好 🙂"
 """Text that tokenizers of different vocabularies encode differently."""
 
 
-def completed(values: dict[str, Any]) -> dict[str, Any]:
+def fill_from_initial(values: dict[str, Any]) -> dict[str, Any]:
     """Fill in what `checkpoint.initial` knows: the model where `model.size` is "initial", and the
     tokenizer where none is set.
 
@@ -160,7 +160,7 @@ def tokenizer_of(path: str | Location) -> str:
     return str(metadata.settings.get("data.tokenizer", ""))
 
 
-def check_tokenizer(initial: Initial, tokenizer: Tokenizer, data: Data) -> None:
+def check_tokenizer(initial: InitialWeights, tokenizer: Tokenizer, data: Data) -> None:
     """Refuse another tokenizer than the one that the weights know.
 
     Raises:

@@ -15,7 +15,7 @@ from dtron.run.directory import RunDir
 
 
 @dataclass(frozen=True)
-class Tier:
+class CheckpointLocation:
     """A folder of checkpoints."""
 
     folder: Location
@@ -27,23 +27,25 @@ class Tier:
     """Checkpoints of steps that this divides are kept too; 0: none."""
 
 
-def tiers_of(config: RunConfig) -> list[Tier]:
+def checkpoint_locations(config: RunConfig) -> list[CheckpointLocation]:
     """The tiers of a run, the durable one last. Raises ConfigError: a URL cannot be used."""
     options, run = config.checkpoint, RunDir(config.run.dir)
     folder = location(options.dir) if options.dir else run.checkpoints
-    tiers = [Tier(folder, options.interval, options.keep, options.keep_every)]
+    locations = [CheckpointLocation(folder, options.interval, options.keep, options.keep_every)]
     if options.fast_dir:
         fast = Path(options.fast_dir).expanduser() / _name_of(run.path)
-        tiers.insert(0, Tier(fast, options.fast_interval, options.fast_keep))
-    return tiers
+        locations.insert(0, CheckpointLocation(fast, options.fast_interval, options.fast_keep))
+    return locations
 
 
-def owner(tiers: Sequence[Tier], checkpoint: Location | None) -> Tier | None:
+def location_of(
+    locations: Sequence[CheckpointLocation], checkpoint: Location | None
+) -> CheckpointLocation | None:
     """The tier whose checkpoint it is."""
     if checkpoint is None:
         return None
     parent = _resolved(checkpoint.parent)
-    return next((tier for tier in tiers if _resolved(tier.folder) == parent), None)
+    return next((each for each in locations if _resolved(each.folder) == parent), None)
 
 
 def _resolved(folder: Location) -> Location:

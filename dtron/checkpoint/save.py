@@ -28,17 +28,17 @@ from dtron.checkpoint.dcp_storage import (
 from dtron.checkpoint.directory import (
     METADATA,
     CheckpointMetadata,
-    begin,
+    commit,
+    delete_checkpoint,
+    delete_old,
+    prepare_folder,
     problem,
-    publish,
-    retire,
-    withdraw,
 )
-from dtron.checkpoint.locations import Tier
-from dtron.checkpoint.save_plan import KeptPlan
+from dtron.checkpoint.locations import CheckpointLocation
+from dtron.checkpoint.save_plan import CachedSavePlanner
 from dtron.errors import CheckpointError
 from dtron.io.filesystem import Location, check_mounted, listed, mount_of, read, write_synced
-from dtron.io.safetensors_file import Written
+from dtron.io.safetensors_file import WrittenFile
 from dtron.io.untrusted import INDEX_BYTES
 from dtron.io.writer_process import WriterProcess
 from dtron.run.process import new_host_group
@@ -47,7 +47,7 @@ log = logging.getLogger("dtron")
 
 
 _NOBODY = -1
-Committed = Callable[[Location], object]
+OnCommit = Callable[[Location], object]
 
 
 class Saver:
@@ -62,9 +62,9 @@ class Saver:
         committed: called on the first rank with each complete checkpoint.
     """
 
-    def __init__(self, seconds: int, folder: Location, committed: Committed | None = None) -> None:
+    def __init__(self, seconds: int, folder: Location, on_commit: OnCommit | None = None) -> None:
         self.group = new_host_group(2 * seconds + 60)
-        self.seconds, self.committed = seconds, committed
+        self.seconds, self.on_commit = seconds, on_commit
         self._mount = mount_of(folder)
         self._listed: Location | None = None
         """The folder of checkpoints as the first rank found it for this save."""
@@ -73,8 +73,8 @@ class Saver:
         self,
         tensors: dict[str, Any],
         metadata: CheckpointMetadata,
-        tier: Tier,
-        plan: KeptPlan,
+        location: CheckpointLocation,
+        plan: CachedSavePlanner,
         write: WriteFile,
         kept: Collection[Location] = (),
     ) -> None:
@@ -91,10 +91,14 @@ class Saver:
             writer = ShardWriter(folder, write, self._limited)
             dcp.save(tensors, storage_writer=writer, planner=plan, process_group=self.group)
 
-        self._publish(act, metadata, tier, kept)
+        self._commit(act, metadata, location, kept)
 
     def copy(
-        self, source: Location, metadata: CheckpointMetadata, tier: Tier, process: WriterProcess
+        self,
+        source: Location,
+        metadata: CheckpointMetadata,
+        location: CheckpointLocation,
+        process: WriterProcess,
     ) -> None:
         """Copy a checkpoint to another tier and commit it there, if it is not there already. Each
         rank copies some of the files, and compares what it reads with what was written.
@@ -103,46 +107,48 @@ class Saver:
             CheckpointError: as `write`.
         """
 
-        if self._is_there(source, tier.folder / source.name):
+        if self._is_there(source, location.folder / source.name):
             return
 
         def act(folder: Location) -> None:
-            self._everyone(lambda: _copy_files(source, folder, process))
-            self.first(lambda: write_synced(folder / INDEX, _index(source)))
+            self._run_on_all(lambda: _copy_files(source, folder, process))
+            self.run_on_first(lambda: write_synced(folder / INDEX, _index_text(source)))
 
         try:
-            self._publish(act, metadata, tier)
+            self._commit(act, metadata, location)
         except CheckpointError:
             process.kill()  # it may wait for a disk
             raise
 
-    def _publish(
+    def _commit(
         self,
         act: Callable[[Location], None],
         metadata: CheckpointMetadata,
-        tier: Tier,
+        location: CheckpointLocation,
         kept: Collection[Location] = (),
     ) -> None:
-        folder, begun = tier.folder / f"step-{metadata.step}", False
+        folder, begun = location.folder / f"step-{metadata.step}", False
         started = time.monotonic()
         try:
-            self.first(lambda: self._begin(folder, kept))
+            self.run_on_first(lambda: self._begin(folder, kept))
             begun = True  # before, what is there is another save's
             self._check_shared(folder)
             seen = self._listed / folder.name if self._listed is not None else folder
             act(seen)
-            self._on(self._looks(folder), lambda: self._check_files(folder))
-            self.first(lambda: self._complete(seen, metadata))
+            self._run_on(self._checking_rank(folder), lambda: self._check_files(folder))
+            self.run_on_first(lambda: self._finish(seen, metadata))
         except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
             if begun and dist.get_rank() == 0:
                 with contextlib.suppress(OSError):
-                    self._limited(lambda: withdraw(tier.folder / folder.name))
+                    self._limited(lambda: delete_checkpoint(location.folder / folder.name))
             self._listed = None
-            cause = why(error) if isinstance(error, dcp.CheckpointException) else error
+            cause = first_cause(error) if isinstance(error, dcp.CheckpointException) else error
             raise CheckpointError(f"{folder} could not be written: {cause}") from error
         log.info("checkpoint: %s in %.1f s", folder, time.monotonic() - started)
         try:
-            self.first(lambda: retire(seen.parent, folder, tier.keep, tier.keep_every, kept))
+            self.run_on_first(
+                lambda: delete_old(seen.parent, folder, location.keep, location.keep_every, kept)
+            )
         except CheckpointError as error:  # the new one is written all the same
             log.warning("%s: an older checkpoint could not be deleted: %s", folder, error)
         finally:
@@ -152,9 +158,9 @@ class Saver:
         check_mounted(folder, self._mount)
         if self._listed is None:
             self._listed = listed(folder.parent)
-        begin(self._listed / folder.name, kept)
+        prepare_folder(self._listed / folder.name, kept)
 
-    def _looks(self, folder: Location) -> int:
+    def _checking_rank(self, folder: Location) -> int:
         """The rank that looks for all ranks' files: of a store the last one, since the first has
         more requests to make; it need not look for its own, which the store has confirmed."""
         last = dist.get_world_size() - 1
@@ -167,10 +173,10 @@ class Saver:
         if wrong:
             raise CheckpointError(f"{wrong}; all ranks have to reach the same {folder.parent}")
 
-    def _complete(self, folder: Location, metadata: CheckpointMetadata) -> None:
-        publish(folder, metadata)
-        if self.committed is not None:
-            self.committed(folder)
+    def _finish(self, folder: Location, metadata: CheckpointMetadata) -> None:
+        commit(folder, metadata)
+        if self.on_commit is not None:
+            self.on_commit(folder)
 
     def _is_there(self, source: Location, folder: Location) -> bool:
         """Whether the first rank finds that a checkpoint has been copied before."""
@@ -180,7 +186,7 @@ class Saver:
             self._listed = listed(folder.parent)
             there = self._listed / folder.name
             whole = (there / METADATA).exists() and problem(there) is None
-            found[0] = whole and _index(there) == _index(source)
+            found[0] = whole and _index_text(there) == _index_text(source)
 
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):
@@ -188,14 +194,14 @@ class Saver:
         dist.broadcast_object_list(found, src=0, group=self.group)
         return found[0]
 
-    def first(self, act: Callable[[], None]) -> None:
+    def run_on_first(self, act: Callable[[], None]) -> None:
         """Act on the first rank while the others wait; a failure there is raised on all."""
-        self._on(0, act)
+        self._run_on(0, act)
 
-    def _on(self, rank: int, act: Callable[[], None]) -> None:
-        self._everyone(act if dist.get_rank() == rank else lambda: None)
+    def _run_on(self, rank: int, act: Callable[[], None]) -> None:
+        self._run_on_all(act if dist.get_rank() == rank else lambda: None)
 
-    def _everyone(self, act: Callable[[], None]) -> None:
+    def _run_on_all(self, act: Callable[[], None]) -> None:
         """Act on every rank; the first failure is raised on all. Raises CheckpointError."""
         failure: str | None = None
         try:
@@ -237,7 +243,7 @@ class Saver:
             )
 
 
-def _index(folder: Location) -> str:
+def _index_text(folder: Location) -> str:
     """What lies where, with every file's SHA-256."""
     return read(folder / INDEX, INDEX_BYTES).decode()
 
@@ -245,12 +251,12 @@ def _index(folder: Location) -> str:
 def _copy_files(source: Location, folder: Location, process: WriterProcess) -> None:
     written = read_files(source)
     for name in sorted(written)[dist.get_rank() :: dist.get_world_size()]:
-        copied = Written(*process.copy(str(source / name), str(folder / name)))
+        copied = WrittenFile(*process.copy(str(source / name), str(folder / name)))
         if copied != written[name]:
             raise CheckpointError(f"{source / name} is corrupt: its SHA-256 differs")
 
 
-def why(error: dcp.CheckpointException) -> CheckpointError:
+def first_cause(error: dcp.CheckpointException) -> CheckpointError:
     """What went wrong on the first rank where something did, as a user sees it."""
     rank, (cause, _) = next(iter(sorted(error.failures.items())))
     if isinstance(cause, CheckpointError):

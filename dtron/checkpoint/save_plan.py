@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 
-class KeptPlan(DefaultSavePlanner):
+class CachedSavePlanner(DefaultSavePlanner):
     """Plans the saves of one run.
 
     Attributes:
@@ -23,34 +23,34 @@ class KeptPlan(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
         self.staged: Mapping[str, Tensor] | None = None
-        self.made = 0
-        self._mine: SavePlan | None = None
-        self._all: list[SavePlan] = []
-        self._planned: Metadata | None = None
+        self.n_global_plans = 0
+        self._local_plan: SavePlan | None = None
+        self._all_plans: list[SavePlan] = []
+        self._global_metadata: Metadata | None = None
 
     def create_local_plan(self) -> SavePlan:
         """What this rank holds, or that it is what it was."""
         plan = super().create_local_plan()
-        if plan == self._mine:
+        if plan == self._local_plan:
             return SavePlan([], usable=False)
-        self._mine = plan
+        self._local_plan = plan
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """What each rank writes, or that it is what it was."""
-        if self._planned is not None and not any(plan.usable for plan in all_plans):
-            return all_plans, self._planned
-        known = self._all or all_plans
-        self._all = [p if p.usable else old for p, old in zip(all_plans, known, strict=True)]
-        plans, self._planned = super().create_global_plan(self._all)
-        self.made += 1
-        return plans, self._planned
+        if self._global_metadata is not None and not any(plan.usable for plan in all_plans):
+            return all_plans, self._global_metadata
+        known = self._all_plans or all_plans
+        self._all_plans = [p if p.usable else old for p, old in zip(all_plans, known, strict=True)]
+        plans, self._global_metadata = super().create_global_plan(self._all_plans)
+        self.n_global_plans += 1
+        return plans, self._global_metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """What this rank writes."""
         if new_plan.usable:
-            self._final = new_plan
-        return self._final
+            self._final_plan = new_plan
+        return self._final_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The tensor to write."""

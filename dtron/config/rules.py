@@ -43,7 +43,7 @@ class Rule(Generic[Known]):
     def messages(self, known: Known, config: "RunConfig") -> Iterator[str]:
         """What is wrong; nothing if the rule holds."""
         try:
-            if self.holds(known) if self.holds else met(self.needs, config):
+            if self.holds(known) if self.holds else is_met(self.needs, config):
                 return
         except ConfigError as error:
             yield from str(error).splitlines()
@@ -91,7 +91,7 @@ class Candidate:
         return self.config.micro_batches(self.world_size)
 
     @property
-    def sums(self) -> bool:
+    def sums_micro_batches(self) -> bool:
         """Whether gradients of several micro-batches are summed before they are reduced."""
         return self.micro_batches > 1 and self.parallel.reduces_once(self.shards > 1)
 
@@ -118,7 +118,7 @@ def changed(config: "RunConfig", keys: str) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def met(needs: str, config: "RunConfig") -> bool:
+def is_met(needs: str, config: "RunConfig") -> bool:
     """Whether one of the conditions holds: `KEY` (not 0 or empty), `KEY > 1` or `KEY = VALUE`; they
     are joined by " or ", and what follows a colon explains."""
     for condition in needs.partition(":")[0].split(" or "):
@@ -348,14 +348,14 @@ RANKS: tuple[Rule[Candidate], ...] = (
         lambda c: (
             c.parallel.reduce_dtype != "bfloat16"
             or c.micro_batches == 1
-            or not (c.sums or c.degrees["dp_replicate"] > 1)
+            or not (c.sums_micro_batches or c.degrees["dp_replicate"] > 1)
         ),
         'parallel.reduce_dtype = "bfloat16" would sum {c.micro_batches} micro-batches in bfloat16 '
         'in this layout; use "float32", or one micro-batch',
     ),
     Rule(
         "parallel.reduce_by parallel.zero parallel.reduce",
-        lambda c: c.parallel.reduce_by != "all_to_all" or not c.sums,
+        lambda c: c.parallel.reduce_by != "all_to_all" or not c.sums_micro_batches,
         'parallel.reduce_by = "all_to_all" would round sums of {c.micro_batches} micro-batches to '
         'train.dtype; use "reduce_scatter", or one micro-batch',
     ),

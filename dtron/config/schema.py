@@ -9,16 +9,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-MOST_RANKS = 2**20
-MOST_LAYERS = 10_000
-MOST_STEPS = 2**31 - 1
-MOST_SEQUENCES = 2**26
-MOST_TOKENS = 2**26
+MAX_RANKS = 2**20
+MAX_LAYERS = 10_000
+MAX_STEPS = 2**31 - 1
+MAX_SEQUENCES = 2**26
+MAX_TOKENS = 2**26
 """Of a sequence."""
-MOST_SECONDS = 30 * 86400
+MAX_SECONDS = 30 * 86400
 
 
-def _usable(path: str) -> str:
+def _check_path(path: str) -> str:
     try:
         Path(path).expanduser()
     except RuntimeError:
@@ -28,7 +28,7 @@ def _usable(path: str) -> str:
     return path
 
 
-def _watched(seconds: float) -> float:
+def _check_hang_seconds(seconds: float) -> float:
     if seconds not in (-1, 0) and seconds < 0.1:
         raise ValueError("use -1, 0, or at least 0.1 seconds")
     return seconds
@@ -37,10 +37,10 @@ def _watched(seconds: float) -> float:
 Text = Annotated[str, Field(max_length=10_000, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]
 """Without control characters, which TOML cannot hold; but for tabs and line breaks."""
 PathText = Annotated[
-    str, Field(max_length=4000, pattern=r"^[^\x00-\x1f\x7f]*$"), AfterValidator(_usable)
+    str, Field(max_length=4000, pattern=r"^[^\x00-\x1f\x7f]*$"), AfterValidator(_check_path)
 ]
-WatchedSeconds = Annotated[float, AfterValidator(_watched)]
-LayerCount = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
+HangSeconds = Annotated[float, AfterValidator(_check_hang_seconds)]
+LayerCount = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 
 Degree = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 DEGREES: tuple[Degree, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -89,20 +89,20 @@ class Model(Section):
 class Parallel(Section):
     """Degrees of parallelism. World size = pp x dp_replicate x dp_shard x cp x tp."""
 
-    dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
+    dp_replicate: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Data-parallel replicas: gradients are all-reduced over this axis."""
-    dp_shard: int = Field(default=-1, ge=-1, le=MOST_RANKS)
+    dp_shard: int = Field(default=-1, ge=-1, le=MAX_RANKS)
     """Data-parallel ranks that share parameters, gradients and optimizer state; -1: the rest."""
-    cp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    cp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Context parallelism: ranks that share each sequence."""
-    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    tp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Tensor parallelism: ranks that share each layer's heads and neurons."""
-    pp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    pp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Pipeline parallelism: ranks that share the layers."""
-    ep: int = Field(default=1, ge=1, le=MOST_RANKS)
+    ep: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Expert parallelism: ranks of dp_shard x cp x tp that hold different experts, to which tokens
     travel. Those it leaves share each expert's parameters as dp_shard does."""
-    etp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    etp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Ranks of dp_shard x cp x tp that share the width of each expert, whatever tp is."""
     dispatcher: Literal["all_to_all", "symmetric_memory", "deepep"] = "all_to_all"
     """With ep or etp > 1, how tokens get to their experts. `all_to_all`: an all-to-all each way,
@@ -135,7 +135,7 @@ class Parallel(Section):
     """Copy parameters, and gradients with `reduce_by = "all_to_all"`, from the memory of the ranks
     that share them, which are GPUs of one host: their copy engines then move what NCCL's kernels
     would, and the products beside it keep all multiprocessors."""
-    prefetch: int = Field(default=1, ge=0, le=MOST_LAYERS)
+    prefetch: int = Field(default=1, ge=0, le=MAX_LAYERS)
     """How many units ahead parameters are gathered while the current one computes, in forward and
     in backward."""
     sequence_parallel: bool = True
@@ -147,24 +147,24 @@ class Parallel(Section):
     schedule: PathText = "1F1B"
     """Pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
     ZBVZeroBubble, DualPipeV, or the path of a .csv file with your own."""
-    stages_per_rank: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    stages_per_rank: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Pipeline stages a rank; 0: what the schedule takes by default."""
     pp_layout: Text | list[LayerCount] | list[list[Text]] = ""
     """Which layers are in which stage: counts of layers, a layout string such as `Ettt|tttL`, or a
     list of module names for each stage; empty: balanced, the head counted by its size."""
-    defer_head: int = Field(default=0, ge=0, le=MOST_SEQUENCES)
+    defer_head: int = Field(default=0, ge=0, le=MAX_SEQUENCES)
     """With pp > 1 and a schedule of whole backwards: of how many micro-batches the head's weight
     gradients are put off until the pipeline drains. Each holds its logits' gradient meanwhile."""
     cp_method: CpMethod | list[CpMethod] = "ring"
     """With cp > 1, how attention gets at the tokens of other ranks: ring, all_gather, ulysses
     (all-to-all over heads) or hierarchical (all-to-all inside, ring outside); a list has one for
     each layer."""
-    cp_inner: int = Field(default=0, ge=0, le=MOST_RANKS)
+    cp_inner: int = Field(default=0, ge=0, le=MAX_RANKS)
     """Ranks of the all-to-all of `cp_method = "hierarchical"`; 0: the largest proper divisor of
     cp."""
     high_priority: list[Degree] = Field(default_factory=list)
     """Mesh axes whose NCCL collectives run on streams of high priority, on GPUs."""
-    timeout_seconds: int = Field(default=600, ge=1, le=MOST_SECONDS)
+    timeout_seconds: int = Field(default=600, ge=1, le=MAX_SECONDS)
     """How long a collective may wait for its peers before the run is aborted."""
 
     def cp_methods(self) -> tuple[CpMethod, ...]:
@@ -182,15 +182,15 @@ class Parallel(Section):
 class Train(Section):
     """The loop: how many steps of how many sequences, in which precision."""
 
-    steps: int = Field(default=100, ge=1, le=MOST_STEPS)
+    steps: int = Field(default=100, ge=1, le=MAX_STEPS)
     """Optimizer steps."""
-    seq_len: int = Field(default=2048, ge=2, le=MOST_TOKENS)
+    seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
     """Tokens a sequence."""
-    global_batch: int = Field(default=8, ge=1, le=MOST_SEQUENCES)
+    global_batch: int = Field(default=8, ge=1, le=MAX_SEQUENCES)
     """Sequences a step, over all ranks and micro-batches."""
-    micro_batch: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
+    micro_batch: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
     """Sequences a rank computes at once."""
-    loss_chunks: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
+    loss_chunks: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
     """Head and loss are computed in this many chunks of a micro-batch's tokens, of whose logits and
     their gradient one chunk exists at a time; 1: all logits at once."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -200,18 +200,18 @@ class Train(Section):
     every layout."""
     max_grad_norm: float = Field(default=1.0, ge=0, le=1e30)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    max_skipped: int = Field(default=10, ge=1, le=MOST_STEPS)
+    max_skipped: int = Field(default=10, ge=1, le=MAX_STEPS)
     """A step whose gradients are not finite is skipped; this many in a row end the run, at the next
     logged row."""
-    eval_interval: int = Field(default=0, ge=0, le=MOST_STEPS)
+    eval_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between validations on the held-out split; 0: only after the last step."""
-    eval_sequences: int = Field(default=64, ge=0, le=MOST_SEQUENCES)
+    eval_sequences: int = Field(default=64, ge=0, le=MAX_SEQUENCES)
     """Held-out sequences a validation takes, if there are so many; 0: no validation."""
-    sample_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    sample_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """Tokens of text to generate after the last step."""
     sample_prompt: Text = "In the beginning"
     """What the generated text starts with."""
-    gc_interval: int = Field(default=200, ge=1, le=MOST_STEPS)
+    gc_interval: int = Field(default=200, ge=1, le=MAX_STEPS)
     """Steps between garbage collections, which all ranks do at the same step."""
 
 
@@ -296,7 +296,7 @@ class Recompute(Section):
     mode: Literal["none", "full", "attention", "selective"] = "none"
     """`full`: keep a block's input only. `attention`: and the outputs of attention, which for long
     sequences cost most to compute again. `selective`: and the results of matrix products."""
-    every: int = Field(default=1, ge=1, le=MOST_LAYERS)
+    every: int = Field(default=1, ge=1, le=MAX_LAYERS)
     """Recompute every n-th block; 1: all of them."""
     offload: bool = False
     """Keep what blocks need for their backward in pinned host memory instead, copied beside the
@@ -334,9 +334,9 @@ class Float8(Section):
     a measurement on the first rank's GPU when the run starts; all where products are emulated."""
     skip: list[Text] = Field(default_factory=list)
     """Patterns of linear layers that stay in `train.dtype`, such as `blocks.*.attn.w[kv]`."""
-    skip_first: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    skip_first: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """How many of the first blocks stay in `train.dtype`."""
-    skip_last: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    skip_last: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """How many of the last blocks stay in `train.dtype`."""
     output: bool = False
     """Convert the head too."""
@@ -354,7 +354,7 @@ class Float8(Section):
     gather_inputs: bool = False
     """With sequence parallelism, gather the input of each attention and feed-forward in float8:
     half the bytes of bfloat16. With `tensorwise`."""
-    report_interval: int = Field(default=0, ge=0, le=MOST_STEPS)
+    report_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Logged steps at which metrics say how accurate the casts of each layer are: its
     signal-to-noise ratio in dB, and which share of it becomes zero or saturates. These steps run
     without compilation. A multiple of metrics.log_interval; 0: never."""
@@ -366,14 +366,14 @@ class Checkpoint(Section):
     dir: PathText = ""
     """Where checkpoints go, as a folder that all ranks share or a URL that fsspec knows (`s3://`,
     `gs://`, ...), of this run alone; empty: RUN/checkpoints."""
-    interval: int = Field(default=0, ge=0, le=MOST_STEPS)
+    interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between checkpoints; 0: only after the last step."""
     fast_dir: PathText = ""
     """A faster folder that all ranks share, such as the disk or /dev/shm of a run's only node:
     checkpoints are written there, and copied to `dir` where they are due there; empty: none."""
-    fast_interval: int = Field(default=0, ge=0, le=MOST_STEPS)
+    fast_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between checkpoints in `fast_dir`; those of `interval` come by it too."""
-    fast_keep: int = Field(default=1, ge=1, le=MOST_STEPS)
+    fast_keep: int = Field(default=1, ge=1, le=MAX_STEPS)
     """How many of the newest checkpoints are kept in `fast_dir`."""
     last: bool = True
     """Save after the last step."""
@@ -390,15 +390,15 @@ class Checkpoint(Section):
     verify: bool = True
     """Before a checkpoint is loaded, compare the checksum of each of its files, which the ranks
     share; false: their names and sizes alone."""
-    keep: int = Field(default=2, ge=0, le=MOST_STEPS)
+    keep: int = Field(default=2, ge=0, le=MAX_STEPS)
     """How many of the newest checkpoints are kept; 0: all."""
-    keep_every: int = Field(default=0, ge=0, le=MOST_STEPS)
+    keep_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Checkpoints of steps that this divides are kept beside them; 0: none."""
     mode: Literal["sync", "async"] = "sync"
     """`async`: the state is copied to host memory (of the size of this rank's weights and optimizer
     state), which a process of its own writes; the next update waits for the copy alone. `sync`:
     training waits until it is written."""
-    timeout_seconds: int = Field(default=1800, ge=1, le=MOST_SECONDS)
+    timeout_seconds: int = Field(default=1800, ge=1, le=MAX_SECONDS)
     """How long a rank's disk or store may take for its part of a checkpoint before the save is
     given up, on all ranks; `parallel.timeout_seconds` is for training alone."""
     on_error: Literal["stop", "continue"] = "stop"
@@ -409,12 +409,12 @@ class Checkpoint(Section):
 class Metrics(Section):
     """What is logged."""
 
-    log_interval: int = Field(default=10, ge=1, le=MOST_STEPS)
+    log_interval: int = Field(default=10, ge=1, le=MAX_STEPS)
     """Steps between rows of metrics.jsonl; validations write a row too. The device is waited for at
     these steps alone."""
     tensorboard: bool = True
     """Write TensorBoard logs."""
-    profile_start: int = Field(default=0, ge=0, le=MOST_STEPS)
+    profile_start: int = Field(default=0, ge=0, le=MAX_STEPS)
     """First step of a torch.profiler window; 0: no profile."""
     profile_steps: int = Field(default=3, ge=1, le=1000)
     """Length of that window; the trace goes to RUN/trace/."""
@@ -431,37 +431,37 @@ class Metrics(Section):
 class Faults(Section):
     """What is done about signals, hangs, loss spikes, slow ranks and corrupted memory."""
 
-    stop_seconds: int = Field(default=300, ge=0, le=MOST_SECONDS)
+    stop_seconds: int = Field(default=300, ge=0, le=MAX_SECONDS)
     """After SIGTERM, SIGINT or SIGUSR1: seconds in which the run has to have saved and ended; then
     it is ended without, with exit code 74. 0: as long as it takes."""
-    hang_seconds: WatchedSeconds = Field(default=-1, ge=-1, le=MOST_SECONDS)
+    hang_seconds: HangSeconds = Field(default=-1, ge=-1, le=MAX_SECONDS)
     """Seconds without a finished step, after which a rank says where it is, writes its stacks to
     RUN/hangs/ and ends with exit code 75. A validation between steps has as long, a save what
     checkpoint.timeout_seconds says; the start, in which ranks meet and build the model, and the
     first step have four times that. -1: nine tenths of
     parallel.timeout_seconds; 0: never."""
-    max_attempts: int = Field(default=10, ge=0, le=MOST_STEPS)
+    max_attempts: int = Field(default=10, ge=0, le=MAX_STEPS)
     """Attempts in a row without a new checkpoint, after which the job is ended, whatever
     torchrun's --max-restarts says. 0: any number."""
     on_spike: Literal["", "warn", "skip_data", "rollback"] = ""
     """What is done about a loss that is far above those before. `skip_data`: its step is not taken.
     `rollback`: and the run goes back to a checkpoint from before it; all batches since then are
     left out. Empty: nothing."""
-    spike_window: int = Field(default=100, ge=2, le=MOST_STEPS)
+    spike_window: int = Field(default=100, ge=2, le=MAX_STEPS)
     """Steps over which the loss's mean and deviation run."""
     spike_deviations: float = Field(default=8.0, gt=0, le=1e30)
     """How many deviations above the mean a loss is a spike."""
-    rollback_steps: int = Field(default=1, ge=1, le=MOST_STEPS)
+    rollback_steps: int = Field(default=1, ge=1, le=MAX_STEPS)
     """The checkpoint to go back to is at least this many steps older than the spike."""
-    max_rollbacks: int = Field(default=3, ge=1, le=MOST_STEPS)
+    max_rollbacks: int = Field(default=3, ge=1, le=MAX_STEPS)
     """The run ends at the next spike after so many."""
-    stragglers_interval: int = Field(default=0, ge=0, le=MOST_STEPS)
+    stragglers_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between tables of the slowest ranks; 0: none. Such a step waits for the device."""
-    replicas_interval: int = Field(default=0, ge=0, le=MOST_STEPS)
+    replicas_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between comparisons of the parameters that several ranks hold; 0: none."""
     on_corruption: Literal["stop", "warn"] = "stop"
     """What is done when they differ."""
-    verify_step: int = Field(default=0, ge=0, le=MOST_STEPS)
+    verify_step: int = Field(default=0, ge=0, le=MAX_STEPS)
     """A step whose loss and gradients are computed twice and compared bit for bit; 0: none."""
 
     def watched_seconds(self, timeout_seconds: int) -> float:

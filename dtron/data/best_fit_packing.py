@@ -50,12 +50,12 @@ class Pieces:
     """int64 (N,), where each piece starts in the tokens"""
     lengths: np.ndarray
     """int32 (N,), 1 to T"""
-    go_on: np.ndarray
+    continues: np.ndarray
     """bool (N,), whether the document has a token behind the piece"""
 
 
 @dataclass(frozen=True)
-class Order:
+class EpochOrder:
     """What an epoch draws."""
 
     pieces: np.ndarray
@@ -98,15 +98,15 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
         int64 (N,), the sequence of each piece.
     """
     rooms: list[int] = []  # the rooms there are, ascending
-    having: dict[int, list[np.ndarray]] = {}  # room -> sequences that have it, in parts
+    by_room: dict[int, list[np.ndarray]] = {}  # room -> sequences that have it, in parts
     placed: list[np.ndarray] = []
     n_sequences = 0
 
     def put(sequences: np.ndarray, room: int) -> None:
         if len(sequences) and room:
-            if room not in having:
+            if room not in by_room:
                 insort(rooms, room)
-            having.setdefault(room, []).append(sequences)
+            by_room.setdefault(room, []).append(sequences)
 
     values, counts = np.unique(lengths, return_counts=True)
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
@@ -116,9 +116,9 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
             each = room // length  # pieces that a sequence takes before another one is fuller
             wanted = -(-count // each)
             if least < len(rooms):
-                sequences = having[room].pop()
-                if not having[room]:
-                    del having[room], rooms[least]
+                sequences = by_room[room].pop()
+                if not by_room[room]:
+                    del by_room[room], rooms[least]
                 put(sequences[wanted:], room)
                 sequences = sequences[:wanted]
             else:
@@ -143,7 +143,7 @@ PACKERS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
 }
 
 
-class Plan:
+class PackingPlan:
     """Which pieces of some documents share a sequence.
 
     Args:
@@ -184,32 +184,34 @@ class Plan:
         padding = 1 - filled / (len(self) * self._seq_len)
         return Waste(len(self), padding, self._split)
 
-    def order(self, seed: int, epoch: int) -> Order:
+    def order(self, seed: int, epoch: int) -> EpochOrder:
         """The order of an epoch."""
         n = len(self._pieces.starts)
         shuffled = shuffle(np.arange(n), seed, epoch)
         pieces = shuffled[_longest_first(self._pieces.lengths[shuffled], self._seq_len)]
         # Numbers of their own, so that this order tells nothing of that of the pieces.
         sequences = shuffle(np.arange(2 * n, 2 * n + len(self)), seed, epoch) - 2 * n
-        return Order(pieces, sequences, seed, epoch)
+        return EpochOrder(pieces, sequences, seed, epoch)
 
-    def sequence(self, order: Order, index: int) -> Packed:
+    def sequence(self, order: EpochOrder, index: int) -> Packed:
         """Sequence `index` of an epoch, 0 <= index < len(self)."""
         number, n = order.sequences[index], len(order.pieces)
         places = self._places[self._firsts[number] : self._firsts[number + 1]]
         chosen = order.pieces[places]
-        return self._lay(shuffle(chosen + n, order.seed, order.epoch) - n)
+        return self._assemble(shuffle(chosen + n, order.seed, order.epoch) - n)
 
-    def _lay(self, chosen: np.ndarray) -> Packed:
+    def _assemble(self, chosen: np.ndarray) -> Packed:
         tokens = np.full(self._seq_len, self._eos_id, np.int64)
         labels = np.full(self._seq_len, IGNORE, np.int64)
         pieces, filled, read = self._pieces, 0, 0
         starts, lengths = pieces.starts[chosen].tolist(), pieces.lengths[chosen].tolist()
-        more = pieces.go_on[chosen].tolist()  # the label of a piece's last token lies behind it
+        more = pieces.continues[chosen].tolist()  # the label of a piece's last token lies behind it
         columns = list(zip(starts, lengths, more, strict=True))
-        windows = read_spans(self._tokens, [(at, at + n + goes_on) for at, n, goes_on in columns])
-        for _, length, goes_on in columns:
-            window = windows[read : read + length + goes_on]
+        windows = read_spans(
+            self._tokens, [(at, at + n + continues) for at, n, continues in columns]
+        )
+        for _, length, continues in columns:
+            window = windows[read : read + length + continues]
             tokens[filled : filled + length] = window[:length]
             labels[filled : filled + len(window) - 1] = window[1:]
             filled, read = filled + length, read + len(window)
@@ -223,7 +225,7 @@ class Plan:
 class ShuffledPieces:
     """The training split: endless epochs, each in an order of its own."""
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: PackingPlan, seed: int) -> None:
         self._plan, self._seed = plan, seed
         self._order = plan.order(seed, 0)
 
@@ -253,7 +255,7 @@ class FixedPieces:
     its first sequences only.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PackingPlan) -> None:
         self._plan, self._order = plan, plan.order(0, 0)
 
     def __len__(self) -> int:

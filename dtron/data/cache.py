@@ -48,9 +48,9 @@ HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
 """Without a heartbeat for so long, a process is taken to be gone."""
 DTYPES = ("<u2", "<u4")  # of vocabularies of up to 2^16 tokens, and larger ones
-_LEFT = re.compile(r"([0-9a-f]{32})(\.[0-9a-f]{32}\.tmp|\.preparing)")
+_BUILD_FILES = re.compile(r"([0-9a-f]{32})(\.[0-9a-f]{32}\.tmp|\.preparing)")
 """Names of what a build makes and removes; its first group is KEY."""
-_DELETE = "delete the folder, and it is built again"
+_DELETE_FIX = "delete the folder, and it is built again"
 
 logger = logging.getLogger("dtron")
 
@@ -96,12 +96,12 @@ class TokenFile:
             while at < end:
                 n = os.preadv(self._file.fileno(), [buffer[filled : filled + end - at]], at)
                 if not n:
-                    raise DataError(f"{self._path} has become shorter; {_DELETE}")
+                    raise DataError(f"{self._path} has become shorter; {_DELETE_FIX}")
                 at, filled = at + n, filled + n
         if len(tokens) and tokens.max() >= self._vocab_size:
             raise DataError(
                 f"{self._path} holds the token {tokens.max()}, which the tokenizer "
-                f"does not have; {_DELETE}"
+                f"does not have; {_DELETE_FIX}"
             )
         return tokens
 
@@ -179,7 +179,7 @@ def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCach
     remove = functools.partial(shutil.rmtree, temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        with _before_signals(remove):
+        with _clean_up_before_signals(remove):
             _write(corpus, tokenizer, temporary)
         if corpus.current is not None and corpus.current() != corpus.identity:
             raise DataError(
@@ -221,14 +221,14 @@ def heartbeat(path: Path) -> Iterator[None]:
     thread = threading.Thread(target=touch, daemon=True)
     thread.start()
     try:
-        with _before_signals(end):
+        with _clean_up_before_signals(end):
             yield
     finally:
         end()
 
 
 @contextlib.contextmanager
-def _before_signals(clean: Callable[[], None]) -> Iterator[None]:
+def _clean_up_before_signals(clean: Callable[[], None]) -> Iterator[None]:
     """Call `clean` before SIGINT's and SIGTERM's handlers, which may end the process at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # other threads set no handlers
@@ -270,7 +270,7 @@ def remove_stale(cache_dir: Path) -> None:
     """Remove what builds have left that were killed: theirs have no heartbeat any more."""
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(cache_dir)):
-            found = _LEFT.fullmatch(entry.name)
+            found = _BUILD_FILES.fullmatch(entry.name)
             if found is None or _is_alive(cache_dir / found[1], entry):
                 continue
             logger.info("removing %s, which a build has left that was killed", entry.path)

@@ -18,7 +18,7 @@ from dtron.config import Data
 from dtron.errors import DataError, nearest, shorten
 from dtron.io.untrusted import MB, open_regular
 
-_MOST_INFLATED = 200
+_MAX_INFLATION = 200
 """How many times its size a .gz may become; text becomes 3 to 20 times as large."""
 
 
@@ -136,11 +136,11 @@ def hint_of_key(text_key: str, row: Iterable[str]) -> str:
     return nearest(text_key, keys) or (f"; set data.text_key={usual[0]}" if usual else "")
 
 
-_HF = 'set data.source = "hf" and data.hf_path to it, which reads such files'
-_ELSEWHERE = {
-    ".parquet": _HF,
-    ".csv": _HF,
-    ".json": f"{_HF}, or write one JSON object a line as .jsonl",
+_USE_HF = 'set data.source = "hf" and data.hf_path to it, which reads such files'
+_SUFFIX_HINTS = {
+    ".parquet": _USE_HF,
+    ".csv": _USE_HF,
+    ".json": f"{_USE_HF}, or write one JSON object a line as .jsonl",
     ".zst": "unpack it, or pack it with gzip",
     ".bz2": "unpack it, or pack it with gzip",
     ".xz": "unpack it, or pack it with gzip",
@@ -152,7 +152,7 @@ def _suffix(path: str) -> str:
     for suffix in READERS:
         if path.endswith(suffix):
             return suffix
-    hint = next((f"; {fix}" for end, fix in _ELSEWHERE.items() if path.endswith(end)), "")
+    hint = next((f"; {fix}" for end, fix in _SUFFIX_HINTS.items() if path.endswith(end)), "")
     raise DataError(f"data.paths: {path} ends with none of {', '.join(READERS)}{hint}")
 
 
@@ -179,7 +179,7 @@ def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
     try:
         with open_regular(path) as file:
             inflated = path.endswith(".gz")
-            room = _MOST_INFLATED * os.fstat(file.fileno()).st_size + 16 * MB
+            room = _MAX_INFLATION * os.fstat(file.fileno()).st_size + 16 * MB
             lines = gzip.GzipFile(fileobj=file) if inflated else file
             while line := lines.readline(most + 1):
                 number, count = number + 1, count + len(line)
@@ -187,7 +187,7 @@ def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
                     raise _too_long(f"{path}, line {number}", most_mb)
                 if inflated and count > room:
                     raise DataError(
-                        f"{path}, line {number}: it inflates to more than {_MOST_INFLATED} times "
+                        f"{path}, line {number}: it inflates to more than {_MAX_INFLATION} times "
                         "its size; inflate it yourself if that is what you want to train on"
                     )
                 yield number, line

@@ -120,7 +120,7 @@ class ValidationSource(Protocol):
         ...
 
 
-class Tape:
+class ConcatenatedDocuments:
     """Documents laid end to end in one order; nothing is copied until a window is read.
 
     Args:
@@ -191,14 +191,14 @@ class ShuffledDocuments:
         self.sequences_per_epoch = (total - 1) // seq_len
         self._tokens, self._offsets, self._documents = tokens, offsets, documents
         self._seq_len, self._seed, self._mask = seq_len, seed, mask_documents
-        self._epoch, self._tape = 0, self._lay(0)
+        self._epoch, self._epoch_documents = 0, self._concatenated(0)
 
     def sequence(self, k: int) -> Packed:
         """Sequence k of the run, k = 0, 1, 2, ..."""
         epoch, index = divmod(k, self.sequences_per_epoch)
         if epoch != self._epoch:  # one order is kept: sequences are asked for in ascending order
-            self._epoch, self._tape = epoch, self._lay(epoch)
-        window = self._tape.window(index * self._seq_len, self._seq_len + 1)
+            self._epoch, self._epoch_documents = epoch, self._concatenated(epoch)
+        window = self._epoch_documents.window(index * self._seq_len, self._seq_len + 1)
         return pack(*window, mask_documents=self._mask)
 
     def state(self, k: int) -> State:
@@ -210,10 +210,14 @@ class ShuffledDocuments:
 
     def waste(self) -> Waste:
         """Nothing is padded; which documents are split is another matter in each epoch."""
-        return Waste(self.sequences_per_epoch, 0.0, self._tape.split_documents(self._seq_len))
+        return Waste(
+            self.sequences_per_epoch, 0.0, self._epoch_documents.split_documents(self._seq_len)
+        )
 
-    def _lay(self, epoch: int) -> Tape:
-        return Tape(self._tokens, self._offsets, shuffle(self._documents, self._seed, epoch))
+    def _concatenated(self, epoch: int) -> ConcatenatedDocuments:
+        return ConcatenatedDocuments(
+            self._tokens, self._offsets, shuffle(self._documents, self._seed, epoch)
+        )
 
 
 class OrderedDocuments:
@@ -239,17 +243,17 @@ class OrderedDocuments:
         eos_id: int,
     ) -> None:
         self._seq_len, self._mask, self._eos_id = seq_len, mask_documents, eos_id
-        self._tape = Tape(tokens, offsets, documents)
+        self._epoch_documents = ConcatenatedDocuments(tokens, offsets, documents)
 
     def __len__(self) -> int:
-        return max((len(self._tape) - 1) // self._seq_len, 1)
+        return max((len(self._epoch_documents) - 1) // self._seq_len, 1)
 
     def sequence(self, k: int) -> Packed:
         """Sequence k, 0 <= k < len(self)."""
-        if len(self._tape) > self._seq_len:
-            window = self._tape.window(k * self._seq_len, self._seq_len + 1)
+        if len(self._epoch_documents) > self._seq_len:
+            window = self._epoch_documents.window(k * self._seq_len, self._seq_len + 1)
             return pack(*window, mask_documents=self._mask)
-        window, lengths = self._tape.window(0, len(self._tape))
+        window, lengths = self._epoch_documents.window(0, len(self._epoch_documents))
         padding = self._seq_len + 1 - len(window)
         window = np.pad(window, (0, padding), constant_values=self._eos_id)
         packed = pack(window, [*lengths, padding], mask_documents=self._mask)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dtron.config import Data
-from dtron.data.best_fit_packing import FixedPieces, Plan, ShuffledPieces
+from dtron.data.best_fit_packing import FixedPieces, PackingPlan, ShuffledPieces
 from dtron.data.cache import (
     TokenCache,
     cache_path,
@@ -111,12 +111,12 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
     cache = open_or_build(corpus, tokenizer, path)
     _warn_of_copies(data, corpus, cache)
     train, held_out = split(cache.n_documents, data.validation_fraction, cache.copies)
-    opened = Opened(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
+    opened = TokenizedDocuments(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
     return opened.training(train, seed), opened.validation(held_out)
 
 
 @dataclass(frozen=True)
-class Opened:
+class TokenizedDocuments:
     """Tokens in memory or in a file, packed by `data.packing`."""
 
     data: Data
@@ -152,8 +152,8 @@ class Opened:
             eos_id=self.eos_id,
         )
 
-    def _plan(self, documents: np.ndarray) -> Plan:
-        return Plan(
+    def _plan(self, documents: np.ndarray) -> PackingPlan:
+        return PackingPlan(
             self.tokens,
             self.offsets,
             documents,
@@ -180,12 +180,12 @@ def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
         if cache is None:
             raise DataError(f"data.cache_dir = {data.cache_dir!r} was changed; start again")
         content = cache.content
-        if _copies_move(cache, data.validation_fraction):
+        if _split_differs_by_position(cache, data.validation_fraction):
             return {"content": content, "tokenizer": tokenizer.fingerprint, SPLIT: BY_CONTENT}
     return {"content": content, "tokenizer": tokenizer.fingerprint}
 
 
-def _copies_move(cache: TokenCache, fraction: float) -> bool:
+def _split_differs_by_position(cache: TokenCache, fraction: float) -> bool:
     """Whether the split differs from that of earlier versions, which split copies by position."""
     if not len(cache.copies) or not fraction:
         return False
@@ -198,7 +198,7 @@ def _open_stream(data: Data, seq_len: int) -> Sources:
     texts = held_out_texts(stream, data.validation_fraction)
     encoded = [ids for ids in encode_documents(tokenizer, texts) if ids]
     tokens, offsets = join(encoded)
-    opened = Opened(data, tokens, offsets, seq_len, tokenizer.eos_id)
+    opened = TokenizedDocuments(data, tokens, offsets, seq_len, tokenizer.eos_id)
     validation = opened.validation(np.arange(len(encoded)))
     settings = {
         "seq_len": seq_len,

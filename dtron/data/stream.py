@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dtron.data.best_fit_packing import FixedPieces, Plan
+from dtron.data.best_fit_packing import FixedPieces, PackingPlan
 from dtron.data.packing import Packed, State, Waste, pack, refuse_too_short
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError
@@ -91,7 +91,7 @@ class _Document:
     index: int  # of this document behind that state
 
 
-class _Passes:
+class _DocumentReader:
     """The documents of a stream behind the held-out ones, batch by batch, again and again.
 
     Args:
@@ -173,8 +173,8 @@ class StreamedDocuments:
         def refuse(n_tokens: int, n_documents: int) -> None:
             refuse_too_short(n_tokens, n_documents, seq_len)
 
-        self._passes = _Passes(stream, tokenizer, held_out, refuse)
-        self._forget()
+        self._reader = _DocumentReader(stream, tokenizer, held_out, refuse)
+        self._reset()
 
     def sequence(self, k: int) -> Packed:
         """Sequence k of the run; k may not lie before what was asked for since `seek`."""
@@ -204,11 +204,11 @@ class StreamedDocuments:
         Raises:
             DataError: the stream does not hold what it held when the state was taken.
         """
-        self._forget()
+        self._reset()
         if "stream" not in state:
-            self._passes.begin(START, 0)
+            self._reader.begin(START, 0)
             return
-        self._passes.begin(str(state["stream"]), int(state["skip"]))
+        self._reader.begin(str(state["stream"]), int(state["skip"]))
         self._fill(1)
         self._offset, self._next = int(state["offset"]), k
         first = self._documents[0]
@@ -220,7 +220,7 @@ class StreamedDocuments:
         """Not known: which documents are split shows as they come."""
         return None
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._documents: deque[_Document] = deque()
         self._offset = 0  # tokens of the first document that belong to earlier sequences
         self._buffered = 0  # tokens of all documents in the buffer
@@ -239,7 +239,7 @@ class StreamedDocuments:
 
     def _fill(self, length: int) -> None:
         while self._buffered - self._offset < length:
-            documents = self._passes.batch(BATCH_DOCUMENTS)
+            documents = self._reader.batch(BATCH_DOCUMENTS)
             self._documents.extend(documents)
             self._buffered += sum(len(document.ids) for document in documents)
 
@@ -272,7 +272,7 @@ class StreamedPieces:
             if not n_documents:
                 raise DataError(f"{stream.name}: the training split has no documents with text")
 
-        self._passes = _Passes(stream, tokenizer, held_out, refuse)
+        self._reader = _DocumentReader(stream, tokenizer, held_out, refuse)
         self._first = 0  # the sequence with which the window begins
         self._window: FixedPieces | None = None  # read when it is needed
 
@@ -292,9 +292,9 @@ class StreamedPieces:
         """Go on at sequence k; without a state, the stream is read again from its start."""
         self._first, self._window = 0, None
         if "stream" not in state:
-            self._passes.begin(START, 0)
+            self._reader.begin(START, 0)
             return
-        self._passes.begin(str(state["stream"]), int(state["skip"]))
+        self._reader.begin(str(state["stream"]), int(state["skip"]))
         self._first = k - int(state.get("sequence_of_window", 0))  # none: "cut" saved the state
 
     def waste(self) -> Waste | None:
@@ -313,10 +313,10 @@ class StreamedPieces:
     def _read_window(self) -> FixedPieces:
         documents: list[_Document] = []
         while not documents:
-            self._begins = self._passes.position()
-            documents = self._passes.batch(WINDOW_DOCUMENTS)
+            self._begins = self._reader.position()
+            documents = self._reader.batch(WINDOW_DOCUMENTS)
         tokens, offsets = join([document.ids for document in documents])
-        plan = Plan(
+        plan = PackingPlan(
             tokens,
             offsets,
             np.arange(len(documents)),

@@ -96,7 +96,7 @@ class JsonTokenizer:
 
     def __init__(self, path: str, eos_token: str = "") -> None:
         self._path, content = path, _read(path)
-        with self._named("not a Hugging Face tokenizer.json"):
+        with self._naming_errors("not a Hugging Face tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
             # A file saved by a fine-tuning script may cut or pad every text.
             self._tokenizer.no_truncation()
@@ -117,18 +117,18 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without EOS; the library works on all cores."""
-        with self._named("it cannot encode a text"):
+        with self._naming_errors("it cannot encode a text"):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; EOS and other special tokens are dropped."""
         kept = [i for i in ids if i != self.eos_id]
-        with self._named("it cannot decode its tokens"):
+        with self._naming_errors("it cannot decode its tokens"):
             return self._tokenizer.decode(kept, skip_special_tokens=True)
 
     @contextlib.contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _naming_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except (KeyboardInterrupt, SystemExit, MemoryError):

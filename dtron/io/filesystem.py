@@ -61,7 +61,7 @@ def write_synced(path: Location, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def appear(path: Location, text: str) -> None:
+def write_atomically(path: Location, text: str) -> None:
     """Write or replace a file so that it is never seen in part. Raises OSError."""
     if isinstance(path, Remote):
         path.write_bytes(text.encode())

@@ -21,8 +21,8 @@ _BLOCK_BYTES = 64 << 20
 _PART_BYTES = 16 << 20
 _GAP_BYTES = 1 << 20
 """Read too, to save a request."""
-_MOST_HEADS = 16
-_EXTRA = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+_MAX_HEADS = 16
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
 class UnreachableError(CheckpointError, OSError):
@@ -56,8 +56,8 @@ class Remote:
         UnreachableError: from every method, whatever the store's library raises.
     """
 
-    def __init__(self, files: Any, path: str, seen: Snapshot | None = None) -> None:
-        self._files, self._path, self._seen = files, path.rstrip("/"), seen
+    def __init__(self, files: Any, path: str, snapshot: Snapshot | None = None) -> None:
+        self._files, self._path, self._snapshot = files, path.rstrip("/"), snapshot
 
     @classmethod
     def of(cls, url: str) -> "Remote":
@@ -73,7 +73,7 @@ class Remote:
         try:
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **local)
         except ImportError as error:
-            package = _EXTRA.get(protocol)
+            package = _PACKAGES.get(protocol)
             fix = f"pip install {package}" if package else str(error)
             raise ConfigError(f"{url!r} needs another package: {fix}") from None
         except ValueError as error:
@@ -83,7 +83,7 @@ class Remote:
         return cls(files, path)
 
     def __truediv__(self, name: str) -> "Remote":
-        return Remote(self._files, f"{self._path}/{name}", self._seen)
+        return Remote(self._files, f"{self._path}/{name}", self._snapshot)
 
     def __str__(self) -> str:
         return self._files.unstrip_protocol(self._path)
@@ -105,7 +105,7 @@ class Remote:
     @property
     def parent(self) -> "Remote":
         """The folder that holds it."""
-        return Remote(self._files, self._path.rsplit("/", 1)[0], self._seen)
+        return Remote(self._files, self._path.rsplit("/", 1)[0], self._snapshot)
 
     def with_name(self, name: str) -> "Remote":
         """Another one of the same folder."""
@@ -113,7 +113,7 @@ class Remote:
 
     def listed(self) -> "Remote":
         """The same path with a snapshot of all that is in it: one request for 1000 files."""
-        if self._seen is not None or getattr(self._files, "local_file", False):
+        if self._snapshot is not None or getattr(self._files, "local_file", False):
             return self
         with self._renamed_errors(), contextlib.suppress(FileNotFoundError):
             found = self._files.find(self._path, detail=True)
@@ -126,45 +126,45 @@ class Remote:
         with self._renamed_errors():
             getattr(self._files, "connect", lambda: None)()
 
-    def known(self) -> Snapshot | None:
+    def snapshot(self) -> Snapshot | None:
         """What its snapshot has of it, to send to other ranks."""
-        if self._seen is None:
+        if self._snapshot is None:
             return None
-        sizes = {path: self._seen.sizes[path] for path in self._seen.below(self._path)}
-        contents = self._seen.contents
+        sizes = {path: self._snapshot.sizes[path] for path in self._snapshot.below(self._path)}
+        contents = self._snapshot.contents
         return Snapshot(sizes, {path: contents[path] for path in sizes if path in contents})
 
-    def knowing(self, seen: Snapshot | None) -> "Remote":
+    def with_snapshot(self, snapshot: Snapshot | None) -> "Remote":
         """The same path with another rank's snapshot."""
-        return Remote(self._files, self._path, seen)
+        return Remote(self._files, self._path, snapshot)
 
     def exists(self) -> bool:
         """Whether it is there."""
-        if self._seen is not None:
-            return bool(self._seen.below(self._path))
+        if self._snapshot is not None:
+            return bool(self._snapshot.below(self._path))
         with self._renamed_errors():
             return self._files.exists(self._path)
 
     def is_file(self) -> bool:
         """Whether it is there and no folder."""
-        if self._seen is not None:
-            return self._path in self._seen.sizes
+        if self._snapshot is not None:
+            return self._path in self._snapshot.sizes
         with self._renamed_errors():
             return self._files.isfile(self._path)
 
     def size(self) -> int:
         """Bytes of a file."""
-        if self._seen is not None:
-            if self._path not in self._seen.sizes:
+        if self._snapshot is not None:
+            if self._path not in self._snapshot.sizes:
                 raise FileNotFoundError(f"{self} is not there")
-            return self._seen.sizes[self._path]
+            return self._snapshot.sizes[self._path]
         with self._renamed_errors():
             return int(self._files.size(self._path))
 
     def names(self) -> list[str]:
         """What is in a folder; nothing if it is not there."""
-        if self._seen is not None:
-            below = (path[len(self._path) + 1 :] for path in self._seen.below(self._path))
+        if self._snapshot is not None:
+            below = (path[len(self._path) + 1 :] for path in self._snapshot.below(self._path))
             return sorted({path.split("/")[0] for path in below} - {""})
         with self._renamed_errors():
             try:
@@ -190,23 +190,23 @@ class Remote:
 
     def read_whole(self, limit: int) -> bytes:
         """A file. Raises OSError: also where it has more than `limit` bytes."""
-        if self._seen is not None and self._path in self._seen.contents:
-            return self._seen.contents[self._path]
+        if self._snapshot is not None and self._path in self._snapshot.contents:
+            return self._snapshot.contents[self._path]
         if (size := self.size()) > limit:
             raise OSError(f"{self} has {size} bytes, and at most {limit} are read")
         content = self.read_bytes(0, size)
         if len(content) != size:
             raise UnreachableError(f"{self}: the store gave {len(content)} of {size} bytes")
-        if self._seen is not None:
-            self._seen.contents[self._path] = content
+        if self._snapshot is not None:
+            self._snapshot.contents[self._path] = content
         return content
 
     def head(self) -> bytes:
         """The first HEAD_BYTES of a file; a snapshot keeps them."""
-        heads = self._seen.heads if self._seen is not None else OrderedDict[str, bytes]()
+        heads = self._snapshot.heads if self._snapshot is not None else OrderedDict[str, bytes]()
         if self._path not in heads:
             heads[self._path] = self.read_bytes(0, min(self.size(), HEAD_BYTES))
-            while len(heads) > _MOST_HEADS:
+            while len(heads) > _MAX_HEADS:
                 heads.popitem(last=False)
         return heads[self._path]
 
@@ -220,22 +220,22 @@ class Remote:
         """Write a file, which is there when all of it is."""
         with self._renamed_errors():
             self._files.pipe_file(self._path, data)
-        if self._seen is not None:
-            self._seen.sizes[self._path], self._seen.contents[self._path] = len(data), data
+        if self._snapshot is not None:
+            self._snapshot.sizes[self._path], self._snapshot.contents[self._path] = len(data), data
 
     def delete(self, *others: "Remote") -> None:
         """Delete files, and folders with all that is in them; what is not there is no error. With a
         snapshot one request deletes 1000 files."""
-        paths, seen = [each._path for each in (self, *others)], self._seen
-        if seen is not None:
-            paths = [file for path in paths for file in seen.below(path)]
+        paths, snapshot = [each._path for each in (self, *others)], self._snapshot
+        if snapshot is not None:
+            paths = [file for path in paths for file in snapshot.below(path)]
         with self._renamed_errors(), contextlib.suppress(FileNotFoundError):
             if paths:
-                self._files.rm(paths, recursive=seen is None)
-        if seen is not None:
+                self._files.rm(paths, recursive=snapshot is None)
+        if snapshot is not None:
             for path in paths:
-                del seen.sizes[path]
-                seen.contents.pop(path, None)
+                del snapshot.sizes[path]
+                snapshot.contents.pop(path, None)
 
     @contextlib.contextmanager
     def _renamed_errors(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ _SMALL = MB
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorSpec:
     """A tensor before it exists."""
 
     dtype: torch.dtype
@@ -59,14 +59,14 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A file on the disk."""
 
     bytes: int
     sha256: str
 
 
-def order_of(tensors: Mapping[str, Described]) -> list[str]:
+def write_order(tensors: Mapping[str, TensorSpec]) -> list[str]:
     """Names as they lie in a file: wide elements first, so that all lie at multiples of their
     size; of those small tensors first, so that a store gives them by one request."""
 
@@ -76,11 +76,13 @@ def order_of(tensors: Mapping[str, Described]) -> list[str]:
     return sorted(tensors, key=place)
 
 
-def header_of(tensors: Mapping[str, Described], metadata: Mapping[str, str] | None = None) -> str:
+def file_header(
+    tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+) -> str:
     """The header of a file without its length, in ASCII, padded to 8 bytes."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
-    for name in order_of(tensors):
+    for name in write_order(tensors):
         described = tensors[name]
         table[name] = {
             "dtype": DTYPE_NAMES[described.dtype],
@@ -104,13 +106,13 @@ class TensorFile:
     """
 
     def __init__(
-        self, path: Path | str, tensors: Mapping[str, Described], metadata: Mapping[str, str]
+        self, path: Path | str, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]
     ) -> None:
         self._tensors = dict(tensors)
-        self.order = order_of(tensors)
+        self.order = write_order(tensors)
         self._left = list(reversed(self.order))
         self._file = HashedFile(str(path))
-        header = header_of(tensors, metadata).encode()
+        header = file_header(tensors, metadata).encode()
         self._file.put(len(header).to_bytes(8, "little") + header)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -127,10 +129,10 @@ class TensorFile:
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._file.put(flat.numpy().data)
 
-    def close(self) -> Written:
+    def close(self) -> WrittenFile:
         """End the file once all tensors are written, and wait until the disk has it."""
         assert not self._left, f"not written: {self._left[::-1]}"
-        return Written(*self._file.close())
+        return WrittenFile(*self._file.close())
 
     def abandon(self) -> None:
         """Close what will not be completed."""
@@ -167,7 +169,7 @@ class LocalFile:
         return filled
 
 
-def counts(value: Any) -> list[int]:
+def parse_sizes(value: Any) -> list[int]:
     """At most 16 integers of 0 to 2^56: offsets or sizes. Raises ValueError: they are not."""
     if not isinstance(value, list) or len(value) > 16:
         raise ValueError(f"{shorten(repr(value))} is no list of at most 16 integers")
@@ -176,9 +178,9 @@ def counts(value: Any) -> list[int]:
     return value
 
 
-def shape_of(value: Any) -> list[int]:
+def parse_shape(value: Any) -> list[int]:
     """The shape of a tensor of at most 2^56 elements. Raises ValueError: it is none."""
-    if math.prod(shape := counts(value)) > _MOST_ELEMENTS:
+    if math.prod(shape := parse_sizes(value)) > _MOST_ELEMENTS:
         raise ValueError(f"{shape} has more than 2^56 elements")
     return shape
 
@@ -213,8 +215,8 @@ class StoredTensors:
             entry = self._table[name]
             if (dtype := DTYPES_BY_NAME.get(entry["dtype"])) is None:
                 raise ValueError(f"its dtype is {shorten(str(entry['dtype']))}")
-            shape = shape_of(entry["shape"])
-            first, last = counts(entry["data_offsets"])
+            shape = parse_shape(entry["shape"])
+            first, last = parse_sizes(entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"it holds no readable {name}: {error!r}") from None
         if not 0 <= first <= last <= self._room:

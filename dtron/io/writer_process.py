@@ -26,7 +26,7 @@ from typing import Any
 
 from dtron.io.untrusted import open_regular
 
-_PIECE = 1 << 24  # bytes hashed and written at once: they are still in the processor's cache
+_BLOCK_BYTES = 1 << 24  # bytes hashed and written at once: they are still in the processor's cache
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _NICENESS = 5  # training goes first where cores are short
 
@@ -49,7 +49,7 @@ class HashedFile:
         """Append."""
         view = memoryview(data)
         while view:
-            n = self._file.write(view[:_PIECE])  # may be short where the disk fills up
+            n = self._file.write(view[:_BLOCK_BYTES])  # may be short where the disk fills up
             self._hash.update(view[:n])
             self._bytes += n
             view = view[n:]
@@ -78,26 +78,26 @@ def _create(target: str) -> Any:
     return Remote.of(target).open("wb")
 
 
-def write_file(target: str, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+def write_file(target: str, blocks: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write a whole file; its bytes and their SHA-256. Raises OSError."""
     file = HashedFile(target)
     try:
-        for piece in pieces:
-            file.put(piece)
+        for block in blocks:
+            file.put(block)
         return file.close()
     finally:
         file.abandon()
 
 
-def _content(order: dict[str, Any], memory: memoryview) -> Iterable[bytes | memoryview]:
-    if "source" in order:
-        with open_regular(order["source"]) as source:
-            while piece := source.read(_PIECE):
-                yield piece
+def _content(request: dict[str, Any], memory: memoryview) -> Iterable[bytes | memoryview]:
+    if "source" in request:
+        with open_regular(request["source"]) as source:
+            while block := source.read(_BLOCK_BYTES):
+                yield block
         return
-    header = order["header"].encode()
+    header = request["header"].encode()
     yield len(header).to_bytes(8, "little") + header
-    for offset, size in order["parts"]:
+    for offset, size in request["parts"]:
         yield memory[offset : offset + size]
 
 
@@ -141,17 +141,17 @@ class WriterProcess:
         Raises:
             OSError: it cannot be written, or the process has died.
         """
-        return self._ask({"target": target, "header": header, "parts": parts})
+        return self._request({"target": target, "header": header, "parts": parts})
 
     def copy(self, source: str, target: str) -> tuple[int, str]:
         """Copy a file. Returns and raises as `write`."""
-        return self._ask({"target": target, "source": source})
+        return self._request({"target": target, "source": source})
 
-    def _ask(self, order: dict[str, Any]) -> tuple[int, str]:
+    def _request(self, request: dict[str, Any]) -> tuple[int, str]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has died; the missing answer shows it
-            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line.endswith("\n"):
@@ -170,7 +170,7 @@ class WriterProcess:
 def main() -> None:
     """The process itself: descriptor, size and parent are its arguments."""
     descriptor, size, parent = (int(word) for word in sys.argv[1:4])
-    _end_with(parent)
+    _exit_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the parent decides, and saves on the way
     os.nice(_NICENESS)
@@ -178,19 +178,19 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no reply
     shared = mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b""
     for line in sys.stdin:
-        replies.write(json.dumps(_obey(json.loads(line), memoryview(shared))) + "\n")
+        replies.write(json.dumps(_handle(json.loads(line), memoryview(shared))) + "\n")
         replies.flush()
 
 
-def _obey(order: dict[str, Any], memory: memoryview) -> dict[str, Any]:
+def _handle(request: dict[str, Any], memory: memoryview) -> dict[str, Any]:
     try:
-        n_bytes, sha256 = write_file(order["target"], _content(order, memory))
+        n_bytes, sha256 = write_file(request["target"], _content(request, memory))
     except Exception as error:  # the parent raises it
         return {"error": str(error) or type(error).__name__}
     return {"bytes": n_bytes, "sha256": sha256}
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before

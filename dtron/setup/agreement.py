@@ -22,9 +22,9 @@ from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 
 _PACKAGES = ("torch", "torchao", "triton")
-_RESOLVED = ("data.paths", "data.tokenizer", "data.cache_dir", "model.override")
+_COMPARED_RESOLVED = ("data.paths", "data.tokenizer", "data.cache_dir", "model.override")
 """Keys that are compared by what they stand for: the content of files, the resolved model."""
-_AT_MOST = 5
+_MAX_SHOWN = 5
 """Differences that an error names."""
 
 
@@ -39,7 +39,7 @@ def common_to_ranks(
     """
     sections = config.model_dump(mode="json")
     keys = {f"{name}.{key}": v for name, keys in sections.items() for key, v in keys.items()}
-    found = {key: value for key, value in keys.items() if key not in _RESOLVED}
+    found = {key: value for key, value in keys.items() if key not in _COMPARED_RESOLVED}
     found |= {f"model.override.{key}": v for key, v in model.model_dump(mode="json").items()}
     found |= {f"the version of {name}": _installed(name) for name in _PACKAGES}
     found |= {"the version of CUDA": torch.version.cuda, "dtron's source code": _source()}
@@ -63,8 +63,8 @@ def check_agreement_of_ranks(mine: dict[str, Any], group: dist.ProcessGroup) -> 
     dist.all_gather_object(found, (platform.node(), mine), group=group)
     names = dict.fromkeys(name for _, values in found for name in values)
     differing = [n for n in names if len({json.dumps(v.get(n)) for _, v in found}) > 1]
-    lines = [_difference(name, found) for name in differing[:_AT_MOST]]
-    more = f"; and {len(differing) - _AT_MOST} more" if len(differing) > _AT_MOST else ""
+    lines = [_difference(name, found) for name in differing[:_MAX_SHOWN]]
+    more = f"; and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
     raise ConfigError(
         f"ranks disagree on {'; on '.join(lines)}{more}; start all of them with the same command, "
         "files and versions"

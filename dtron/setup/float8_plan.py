@@ -77,9 +77,9 @@ class Float8Plan:
             found = [measure(self.shapes.values(), self.recipe, dtype, device)]
             log.info("float8.filter = auto:\n%s", table(found[0]))
         dist.broadcast_object_list(found, group=group, group_src=0)
-        return self.of_those_that_gain(found[0])
+        return self.keep_faster(found[0])
 
-    def of_those_that_gain(self, worth: Mapping[Shape, Worth]) -> "Float8Plan":
+    def keep_faster(self, worth: Mapping[Shape, Worth]) -> "Float8Plan":
         """The same with fewer layers. Raises ConfigError where none is left."""
         blocks = {name for name in self.shapes if worth[self.shapes[name]].gains}
         layers = tuple(name for name in self.layers if name in blocks or name not in self.shapes)
@@ -123,7 +123,7 @@ class Float8Plan:
     def _styles(self, mesh: Mesh) -> dict[str, Style]:
         """By FQN, of modules whose input is gathered in float8; where that is fused with their
         layers' products, of these layers too."""
-        whole = self._gathered_whole()
+        whole = self._gathered_modules()
         if whole and not self.overlapped:
             style = GatherInput(self.recipe.output.left, scale_groups(mesh).both)
             return dict.fromkeys(whole, style)
@@ -138,7 +138,7 @@ class Float8Plan:
         """Classes of the layers that are fused with communication, by FQN."""
         if not self.overlapped:
             return {}
-        read = [name for module in self._gathered_whole() for name in self.gathering[module]]
+        read = [name for module in self._gathered_modules() for name in self.gathering[module]]
         scattering = [name for name in self.scattering if name in self.layers]
         return {
             **dict.fromkeys(read, GatheredLinear),
@@ -146,13 +146,13 @@ class Float8Plan:
         }
 
     @property
-    def travelling(self) -> frozenset[str]:
+    def communicated(self) -> frozenset[str]:
         """FQNs of modules whose input tp gathers in float8, and of layers whose output's gradient
         it does."""
         scattering = self.scattering if self.overlapped else ()
-        return frozenset(self._gathered_whole()) | (set(scattering) & set(self.layers))
+        return frozenset(self._gathered_modules()) | (set(scattering) & set(self.layers))
 
-    def _gathered_whole(self) -> list[str]:
+    def _gathered_modules(self) -> list[str]:
         """FQNs of modules whose input only float8 layers read."""
         chosen = set(self.layers)
         return [module for module, read in self.gathering.items() if read and set(read) <= chosen]
@@ -258,7 +258,10 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
     degrees = config.degrees(world_size)
     rows = spec.placements(model, config.parallel.sequence_parallel)
     shapes = {
-        name: (config.tokens, *_part(name, whole.get_submodule(name), rows, degrees, settings))
+        name: (
+            config.tokens,
+            *_local_features(name, whole.get_submodule(name), rows, degrees, settings),
+        )
         for name in plan.layers
     }
     head = shapes.pop(choice.output, None)
@@ -269,7 +272,7 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
     if not settings.gather_inputs and not config.parallel.async_tp:
         return plan
     plan = replace(plan, gathering=_gathering(whole, rows), overlapped=config.parallel.async_tp)
-    if settings.gather_inputs and not plan.travelling:
+    if settings.gather_inputs and not plan.communicated:
         raise ConfigError(
             "float8.gather_inputs has no effect: no attention or feed-forward has all the layers "
             "that read its input in float8; widen float8.filter"
@@ -305,7 +308,7 @@ def _any_attention(model: DecoderConfig) -> Backend:
     return choose_backend("math", AttentionNeeds.of(model, "cpu", torch.float32))
 
 
-def _part(
+def _local_features(
     name: str,
     linear: nn.Module,
     rows: Mapping[str, Row],

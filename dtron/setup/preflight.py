@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from dtron.checkpoint.initial_weights import (
-    Initial,
+    InitialWeights,
     check_same_model,
     check_tokenizer,
     open_initial,
@@ -133,7 +133,7 @@ def _set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
     return ModelSetup(run.model, run.attention, run.layout, run.float8)
 
 
-def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) -> Initial:
+def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) -> InitialWeights:
     initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
     check_same_model(initial, config.model.name, model)
     if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):

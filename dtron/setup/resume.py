@@ -26,8 +26,8 @@ from dtron.checkpoint.directory import (
     complete,
     find,
 )
-from dtron.checkpoint.initial_weights import Initial
-from dtron.checkpoint.locations import Tier, owner, tiers_of
+from dtron.checkpoint.initial_weights import InitialWeights
+from dtron.checkpoint.locations import CheckpointLocation, checkpoint_locations, location_of
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, DtronError, cause_of
 from dtron.io.filesystem import Location, listed, location
@@ -48,22 +48,22 @@ class ResumeState:
 
     mode: str
     """`checkpoint.resume`, or `latest` after torchrun has restarted the job."""
-    tiers: Sequence[Tier]
+    locations: Sequence[CheckpointLocation]
     """The run's checkpoint locations."""
     folders: Sequence[Location]
     """Their folders, with the listing read at the start; empty on ranks that did not look."""
     checkpoint: Location | None = None
     metadata: CheckpointMetadata | None = None
     """Of the checkpoint; None where there is none."""
-    initial: Initial | None = None
+    initial: InitialWeights | None = None
     """Weights to start from; None when a checkpoint is resumed."""
     found_by_rank_0: bool = False
     """Only rank 0 has looked, in an object store."""
 
     def is_finished(self, steps: int) -> bool:
         """Whether the checkpoint has all `steps` and is in the durable location."""
-        only_one = self.tiers[0] is self.tiers[-1]
-        durable = only_one or owner(self.tiers[:-1], self.checkpoint) is None
+        only_one = self.locations[0] is self.locations[-1]
+        durable = only_one or location_of(self.locations[:-1], self.checkpoint) is None
         return self.metadata is not None and self.metadata.step >= steps and durable
 
     def agree(
@@ -75,10 +75,10 @@ class ResumeState:
         """
         if self.found_by_rank_0 and self.checkpoint is not None:
             return replace(self, checkpoint=directory.share(self.checkpoint, group))
-        if self.mode != "latest" or len(self.tiers) == 1:
+        if self.mode != "latest" or len(self.locations) == 1:
             check_agreement(self.checkpoint, group)
             return self
-        found = directory.agree(self.checkpoint, [tier.folder for tier in self.tiers], group)
+        found = directory.agree(self.checkpoint, [each.folder for each in self.locations], group)
         metadata = read_compatible(config, model, found) if found else None
         return replace(self, checkpoint=found, metadata=metadata)
 
@@ -96,7 +96,7 @@ class ResumeState:
         if self.mode != "latest":
             directory.check_content(self.checkpoint, group, RESUME)
             return self
-        checkpoint = newest_intact(self.tiers, self.checkpoint, group)
+        checkpoint = newest_intact(self.locations, self.checkpoint, group)
         metadata = read_compatible(config, model, checkpoint)
         return replace(self, checkpoint=checkpoint, metadata=metadata)
 
@@ -116,17 +116,17 @@ def find_resume_state(
         CheckpointError: it is missing, damaged or of another model, optimizer or kind.
         ConfigError: a location cannot be written, or holds another run's checkpoints.
     """
-    tiers, restarted = tiers_of(config), _is_restart(RunDir(config.run.dir), place)
+    locations, restarted = checkpoint_locations(config), _is_restart(RunDir(config.run.dir), place)
 
     def look() -> ResumeState:
-        return _look(config, model, place, tiers, restarted, probe=starts)
+        return _look(config, model, place, locations, restarted, probe=starts)
 
-    by_rank_0 = rendezvous is not None and place.world_size > 1 and _all_remote(config, tiers)
+    by_rank_0 = rendezvous is not None and place.world_size > 1 and _all_remote(config, locations)
     if rendezvous is None or not by_rank_0:
         return look()
-    if place.rank > 0 and isinstance(tiers[-1].folder, Remote):
-        tiers[-1].folder.connect()  # while rank 0 looks
-    return _look_on_rank_0(look, tiers, rendezvous, config.checkpoint.timeout_seconds)
+    if place.rank > 0 and isinstance(locations[-1].folder, Remote):
+        locations[-1].folder.connect()  # while rank 0 looks
+    return _look_on_rank_0(look, locations, rendezvous, config.checkpoint.timeout_seconds)
 
 
 def find_checkpoint(
@@ -156,7 +156,7 @@ def find_checkpoint(
 
 
 def newest_intact(
-    tiers: Sequence[Tier], checkpoint: Location, group: dist.ProcessGroup
+    locations: Sequence[CheckpointLocation], checkpoint: Location, group: dist.ProcessGroup
 ) -> Location:
     """The checkpoint, or the newest before it, whose files have the hashes of its index.
 
@@ -164,7 +164,7 @@ def newest_intact(
     """
     while damaged := corrupt(checkpoint, read_index(checkpoint).files, group):
         log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(damaged))
-        older = directory.newest_good([tier.folder for tier in tiers], after=checkpoint)
+        older = directory.newest_good([each.folder for each in locations], after=checkpoint)
         assert older is not None, "newest_good raises where none is left"
         checkpoint = older
         check_agreement(checkpoint, group)
@@ -190,7 +190,7 @@ def _look(
     config: RunConfig,
     model: DecoderConfig,
     place: Place,
-    tiers: Sequence[Tier],
+    locations: Sequence[CheckpointLocation],
     restarted: bool,
     probe: bool,
 ) -> ResumeState:
@@ -198,24 +198,24 @@ def _look(
     for key, folder in (("dir", config.checkpoint.dir), ("fast_dir", config.checkpoint.fast_dir)):
         if folder and isinstance(where := location(folder), Path):
             _check_folder(f"checkpoint.{key}", where)
-    if probe and place.rank == 0 and isinstance(tiers[-1].folder, Remote):
-        _check_store(config.checkpoint.dir, tiers[-1].folder)
+    if probe and place.rank == 0 and isinstance(locations[-1].folder, Remote):
+        _check_store(config.checkpoint.dir, locations[-1].folder)
     try:
-        folders = [listed(tier.folder) for tier in tiers]
+        folders = [listed(each.folder) for each in locations]
     except OSError as error:
         raise _unlisted(config.checkpoint.resume, error) from error
     mode, checkpoint, metadata = _newest_or_named(config, model, restarted, folders)
     recorded = RunDir(config.run.dir).noted_checkpoint()
     if mode == "latest" and checkpoint is None and recorded:
         raise CheckpointError(
-            f"checkpoint.resume = 'latest' finds no checkpoint in {tiers[-1].folder}, but this run "
+            f"checkpoint.resume = 'latest' finds no checkpoint in {locations[-1].folder}, but this run "
             f"wrote {recorded}; mount or restore its file system, or start afresh with "
             "checkpoint.resume= (empty)"
         )
-    own = checkpoint if owner(tiers, checkpoint) else None
+    own = checkpoint if location_of(locations, checkpoint) else None
     if own is None and not restarted:
         _check_unused(config, folders)
-    return ResumeState(mode, tiers, folders, checkpoint, metadata)
+    return ResumeState(mode, locations, folders, checkpoint, metadata)
 
 
 def _newest_or_named(
@@ -234,16 +234,19 @@ def _newest_or_named(
     return resume, *find_checkpoint(config, model, resume, folders)
 
 
-def _all_remote(config: RunConfig, tiers: Sequence[Tier]) -> bool:
+def _all_remote(config: RunConfig, locations: Sequence[CheckpointLocation]) -> bool:
     """Whether all locations are object stores, which every rank sees alike."""
     resume = config.checkpoint.resume
-    locations = [tier.folder for tier in tiers]
-    locations += [location(resume)] if resume not in ("", "latest") else []
-    return all(isinstance(each, Remote) for each in locations)
+    folders = [each.folder for each in locations]
+    folders += [location(resume)] if resume not in ("", "latest") else []
+    return all(isinstance(folder, Remote) for folder in folders)
 
 
 def _look_on_rank_0(
-    look: Callable[[], ResumeState], tiers: Sequence[Tier], rendezvous: Rendezvous, seconds: float
+    look: Callable[[], ResumeState],
+    locations: Sequence[CheckpointLocation],
+    rendezvous: Rendezvous,
+    seconds: float,
 ) -> ResumeState:
     """Send rank 0's result, or its error, to all ranks."""
     found, failure = None, None
@@ -266,7 +269,7 @@ def _look_on_rank_0(
         raise CheckpointError(answer["error"])
     metadata = TypeAdapter(CheckpointMetadata | None).validate_python(answer["metadata"])
     checkpoint = location(answer["at"]) if answer["at"] else None
-    return ResumeState(answer["mode"], tiers, [], checkpoint, metadata, found_by_rank_0=True)
+    return ResumeState(answer["mode"], locations, [], checkpoint, metadata, found_by_rank_0=True)
 
 
 def _unlisted(resume: str, error: OSError) -> CheckpointError:

@@ -72,15 +72,15 @@ class ModelCandidate(Candidate):
         )
 
     @property
-    def splits(self) -> bool:
+    def splits_backward(self) -> bool:
         """Whether the pipeline's schedule splits backwards, and defers weight gradients."""
         return self.layout is not None and self.layout.splits_backward
 
     @property
-    def sums(self) -> bool:
+    def sums_micro_batches(self) -> bool:
         """As of Candidate; a pipeline that defers weight gradients adds them up as well."""
         deferred = self.layout is not None and (self.layout.splits_backward or self.layout.head)
-        return super().sums or bool(deferred and self.micro_batches > 1)
+        return super().sums_micro_batches or bool(deferred and self.micro_batches > 1)
 
     @property
     def recipe(self) -> Recipe:
@@ -401,14 +401,14 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
     ),
     Rule(
         "parallel.async_tp parallel.schedule",
-        lambda c: not (c.parallel.async_tp and c.splits),
+        lambda c: not (c.parallel.async_tp and c.splits_backward),
         "parallel.async_tp with parallel.schedule = {c.parallel.schedule!r}: matmuls whose weight "
         "gradients are deferred are not fused; use a schedule with whole backwards, such as "
         '"Interleaved1F1B"',
     ),
     Rule(
         "parallel.defer_head",
-        lambda c: not (c.parallel.defer_head and c.splits),
+        lambda c: not (c.parallel.defer_head and c.splits_backward),
         needs="a parallel.schedule of whole backwards, such as 1F1B: others defer all weight "
         "gradients",
     ),
@@ -450,7 +450,7 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
     ),
     Rule(
         "float8.recipe parallel.schedule",
-        lambda c: not c.splits,
+        lambda c: not c.splits_backward,
         "parallel.schedule = {c.parallel.schedule!r} defers weight gradients, which float8 layers "
         'compute at once; use one with whole backwards, such as "Interleaved1F1B"',
     ),

@@ -25,9 +25,9 @@ from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
 from dtron.setup.preflight import ModelSetup
 from dtron.training.expert_balancing import Routing
-from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
+from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, loss_from_head
 from dtron.training.optim import build_optimizer
-from dtron.training.step import Guard, Loss, ParallelModel, TrainStep
+from dtron.training.step import Guard, LossFunction, ParallelModel, TrainStep
 
 
 def build_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh:
@@ -96,10 +96,10 @@ class ModelBuilder:
             loss=self._head_loss(),
         )
 
-    def loss(self, applied: Applied) -> Loss:
+    def loss(self, applied: Applied) -> LossFunction:
         """The summed loss of the model's output."""
         if applied.loss_in_head:
-            return given_sum
+            return loss_from_head
         loss = functools.partial(cross_entropy_sum, vocabulary=self._vocabulary())
         if self.config.compile.enable:
             loss = torch.compile(loss, backend=self.config.compile.backend, dynamic=False)

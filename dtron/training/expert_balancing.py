@@ -28,7 +28,7 @@ class Routing:
         every, tokens = (_group(mesh, axes) for axes in (TOKEN_AXES, MICRO_AXES))
         for router in found:  # gradients are summed over micro-batches and ranks: the mean
             router.loss_divisor.fill_(micro_batches * mesh.size(*TOKEN_AXES))
-            router.pool = Pooled(every if router.balance == "global_batch" else tokens, tokens)
+            router.pool = RankPool(every if router.balance == "global_batch" else tokens, tokens)
         self.counts = torch.zeros(0, 1, dtype=torch.int64, device=mesh.device_type)
         self.losses = torch.zeros(0, 2, device=mesh.device_type)
 
@@ -60,7 +60,7 @@ def _group(mesh: Mesh, axes: Sequence[Degree]) -> dist.ProcessGroup | None:
     return mesh.group(*axes) if mesh.size(*axes) > 1 else None
 
 
-class Pooled:
+class RankPool:
     """Ranks that have tokens of one micro-batch: a router's `pool`.
 
     Args:

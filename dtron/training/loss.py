@@ -64,7 +64,7 @@ def cross_entropy_sum(
     if vocabulary is not None:
         total: Tensor = _SplitCrossEntropy.apply(logits, labels, vocabulary)  # type: ignore[assignment]
         return total
-    return F.cross_entropy(_wide(logits), labels, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(_upcast(logits), labels, ignore_index=IGNORE, reduction="sum")
 
 
 def count_labels(labels: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels != IGNORE).sum()
 
 
-def given_sum(total: Tensor, _labels: Tensor) -> Tensor:
+def loss_from_head(total: Tensor, _labels: Tensor) -> Tensor:
     """The loss where the model's head computes it: what the model gives."""
     return total
 
@@ -262,7 +262,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _upcast(logits: Tensor) -> Tensor:
     return logits.to(_at_least_float32(logits.dtype))
 
 
@@ -274,7 +274,7 @@ def _columns(z: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
 
 def _masked(logits: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
     """Logits in float32 at least, -inf in padded columns."""
-    z = _wide(logits)
+    z = _upcast(logits)
     if vocabulary is None:
         return z
     return z.masked_fill(_columns(z, vocabulary) >= vocabulary.size, -torch.inf)

@@ -89,7 +89,7 @@ class AdamW(torch.optim.AdamW):
         return torch.zeros_like(parameter)
 
 
-class NarrowAdamW(AdamW):
+class BFloat16AdamW(AdamW):
     """AdamW whose moments are kept in bfloat16; otherwise as torch's, state names included."""
 
     def __init__(self, groups: list[dict], **settings: Any) -> None:
@@ -97,7 +97,7 @@ class NarrowAdamW(AdamW):
         self._counts: dict[int, Counts] = {}
         """By the first count of a parameter group."""
         # Loading gives moments the dtype of their parameter.
-        self.register_load_state_dict_post_hook(_narrow)
+        self.register_load_state_dict_post_hook(_moments_to_bfloat16)
 
     def _update(
         self,
@@ -143,13 +143,13 @@ class SGD(torch.optim.SGD):
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _narrow(optimizer: torch.optim.Optimizer) -> None:
+def _moments_to_bfloat16(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         state.update({name: state[name].bfloat16() for name in _MOMENTS if name in state})
 
 
 def _adamw(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
-    kind = NarrowAdamW if options.moments == "bfloat16" else AdamW
+    kind = BFloat16AdamW if options.moments == "bfloat16" else AdamW
     betas = (options.beta1, options.beta2)
     return kind(groups, lr=options.lr, betas=betas, eps=options.eps)
 

@@ -10,7 +10,7 @@ from dtron.checkpoint.directory import (
     newest_good,
     read_metadata,
 )
-from dtron.checkpoint.locations import Tier
+from dtron.checkpoint.locations import CheckpointLocation
 from dtron.config import Faults
 from dtron.errors import CheckpointError, TrainingError
 from dtron.faults.spikes import Spike
@@ -23,8 +23,10 @@ log = logging.getLogger("dtron")
 class Rollback:
     """Loads checkpoints from before loss spikes, at most `faults.max_rollbacks` times."""
 
-    def __init__(self, faults: Faults, tiers: Sequence[Tier], checkpointer: Checkpointer) -> None:
-        self.faults, self.tiers, self.checkpointer = faults, tiers, checkpointer
+    def __init__(
+        self, faults: Faults, locations: Sequence[CheckpointLocation], checkpointer: Checkpointer
+    ) -> None:
+        self.faults, self.locations, self.checkpointer = faults, locations, checkpointer
         self.n_rollbacks = 0
 
     def load(self, spike: Spike, step: int) -> tuple[Location, CheckpointMetadata]:
@@ -59,9 +61,9 @@ class Rollback:
 
     def _newest_before(self, step: int) -> tuple[Location, CheckpointMetadata]:
         """The newest intact checkpoint of an earlier step."""
-        path = newest_good([tier.folder for tier in self.tiers], below=step)
+        path = newest_good([each.folder for each in self.locations], below=step)
         if path is None:
             raise CheckpointError(f"no checkpoint is of an earlier step than {step}")
         check_agreement(path, self.checkpointer.group)
-        path = newest_intact(self.tiers, path, self.checkpointer.group)
+        path = newest_intact(self.locations, path, self.checkpointer.group)
         return path, read_metadata(path)

@@ -33,11 +33,11 @@ class Saving:
         Raises:
             CheckpointError: `checkpoint.on_error` does not let the run continue.
         """
-        return self.checkpointer.tried(self.begin)
+        return self.checkpointer.attempt(self.begin)
 
     def try_wait(self) -> bool:
         """Wait for an asynchronous save; returns and raises as `try_begin`."""
-        return self.checkpointer.tried(self.checkpointer.wait)
+        return self.checkpointer.attempt(self.checkpointer.wait)
 
     def report_failed(self, stop: StopSignal) -> None:
         """Handle an asynchronous save that has failed; ranks notice it at different steps."""

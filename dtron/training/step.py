@@ -24,7 +24,7 @@ from dtron.run.profiler import phase
 from dtron.training.loss import count_labels
 from dtron.training.optim import update
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Guard(Protocol):
@@ -57,7 +57,7 @@ class ParallelModel:
     applied: Applied
     execution: Execution
     mesh: Mesh
-    loss: Loss
+    loss: LossFunction
     """(logits (B, T, V), labels (B, T)) -> the summed loss; where the model's head computes it
     (`Applied.loss_in_head`), the model's output comes in place of the logits."""
 
@@ -132,7 +132,7 @@ class TrainStep:
         Returns:
             This rank's share of the mean loss.
         """
-        n_valid, *n_mtp = self._count(batches)
+        n_valid, *n_mtp = self._global_label_counts(batches)
         self.mtp_loss = torch.zeros_like(self.mtp_loss)
         applied = self.model.applied
 
@@ -162,10 +162,10 @@ class TrainStep:
         weighted = self.mtp_weight * mean
         return weighted - weighted.detach()
 
-    def _count(self, batches: Sequence[Batch]) -> Tensor:
+    def _global_label_counts(self, batches: Sequence[Batch]) -> Tensor:
         """Labelled tokens of the whole step and of each of P further predictions, at least 1: float
         (1 + P,) on the device."""
-        counts = torch.stack([_count_all(batch) for batch in batches]).sum(0)
+        counts = torch.stack([_label_counts(batch) for batch in batches]).sum(0)
         dist.all_reduce(counts, group=self.model.mesh.group(*LOSS_AXES))
         return counts.clamp(min=1)
 
@@ -178,7 +178,7 @@ class TrainStep:
         return token_keys(self.dropout_seed, step, batch.sequence, index.expand_as(batch.tokens))
 
 
-def _count_all(batch: Batch) -> Tensor:
+def _label_counts(batch: Batch) -> Tensor:
     mtp = () if batch.mtp_labels is None else batch.mtp_labels.unbind(-1)
     return torch.stack([count_labels(labels) for labels in (batch.labels, *mtp)])
 

@@ -19,8 +19,8 @@ from dtron.checkpoint.directory import (
     check_content,
     write_metadata,
 )
-from dtron.checkpoint.initial_weights import Initial
-from dtron.checkpoint.locations import owner
+from dtron.checkpoint.initial_weights import InitialWeights
+from dtron.checkpoint.locations import location_of
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
 from dtron.data import Batch, Loader
@@ -68,7 +68,7 @@ from dtron.training.step import StepResult
 from dtron.training.step_log import StepLog
 
 log = logging.getLogger("dtron")
-_HOURS = 10**6
+_SIGNAL_SECONDS = 10**6
 """More seconds than any wait for the agreement on a signal takes."""
 
 
@@ -171,7 +171,7 @@ class Trainer:
         self.batches = RankBatches(loader, mesh, builder.context, setup, config.metrics.batch_hash)
         self.evaluation = Evaluation(config, model, self.batches, self.data_setup)
         self.checkpointer = Checkpointer(
-            self.resume.tiers,
+            self.resume.locations,
             model.applied,
             self.run.optimizer,
             config.checkpoint,
@@ -179,7 +179,7 @@ class Trainer:
             self.rundir.note_checkpoint,
         )
         self.saving = Saving(self.checkpointer, self._metadata)
-        self.rollback = Rollback(config.faults, self.resume.tiers, self.checkpointer)
+        self.rollback = Rollback(config.faults, self.resume.locations, self.checkpointer)
         set_timeouts(mesh.groups(), config.parallel.timeout_seconds)
         with self.faults.paused():
             self._load()
@@ -200,7 +200,7 @@ class Trainer:
         self.warmup = resumed_warmup(config, None)
         if self.resume.checkpoint is None:
             if config.checkpoint.resume:
-                where = self.resume.tiers[-1].folder
+                where = self.resume.locations[-1].folder
                 log.info("no checkpoint in %s yet: starting afresh", where)
             if initial := self.resume.initial:
                 self._load_weights(initial)
@@ -220,7 +220,7 @@ class Trainer:
         self._load_guards(metadata)
         log.info("resumed from %s in %.1f s", checkpoint, time.monotonic() - begun)
 
-    def _load_weights(self, initial: Initial) -> None:
+    def _load_weights(self, initial: InitialWeights) -> None:
         check_agreement(initial.path, self.host_group)
         if self.config.checkpoint.verify and initial.folder is None:
             check_content(initial.path, self.checkpointer.group)
@@ -236,7 +236,7 @@ class Trainer:
         config = self.config
         first = self.place.rank == 0
         checkpoint, metadata = self.resume.checkpoint, self.resume.metadata
-        own = owner(self.resume.tiers, checkpoint) is not None
+        own = location_of(self.resume.locations, checkpoint) is not None
         if first:
             self.rundir.open(config.to_toml(), metadata.step if own and metadata else None)
             for folder in self.resume.folders:
@@ -271,7 +271,7 @@ class Trainer:
         self.throughput.restart()
         if self.times is not None:
             self.times.begin()
-        stopped = stop.begin(self.host_group, new_host_group(_HOURS))
+        stopped = stop.begin(self.host_group, new_host_group(_SIGNAL_SECONDS))
         while self.step < config.train.steps and not stopped:
             if self.checkpointer.failed:
                 with self.guards.saving(self.step):
@@ -284,12 +284,12 @@ class Trainer:
                     saved = self._durable_step(self._roll_back(spike))
                 continue
             if self.checkpointer.due(self.step) and self._save():
-                saved = self.step if self.checkpointer.lasts(self.step) else saved
+                saved = self.step if self.checkpointer.is_durable_step(self.step) else saved
         finished = self.step == config.train.steps
         with self.guards.saving(self.step):
             if not self.saving.try_wait():  # an asynchronous failure is raised here
                 saved = -1
-            due = config.checkpoint.last or self.checkpointer.lasts(self.step)
+            due = config.checkpoint.last or self.checkpointer.is_durable_step(self.step)
             if saved != self.step and (due or not finished):
                 self.saving.begin(durable=True)  # a second signal does not interrupt it
             self.checkpointer.wait()  # nothing comes after it that could save what it did not
@@ -308,7 +308,7 @@ class Trainer:
 
     def _durable_step(self, checkpoint: Location | None) -> int:
         """The step that the run is at, if it needs no saving; else -1."""
-        return -1 if owner(self.resume.tiers[:-1], checkpoint) else self.step
+        return -1 if location_of(self.resume.locations[:-1], checkpoint) else self.step
 
     def _write_times(self) -> None:
         if self.times is None:
@@ -431,7 +431,7 @@ class Trainer:
         self.run.step.skipped_in_a_row.zero_()
         self._load_guards(metadata)
         self._refresh_weights()
-        self.checkpointer.saver.first(lambda: self._skip_batches(checkpoint, metadata))
+        self.checkpointer.saver.run_on_first(lambda: self._skip_batches(checkpoint, metadata))
         self.throughput.restart()
         return checkpoint
 
@@ -439,8 +439,8 @@ class Trainer:
         """On the first rank: let a run that resumes from the checkpoint skip the same batches."""
         data, faults = self.batches.loader.state_dict(), self._guard_state()
         write_metadata(checkpoint, replace(metadata, data=data, faults=faults))
-        for tier in self.resume.tiers:
-            abandon_after(tier.folder, self.step)
+        for location in self.resume.locations:
+            abandon_after(location.folder, self.step)
 
     def _finish(self) -> None:
         if self.config.train.sample_tokens:
