@@ -65,14 +65,6 @@ def prepare(data: Data) -> TokenCache | None:
         return open_or_build(corpus, tokenizer, path)
 
 
-def is_ready(data: Data) -> bool:
-    """Whether `prepare` would find its work done."""
-    if _is_stream(data):
-        return True
-    _, tokenizer, path = _locate(data)
-    return open_cache(path, tokenizer) is not None
-
-
 def wait_for(data: Data, silent_seconds: float) -> None:
     """Return once another process has prepared the data.
 

@@ -208,8 +208,8 @@ def _look(
     recorded = RunDir(config.run.dir).noted_checkpoint()
     if mode == "latest" and checkpoint is None and recorded:
         raise CheckpointError(
-            f"checkpoint.resume = 'latest' finds no checkpoint in {locations[-1].folder}, but this run "
-            f"wrote {recorded}; mount or restore its file system, or start afresh with "
+            f"checkpoint.resume = 'latest' finds no checkpoint in {locations[-1].folder}, but this "
+            f"run wrote {recorded}; mount or restore its file system, or start from step 0 with "
             "checkpoint.resume= (empty)"
         )
     own = checkpoint if location_of(locations, checkpoint) else None

@@ -23,11 +23,11 @@ from dtron.checkpoint.dcp_storage import read_index, tiling_error
 from dtron.checkpoint.directory import (
     CheckpointMetadata,
     agree,
-    prepare_folder,
     commit,
     complete,
     delete_old,
     newest_good,
+    prepare_folder,
     problem,
     step_of,
 )

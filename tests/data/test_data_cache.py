@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from dtron.config import Data
-from dtron.data import TokenCache, cache, is_ready, prepare, sources, wait_for
-from dtron.data.cache import cache_path, open_or_build
+from dtron.data import TokenCache, cache, prepare, sources, wait_for
+from dtron.data.cache import cache_path, open_cache, open_or_build
 from dtron.data.documents import Corpus
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.errors import DataError
@@ -35,6 +35,11 @@ def prepared(data: Data) -> TokenCache:
 def documents(cache: TokenCache) -> list[list[int]]:
     pairs = zip(cache.offsets[:-1], cache.offsets[1:], strict=True)
     return [cache.tokens[start:end].tolist() for start, end in pairs]
+
+
+def is_ready(data: Data) -> bool:
+    _, tokenizer, path = sources._locate(data)
+    return open_cache(path, tokenizer) is not None
 
 
 def builds(caplog: pytest.LogCaptureFixture) -> int:
