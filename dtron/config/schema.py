@@ -24,7 +24,7 @@ def _check_path(path: str) -> str:
     except RuntimeError:
         raise ValueError("no such user has a home directory; write the whole path") from None
     if len(path.encode()) > 4000 or any(len(name.encode()) > 255 for name in path.split("/")):
-        raise ValueError("longer than 4000 bytes, or with a name longer than 255 bytes; use less")
+        raise ValueError("a path has at most 4000 bytes, and each name in it 255")
     return path
 
 

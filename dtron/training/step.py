@@ -1,7 +1,7 @@
-"""One optimizer step: forward and backward over the micro-batches, norm, clip, update.
+"""One optimizer step: forward and backward of the micro-batches, norm, clipping, update.
 
-Nothing here synchronizes with the device: whether a non-finite gradient skips the update is decided
-there, equally on every rank, and counted for the logging steps.
+Nothing here waits for the device: it is decided there, equally on every rank, whether non-finite
+gradients skip the update, and counted there for the logging steps.
 """
 
 import functools
@@ -28,26 +28,30 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Guard(Protocol):
-    """Judges the loss of a step, on the device."""
+    """Detects bad losses on the device."""
 
     skips: bool
-    """Whether steps that it objects to are not taken."""
+    """Whether steps with a bad loss are skipped."""
 
     def observe(self, share: Tensor, step: int) -> Tensor:
-        """Whether it objects, given this rank's part of the loss of a step (1-based)."""
+        """Return whether the loss of a step (1-based) is bad: a bool scalar on the device.
+
+        Args:
+            share: this rank's share of the loss.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device."""
+    """Results of a step: scalars on the device."""
 
     loss: Tensor
-    """This rank's share of the mean loss: summed over SHARE_AXES it is the loss."""
+    """This rank's share of the mean loss; the sum over SHARE_AXES is the loss."""
     grad_norm: Tensor
     """Global norm before clipping, the same on every rank."""
     mtp_loss: Tensor
-    """As the loss, of multi-token prediction: the mean over its P predictions; else 0."""
+    """This rank's share of the mean loss of the P multi-token predictions; 0 without any."""
 
 
 @dataclass(frozen=True)

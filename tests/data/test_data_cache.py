@@ -52,7 +52,7 @@ def test_tokens_and_offsets(make_data: MakeData, caplog: pytest.LogCaptureFixtur
     assert documents(cache) == [[97, 98, 256], [*"c€".encode(), 256]]
     assert cache.tokens.dtype == np.uint16
     assert cache.n_documents == 2
-    assert "tokenized 2 documents (2 empty ones left out) to 8 tokens" in caplog.text
+    assert "tokenized 2 documents (2 empty ones skipped) to 8 tokens" in caplog.text
 
 
 def test_many_batches(make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
