@@ -1,7 +1,7 @@
-"""Which rank writes what: `torch.distributed.checkpoint`'s plan, made once and then kept.
+"""Cached plan of `torch.distributed.checkpoint` for saving: which rank writes which tensors.
 
-A rank whose tensors are as they were sends nothing; a plan is made again, of all ranks' tensors,
-when any rank's have changed.
+A rank whose tensors have not changed since the last save sends an empty plan. Only if any rank's
+tensors have changed, the global plan is made again.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 
 class CachedSavePlanner(DefaultSavePlanner):
-    """Plans the saves of one run.
+    """Plans the saves of one run and caches the plan.
 
     Attributes:
-        staged: local tensors by name to write instead of those that were planned with.
-        made: how often a plan was made of all ranks' tensors.
+        staged: local tensors by name, to be written instead of the planned ones; None: no others.
+        n_global_plans: how often a global plan was made.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         self._global_metadata: Metadata | None = None
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank holds, or that it is what it was."""
+        """Return the tensors of this rank; an unusable plan if they have not changed."""
         plan = super().create_local_plan()
         if plan == self._local_plan:
             return SavePlan([], usable=False)
@@ -37,7 +37,8 @@ class CachedSavePlanner(DefaultSavePlanner):
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """What each rank writes, or that it is what it was."""
+        """Return what each rank writes; the plans as they came if no rank's tensors have
+        changed."""
         if self._global_metadata is not None and not any(plan.usable for plan in all_plans):
             return all_plans, self._global_metadata
         known = self._all_plans or all_plans
@@ -47,15 +48,15 @@ class CachedSavePlanner(DefaultSavePlanner):
         return plans, self._global_metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """What this rank writes."""
+        """Return what this rank writes."""
         if new_plan.usable:
             self._final_plan = new_plan
         return self._final_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The tensor to write."""
+        """Return the tensor to write."""
         if self.staged is not None:
             return self.staged[write_item.index.fqn]
         data = super().resolve_data(write_item)
-        assert isinstance(data, Tensor), f"{write_item.index.fqn} is no tensor"
+        assert isinstance(data, Tensor), f"{write_item.index.fqn} is not a tensor"
         return data

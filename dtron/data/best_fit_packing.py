@@ -170,7 +170,9 @@ class PackingPlan:
         self._pieces = pieces_of(offsets, documents, seq_len)
         sequence = PACKERS[packing](self._pieces.lengths, seq_len)
         self._places = np.argsort(sequence, kind="stable")  # pieces of sequence 0, then of 1, ...
-        self._firsts = np.cumsum(np.bincount(sequence + 1))  # index of the first piece of each sequence
+        self._firsts = np.cumsum(
+            np.bincount(sequence + 1)
+        )  # index of the first piece of each sequence
         lengths = offsets[documents + 1] - offsets[documents]
         self._split = float(np.mean(lengths > seq_len))
 
@@ -204,7 +206,9 @@ class PackingPlan:
         labels = np.full(self._seq_len, IGNORE, np.int64)
         pieces, filled, read = self._pieces, 0, 0
         starts, lengths = pieces.starts[chosen].tolist(), pieces.lengths[chosen].tolist()
-        more = pieces.continues[chosen].tolist()  # then the next token is the label of the piece's last one
+        more = pieces.continues[
+            chosen
+        ].tolist()  # then the next token is the label of the piece's last one
         columns = list(zip(starts, lengths, more, strict=True))
         windows = read_spans(
             self._tokens, [(at, at + n + continues) for at, n, continues in columns]

@@ -20,7 +20,10 @@ from dtron.data.stream import START
 from dtron.errors import ConfigError, DataError, DtronError
 
 BATCH_ROWS = 256
-SAVED = ("dataset_info.json", "dataset_dict.json")  # one of them is in each folder written by save_to_disk
+SAVED = (
+    "dataset_info.json",
+    "dataset_dict.json",
+)  # one of them is in each folder written by save_to_disk
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 

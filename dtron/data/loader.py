@@ -54,7 +54,8 @@ class Batch:
     """int64 (B, T, P), for multi-token prediction: the tokens 1, 2, ... P ahead; the token itself
     where that one is in another document or sequence"""
     mtp_labels: Tensor | None = None
-    """int64 (B, T, P), labels of `mtp_tokens`; -100 where they are in another document or sequence"""
+    """int64 (B, T, P), labels of `mtp_tokens`; -100 where they are in another document or
+    sequence"""
 
     def to(self, device: torch.device | str) -> "Batch":
         """Copy to a device; to CUDA from pinned memory, asynchronously."""
@@ -128,7 +129,8 @@ class Loader:
         self._next = first_sequence
 
     def step(self) -> list[Batch]:
-        """Return the micro-batches of the next step: global_batch / (dp_size * micro_batch) of them."""
+        """Return the micro-batches of the next step: global_batch / (dp_size * micro_batch) of
+        them."""
         first = self._next + self._dp_rank * self._micro_batch
         stride = self._dp_size * self._micro_batch
         batches = []

@@ -46,8 +46,8 @@ class Packed:
     documents: np.ndarray | None
     """int32 (T,), number of the document within the sequence; None without mask_documents"""
     pieces: np.ndarray | None = None
-    """int32 (T,), number of the document piece within the sequence, -1 for padding; no label crosses
-    from one piece to the next. None: the sequence is one piece without padding"""
+    """int32 (T,), number of the document piece within the sequence, -1 for padding; no label
+    crosses from one piece to the next. None: the sequence is one piece without padding"""
 
     @property
     def padding(self) -> int:
@@ -223,8 +223,8 @@ class ShuffledDocuments:
 class OrderedDocuments:
     """The held-out split: one epoch in the order of the documents.
 
-    If they do not fill one sequence, the only sequence is padded with EOS; the padding is a separate
-    document without labels.
+    If they do not fill one sequence, the only sequence is padded with EOS; the padding is a
+    separate document without labels.
 
     Args:
         tokens, offsets, documents, mask_documents: as in ShuffledDocuments; at least 1 document.

@@ -41,8 +41,8 @@ from dtron.errors import DataError
 
 POLL_SECONDS = 0.2
 SPLIT, BY_CONTENT, BY_POSITION = "split", "content", "position"
-"""Key of `identity_of` and its values: copies of held-out documents are held out too ("content"), or
-by their own position ("position"), as in checkpoints without the key."""
+"""Key of `identity_of` and its values: copies of held-out documents are held out too ("content"),
+or by their own position ("position"), as in checkpoints without the key."""
 
 CORPORA: dict[str, Callable[[Data], Corpus]] = {"files": files_corpus, "hf": hf_corpus}
 
@@ -160,7 +160,8 @@ def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
     """Return what identifies the training tokens: hashes of their content and of the tokenizer.
 
     File names do not count. A stream, whose content is not known in advance, has its name instead.
-    The key SPLIT is added if the split depends on whether copies of documents are held out together.
+    The key SPLIT is added if the split depends on whether copies of documents are held out
+    together.
 
     Args:
         data: the section; `prepare` has been called.

@@ -58,7 +58,8 @@ class DocumentStream(Protocol):
 
 
 def held_out_texts(stream: DocumentStream, fraction: float) -> list[str]:
-    """Return the first documents of a stream: a fraction of all, or of the first 10,000 if it is longer.
+    """Return the first documents of a stream: a fraction of all, or of the first 10,000 if it is
+    longer.
 
     At least one if the stream has two or more; never all of them.
     """

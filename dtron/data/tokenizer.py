@@ -133,7 +133,9 @@ class JsonTokenizer:
             yield
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # the library has no narrower class, and a Rust panic is no Exception
+        except (
+            BaseException
+        ) as error:  # the library has no narrower class, and a Rust panic is no Exception
             raise DataError(f"data.tokenizer = {self._path}: {what}: {error}") from None
 
 

@@ -60,8 +60,8 @@ class Remote:
 
     @classmethod
     def of(cls, url: str) -> "Remote":
-        """Return the path of a URL. Raises ConfigError: fsspec does not know it, or a package that it
-        needs is not installed."""
+        """Return the path of a URL. Raises ConfigError: fsspec does not know it, or a package that
+        it needs is not installed."""
         protocol = url.partition("://")[0]
         try:
             import fsspec
@@ -112,7 +112,8 @@ class Remote:
         return self.parent / name
 
     def listed(self) -> "Remote":
-        """Return the same path with a snapshot of all files below it: one request per 1000 files."""
+        """Return the same path with a snapshot of all files below it: one request per 1000
+        files."""
         if self._snapshot is not None or getattr(self._files, "local_file", False):
             return self
         with self._renamed_errors(), contextlib.suppress(FileNotFoundError):

@@ -177,7 +177,9 @@ def parse_sizes(value: Any) -> list[int]:
     if not isinstance(value, list) or len(value) > 16:
         raise ValueError(f"{shorten(repr(value))} is not a list of at most 16 integers")
     if not all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in value):
-        raise ValueError(f"{shorten(repr(value))} has an entry that is not an integer from 0 to 2^56")
+        raise ValueError(
+            f"{shorten(repr(value))} has an entry that is not an integer from 0 to 2^56"
+        )
     return value
 
 
@@ -213,7 +215,8 @@ class StoredTensors:
         return self._table.keys() - {"__metadata__"}
 
     def get_slice(self, name: str) -> "StoredTensor":
-        """Return a tensor without reading its elements. Raises ValueError: it is missing or damaged."""
+        """Return a tensor without reading its elements. Raises ValueError: it is missing or
+        damaged."""
         try:
             entry = self._table[name]
             if (dtype := DTYPES_BY_NAME.get(entry["dtype"])) is None:

@@ -55,7 +55,8 @@ class HashedFile:
             view = view[n:]
 
     def close(self) -> tuple[int, str]:
-        """Wait until the disk or the store has the file; return its size in bytes and its SHA-256."""
+        """Wait until the disk or the store has the file; return its size in bytes and its
+        SHA-256."""
         if "://" not in self.target:
             os.fsync(self._file.fileno())
         self._file.close()
@@ -66,7 +67,9 @@ class HashedFile:
         with contextlib.suppress(Exception):
             if "://" in self.target and not self._file.closed and hasattr(self._file, "discard"):
                 self._file.discard()
-                self._file.closed = True  # otherwise close(), also by garbage collection, would upload it
+                self._file.closed = (
+                    True  # otherwise close(), also by garbage collection, would upload it
+                )
             self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""When a run saves, and what it does where a save fails."""
+"""Saves of a run, and the handling of failed saves."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from dtron.faults.signals import StopSignal
 
 
 class Saving:
-    """Saves of one run, by `checkpoint.on_error`.
+    """Saves checkpoints of one run; failures are handled as `checkpoint.on_error` says.
 
     Args:
         metadata: returns the metadata of the next checkpoint.

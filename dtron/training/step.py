@@ -62,19 +62,20 @@ class ParallelModel:
     execution: Execution
     mesh: Mesh
     loss: LossFunction
-    """(logits (B, T, V), labels (B, T)) -> the summed loss; where the model's head computes it
-    (`Applied.loss_in_head`), the model's output comes in place of the logits."""
+    """(logits (B, T, V), labels (B, T)) -> summed loss. If the model's head computes the loss
+    (`Applied.loss_in_head`), the first argument is the model's output, the loss."""
 
 
 class TrainStep:
     """Trains a parallel model, one global batch per call.
 
     Args:
-        dropout_seed: seed of the dropout masks; None if the model has no dropout.
-        mtp_weight: of the loss of multi-token prediction; it contributes gradient only.
-        guard: may object to a step because of its loss.
-        after_update: updates what depends on the new weights, such as their float8 scales; it
-            gets whether the step was taken, as a bool on the device.
+        dropout_seed: seed of the dropout masks; None if the model has no dropout. mtp_weight:
+        weight of the loss of multi-token prediction, which contributes gradient only; the
+            logged loss is unchanged.
+        guard: detects bad losses, whose steps may be skipped.
+        after_update: called after each step to update state that depends on weights, such as
+            float8 scales; its argument, a bool scalar on the device, is whether the step was taken.
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class TrainStep:
         """Run update `step` (0-based) at learning rate `lr` on this rank's micro-batches.
 
         Args:
-            compute: calls the function that it gets, which computes all gradients; None: once.
+            compute: wrapper around the gradient computation, e.g. to run it twice; None: run it
+            once.
         """
         with phase("forward_backward"):
             accumulate = functools.partial(self.accumulate, batches, step)
@@ -131,7 +133,7 @@ class TrainStep:
         return StepResult(loss, norm, self.mtp_loss)
 
     def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are complete afterwards.
+        """Run forward and backward of all micro-batches; gradients are complete afterwards.
 
         Returns:
             This rank's share of the mean loss.
@@ -157,7 +159,8 @@ class TrainStep:
     def _mtp_gradient(
         self, outputs: Sequence[Tensor], batch: Batch, n_valid: Sequence[Tensor]
     ) -> Tensor:
-        """Count the loss of P further predictions; returns a zero with its weighted gradient."""
+        """Add the mean loss of P MTP predictions to `mtp_loss`; return 0 with its weighted
+        gradient."""
         assert batch.mtp_labels is not None, "predictions have labels"
         labels = batch.mtp_labels.unbind(-1)
         sums = [self.model.loss(x, y) for x, y in zip(outputs, labels, strict=True)]
@@ -167,8 +170,11 @@ class TrainStep:
         return weighted - weighted.detach()
 
     def _global_label_counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Labelled tokens of the whole step and of each of P further predictions, at least 1: float
-        (1 + P,) on the device."""
+        """Count the labels of the whole step on all ranks, and of each of P MTP predictions.
+
+        Returns:
+            (1 + P,) on the device, each at least 1.
+        """
         counts = torch.stack([_label_counts(batch) for batch in batches]).sum(0)
         dist.all_reduce(counts, group=self.model.mesh.group(*LOSS_AXES))
         return counts.clamp(min=1)
@@ -190,8 +196,11 @@ def _label_counts(batch: Batch) -> Tensor:
 def as_micro_batch(
     batch: Batch, dropout_keys: Tensor | None = None, labelled: bool = False
 ) -> MicroBatch:
-    """Tokens (B, T) and what every stage of the model needs with them; with `labelled` the labels
-    too, for a head that computes the loss."""
+    """Return tokens (B, T) and the other arguments of every model stage.
+
+    Args:
+        labelled: add the labels, for a head that computes the loss.
+    """
     positions = batch.positions
     if positions is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).unsqueeze(0)
@@ -207,7 +216,8 @@ def as_micro_batch(
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, batches: Sequence[Batch]) -> Tensor:
-    """Mean loss of equally many batches on every rank: a scalar, the same on every rank."""
+    """Compute the mean loss of batches, equally many on every rank: a scalar, equal on all
+    ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device=model.mesh.device_type)
 
     def add(output: Tensor, i: int) -> None:

@@ -34,7 +34,7 @@ class StepLog:
         self.accuracy: dict[str, float] = {}
         """Accuracy of the current step's float8 casts, if they are measured."""
         self.recovery: dict[str, float] = {}
-        """Times of the recovery from a restart, for the next row."""
+        """Metrics of a restart, for the next row."""
 
     def row(self, step: int, tokens: int, result: StepResult, lr: float) -> Row:
         """Return the metrics since the last row. Waits for the device.

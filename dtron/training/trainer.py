@@ -69,11 +69,11 @@ from dtron.training.step_log import StepLog
 
 log = logging.getLogger("dtron")
 _SIGNAL_SECONDS = 10**6
-"""More seconds than any wait for the agreement on a signal takes."""
+"""Time-out of the agreement on signals: longer than any wait for it."""
 
 
 class Trainer:
-    """One run of one rank.
+    """Trains one run; every rank has one.
 
         Trainer(RunConfig.load("configs/quickstart.toml")).fit()
 
@@ -104,13 +104,13 @@ class Trainer:
             raise
 
     def fit(self) -> None:
-        """Train to the last step, or until a signal; saves, validates and samples on the way.
+        """Train to the last step or until a signal, with saves and validations; then sample text.
 
         Raises:
             TrainingError: too many steps in a row had gradients that were not finite.
         """
         if self.resume.is_finished(self.config.train.steps):
-            log.info("the run is finished: %s has all its steps", self.resume.checkpoint)
+            log.info("the run is finished: %s is of the last step", self.resume.checkpoint)
             self.attempts.finish()
             self.lock.release()
             self.rendezvous.close()
@@ -127,16 +127,16 @@ class Trainer:
         self._build()
         self.guards.begin(self.step)
         self.attempts.mark("built")
-        gc.disable()  # collections come at the same step on all ranks
+        gc.disable()  # `_one_step` collects, at the same step on all ranks
         try:
             self._train(stop)
         except CheckpointError:  # all ranks raise it: the last save could not be written
             stop.end()
             raise
-        except TrainingError:  # all ranks raise it: what they began to save is completed
+        except TrainingError:  # all ranks raise it; complete the running save
             with self.guards.saving(self.step):
                 self.saving.try_wait()
-            stop.end()  # together: ranks that leave while others ask of signals end in abort()
+            stop.end()  # on all ranks, so that none waits for the agreement on signals
             raise
         finally:
             gc.enable()
@@ -189,22 +189,22 @@ class Trainer:
         self.faults.built(modules_of(model.applied), lambda: self.step)
 
     def _refresh_weights(self) -> None:
-        """Update what depends on weights that were drawn or loaded."""
+        """Update state that depends on weights, after they were initialized or loaded."""
         if self.run.step.after_update is not None:
             self.run.step.after_update(torch.ones((), dtype=torch.bool, device=self.place.device))
 
     def _load(self) -> None:
-        """Resume from the checkpoint, or load initial weights, if the run has any."""
+        """Resume from a checkpoint or load initial weights, if the run has either."""
         config, begun = self.config, time.monotonic()
         self.step = self.tokens = 0
         self.warmup = resumed_warmup(config, None)
         if self.resume.checkpoint is None:
             if config.checkpoint.resume:
                 where = self.resume.locations[-1].folder
-                log.info("no checkpoint in %s yet: starting afresh", where)
+                log.info("no checkpoint in %s yet: starting from step 0", where)
             if initial := self.resume.initial:
                 self._load_weights(initial)
-                log.info("weights of %s in %.1f s", initial.path, time.monotonic() - begun)
+                log.info("loaded weights of %s in %.1f s", initial.path, time.monotonic() - begun)
             return
         model, group = self.model_setup.config, self.checkpointer.group
         self.resume = self.resume.verify(config, model, group)
@@ -292,22 +292,22 @@ class Trainer:
             due = config.checkpoint.last or self.checkpointer.is_durable_step(self.step)
             if saved != self.step and (due or not finished):
                 self.saving.begin(durable=True)  # a second signal does not interrupt it
-            self.checkpointer.wait()  # nothing comes after it that could save what it did not
+            self.checkpointer.wait()  # the last chance to see that it failed
         stop.end()
         self._write_times()
         if finished:
             self._finish()
         elif stop.launcher_lost:  # exit status 0 would end the run for torchrun of other hosts
             raise RankError(
-                f"torchrun has ended on a host; all ranks have saved step {self.step} and stop, "
-                "for torchrun of the other hosts to start them again"
+                f"torchrun has ended on a host; all ranks have saved step {self.step} and stop, so "
+                "that torchrun on the other hosts restarts them"
             )
         if self.place.rank == 0:
             self.rundir.begun.unlink(missing_ok=True)
         log.info("run directory: %s", self.rundir.path)
 
     def _durable_step(self, checkpoint: Location | None) -> int:
-        """The step that the run is at, if it needs no saving; else -1."""
+        """Return the current step if its checkpoint is in the durable location; else -1."""
         return -1 if location_of(self.resume.locations[:-1], checkpoint) else self.step
 
     def _write_times(self) -> None:
@@ -342,7 +342,11 @@ class Trainer:
             gc.collect(1)
 
     def _next_update(self) -> tuple[StepResult, float, float]:
-        """Train on the next global batch; its result, learning rate and mean attended length."""
+        """Train on the next global batch.
+
+        Returns:
+            Result, learning rate, and mean length that attention runs over.
+        """
         config, number, first = self.config, self.step + 1, self.step == self.info["start_step"]
         batches, attended = self.batches.next_step()
         self.guards.data_is_there(number)
@@ -350,7 +354,7 @@ class Trainer:
             self.step, config.train.steps, config.optim.lr, config.schedule, self.warmup
         )
         float8, compute = self.run.setup.float8, self.guards.compute(number)
-        if compute is not None:  # twice, which counts and statistics would count twice
+        if compute is not None:  # computed twice, which counters must not see
             result = self.run.step(batches, self.step, lr, compute)
         elif config.debug.collectives and first:
             result = self._counted(batches, lr)
@@ -364,11 +368,14 @@ class Trainer:
         return result, lr, attended
 
     def _after_first_step(self) -> None:
-        """Reserve the memory that saves will need, and log what the first step has reserved."""
+        """Reserve host memory for asynchronous saves, and log that of activation offloading."""
         self.checkpointer.reserve()
         offload = self.model.applied.offload
         if offload is not None:
-            log.info("offload: %.1f GiB of host memory a rank", offload.pool.reserved / 2**30)
+            log.info(
+                "activation offloading: %.1f GiB of pinned host memory per rank",
+                offload.pool.reserved / 2**30,
+            )
 
     def _counted(self, batches: list[Batch], lr: float) -> StepResult:
         with CollectiveCounter(self.model.mesh.group_names()) as counter:
@@ -385,7 +392,7 @@ class Trainer:
         return result
 
     def _log(self, result: StepResult, lr: float, validates: bool) -> None:
-        """Write the row of this step; synchronizes with the device."""
+        """Write the metrics of this step. Waits for the device."""
         row = self.step_log.row(self.step, self.tokens, result, lr)
         if validates and (validation_loss := self.evaluation.loss()) is not None:
             row["validation_loss"] = validation_loss
@@ -403,7 +410,7 @@ class Trainer:
         return saved
 
     def _metadata(self) -> CheckpointMetadata:
-        """The metadata of a checkpoint of this step."""
+        """Return the metadata for a checkpoint of this step."""
         return CheckpointMetadata(
             step=self.step,
             tokens=self.tokens,
@@ -424,7 +431,7 @@ class Trainer:
         return {"rollbacks": self.rollback.n_rollbacks, "spikes": spikes.state_dict()}
 
     def _roll_back(self, spike: Spike) -> Location:
-        """Continue from a checkpoint before a spike, and return it; raises as `Rollback.load`."""
+        """Go back to a checkpoint before a spike; return it. Raises as `Rollback.load`."""
         self.saving.try_wait()
         checkpoint, metadata = self.rollback.load(spike, self.step)
         self.step, self.tokens = metadata.step, metadata.tokens
@@ -436,7 +443,8 @@ class Trainer:
         return checkpoint
 
     def _skip_batches(self, checkpoint: Location, metadata: CheckpointMetadata) -> None:
-        """On the first rank: let a run that resumes from the checkpoint skip the same batches."""
+        """On rank 0: record in the checkpoint that a run that resumes from it skips these
+        batches."""
         data, faults = self.batches.loader.state_dict(), self._guard_state()
         write_metadata(checkpoint, replace(metadata, data=data, faults=faults))
         for location in self.resume.locations:
