@@ -4,7 +4,7 @@ Fields are flat so that each can be overridden alone, as `model.override.KEY=val
 are properties and are never stored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -221,49 +221,51 @@ class DecoderConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "DecoderConfig":
+        broken = [*self._broken_sizes(), *self._broken_rope_scaling(), *broken_rules(self)]
+        if broken:
+            raise ValueError("\n".join(broken))
+        return self
+
+    def _broken_sizes(self) -> Iterator[str]:
         if self.n_heads % self.n_kv_heads:
             legal = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
-            raise ValueError(
+            yield (
                 f"n_kv_heads = {self.n_kv_heads} does not divide n_heads = {self.n_heads}; "
                 f"use {either(legal)}"
             )
         if self.head_dim == 0 and not self.kv_lora_rank and self.dim % self.n_heads:
             below = self.dim // self.n_heads * self.n_heads
             legal = [n for n in (below, below + self.n_heads) if n]
-            raise ValueError(
+            yield (
                 f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}; "
                 f"use {either(legal)}, or set head_dim"
             )
         if self.positions == "rope" and self.rope_size % 2:
             key = "rope_head_dim" if self.kv_lora_rank else "head_dim"
-            raise ValueError(
+            yield (
                 f"{key} = {self.rope_size} is odd, but rope rotates pairs; use {self.rope_size + 1}"
             )
-        self._check_rope_scaling()
-        for reason in broken_rules(self):
-            raise ValueError(reason)
-        return self
 
-    def _check_rope_scaling(self) -> None:
+    def _broken_rope_scaling(self) -> Iterator[str]:
         scales = self.rope_scaling_factor > 1
         if self.rope_scaling == "yarn" and (self.positions != "rope" or not scales):
             need = "a rope_scaling_factor above 1" if self.positions == "rope" else "rope positions"
-            raise ValueError(f'rope_scaling = "yarn" has no effect without {need}; use "llama3"')
+            yield f'rope_scaling = "yarn" has no effect without {need}; use "llama3"'
         for key, scaling in _ROPE_KEYS.items():
             default = type(self).model_fields[key].default
             if scaling != self.rope_scaling and getattr(self, key) != default:
-                raise ValueError(
+                yield (
                     f"{key} = {getattr(self, key)} has no effect with "
                     f'rope_scaling = "{self.rope_scaling}"; use {default}'
                 )
         low, high, source = _ROPE_RANGES[self.rope_scaling]
         if scales and getattr(self, high) <= getattr(self, low):
-            raise ValueError(
+            yield (
                 f"{high} = {getattr(self, high)} is not above {low} = {getattr(self, low)}; "
                 f"{source}"
             )
         if self.rope_scaling == "yarn" and self.rope_theta <= 1:
-            raise ValueError(
+            yield (
                 f"rope_theta = {self.rope_theta} has no logarithm above 0, which "
                 'rope_scaling = "yarn" divides by; use more than 1, such as 10000.0'
             )
@@ -290,14 +292,15 @@ def overridden(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfi
     """Return the config with some fields replaced by the user's `[model.override]`.
 
     Raises:
-        ConfigError: unknown field, illegal value, or inconsistent values; the message starts with
-            the key under `model.override`.
+        ConfigError: unknown field, illegal value, or inconsistent values; one line per error, which
+            starts with the key under `model.override`.
     """
     try:
         return DecoderConfig.model_validate({**config.model_dump(), **values})
     except ValidationError as error:
         first = error.errors()[0]
         if "ctx" in first and first["type"] == "value_error":  # from _check; starts with the field
-            raise ConfigError(f"model.override.{first['ctx']['error']}") from None
+            broken = str(first["ctx"]["error"]).splitlines()
+            raise ConfigError("\n".join(f"model.override.{each}" for each in broken)) from None
         known = [f"model.override.{name}" for name in DecoderConfig.model_fields]
         raise config_error(error, "model.override", known) from None

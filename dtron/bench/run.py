@@ -113,7 +113,7 @@ class Outcome:
     breakdown: dict[str, Any] = field(default_factory=dict)
     """Budgets of the profiled steps; with `ceiling`, if it was measured."""
     against: dict[str, Any] = field(default_factory=dict)
-    """A peer's run behind this one, and how they compare (peers.py)."""
+    """A peer's run behind this one, and how they compare (frameworks.py)."""
     launched_at: float = 0.0
     """Seconds of the epoch."""
     wall_seconds: float = 0.0

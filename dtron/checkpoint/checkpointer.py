@@ -123,8 +123,8 @@ class Checkpointer:
             log.warning("the last checkpoint is still being written: waiting for it")
         if durable and self._copying is not None and self._copying.running:
             log.warning("the last checkpoint is still being copied: waiting for it")
-        # If the last save failed and training continues, ranks notice at different steps; all of them
-        # must begin this save.
+        # If the last save failed and training continues, ranks notice at different steps; all of
+        # them must begin this save.
         self.attempt(functools.partial(self._wait_before, durable))
         if self._written != metadata.step:
             self._written = metadata.step

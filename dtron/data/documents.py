@@ -189,8 +189,8 @@ def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
                     raise _too_long(f"{path}, line {number}", most_mb)
                 if inflated and count > room:
                     raise DataError(
-                        f"{path}, line {number}: it decompresses to more than {_MAX_INFLATION} times "
-                        "its size; decompress it yourself if you want to train on it"
+                        f"{path}, line {number}: it decompresses to more than {_MAX_INFLATION} "
+                        "times its size; decompress it yourself if you want to train on it"
                     )
                 yield number, line
     except (OSError, EOFError, zlib.error) as error:  # EOFError: a .gz that was cut short

@@ -80,9 +80,9 @@ def wait_for(data: Data, silent_seconds: float) -> None:
             known, since = last, time.monotonic()
         if time.monotonic() - since > silent_seconds:
             raise DataError(
-                f"the first rank of this host does not tokenize {corpus.name}: it has had no heartbeat "
-                f"for {silent_seconds:g} s, and {path} does not exist; check whether that process "
-                "has started and is not stopped"
+                f"the first rank of this host does not tokenize {corpus.name}: it has had no "
+                f"heartbeat for {silent_seconds:g} s, and {path} does not exist; check whether "
+                "that process has started and is not stopped"
             )
         time.sleep(POLL_SECONDS)
 
@@ -215,8 +215,8 @@ def _warn_of_copies(data: Data, corpus: Corpus, cache: TokenCache) -> None:
     twice = [path for path, n in paths.items() if n > 1] if data.source == "files" else []
     named = f"; data.paths names {', '.join(twice)} more than once" if twice else ""
     logger.warning(
-        "%s: %d of %d documents are duplicates%s. Duplicates of held-out documents are held out too; "
-        "the others are kept, and trained on as often as they occur",
+        "%s: %d of %d documents are duplicates%s. Duplicates of held-out documents are held out "
+        "too; the others are kept, and trained on as often as they occur",
         corpus.name,
         len(cache.copies),
         cache.n_documents,

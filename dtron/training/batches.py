@@ -45,7 +45,7 @@ class RankBatches:
         """Return this rank's tokens of a batch on its device; `mtp` as for `shard_batch`."""
         local = shard_batch(batch, self.mesh, self.context, mtp)
         documents = self.model.attention.described(local.documents)
-        # Only routers need to know which tokens are padding; models without them need not take `real`.
+        # Only routers need to know which tokens are padding; other models need not take `real`.
         pieces = local.pieces if self.model.config.n_experts else None
         return replace(local, documents=documents, pieces=pieces).to(self.device)
 

@@ -355,7 +355,7 @@ def test_a_fast_tier_before_a_durable_one(tmp_path: Path) -> None:
         last = tmp_path / name / "checkpoints/step-6"
         assert losses(tmp_path / name)[-1] == losses(whole)[-1]
         assert same_checkpoint(last, whole / "checkpoints/step-6")
-    with pytest.raises(ConfigError, match="holds checkpoints of an earlier start"):
+    with pytest.raises(ConfigError, match="has checkpoints of an earlier start"):
         Trainer(tiny(run, **tiered))
 
 
@@ -436,7 +436,7 @@ def test_checkpoints_in_a_store(tmp_path: Path) -> None:
     given = convert_parser().parse_args(["to-hf", f"file://{store}", str(tmp_path / "hf")])
     run_ranks(1, to_hf_from, given)
     assert (tmp_path / "hf/model.safetensors").exists()
-    with pytest.raises(ConfigError, match="holds checkpoints of an earlier start"):
+    with pytest.raises(ConfigError, match="has checkpoints of an earlier start"):
         Trainer(tiny(run, **away))
 
 

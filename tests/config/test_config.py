@@ -298,7 +298,7 @@ def test_a_config_from_a_pipe() -> None:
             time.sleep(0.1)
 
     assert from_pipe(slowly).train.steps == 7
-    with pytest.raises(ConfigError, match=r"/dev/fd/\d+: .*not ended for 0\.3 s; write"):
+    with pytest.raises(ConfigError, match=r"/dev/fd/\d+: .*not ended after 0\.3 s; use a file"):
         from_pipe(lambda _: time.sleep(1), 0.3)
     with (
         patch("dtron.config.run_config.TOML_BYTES", 1000),
