@@ -21,9 +21,9 @@ import torch
 
 from dtron.checkpoint.async_staging import Staging
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.dcp_storage import write_here
+from dtron.checkpoint.dcp_storage import write_in_process
 from dtron.checkpoint.directory import CheckpointMetadata
-from dtron.checkpoint.locations import Tier
+from dtron.checkpoint.locations import CheckpointLocation
 from dtron.config import Checkpoint, Optim
 from dtron.models import BACKENDS, MODELS, build_model, model_config
 from dtron.parallelisms.apply import Applied, Passes, apply_passes
@@ -52,9 +52,9 @@ def measure(mode: str, given: argparse.Namespace) -> dict[str, Any]:
     folder = given.directory / mode
     shutil.rmtree(folder, ignore_errors=True)
     options = Checkpoint.model_validate({"mode": "sync" if mode == "sync" else "async", "keep": 1})
-    saver = Checkpointer([Tier(folder, 0, 1)], applied, optimizer, options)
+    saver = Checkpointer([CheckpointLocation(folder, 0, 1)], applied, optimizer, options)
     if mode == "thread":
-        saver.staging.write = write_here  # type: ignore[method-assign]
+        saver.staging.write = write_in_process  # type: ignore[method-assign]
     waits = _timed(saver.staging)
     tokens = torch.randint(0, 1000, (1, given.tokens), device=Place(0, 0, 1).device)
     stops, alone, beside = [], [], []

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.charts import text
-from dtron.checkpoint.initial_weights import completed
+from dtron.checkpoint.initial_weights import fill_from_initial
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
@@ -148,7 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     given = parser.parse_intermixed_args(arguments)
-    config, row = RunConfig.load(given.config, given.overrides, completed), hardware(given.hardware)
+    config, row = (
+        RunConfig.load(given.config, given.overrides, fill_from_initial),
+        hardware(given.hardware),
+    )
     Resolved.of(config, given.base)  # one copy is legal
     copies = [2**i for i in range((given.most // given.base).bit_length())]
     calm, rough = Disorder(0.005), Disorder(0.02, stragglers=1e-4, straggle=0.1)

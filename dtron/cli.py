@@ -67,10 +67,10 @@ def _train(config: RunConfig) -> None:
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
     from dtron.checkpoint.initial_weights import (
-        completed,  # not before --help and most errors, which need no torch
+        fill_from_initial,  # not before --help and most errors, which need no torch
     )
 
-    return completed(values)
+    return fill_from_initial(values)
 
 
 def commands(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -178,38 +178,49 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
 
 
 def config_error(error: ValidationError, prefix: str, known: Iterable[str]) -> ConfigError:
-    """The first failure of a pydantic model as one line in the user's own key names.
+    """Return the failures of a pydantic model in the user's key names, one line per key.
 
     Args:
         error: what pydantic raised.
         prefix: key of the model's section (`model.override`), or "" for the whole config.
         known: every legal key, fully dotted, for the nearest-key hint.
     """
-    errors = error.errors()
+    names, by_key = list(known), dict[str, list[Any]]()
+    for failure in error.errors():
+        parts = [*([prefix] if prefix else []), *_key_parts(failure)]
+        by_key.setdefault(".".join(parts[: prefix.count(".") + 2]), []).append(failure)
+    return ConfigError("\n".join(_key_error(each, prefix, names) for each in by_key.values()))
+
+
+def _key_parts(failure: Any) -> list[str]:
+    """Return the parts of a failure's key, without the types that pydantic has tried."""
+    return [str(part) for part in failure["loc"] if part != "str" and "[" not in str(part)]
+
+
+def _key_error(failures: list[Any], prefix: str, known: Iterable[str]) -> str:
+    """Return the message for the failures of one key."""
     # Of a value that may be a list, the last failure is that of an entry.
-    first = errors[-1] if isinstance(errors[0]["input"], list) else errors[0]
-    # Types that pydantic has tried are no part of the user's key.
-    names = [str(part) for part in first["loc"] if part != "str" and "[" not in str(part)]
-    key = ".".join([*([prefix] if prefix else []), *names])
+    first = failures[-1] if isinstance(failures[0]["input"], list) else failures[0]
+    key = ".".join([*([prefix] if prefix else []), *_key_parts(first)])
     if first["type"] == "extra_forbidden" and "." not in key:
         sections = {name.split(".")[0] for name in known}
-        return ConfigError(f"unknown section [{key}]{nearest(key, sections)}")
+        return f"unknown section [{key}]{nearest(key, sections)}"
     if first["type"] == "extra_forbidden":
-        return ConfigError(f"unknown key {key}{nearest_key(key, known)}")
+        return f"unknown key {key}{nearest_key(key, known)}"
     if first["type"] == "missing":
-        return ConfigError(f"{key} is required and has no default")
+        return f"{key} is required and has no default"
     shown = shorten(repr(first["input"]))
     if first["type"] in ("tuple_type", "list_type"):
         fix = f"{key}='{json.dumps([first['input']], default=str)}'"
-        return ConfigError(f"{key} = {shown} is not a list; write {fix}")
+        return f"{key} = {shown} is not a list; write {fix}"
     if first["type"] in ("model_type", "model_attributes_type") and "." not in key:
-        return ConfigError(f"{key} = {shown}: {key} is a section; write [{key}]")
+        return f"{key} = {shown}: {key} is a section; write [{key}]"
     choices = re.findall("'([^']+)'", str(first.get("ctx", {}).get("expected", "")))
     hint = nearest(str(first["input"]), choices)
     if first["type"] == "int_type" and isinstance(first["input"], float):
         hint = f"; write {round(first['input'])}" if first["input"].is_integer() else ""
     rule = first["msg"].removeprefix("Value error, ")
-    return ConfigError(f"{key} = {shown}: {rule}{hint}")
+    return f"{key} = {shown}: {rule}{hint}"
 
 
 def cause_of(error: Exception, path: object) -> str:

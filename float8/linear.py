@@ -209,7 +209,7 @@ class Float8Linear(nn.Linear):
 
 
 def gathered(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Data and scale of a weight that was gathered in float8 (gather.py); else None."""
+    """Data and scale of a weight that was gathered in float8 (all_gather.py); else None."""
     return getattr(weight, "_data", None), getattr(weight, "_scale", None)
 
 

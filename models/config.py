@@ -4,12 +4,12 @@ Fields are flat so that each can be overridden alone, as `model.override.KEY=val
 are properties and are never stored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dtron.config.schema import MOST_LAYERS
+from dtron.config.schema import MAX_LAYERS
 from dtron.errors import ConfigError, config_error
 from dtron.models.rules import broken_rules, either
 
@@ -32,7 +32,7 @@ class DecoderConfig(BaseModel):
     """Size of the vocabulary; at least that of the tokenizer."""
     dim: int = Field(ge=1, le=2**20)
     """Width of the residual stream."""
-    n_layers: int = Field(ge=1, le=MOST_LAYERS)
+    n_layers: int = Field(ge=1, le=MAX_LAYERS)
     """Transformer blocks."""
     n_heads: int = Field(ge=1, le=2**16)
     """Query heads per block."""
@@ -61,7 +61,7 @@ class DecoderConfig(BaseModel):
     window: int = Field(default=0, ge=0, le=2**31)
     """Sliding window: a token attends to this many tokens, itself included (arXiv:2004.05150);
     0: full causal attention."""
-    full_attention_every: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    full_attention_every: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """n: every n-th layer has full attention (gpt-oss: 2); 0: all layers have the window."""
     softcap: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """c: attention scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118); 0: off."""
@@ -122,7 +122,7 @@ class DecoderConfig(BaseModel):
     """Top-k: routed experts per token."""
     expert_dim: int = Field(default=0, ge=0, le=2**20)
     """Hidden width of an expert."""
-    first_dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    first_dense_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Dense layers before the first layer with experts; their width is ffn_dim."""
     n_shared_experts: int = Field(default=0, ge=0, le=2**10)
     """Shared experts, which process every token, computed as one feed-forward layer of this many
@@ -159,7 +159,7 @@ class DecoderConfig(BaseModel):
     it are dropped (GShard, arXiv:2006.16668). 0: dropless."""
     capacity_pad: bool = False
     """Pad each expert's input with zeros to its capacity, for static shapes."""
-    mtp: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    mtp: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): number of extra blocks
     with experts; block k predicts the token k + 2 ahead, k = 0, 1, ...; 0: none."""
     mtp_coefficient: float = Field(default=0.3, gt=0, le=MOST_FACTOR)
@@ -225,49 +225,51 @@ class DecoderConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "DecoderConfig":
+        broken = [*self._broken_sizes(), *self._broken_rope_scaling(), *broken_rules(self)]
+        if broken:
+            raise ValueError("\n".join(broken))
+        return self
+
+    def _broken_sizes(self) -> Iterator[str]:
         if self.n_heads % self.n_kv_heads:
             legal = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
-            raise ValueError(
+            yield (
                 f"n_kv_heads = {self.n_kv_heads} does not divide n_heads = {self.n_heads}; "
                 f"use {either(legal)}"
             )
         if self.head_dim == 0 and not self.kv_lora_rank and self.dim % self.n_heads:
             below = self.dim // self.n_heads * self.n_heads
             legal = [n for n in (below, below + self.n_heads) if n]
-            raise ValueError(
+            yield (
                 f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}; "
                 f"use {either(legal)}, or set head_dim"
             )
         if self.positions == "rope" and self.rope_size % 2:
             key = "rope_head_dim" if self.kv_lora_rank else "head_dim"
-            raise ValueError(
+            yield (
                 f"{key} = {self.rope_size} is odd, but rope rotates pairs; use {self.rope_size + 1}"
             )
-        self._check_rope_scaling()
-        for reason in broken_rules(self):
-            raise ValueError(reason)
-        return self
 
-    def _check_rope_scaling(self) -> None:
+    def _broken_rope_scaling(self) -> Iterator[str]:
         scales = self.rope_scaling_factor > 1
         if self.rope_scaling == "yarn" and (self.positions != "rope" or not scales):
             need = "a rope_scaling_factor above 1" if self.positions == "rope" else "rope positions"
-            raise ValueError(f'rope_scaling = "yarn" has no effect without {need}; use "llama3"')
+            yield f'rope_scaling = "yarn" has no effect without {need}; use "llama3"'
         for key, scaling in _ROPE_KEYS.items():
             default = type(self).model_fields[key].default
             if scaling != self.rope_scaling and getattr(self, key) != default:
-                raise ValueError(
+                yield (
                     f"{key} = {getattr(self, key)} has no effect with "
                     f'rope_scaling = "{self.rope_scaling}"; use {default}'
                 )
         low, high, source = _ROPE_RANGES[self.rope_scaling]
         if scales and getattr(self, high) <= getattr(self, low):
-            raise ValueError(
+            yield (
                 f"{high} = {getattr(self, high)} is not above {low} = {getattr(self, low)}; "
                 f"{source}"
             )
         if self.rope_scaling == "yarn" and self.rope_theta <= 1:
-            raise ValueError(
+            yield (
                 f"rope_theta = {self.rope_theta} has no logarithm above 0, which "
                 'rope_scaling = "yarn" divides by; use more than 1, such as 10000.0'
             )
@@ -294,14 +296,15 @@ def overridden(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfi
     """Return the config with some fields replaced by the user's `[model.override]`.
 
     Raises:
-        ConfigError: unknown field, illegal value, or inconsistent values; the message starts with
-            the key under `model.override`.
+        ConfigError: unknown field, illegal value, or inconsistent values; one line per error, which
+            starts with the key under `model.override`.
     """
     try:
         return DecoderConfig.model_validate({**config.model_dump(), **values})
     except ValidationError as error:
         first = error.errors()[0]
         if "ctx" in first and first["type"] == "value_error":  # from _check; starts with the field
-            raise ConfigError(f"model.override.{first['ctx']['error']}") from None
+            broken = str(first["ctx"]["error"]).splitlines()
+            raise ConfigError("\n".join(f"model.override.{each}" for each in broken)) from None
         known = [f"model.override.{name}" for name in DecoderConfig.model_fields]
         raise config_error(error, "model.override", known) from None

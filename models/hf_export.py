@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dtron.io.filesystem import sync_directory, write_synced
-from dtron.io.safetensors_file import Described, TensorFile
+from dtron.io.safetensors_file import TensorFile, TensorSpec
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import HuggingFace
 from dtron.models.hf_weights import (
@@ -70,7 +70,7 @@ class HFExport:
         self._tensors = {}
         for key, shape in shapes.items():
             fqn, each, _ = self._sources[key][0]
-            self._tensors[key] = Described(each.dtype or dtype_of(fqn), shape)
+            self._tensors[key] = TensorSpec(each.dtype or dtype_of(fqn), shape)
         self.files = list(_filled(self._tensors, file_bytes))
 
     def name(self, number: int) -> str:
@@ -126,7 +126,7 @@ class HFExport:
         return mine.float() + 1 if self._config.norm_zero_centered and is_gamma(fqn) else mine
 
 
-def _filled(tensors: Mapping[str, Described], file_bytes: int) -> Iterator[list[str]]:
+def _filled(tensors: Mapping[str, TensorSpec], file_bytes: int) -> Iterator[list[str]]:
     """Split tensor names, in order, into files of at most `file_bytes` or of one tensor."""
     keys: list[str] = []
     size = 0

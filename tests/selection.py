@@ -50,7 +50,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_safetensors_index_does_not_lead_out_of_its_folder": NONE,
         "test_pickles_of_a_hugging_face_folder_are_not_loaded": NONE,
     },
-    "checkpoints/test_tiers.py": {
+    "checkpoints/test_locations.py": {
         "test_a_fast_tier_before_a_durable_one": NONE,
         "test_a_process_or_a_disk_that_fails_costs_one_checkpoint": "die",
         "test_a_run_that_dies_while_its_last_checkpoint_is_copied": "False-False",

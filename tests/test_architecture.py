@@ -1,12 +1,15 @@
 """The house rules: imports go one way, packages match the tree, nothing is imported relatively."""
 
 import ast
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -296,6 +299,44 @@ def test_private_names_are_listed_where_they_are_used_and_in_architecture() -> N
         for name in names:
             assert name in header, f"{file}: {name}"
             assert name in listed, name
+
+
+FILE = re.compile(r"(?<![\w./*{}<>-])[\w/]+\.py\b")
+"""A file name in text, without those in URLs and patterns."""
+OTHER_FILES = {
+    "mine.py",  # a user's
+    "models/NAME.py",
+    "models/mistral.py",
+    "configuration_utils.py",  # of transformers
+    "modeling_rope_utils.py",
+    "deep_ep/buffers/legacy.py",  # of DeepEP
+}
+
+
+def comments_and_docstrings(code: str) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+
+
+def test_python_files_that_texts_name_exist() -> None:
+    """Names are compared with the end of each path; those of OTHER_FILES need not exist."""
+    folders = ["benchmarks", "docs", "dtron", "examples", "launch", "tests", *FOLDERS]
+    code = {f for folder in folders for f in (ROOT / folder).rglob("*.py")} | {ROOT / "train.py"}
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+    ]
+    parts = [file.relative_to(ROOT).parts for file in code]
+    known = OTHER_FILES | {"/".join(part[i:]) for part in parts for i in range(len(part))}
+    texts = [(page, page.read_text()) for page in pages if page.name != "CHANGELOG.md"]
+    texts += [(f, text) for f in code for text in comments_and_docstrings(f.read_text())]
+    named = {(str(file), name) for file, text in texts for name in FILE.findall(text)}
+    assert {(file, name) for file, name in named if name not in known} == set()
 
 
 def test_pyproject_pins_the_tested_versions_of_torch() -> None:

@@ -22,7 +22,7 @@ The time of communication includes waiting for ranks that are late: NCCL's kerne
 numbers are means over the traced steps; then mean, smallest and largest of the ranks.
 
 Ceiling. A floor replaces a class's time where it can be measured alone on one device, right after
-the run, without anything beside it (ceiling.py):
+the run, without anything beside it (roofline.py):
 
     GEMM            each product of the model's forward and backward at the rank's own shapes,
                     once, without recomputation: its FLOPs at the rate measured for that shape;
@@ -199,7 +199,7 @@ def ceiling(found: Budget, floors: Mapping[str, float]) -> dict[str, float]:
     """Milliseconds of each part where nothing holds it up.
 
     Args:
-        floors: measured alone, by class (ceiling.py).
+        floors: measured alone, by class (roofline.py).
     """
     nothing = {EXPOSED: 0.0, GAPS: 0.0}
     return {name: {**nothing, **floors}.get(name, value) for name, value in found.parts.items()}

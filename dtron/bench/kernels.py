@@ -1,7 +1,7 @@
 """Kernels alone: time, error and limit of every row of dtron/kernels, part by part: forward and
 backward, or an optimizer's update.
 
-A problem (problems.py) is what kernels compute, with a reference in plain PyTorch and the
+A problem (kernel_cases.py) is what kernels compute, with a reference in plain PyTorch and the
 operations and bytes it takes at least; its rows are the kernels that compute it. Each row is
 compared with
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dtron.checkpoint.initial_weights import completed
+from dtron.checkpoint.initial_weights import fill_from_initial
 from dtron.config import RunConfig, fields
 from dtron.errors import ConfigError, DtronError
 
@@ -113,7 +113,7 @@ class Outcome:
     breakdown: dict[str, Any] = field(default_factory=dict)
     """Budgets of the profiled steps; with `ceiling`, if it was measured."""
     against: dict[str, Any] = field(default_factory=dict)
-    """A peer's run behind this one, and how they compare (peers.py)."""
+    """A peer's run behind this one, and how they compare (frameworks.py)."""
     launched_at: float = 0.0
     """Seconds of the epoch."""
     wall_seconds: float = 0.0
@@ -146,7 +146,7 @@ def bench_config(
         forced["metrics.profile_steps"] = options.profile_steps
         forced["metrics.profile_shapes"] = options.shapes
     every = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in forced.items())]
-    return RunConfig.load(config, every, completed), every
+    return RunConfig.load(config, every, fill_from_initial), every
 
 
 def run_point(

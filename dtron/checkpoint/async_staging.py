@@ -1,9 +1,9 @@
-"""Asynchronous saves: copies in host memory, the process that writes them, the thread that waits.
+"""Asynchronous saves: copies in host memory, a process that writes them, a thread that waits.
 
-Weights and moments change only in the optimizer's step. So they are copied during the next forward
-and backward, on CUDA by a separate stream into pinned memory, else by the thread; only the next
-optimizer step waits for the copies. They are in memory shared with a process that hashes and
-writes them (`dtron.io.writer_process`); the thread waits for it, and for other ranks.
+Weights and moments change only in the optimizer step. So they are copied during the next forward
+and backward, on CUDA by a separate stream into pinned memory, else by a thread; only the next
+optimizer step waits for the copies. The memory is shared with a process that hashes and writes the
+copies (`dtron.io.writer_process`); the thread waits for that process and for other ranks.
 """
 
 import itertools
@@ -19,28 +19,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtron.io.filesystem import Location
-from dtron.io.safetensors_file import Described, Written, header_of, order_of
+from dtron.io.safetensors_file import TensorSpec, WrittenFile, file_header, write_order
 from dtron.io.writer_process import WriterProcess
 
-_ALIGNED = 64  # bytes: a line of the processor's cache
+_ALIGNED = 64  # bytes: one cache line of the CPU
 
 
 class SharedMemory:
-    """Memory that another process can read too; pinned where there is a GPU.
+    """Host memory that another process can read too; pinned if there is a GPU.
 
     Raises:
-        OSError: there is too little.
+        OSError: there is too little memory.
     """
 
     def __init__(self, size: int) -> None:
-        if hasattr(os, "memfd_create"):  # not bound to the size of /dev/shm
+        if hasattr(os, "memfd_create"):  # not limited by the size of /dev/shm
             self.descriptor = os.memfd_create("dtron-checkpoint")
         else:
             with tempfile.TemporaryFile() as file:
                 self.descriptor = os.dup(file.fileno())
         os.ftruncate(self.descriptor, size)
         self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
-        self.bytes.zero_()  # pinning pages that are there keeps CUDA to itself for less long
+        self.bytes.zero_()  # pinning existing pages blocks CUDA for a shorter time
         self._pinned = torch.cuda.is_available()
         if self._pinned:
             failed = _cuda().cudaHostRegister(self.bytes.data_ptr(), size, 0)
@@ -51,7 +51,7 @@ class SharedMemory:
         return len(self.bytes)
 
     def free(self) -> None:
-        """Give it back; nobody may use it any more."""
+        """Release the memory, which must not be used any more."""
         if self._pinned:
             _cuda().cudaHostUnregister(self.bytes.data_ptr())
         os.close(self.descriptor)
@@ -59,13 +59,12 @@ class SharedMemory:
 
 
 def _cuda() -> Any:
-    """Functions of CUDA's runtime."""
+    """Return the functions of the CUDA runtime."""
     return torch.cuda.cudart()
 
 
 class Staging:
-    """Host memory for a copy of the local parts of some tensors, one piece that is used again each
-    time, and the process that writes files of it."""
+    """Host memory for copies of local tensors, used again by each save, and its writer process."""
 
     def __init__(self) -> None:
         self._memory: SharedMemory | None = None
@@ -77,25 +76,31 @@ class Staging:
         self._device_done: torch.cuda.Event | None = None
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to make room for copies of these tensors, so that a first `start` need not stop
-        training for it: pinning takes seconds for each ten gigabytes."""
-        size = sum(_places({n: _local(t) for n, t in tensors.items()}).values())
+        """Begin to allocate memory for copies of these tensors in the background.
+
+        Otherwise the first `start` would stop training: pinning takes seconds per 10 GB.
+        """
+        size = sum(_aligned_sizes({n: _local(t) for n, t in tensors.items()}).values())
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def act() -> None:
-            if gpu is not None:  # a thread begins with the first one
+            if gpu is not None:  # the current device of a new thread is the first one
                 torch.cuda.set_device(gpu)
             self._memory = SharedMemory(size)
 
-        self._reserving = Background(act, daemon=False)  # an interpreter that ends would abort
+        self._reserving = Background(
+            act, daemon=False
+        )  # an interpreter that ends meanwhile would abort
 
     @torch.no_grad()
     def start(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Start to copy; the copies are there when `finish` returns, and last until the next call.
+        """Start to copy; copies are complete when `finish` returns, and valid until the next call.
 
         Args:
-            tensors: by name, plain or DTensors, on any device. They must not change before
+            tensors: tensors or DTensors by name, on any device. They must not change before
                 `before_change` returns.
+        Returns:
+            The buffers of the copies, by name.
         Raises:
             OSError: there is too little host memory.
         """
@@ -116,7 +121,8 @@ class Staging:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make what copies are left, and wait for the device's; for the thread that writes them."""
+        """Make the copies of CPU tensors, and wait for those of the device; called by the
+        thread."""
         try:
             for buffer, local in self._left:
                 buffer.copy_(local)
@@ -127,43 +133,44 @@ class Staging:
             self._device_done.synchronize()
 
     def before_change(self) -> None:
-        """Wait until the tensors may change: the host for its copies, the device for its own."""
+        """Wait until the tensors may change: the host for CPU copies, the GPU for its own."""
         self._host_done.wait()
         if self._device_done is not None:
             torch.cuda.current_stream().wait_event(self._device_done)
 
     def write(
-        self, target: Location, tensors: Mapping[str, Described], get: Callable[[str], Tensor]
-    ) -> Written:
-        """Write a safetensors file of copies, in the other process. Raises OSError."""
+        self, target: Location, tensors: Mapping[str, TensorSpec], get: Callable[[str], Tensor]
+    ) -> WrittenFile:
+        """Write a safetensors file of copies, in the writer process. Raises OSError."""
         assert self._memory is not None, "nothing was copied"
         assert self._process is not None, "nothing was copied"
-        order, base = order_of(tensors), self._memory.bytes.data_ptr()
+        order, base = write_order(tensors), self._memory.bytes.data_ptr()
         copies = ((get(name), tensors[name]) for name in order)
         parts = [
             (copy.data_ptr() - base, source.nbytes) for copy, source in copies if source.nbytes
         ]
-        return Written(*self._process.write(str(target), header_of(tensors), parts))
+        return WrittenFile(*self._process.write(str(target), file_header(tensors), parts))
 
     def end(self) -> None:
-        """End the process, as when its disk does not answer; the next `start` starts another."""
+        """Kill the writer process, e.g. if its disk hangs; the next `start` starts another."""
         if self._process is not None:
             self._process.kill()
         self._process = None
 
     def _buffers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        sizes = _places(tensors)
-        self._have(sum(sizes.values()))
+        sizes = _aligned_sizes(tensors)
+        self._ensure_memory(sum(sizes.values()))
         assert self._memory is not None
         offsets = itertools.accumulate(sizes.values(), initial=0)
         held = self._memory.bytes
         cut = {n: held[o : o + tensors[n].nbytes] for n, o in zip(sizes, offsets, strict=False)}
         return {n: cut[n].view(t.dtype).reshape(t.shape) for n, t in tensors.items()}
 
-    def _have(self, size: int) -> None:
-        """Have memory of this size, and a process that sees it.
+    def _ensure_memory(self, size: int) -> None:
+        """Allocate memory of at least this size, and start the writer process that shares it.
 
-        The calling thread has to outlive the process, which Linux ends with it."""
+        The calling thread must outlive the process, because Linux kills the process with it.
+        """
         reserving, self._reserving = self._reserving, None
         if reserving is not None:
             reserving.wait()
@@ -180,16 +187,16 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _places(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Bytes of memory that each takes."""
+def _aligned_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the bytes of memory for each tensor, aligned."""
     return {n: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for n, tensor in tensors.items()}
 
 
 class Background:
-    """One call in a thread of its own.
+    """One call in a new thread.
 
     Args:
-        daemon: it ends with the process, as a call may have to that waits for a disk; else the
+        daemon: the thread ends with the process, e.g. if it hangs in a disk access; else the
             process waits for it.
     """
 
@@ -206,21 +213,21 @@ class Background:
 
     @property
     def failed(self) -> bool:
-        """Whether it is over and has raised."""
+        """Whether the call has raised an error."""
         return self._error is not None
 
     @property
     def running(self) -> bool:
-        """Whether it is not over."""
+        """Whether the call has not ended yet."""
         return self._thread.is_alive()
 
     def succeeded(self) -> bool:
-        """Wait for its end; whether it has not raised."""
+        """Wait for the call; return whether it has raised no error."""
         self._thread.join()
         return self._error is None
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for its end; raises what it has raised, or TimeoutError and leaves it."""
+        """Wait for the call and raise its error. Raises TimeoutError: it has not ended in time."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise TimeoutError

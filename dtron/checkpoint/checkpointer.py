@@ -1,8 +1,8 @@
-"""The state of a run as it is saved and loaded: weights, optimizer state, random numbers, by FQN.
+"""Saves and loads the state of a run: weights, optimizer state and RNG state, by FQN.
 
-Tensors and optimizer state carry their global shapes; the step, the data position and the model's
-config are JSON (`published.py`). The optimizer's settings (decay, betas) are not saved: they are
-the config's.
+Tensors are stored with their global shapes; the step, the data position and the model's config are
+JSON (`directory.py`). Settings of the optimizer (weight decay, betas) are not saved: they come from
+the config.
 """
 
 import functools
@@ -24,15 +24,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from dtron.checkpoint.async_staging import Background, Staging
-from dtron.checkpoint.dcp_storage import ShardReader, WriteFile, write_here
+from dtron.checkpoint.dcp_storage import ShardReader, WriteFile, write_in_process
 from dtron.checkpoint.directory import CheckpointMetadata, step_of, unreadable
-from dtron.checkpoint.locations import Tier, owner
-from dtron.checkpoint.save import Committed, Saver, why
-from dtron.checkpoint.save_plan import KeptPlan
+from dtron.checkpoint.locations import CheckpointLocation, location_of
+from dtron.checkpoint.save import OnCommit, Saver, first_cause
+from dtron.checkpoint.save_plan import CachedSavePlanner
 from dtron.config import Checkpoint
 from dtron.errors import CheckpointError
 from dtron.io.filesystem import Location
-from dtron.io.safetensors_file import Written
+from dtron.io.safetensors_file import WrittenFile
 from dtron.io.writer_process import WriterProcess
 from dtron.parallelisms.apply import Applied
 
@@ -41,104 +41,105 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Checkpointer:
-    """Saves and loads the state of one run; all ranks make it together.
+    """Saves and loads the state of one run. Construct it on all ranks together.
 
     Tensors are stored under their names in the whole model and without padding, so that any layout
-    of ranks and stages reads what any other wrote.
+    of ranks and stages can read them.
 
     Args:
-        tiers: where to, the durable one last.
+        locations: where checkpoints are written, the durable location last.
         applied: the parallelised model.
-        options: the config's section.
-        scales: what delayed float8 scales come from, by FQN, the same on all ranks that have it.
-        committed: called on rank 0 with each complete checkpoint in the durable tier.
+        options: the section [checkpoint].
+        scales: amax history of delayed float8 scales, by FQN; equal on all ranks that have it.
+        on_commit: called on rank 0 with each complete checkpoint in the durable location.
     """
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
+        locations: Sequence[CheckpointLocation],
         applied: Applied,
         optimizer: torch.optim.Optimizer,
         options: Checkpoint,
         scales: Mapping[str, torch.Tensor] | None = None,
-        committed: Committed | None = None,
+        on_commit: OnCommit | None = None,
     ) -> None:
-        self.tiers, self.optimizer, self.options = tiers, optimizer, options
+        self.locations, self.optimizer, self.options = locations, optimizer, options
         self.scales = dict(scales or {})
-        copies = len(tiers) > 1
+        copies = len(locations) > 1
         seconds = options.timeout_seconds
-        self.saver = Saver(seconds, tiers[0].folder, None if copies else committed)
-        self.copier = Saver(seconds, tiers[-1].folder, committed) if copies else None
+        self.saver = Saver(seconds, locations[0].folder, None if copies else on_commit)
+        self.copier = Saver(seconds, locations[-1].folder, on_commit) if copies else None
         self.model = nn.ModuleDict({str(stage): part for stage, part in applied.parts.items()})
         self.names = {
             f"{stage}.{fqn}": applied.names[fqn]
             for stage, part in applied.parts.items()
             for fqn, _ in part.named_parameters(remove_duplicate=False)
         }
-        self.names |= {  # of routers, whose biases are saved
+        self.names |= {  # the biases of routers are saved buffers
             f"{stage}.{fqn}": fqn
             for stage, part in applied.parts.items()
             for fqn, _ in part.named_buffers()
         }
         self.rows = applied.padded_rows
-        self.plan, self.staging = KeptPlan(), Staging()
+        self.plan, self.staging = CachedSavePlanner(), Staging()
         self._running: Background | None = None
         self._written: int | None = None
-        """The step that is in the first tier, or on its way there."""
+        """Step of the last checkpoint in the first location, complete or being written."""
         self._copying: Background | None = None
-        self._copied: Location | None = None
-        """The checkpoint that is being copied."""
-        self._copies: WriterProcess | None = None
+        self._copy_source: Location | None = None
+        """Checkpoint that is being copied."""
+        self._copy_process: WriterProcess | None = None
         optimizer.register_step_pre_hook(lambda *_: self.staging.before_change())
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """For collectives that wait for disks, whose limit is `checkpoint.timeout_seconds`'."""
+        """Process group for collectives that wait for disks, up to `checkpoint.timeout_seconds`."""
         return self.saver.group
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
-        return any(tier.interval and step % tier.interval == 0 for tier in self.tiers)
+        return any(each.interval and step % each.interval == 0 for each in self.locations)
 
-    def lasts(self, step: int) -> bool:
-        """Whether one is due in the durable tier."""
-        interval = self.tiers[-1].interval
+    def is_durable_step(self, step: int) -> bool:
+        """Whether a checkpoint is due in the durable location after this step."""
+        interval = self.locations[-1].interval
         return bool(interval) and step % interval == 0
 
     def save(self, metadata: CheckpointMetadata, durable: bool = False) -> None:
-        """Write a checkpoint and publish it; all ranks call it together.
+        """Write a checkpoint and commit it; all ranks call it together.
 
-        With `mode = "async"` it returns at once, and the optimizer's next step waits until the
-        state is copied; what is left of an earlier save is waited for first. Copying to the durable
-        tier is waited for neither, but by the next copying.
+        With `mode = "async"` it first waits for the last save and then returns at once; the next
+        optimizer step waits until the state is copied to host memory. The copy to the durable
+        location runs in the background; only the next such copy waits for it.
 
         Args:
-            durable: copy it to the durable tier though it is not due there.
+            durable: copy it to the durable location even if it is not due there.
         Raises:
             CheckpointError: this save, or the last asynchronous one, could not be written; its
                 files are deleted, and older checkpoints are unchanged.
         """
-        durable = durable or self.lasts(metadata.step)
+        durable = durable or self.is_durable_step(metadata.step)
         if self._running is not None and self._running.running:
             log.warning("the last checkpoint is still being written: waiting for it")
         if durable and self._copying is not None and self._copying.running:
             log.warning("the last checkpoint is still being copied: waiting for it")
-        # Where it fails and training goes on: ranks learn of it at different steps, and all of them
-        # have to begin the next one.
-        self.tried(functools.partial(self._wait_before, durable))
+        # If the last save failed and training continues, ranks notice at different steps; all of
+        # them must begin this save.
+        self.attempt(functools.partial(self._wait_before, durable))
         if self._written != metadata.step:
             self._written = metadata.step
             self._begin(metadata)
-        if durable and len(self.tiers) > 1:
+        if durable and len(self.locations) > 1:
             self._begin_copy(metadata, self._running)
 
     @property
     def stops(self) -> bool:
-        """Whether a run ends where a save fails."""
+        """Whether a failed save ends the run."""
         return self.options.on_error == "stop"
 
-    def tried(self, act: Callable[[], None]) -> bool:
-        """Save or wait for it; whether that worked. Raises CheckpointError where the run stops."""
+    def attempt(self, act: Callable[[], None]) -> bool:
+        """Call a save or a wait; return whether it succeeded. Raises CheckpointError: the run
+        stops."""
         try:
             act()
         except CheckpointError as error:
@@ -151,41 +152,51 @@ class Checkpointer:
     def _wait_before(self, durable: bool) -> None:
         """Wait for saves that may not overlap with a new one."""
         self._wait_for_write()
-        if durable:  # else ranks learn at different steps whether it has failed
+        if durable:  # not in other saves: ranks would notice a failure at different steps
             self._wait_for_copy()
 
     def _begin(self, metadata: CheckpointMetadata) -> None:
-        """Write a checkpoint to the first tier, or begin to."""
-        flat = self._flat()
+        """Write a checkpoint to the first location; with `mode = "async"`, begin to."""
+        flat = self._tensors_to_save()
         if self.options.mode == "sync":
-            self._write(flat, metadata, write_here)
+            self._write(flat, metadata, write_in_process)
             return
         write = self.staging.write
         try:
             self.plan.staged = self.staging.start(flat)
         except OSError as error:
-            write = functools.partial(_raise, error)  # so that all ranks raise it
+            write = functools.partial(_raise, error)  # raised there, on all ranks
         self._running = Background(functools.partial(self._write, flat, metadata, write))
 
     def reserve(self) -> None:
-        """Begin to reserve host memory for asynchronous saves, if there are any; called after the
-        first step, when the optimizer has its state."""
-        if self.options.mode == "async" and any(tier.interval for tier in self.tiers):
-            self.staging.reserve(self._flat())
+        """Begin to reserve host memory for asynchronous saves, if the run has any.
 
-    def _flat(self) -> dict[str, Any]:
-        """What a checkpoint holds, by the names under which it is stored."""
-        state = {**self._stored(self._held()), "rng": _get_rng(), "float8": self.scales}
+        It is called after the first step, when the optimizer has its state.
+        """
+        if self.options.mode == "async" and any(each.interval for each in self.locations):
+            self.staging.reserve(self._tensors_to_save())
+
+    def _tensors_to_save(self) -> dict[str, Any]:
+        """Return all tensors of a checkpoint by the names under which they are stored."""
+        state = {
+            **self._stored_state(self._local_state()),
+            "rng": _get_rng(),
+            "float8": self.scales,
+        }
         return {f"{kind}.{name}": value for kind, v in state.items() for name, value in v.items()}
 
     def _begin_copy(self, metadata: CheckpointMetadata, written: Background | None) -> None:
-        """Copy a checkpoint from the first tier to the last one, when it is `written`."""
-        assert self.copier is not None, "there are several tiers"
-        if self._copies is None or not self._copies.alive:
-            self._copies = WriterProcess()
-        self._copied = self.tiers[0].folder / f"step-{metadata.step}"
+        """Copy a checkpoint in the background from the first location to the last one.
+
+        Args:
+            written: the write to wait for; None: it is written already.
+        """
+        assert self.copier is not None, "there are several locations"
+        if self._copy_process is None or not self._copy_process.alive:
+            self._copy_process = WriterProcess()
+        self._copy_source = self.locations[0].folder / f"step-{metadata.step}"
         copy = functools.partial(
-            self.copier.copy, self._copied, metadata, self.tiers[-1], self._copies
+            self.copier.copy, self._copy_source, metadata, self.locations[-1], self._copy_process
         )
 
         def act() -> None:
@@ -193,16 +204,16 @@ class Checkpointer:
                 if written is None or written.succeeded():
                     copy()
             except CheckpointError:
-                self._copies = None  # it was killed, and may wait for a disk
+                self._copy_process = None  # killed: it may hang in a disk access
                 raise
             finally:
-                self._copied = None
+                self._copy_source = None
 
         self._copying = Background(act)
 
     @property
     def failed(self) -> bool:
-        """Whether an asynchronous save has failed, which `wait` will raise."""
+        """Whether an asynchronous save has failed; `wait` then raises its error."""
         return any(each is not None and each.failed for each in (self._running, self._copying))
 
     def wait(self) -> None:
@@ -221,13 +232,13 @@ class Checkpointer:
             copying.wait()
 
     def _write(self, flat: dict[str, Any], metadata: CheckpointMetadata, write: WriteFile) -> None:
-        kept = [] if self._copied is None else [self._copied]
+        kept = [] if self._copy_source is None else [self._copy_source]
         try:
             self.staging.finish()
-            self.saver.write(flat, metadata, self.tiers[0], self.plan, write, kept)
+            self.saver.write(flat, metadata, self.locations[0], self.plan, write, kept)
         except CheckpointError:
-            self.plan = KeptPlan()  # ranks may have got to know different parts of the plan
-            self.staging.end()  # it may wait for a disk
+            self.plan = CachedSavePlanner()  # ranks may have cached different parts of the plan
+            self.staging.end()  # its process may hang in a disk access
             self._written = None
             raise
 
@@ -235,72 +246,78 @@ class Checkpointer:
         """Load weights, optimizer state and RNG state in place; all ranks call it together.
 
         Raises:
-            CheckpointError: a shard is missing or cannot be read, or a tensor has another shape.
+            CheckpointError: a file is missing or cannot be read, or a tensor has another shape.
         """
-        held = self._held()
-        state = {**self._stored(held), "rng": _get_rng(), "float8": self.scales}  # read in place
+        held = self._local_state()
+        state = {
+            **self._stored_state(held),
+            "rng": _get_rng(),
+            "float8": self.scales,
+        }  # read in place
         try:
             reader = ShardReader(path)
             if not all(f"rng.{name}" in reader.index.tensors for name in state["rng"]):
-                log.warning("%s holds no RNG state for this rank; dtron itself needs none", path)
+                log.warning("%s has no RNG state for this rank; dtron itself needs none", path)
                 del state["rng"]
-            if not all(_holds(reader, f"float8.{fqn}", x) for fqn, x in self.scales.items()):
-                log.warning("%s holds no such history of float8 scales: it begins anew", path)
+            if not all(_has_tensor(reader, f"float8.{fqn}", x) for fqn, x in self.scales.items()):
+                log.warning(
+                    "%s has no matching amax history of float8 scales: it starts empty", path
+                )
                 del state["float8"]
                 for history in self.scales.values():
                     history.zero_()
             dcp.load(state, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
-            raise unreadable(path, str(why(error))) from error
+            raise unreadable(path, str(first_cause(error))) from error
         self._fill_copies(held)
         set_model_state_dict(self.model, held["model"])
         set_optimizer_state_dict(self.model, self.optimizer, held["optimizer"], options=_FLAT)
         if "rng" in state:
             _set_rng(state["rng"])
-        self._written = step_of(path) if owner(self.tiers[:-1], path) else None
+        self._written = step_of(path) if location_of(self.locations[:-1], path) else None
 
     def load_weights(self, reader: dcp.StorageReader, where: Location) -> None:
-        """Load weights alone in place; all ranks call it together.
+        """Load weights only, in place; all ranks call it together.
 
         Args:
-            reader: knows them by their names in the whole model.
-            where: it reads, for errors.
+            reader: a reader of tensors by their names in the whole model.
+            where: what it reads, for error messages.
         Raises:
             CheckpointError: a tensor is missing, cannot be read, or has another shape.
         """
-        # Not of `_held`: asking an optimizer for state that it does not have yet makes it step.
+        # Not `_local_state`: torch makes an optimizer without state do a step in order to have one.
         held: dict[str, dict[str, Any]] = {"model": get_model_state_dict(self.model)}
-        state = {"model": self._stored({**held, "optimizer": {}})["model"]}
+        state = {"model": self._stored_state({**held, "optimizer": {}})["model"]}
         try:
             dcp.load(state, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
-            raise CheckpointError(f"{where} cannot be loaded: {why(error)}") from error
+            raise CheckpointError(f"{where} cannot be loaded: {first_cause(error)}") from error
         self._fill_copies(held)
         set_model_state_dict(self.model, held["model"])
 
-    def _held(self) -> dict[str, dict[str, Any]]:
-        """Tensors as this rank holds them, by FQN in `self.model`."""
+    def _local_state(self) -> dict[str, dict[str, Any]]:
+        """Return the tensors of this rank by FQN in `self.model`."""
         return {
             "model": get_model_state_dict(self.model),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT),
         }
 
-    def _stored(self, held: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The same tensors as they are stored: views, by name; of a tied weight the first."""
+    def _stored_state(self, held: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return views of the same tensors by stored name, without padding; a tied weight once."""
         model: dict[str, Any] = {}
         for fqn, value in held["model"].items():
             name = self.names[fqn]
             model.setdefault(name, self._unpadded(name, value))
         optimizer: dict[str, Any] = {}
         for key, value in held["optimizer"].items():
-            kind, fqn, slot = _parts_of(key)
+            kind, fqn, slot = _split_key(key)
             if kind == "state":
                 name = self.names[fqn]
                 optimizer.setdefault(f"state.{name}.{slot}", self._unpadded(name, value))
         return {"model": model, "optimizer": optimizer}
 
     def _unpadded(self, name: str, value: Any) -> Any:
-        """A view without the padded rows that the last ranks of tp hold."""
+        """Return a view without the padded rows, which the last tp ranks hold."""
         if name not in self.rows or not isinstance(value, DTensor) or value.dim() == 0:
             return value
         local, rows = value.to_local(), self.rows[name]
@@ -318,28 +335,28 @@ class Checkpointer:
 
     @torch.no_grad()
     def _fill_copies(self, held: dict[str, dict[str, Any]]) -> None:
-        """Where both stages of a tied weight are here, give the second what the first has read."""
+        """Copy a tied weight that was read to its second stage, if this rank has both."""
         for values in held.values():
             first: dict[tuple[str, str, str], Any] = {}
             for key, value in values.items():
-                kind, fqn, slot = _parts_of(key) if key not in self.names else ("", key, "")
+                kind, fqn, slot = _split_key(key) if key not in self.names else ("", key, "")
                 read = first.setdefault((kind, self.names[fqn], slot), value)
                 if isinstance(value, torch.Tensor) and read is not value:
                     value.copy_(read)
 
 
-def _holds(reader: ShardReader, name: str, like: torch.Tensor) -> bool:
-    """Whether a tensor of this shape is stored."""
+def _has_tensor(reader: ShardReader, name: str, like: torch.Tensor) -> bool:
+    """Whether a checkpoint has a tensor of this name and shape."""
     found = reader.index.tensors.get(name)
     return found is not None and found.size == like.shape
 
 
-def _raise(error: OSError, *_: Any) -> Written:
+def _raise(error: OSError, *_: Any) -> WrittenFile:
     raise error
 
 
-def _parts_of(key: str) -> tuple[str, str, str]:
-    """`state.0.embed.weight.exp_avg` -> its kind, FQN and slot."""
+def _split_key(key: str) -> tuple[str, str, str]:
+    """Split `state.0.embed.weight.exp_avg` into kind, FQN and slot."""
     kind, rest = key.split(".", 1)
     return kind, *rest.rsplit(".", 1)  # type: ignore[return-value]
 

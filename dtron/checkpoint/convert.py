@@ -1,7 +1,7 @@
-"""`dtron convert`: a Hugging Face folder into a checkpoint, and a checkpoint into such a folder.
+"""`dtron convert`: converts a Hugging Face folder to a checkpoint, and back.
 
-Alone or under torchrun, whose ranks share the files. A rank holds one tensor at a time. What is
-written appears under its name when it is whole.
+It runs alone or under torchrun, whose ranks convert different files. A rank holds one tensor at a
+time. The output folder appears when it is complete.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from dtron.checkpoint.directory import (
     write_metadata,
 )
 from dtron.checkpoint.initial_weights import model_settings, open_initial
-from dtron.checkpoint.save import why
+from dtron.checkpoint.save import first_cause
 from dtron.config import RunConfig
 from dtron.data.tokenizer import ByteTokenizer, tokenizer_file
 from dtron.errors import ArgumentParser, CheckpointError, ConfigError
@@ -61,7 +61,7 @@ TOKENIZER_FILES = (
 )
 """Files of a model other than its weights; copied unchanged."""
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""One of which a tokenizer has."""
+"""Files of which a tokenizer has at least one."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TIMEOUT_SECONDS = 24 * 3600
@@ -83,39 +83,45 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def convert_parser() -> argparse.ArgumentParser:
-    """What `dtron convert` takes."""
+    """Return the argument parser of `dtron convert`."""
     parser = ArgumentParser(prog="dtron convert", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     summary = "a Hugging Face folder becomes a checkpoint for checkpoint.initial"
     one = commands.add_parser("from-hf", help=summary, description=summary)
     one.add_argument("folder", type=Path, help="config.json and safetensors files")
-    one.add_argument("out", type=Path, help="a folder that is not there yet")
-    one.add_argument("--dtype", choices=_DTYPES, help="of the checkpoint; default: as it is stored")
+    one.add_argument("out", type=Path, help="a folder that does not exist yet")
+    one.add_argument(
+        "--dtype", choices=_DTYPES, help="dtype of the checkpoint; default: that of the files"
+    )
     one.set_defaults(run=lambda given: from_hf_folder(given.folder, given.out, given.dtype))
     summary = "a checkpoint becomes a folder that transformers loads"
     two = commands.add_parser("to-hf", help=summary, description=summary)
-    two.add_argument("checkpoint", help="a checkpoint, or a run, whose newest is taken; or its URL")
-    two.add_argument("out", type=Path, help="a folder that is not there yet")
-    two.add_argument("--dtype", choices=_DTYPES, help="of the files; default: as it is stored")
+    two.add_argument("checkpoint", help="path or URL of a checkpoint, or of a run: its newest one")
+    two.add_argument("out", type=Path, help="a folder that does not exist yet")
+    two.add_argument(
+        "--dtype", choices=_DTYPES, help="dtype of the files; default: that of the checkpoint"
+    )
     two.add_argument(
         "--tokenizer",
         type=Path,
-        help="a folder with tokenizer files; default: those in the folder of the run's tokenizer",
+        help="folder with tokenizer files to copy; default: that of the run's tokenizer",
     )
-    two.add_argument("--file-gb", type=float, default=5.0, help="largest file; default: 5")
+    two.add_argument(
+        "--file-gb", type=float, default=5.0, help="size limit of each file, in GB; default: 5"
+    )
     two.set_defaults(run=to_hf_from)
     return parser
 
 
-class _Streamed(DefaultSavePlanner):
-    """Plans tensors on the meta device and reads each when it is written."""
+class _StreamingPlanner(DefaultSavePlanner):
+    """Plans tensors on the meta device, and reads each one when it is written."""
 
     def __init__(self, folder: HFFolder, dtype: torch.dtype | None) -> None:
         super().__init__()
         self._folder, self._dtype = folder, dtype
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """A whole tensor."""
+        """Read a whole tensor."""
         fqn = index.fqn.removeprefix("model.")
         each = self._folder.ours[fqn]
         tensor = self._folder.read(fqn, full_region(each.shape))
@@ -123,10 +129,10 @@ class _Streamed(DefaultSavePlanner):
 
 
 def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
-    """Make a checkpoint that holds weights only; all ranks call it together.
+    """Convert a Hugging Face folder to a checkpoint of weights; all ranks call it together.
 
     Raises:
-        CheckpointError: the folder does not hold one of MODELS, whole, or `out` exists.
+        CheckpointError: the folder is incomplete or not one of MODELS, or `out` exists.
         OSError: the disk is full.
     """
     source = hf_folder(folder)
@@ -138,14 +144,14 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
         )
         for fqn, each in source.ours.items()
     }
-    with _appearing(out) as partial:
-        planner = _Streamed(source, stored)
+    with _new_folder(out) as partial:
+        planner = _StreamingPlanner(source, stored)
         try:
             dcp.save(state, storage_writer=ShardWriter(partial), planner=planner)
         except dcp.CheckpointException as error:
-            raise why(error) from error
+            raise first_cause(error) from error
         if dist.get_rank() == 0:
-            _copy_beside(source.path, partial)
+            _copy_model_files(source.path, partial)
             model = {"name": source.family, **source.config.model_dump(mode="json")}
             write_metadata(partial, CheckpointMetadata.of_weights(model, dist.get_world_size()))
     log.info("%s holds the weights of %s; train it with", out, source.path)
@@ -153,9 +159,11 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
 
 
 def to_hf_from(given: argparse.Namespace) -> None:
-    """`dtron convert to-hf`; all ranks call it together."""
+    """Run `dtron convert to-hf`; all ranks call it together."""
     if not 0 < given.file_gb < math.inf:
-        raise ConfigError(f"--file-gb {given.file_gb:g} is no size of a file; use one such as 5")
+        raise ConfigError(
+            f"--file-gb {given.file_gb:g} is not a file size in GB; use one such as 5"
+        )
     path = find_weights(given.checkpoint)
     everyone = dist.group.WORLD
     assert everyone is not None
@@ -166,10 +174,10 @@ def to_hf_from(given: argparse.Namespace) -> None:
 
 
 def _named_tokenizer(named: Path | str) -> Path | str:
-    """What --tokenizer names: "byte", or the folder of tokenizer files.
+    """Return the folder of tokenizer files that --tokenizer names, or "byte".
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: it has no tokenizer files.
     """
     if str(named) == "byte":
         return "byte"
@@ -184,7 +192,7 @@ def _named_tokenizer(named: Path | str) -> Path | str:
 
 
 def tokenizer_of(checkpoint: Location) -> Path | str | None:
-    """The folder with a checkpoint's tokenizer files, or "byte"; None: it is not known."""
+    """Return the folder of a checkpoint's tokenizer files, or "byte"; None: not known."""
     if isinstance(checkpoint, Remote):
         return None
     if (checkpoint / "tokenizer.json").is_file():
@@ -203,14 +211,14 @@ def to_hf_folder(
     tokenizer: Path | str | None = None,
     file_bytes: int = 5 * _GB,
 ) -> None:
-    """Write a checkpoint's model for transformers; all ranks call it together.
+    """Convert a checkpoint to a folder for transformers; all ranks call it together.
 
     Args:
         checkpoint: a folder step-N.
-        dtype: of the files; None: as it is stored.
+        dtype: dtype of the files; None: that of the checkpoint.
         tokenizer: a folder whose tokenizer files are copied, or "byte".
     Raises:
-        CheckpointError: it cannot be read, transformers has no such model, or `out` exists.
+        CheckpointError: it cannot be read, transformers lacks the model, or `out` exists.
         OSError: the disk is full.
     """
     initial, metadata = open_initial(checkpoint), read_metadata(checkpoint)
@@ -229,30 +237,30 @@ def to_hf_folder(
         return _DTYPES[dtype] if dtype else reader.dtype(f"model.{fqn}")
 
     export = HFExport(hf, config, model, dtype_of, get, file_bytes)
-    with _appearing(out) as partial:
+    with _new_folder(out) as partial:
         rank, n_ranks = dist.get_rank(), dist.get_world_size()
         export.write(partial, range(rank, len(export.files), n_ranks))
         if rank == 0:
             if tokenizer is not None:
                 export.config_json |= _add_tokenizer(tokenizer, partial)
             export.write_json(partial)
-    log.info("%s: %d files for %s", out, len(export.files), hf.architecture)
+    log.info("wrote %d files for %s to %s", len(export.files), hf.architecture, out)
     if tokenizer is None:
-        log.info("no tokenizer files: give --tokenizer FOLDER to have them copied")
+        log.info("no tokenizer files were copied; name their folder with --tokenizer FOLDER")
 
 
 def _add_tokenizer(tokenizer: Path | str, out: Path) -> dict[str, Any]:
-    """Write a tokenizer's files; which tokens begin and end a text, for config.json."""
+    """Write the files of a tokenizer; return the ids of its special tokens for config.json."""
     if tokenizer == "byte":
         return _write_byte_tokenizer(out)
-    _copy_beside(Path(tokenizer), out)
+    _copy_model_files(Path(tokenizer), out)
     config = Path(tokenizer) / CONFIG
     there = read_json(config) if config.is_file() else {}
     return {key: there[key] for key in _TOKENS if key in there}
 
 
 def _write_byte_tokenizer(out: Path) -> dict[str, Any]:
-    """dtron's bytes of UTF-8, as the tokenizers library and transformers know them."""
+    """Write dtron's byte tokenizer in the format of transformers; return as `_add_tokenizer`."""
     eos, eos_id = "<|endoftext|>", ByteTokenizer.eos_id
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {eos: eos_id}
     tokenizer = tokenizers.Tokenizer(
@@ -267,15 +275,15 @@ def _write_byte_tokenizer(out: Path) -> dict[str, Any]:
     return {"eos_token_id": eos_id}
 
 
-def _copy_beside(folder: Path, out: Path) -> None:
+def _copy_model_files(folder: Path, out: Path) -> None:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
 
 
 @contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """A folder next to `out` for all ranks to write to, which is `out` when they are done.
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Make a temporary folder for all ranks to write to; it is renamed to `out` at the end.
 
     Raises:
         CheckpointError: `out` exists.
@@ -286,7 +294,7 @@ def _appearing(out: Path) -> Iterator[Path]:
         raise CheckpointError(f"{out} exists already; give another folder")
     dist.barrier()
     if first:
-        shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left over from a killed conversion
         partial.mkdir(parents=True)
     dist.barrier()
     yield partial

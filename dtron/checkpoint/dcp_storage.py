@@ -1,12 +1,11 @@
-"""How a checkpoint lies on a disk: safetensors files and an index in JSON, and no pickle.
+"""Files of a checkpoint: safetensors and a JSON index, without pickle.
 
-    rank-R.safetensors   what rank R wrote; the part of tensor NAME that begins at 4, 0 is NAME@4,0
+    rank-R.safetensors   written by rank R; NAME@4,0 is the part of tensor NAME that starts at 4, 0
     index.json           size and SHA-256 of each file; dtype, shape and parts of each tensor
 
-`torch.distributed.checkpoint` decides which rank writes and reads what, since its planners know
-DTensors; this is its storage. A file is written one tensor after the other, hashed on the way and
-synced. Of the ranks that hold the same part one writes it.
-"""
+`torch.distributed.checkpoint` plans which rank writes and reads which parts of DTensors; this is
+its storage. A file is written tensor by tensor, hashed while it is written, and synced. If several
+ranks hold the same part, one of them writes it."""
 
 import contextlib
 import hashlib
@@ -44,37 +43,38 @@ from dtron.io.remote_path import Remote, UnreachableError
 from dtron.io.safetensors_file import (
     DTYPE_NAMES,
     DTYPES_BY_NAME,
-    Described,
     StoredTensor,
     StoredTensors,
     TensorFile,
-    Written,
-    counts,
-    shape_of,
+    TensorSpec,
+    WrittenFile,
+    parse_shape,
+    parse_sizes,
 )
 from dtron.io.untrusted import INDEX_BYTES, open_regular
 
 INDEX = "index.json"
-_MOST_COMPARED = (
-    4 * 10**6
-)  # parts of one tensor with each other, of which a made-up index has too many
+_MAX_COMPARED = 4 * 10**6
+"""Most pairs of parts of one tensor that are compared; a malicious index may have more."""
 _FORMAT = 1
 
 
-class _Place(NamedTuple):
-    """Where a part of a tensor was written."""
+class _WrittenPart(NamedTuple):
+    """The file of a part of a tensor."""
 
     file: str
-    written: Written
+    written: WrittenFile
 
 
-WriteFile = Callable[[Location, Mapping[str, Described], Callable[[str], torch.Tensor]], Written]
-"""Writes a safetensors file of tensors that are announced first and follow one after the other."""
+WriteFile = Callable[
+    [Location, Mapping[str, TensorSpec], Callable[[str], torch.Tensor]], WrittenFile
+]
+"""Writes a safetensors file: (path, dtype and shape by name, function name -> tensor)."""
 
 
-def write_here(
-    target: Location, tensors: Mapping[str, Described], get: Callable[[str], torch.Tensor]
-) -> Written:
+def write_in_process(
+    target: Location, tensors: Mapping[str, TensorSpec], get: Callable[[str], torch.Tensor]
+) -> WrittenFile:
     """Write a file in this process. Raises OSError."""
     file = TensorFile(str(target), tensors, {})
     try:
@@ -85,37 +85,37 @@ def write_here(
         file.abandon()
 
 
-def without_limit(act: Callable[[], None]) -> None:
-    """Call what may take as long as it takes."""
+def run_unlimited(act: Callable[[], None]) -> None:
+    """Call a function without a time limit."""
     act()
 
 
 class ShardWriter(dcp.StorageWriter):
-    """Writes the files of one checkpoint into a folder that is there already.
+    """Writes the files of one checkpoint into an existing folder.
 
     Args:
         write: writes this rank's file.
-        limited: calls what reaches the disk, and raises OSError when it takes too long.
+        run_limited: calls a disk access, and raises OSError if it takes too long.
     Raises:
-        OSError: from within `dcp.save`, as a CheckpointException on all ranks.
+        OSError: within `dcp.save`, which raises a CheckpointException on all ranks.
     """
 
     def __init__(
         self,
         folder: Location,
-        write: WriteFile = write_here,
-        limited: Callable[[Callable[[], None]], None] = without_limit,
+        write: WriteFile = write_in_process,
+        run_limited: Callable[[Callable[[], None]], None] = run_unlimited,
     ) -> None:
-        self.folder, self._write_file, self._limited = folder, write, limited
+        self.folder, self._write_file, self._limited = folder, write, run_limited
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Nothing is kept between saves."""
+        """Do nothing: there is no state between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing has to be set up."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As planned."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -124,7 +124,7 @@ class ShardWriter(dcp.StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file."""
-        items = {_key(item.index): item for item in plan.items}
+        items = {_part_name(item.index): item for item in plan.items}
         results: list[WriteResult] = []
         if items:
             self._limited(lambda: results.extend(self._write(plan.storage_data, items, planner)))
@@ -135,25 +135,25 @@ class ShardWriter(dcp.StorageWriter):
     def _write(
         self, name: str, items: Mapping[str, WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        tensors = {key: _described(item) for key, item in items.items()}
+        tensors = {key: _spec_of(item) for key, item in items.items()}
 
         def get(key: str) -> torch.Tensor:
             data = planner.resolve_data(items[key])
-            assert isinstance(data, torch.Tensor), f"{key} is no tensor"
+            assert isinstance(data, torch.Tensor), f"{key} is not a tensor"
             return data
 
-        place = _Place(name, self._write_file(self.folder / name, tensors, get))
+        place = _WrittenPart(name, self._write_file(self.folder / name, tensors, get))
         return [WriteResult(item.index, tensors[k].nbytes, place) for k, item in items.items()]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index; the coordinator calls it when all files are complete."""
+        """Write the index; called by the coordinator when all files are complete."""
         places = {result.index: result.storage_data for rank in results for result in rank}
         files = {place.file: place.written for place in places.values()}
         table = {
             "format": _FORMAT,
             "files": {n: {"bytes": w.bytes, "sha256": w.sha256} for n, w in files.items()},
             "tensors": {
-                fqn: _entry(fqn, tensor, places)
+                fqn: _index_entry(fqn, tensor, places)
                 for fqn, tensor in metadata.state_dict_metadata.items()
             },
         }
@@ -162,29 +162,31 @@ class ShardWriter(dcp.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Any path."""
+        """Accept any path."""
         return True
 
 
 def name_of_file(rank: int) -> str:
-    """The file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank}.safetensors"
 
 
-def _key(index: MetadataIndex) -> str:
-    """The name of a part in its file; that of a whole tensor is the tensor's own."""
+def _part_name(index: MetadataIndex) -> str:
+    """Return the name of a part in its file; a whole tensor has its own name."""
     offsets = index.offset or ()
     return f"{index.fqn}@{','.join(map(str, offsets))}" if any(offsets) else index.fqn
 
 
-def _described(item: WriteItem) -> Described:
+def _spec_of(item: WriteItem) -> TensorSpec:
     data = item.tensor_data
-    assert data is not None, f"{item.index.fqn} is no tensor; checkpoints hold nothing else"
-    return Described(data.properties.dtype, tuple(data.chunk.sizes))
+    assert data is not None, f"{item.index.fqn} is not a tensor; checkpoints hold only tensors"
+    return TensorSpec(data.properties.dtype, tuple(data.chunk.sizes))
 
 
-def _entry(fqn: str, tensor: Any, places: Mapping[MetadataIndex, _Place]) -> dict[str, Any]:
-    assert isinstance(tensor, TensorStorageMetadata), f"{fqn} is no tensor"
+def _index_entry(
+    fqn: str, tensor: Any, places: Mapping[MetadataIndex, _WrittenPart]
+) -> dict[str, Any]:
+    assert isinstance(tensor, TensorStorageMetadata), f"{fqn} is not a tensor"
     parts = []
     for chunk in tensor.chunks:
         place = places[MetadataIndex(fqn, chunk.offsets)]
@@ -197,7 +199,7 @@ def _entry(fqn: str, tensor: Any, places: Mapping[MetadataIndex, _Place]) -> dic
 class Index:
     """The content of index.json."""
 
-    files: dict[str, Written]
+    files: dict[str, WrittenFile]
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, str]
     """The file of each part."""
@@ -209,8 +211,8 @@ def read_index(folder: Location) -> Index:
     """Read index.json.
 
     Raises:
-        CheckpointError: it is damaged, names files elsewhere, or the parts of a tensor do not make
-            the tensor; names it.
+        CheckpointError: it is damaged, names files outside of the folder, or the parts of a tensor
+            do not cover it exactly once.
     """
     path = folder / INDEX
     table = _table(path)
@@ -219,9 +221,9 @@ def read_index(folder: Location) -> Index:
         tensors, places, extents = {}, {}, {}
         for fqn, entry in table["tensors"].items():
             chunks = []
-            shape = shape_of(entry["shape"])
+            shape = parse_shape(entry["shape"])
             for offsets, sizes, file in entry["parts"]:
-                begin, extent = torch.Size(counts(offsets)), torch.Size(shape_of(sizes))
+                begin, extent = torch.Size(parse_sizes(offsets)), torch.Size(parse_shape(sizes))
                 chunk = ChunkStorageMetadata(begin, extent)
                 chunks.append(chunk)
                 at = MetadataIndex(fqn, chunk.offsets)
@@ -231,27 +233,29 @@ def read_index(folder: Location) -> Index:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
     for fqn, tensor in tensors.items():
-        if wrong := untiled(tensor.size, tensor.chunks):
+        if wrong := tiling_error(tensor.size, tensor.chunks):
             raise CheckpointError(f"{path} is damaged: {fqn} of shape {list(tensor.size)} {wrong}")
     return Index(files, tensors, places, extents)
 
 
-def read_files(folder: Location) -> dict[str, Written]:
-    """The files that index.json names, and nothing more. Raises CheckpointError: it is damaged."""
+def read_files(folder: Location) -> dict[str, WrittenFile]:
+    """Read only the table of files in index.json. Raises CheckpointError: it is damaged."""
     return _files(_table(folder / INDEX), folder / INDEX)
 
 
 def _table(path: Location) -> dict[str, Any]:
     table = read_json(path, INDEX_BYTES)
     if table.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} has format {table.get('format')!r}, not {_FORMAT}")
+        raise CheckpointError(
+            f"{path} has format {table.get('format')!r}; this version of dtron reads {_FORMAT}"
+        )
     return table
 
 
-def _files(table: dict[str, Any], path: Location) -> dict[str, Written]:
+def _files(table: dict[str, Any], path: Location) -> dict[str, WrittenFile]:
     try:
         return {
-            plain_name(name, path): Written(counts([f["bytes"]])[0], str(f["sha256"]))
+            plain_name(name, path): WrittenFile(parse_sizes([f["bytes"]])[0], str(f["sha256"]))
             for name, f in table["files"].items()
         }
     except CheckpointError:
@@ -260,8 +264,8 @@ def _files(table: dict[str, Any], path: Location) -> dict[str, Written]:
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
 
 
-def untiled(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
-    """Why parts do not make up a tensor, each element once; None: they do."""
+def tiling_error(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
+    """Return why the parts of a tensor do not cover each element exactly once; None: they do."""
     boxes = []
     for chunk in chunks:
         box = [(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=False)]
@@ -279,13 +283,15 @@ def untiled(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str
 
 
 def _overlap(boxes: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None:
-    """A box that overlaps with another; swept along the dim that parts them most, so that a box
-    meets few others."""
+    """Return a box that overlaps with another one; None: there is none.
+
+    The boxes are swept along the dim with the most different starts, so that few are compared.
+    """
     if not boxes or not boxes[0]:
         return boxes[1] if len(boxes) > 1 else None
     along = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
     active: list[list[tuple[int, int]]] = []
-    left = _MOST_COMPARED
+    left = _MAX_COMPARED
     for box in sorted(boxes, key=lambda box: box[along]):
         active = [other for other in active if other[along][1] > box[along][0]]
         if (left := left - len(active)) < 0:
@@ -297,9 +303,11 @@ def _overlap(boxes: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None
     return None
 
 
-def missing_or_short(folder: Location, files: Mapping[str, Written]) -> str | None:
-    """What is wrong with the files of a checkpoint, by their sizes; None: nothing. Raises
-    UnreachableError."""
+def missing_or_short(folder: Location, files: Mapping[str, WrittenFile]) -> str | None:
+    """Return the first missing file, or file of a wrong size; None: there is none.
+
+    Raises UnreachableError.
+    """
     for name, written in files.items():
         try:
             size = size_of(folder / name)
@@ -312,28 +320,31 @@ def missing_or_short(folder: Location, files: Mapping[str, Written]) -> str | No
     return None
 
 
-def corrupt(folder: Location, files: Mapping[str, Written], group: dist.ProcessGroup) -> list[str]:
-    """What is wrong with the files of a checkpoint, by their content: all ranks call it together,
-    each reads some of the files, and all get the same answer.
+def corrupt(
+    folder: Location, files: Mapping[str, WrittenFile], group: dist.ProcessGroup
+) -> list[str]:
+    """Compare the content of a checkpoint's files with their SHA-256; return one message per error.
+
+    All ranks call it together; each reads some of the files, and all return the same.
 
     Raises:
-        UnreachableError: on all ranks; a store does not answer one of them.
+        UnreachableError: on all ranks; one of them cannot reach the store.
     """
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
     mine, wrong, unreachable = sorted(files)[rank::n_ranks], list[str](), ""
     try:
-        wrong = [why for name in mine if (why := _differs(folder / name, files[name]))]
+        wrong = [why for name in mine if (why := _content_error(folder / name, files[name]))]
     except UnreachableError as error:
         unreachable = str(error)
     gathered: list[tuple[list[str], str]] = [([], "")] * n_ranks
     dist.all_gather_object(gathered, (wrong, unreachable), group=group)
     for other, (_, reason) in enumerate(gathered):
-        if reason:  # which does not make an older checkpoint the newest good one
+        if reason:  # this does not show that the checkpoint is damaged
             raise UnreachableError(f"rank {other}: {reason}")
     return [why for rank_wrong, _ in gathered for why in rank_wrong]
 
 
-def _differs(path: Location, written: Written) -> str | None:
+def _content_error(path: Location, written: WrittenFile) -> str | None:
     try:
         found = _sha256(path)
     except UnreachableError:
@@ -354,31 +365,31 @@ def _sha256(path: Location) -> str:
 
 
 class StoredReader(dcp.StorageReader):
-    """What readers of any format have in common: they know all tensors when they are made."""
+    """Base class of readers, which know all tensors from their construction on."""
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Nothing is kept between loads."""
+        """Do nothing: there is no state between loads."""
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing has to be set up."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As planned."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As planned."""
+        """Return the plan unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Any path."""
+        """Accept any path."""
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what this rank needs into its tensors, converted to their dtype."""
+        """Copy the planned regions into this rank's tensors, converted to their dtype."""
         for item in plan.items:
             part = self.part(item.storage_index, region_of(item))
             planner.resolve_tensor(item).detach().copy_(part)
@@ -387,21 +398,21 @@ class StoredReader(dcp.StorageReader):
         return done
 
     def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
-        """A region of one stored part."""
+        """Read a region of one stored part."""
         raise NotImplementedError
 
 
 def region_of(item: ReadItem) -> tuple[slice, ...]:
-    """What of a stored part is read."""
+    """Return the region of a stored part that is read."""
     pairs = zip(item.storage_offsets, item.lengths, strict=True)
     return tuple(slice(start, start + n) for start, n in pairs)
 
 
 class ShardReader(StoredReader):
-    """Reads what a ShardWriter has written, under any layout.
+    """Reads the files of a ShardWriter, in any layout.
 
     Attributes:
-        index: what is there.
+        index: content of index.json.
     Raises:
         CheckpointError: the index is damaged.
     """
@@ -411,17 +422,17 @@ class ShardReader(StoredReader):
         self._open: dict[str, StoredTensors] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """All tensors."""
+        """Return the metadata of all tensors."""
         return Metadata(dict(self.index.tensors))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor. Raises CheckpointError: it is missing."""
+        """Return the dtype of a tensor. Raises CheckpointError: it is missing."""
         if name not in self.index.tensors:
-            raise CheckpointError(f"{self.folder} holds no {name}")
+            raise CheckpointError(f"{self.folder} has no tensor {name}")
         return self.index.tensors[name].properties.dtype
 
     def region(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """A region of a tensor, put together of the parts that overlap with it."""
+        """Read a region of a tensor, assembled from the parts that overlap with it."""
         out = torch.empty([s.stop - s.start for s in region], dtype=self.dtype(name))
         for chunk in self.index.tensors[name].chunks:
             inside, target = [], []
@@ -435,7 +446,7 @@ class ShardReader(StoredReader):
         return out
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what this rank needs into its tensors, file by file and in their order."""
+        """Copy the planned regions into this rank's tensors, in the order of the files."""
         files: dict[str, list[tuple[ReadItem, StoredTensor, tuple[slice, ...]]]] = {}
         for item in plan.items:
             with self._reading(item.storage_index) as name:
@@ -448,8 +459,7 @@ class ShardReader(StoredReader):
         return super().read_data(replace(plan, items=items), planner)
 
     def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
-        """A region of one stored part. Raises CheckpointError: the file does not hold it as the
-        index says."""
+        """Read a region of one stored part. Raises CheckpointError: file and index differ."""
         with self._reading(index):
             return self._stored(index)[region]
 
@@ -457,7 +467,7 @@ class ShardReader(StoredReader):
         name = self.index.places[index]
         if name not in self._open:
             self._open[name] = StoredTensors(self.folder / name)
-        stored = self._open[name].get_slice(_key(index))
+        stored = self._open[name].get_slice(_part_name(index))
         self._check(index, stored.get_dtype(), stored.get_shape(), name)
         return stored
 
@@ -478,6 +488,6 @@ class ShardReader(StoredReader):
 
 
 def tensor_metadata(dtype: torch.dtype, shape: Sequence[int]) -> TensorStorageMetadata:
-    """A tensor that is stored in one part."""
+    """Return the metadata of a tensor that is stored in one part."""
     whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [whole])

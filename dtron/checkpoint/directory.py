@@ -1,12 +1,12 @@
-"""Checkpoints in a folder: their metadata, the newest valid one, committing, deleting.
+"""Folders of checkpoints: metadata, search for the newest valid one, committing, deleting.
 
     RUN/checkpoints/step-N/     files of `dcp_storage.py`; dtron.json: step, data position, model
-    RUN/checkpoints/latest      names the one that was committed last, for people and scripts
+    RUN/checkpoints/latest      name of the checkpoint committed last, for people and scripts
 
 A folder is a checkpoint if it has a dtron.json, which is written atomically after all other files
 have reached the disk or the store, and deleted first. So a half-written or half-deleted folder is
 never taken for a checkpoint, also on stores that cannot rename. dtron.json has a checksum of itself
-and of the index, and the index has those of all files.
+and of the index; the index has checksums of all files.
 """
 
 import hashlib
@@ -24,7 +24,6 @@ from dtron.checkpoint.dcp_storage import INDEX, corrupt, missing_or_short, read_
 from dtron.errors import CheckpointError
 from dtron.io.filesystem import (
     Location,
-    appear,
     delete,
     is_file,
     listed,
@@ -34,6 +33,7 @@ from dtron.io.filesystem import (
     read,
     read_json,
     sync_directory,
+    write_atomically,
 )
 from dtron.io.remote_path import Remote, UnreachableError
 from dtron.io.untrusted import INDEX_BYTES
@@ -41,71 +41,73 @@ from dtron.io.untrusted import INDEX_BYTES
 log = logging.getLogger("dtron")
 METADATA = "dtron.json"
 _ABANDONED = "abandoned.json"
-"""METADATA is renamed to it where training has continued from an earlier step."""
+"""METADATA is renamed to this when training continues from an earlier step."""
 PROBE = "latest.partial"
-"""A start writes it to a store, to see that it can; the next save deletes it."""
+"""File that a start writes to a store to check that it can; the next save deletes it."""
 _STEP = re.compile(r"[0-9]{1,18}")
-_OWN = re.compile(r"rank-\d+\.safetensors|(index|dtron|abandoned)\.json(\.partial)?")
+_OWN_FILES = re.compile(r"rank-\d+\.safetensors|(index|dtron|abandoned)\.json(\.partial)?")
 RESUME = "set checkpoint.resume ="
-"""The beginning of the fix in an error about a checkpoint to resume from."""
+"""Start of the fix in an error about a checkpoint to resume from."""
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """The metadata of a checkpoint, which is read without opening its shards."""
+    """Metadata of a checkpoint, the content of dtron.json."""
 
     step: _Count
     """Optimizer steps done."""
     tokens: _Count
     """Tokens trained on."""
     skipped: _Count
-    """Steps skipped for gradients that were not finite."""
+    """Steps skipped because of non-finite gradients."""
     world_size: _Count
     skipped_in_a_row: _Count
-    """How many of them were the last ones."""
+    """Number of skipped steps at the end, without a step in between."""
     settings: dict[str, Any]
-    """Keys of the run's config on which the meaning of the state depends, with their values."""
+    """Keys of the run's config that the saved state depends on, with their values."""
     model: dict[str, Any]
     """Name and resolved config of the model."""
     data: dict[str, int | str]
     """State of the data loader."""
     faults: dict[str, Any] = field(default_factory=dict)
-    """Of the run's guards: means of the loss, rollbacks."""
+    """State of the run's guards: means of the loss, number of rollbacks."""
     schedule: dict[str, Any] = field(default_factory=dict)
     """Keys of the run's config that learning rates depend on, and `warmup_steps`."""
 
     @classmethod
     def of_weights(cls, model: dict[str, Any], world_size: int) -> "CheckpointMetadata":
-        """Of a checkpoint that holds weights and nothing else."""
+        """Make the metadata of a checkpoint of weights only."""
         return cls(0, 0, 0, world_size, 0, {}, model, {})
 
     @property
     def weights_only(self) -> bool:
-        """Whether there is nothing that training could go on from."""
+        """Whether the checkpoint has weights only, so that training cannot resume from it."""
         return not self.data
 
 
 def share(path: Location, group: dist.ProcessGroup) -> Location:
-    """Give all ranks what rank 0 has listed and read of a checkpoint in a store. All of them call
-    it together."""
+    """Send rank 0's listing and small files of a checkpoint in a store to all ranks.
+
+    All ranks call it together.
+    """
     if not isinstance(path, Remote):
         return path
-    known = [path.known()]
+    known = [path.snapshot()]
     dist.broadcast_object_list(known, src=0, group=group)
-    return path.knowing(known[0])
+    return path.with_snapshot(known[0])
 
 
 def write_metadata(path: Location, metadata: CheckpointMetadata) -> None:
-    """Make a checkpoint of a folder that holds all else. Raises OSError."""
+    """Write dtron.json, which makes a folder with all other files a checkpoint. Raises OSError."""
     content = asdict(metadata)
     content["sha256"] = _checksum(path, content)
     sync_directory(path)
-    appear(path / METADATA, json.dumps(content, indent=1) + "\n")
+    write_atomically(path / METADATA, json.dumps(content, indent=1) + "\n")
 
 
 def read_metadata(path: Location) -> CheckpointMetadata:
-    """Read dtron.json of one checkpoint.
+    """Read dtron.json of a checkpoint.
 
     Raises:
         CheckpointError: it or the index cannot be read, or their checksum differs.
@@ -124,23 +126,25 @@ def read_metadata(path: Location) -> CheckpointMetadata:
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except ValidationError as error:
-        raise CheckpointError(f"{path / METADATA} is of another kind: {error}") from None
+        raise CheckpointError(f"{path / METADATA} has invalid fields: {error}") from None
 
 
 def _checksum(path: Location, metadata: dict[str, Any]) -> str:
-    """SHA-256 of a checkpoint's metadata and index, which has the hashes of all files."""
+    """Return the SHA-256 of a checkpoint's metadata and index, which has those of all files."""
     text = json.dumps(metadata, sort_keys=True).encode()
     return hashlib.sha256(text + read(path / INDEX, INDEX_BYTES)).hexdigest()
 
 
 def problem(path: Location) -> str | None:
-    """The problem of a checkpoint that its names, sizes and metadata show; None: there is none.
-    Raises UnreachableError."""
+    """Return the first problem in a checkpoint's file names, sizes and metadata; None: no problem.
+
+    Raises UnreachableError.
+    """
     try:
         read_metadata(path)
         if wrong := missing_or_short(path, read_index(path).files):
             return f"{path}: {wrong}"
-    except UnreachableError:  # it may be as good as any
+    except UnreachableError:  # the checkpoint itself may be good
         raise
     except CheckpointError as error:
         return str(error)
@@ -148,21 +152,21 @@ def problem(path: Location) -> str | None:
 
 
 def find(resume: str, folders: Sequence[Location]) -> Location | None:
-    """The checkpoint that `checkpoint.resume` names; None to start afresh.
+    """Find the checkpoint that `checkpoint.resume` names; None: start from step 0.
 
     Args:
         resume: `latest`, a run, a folder of checkpoints, a checkpoint, or empty.
-        folders: where this run's checkpoints are.
+        folders: folders of this run's checkpoints.
     Raises:
-        CheckpointError: a path that holds no checkpoint, or a damaged one; `latest`, and all that
-            are there are damaged. Damaged ones are named.
+        CheckpointError: the path has no checkpoint or a damaged one; or with `latest`, all existing
+            ones are damaged.
         OSError: a store cannot be reached.
     """
     if not resume:
         return None
     if resume == "latest":
         return newest_good(folders)
-    found = _within(resume)
+    found = _checkpoint_in(resume)
     if found is None:
         raise CheckpointError(
             f"checkpoint.resume = {resume!r} is neither a checkpoint (a folder step-N with "
@@ -174,12 +178,12 @@ def find(resume: str, folders: Sequence[Location]) -> Location | None:
 
 
 def find_weights(path: Location | str, besides: str = "") -> Location:
-    """The checkpoint in a folder that is one, or a run. Raises CheckpointError.
+    """Find the checkpoint at a path to a checkpoint or a run. Raises CheckpointError.
 
     Args:
-        besides: what else the folder might have been.
+        besides: another kind of folder that the caller accepts, for the error message.
     """
-    found = _within(path)
+    found = _checkpoint_in(path)
     if found is None:
         raise CheckpointError(
             f"{path} is neither {besides}a checkpoint of dtron (with {METADATA}) nor a run "
@@ -190,8 +194,8 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
     return found
 
 
-def _within(path: Location | str) -> Location | None:
-    """The checkpoint that a path is, or the newest good one below it."""
+def _checkpoint_in(path: Location | str) -> Location | None:
+    """Return the checkpoint at a path, or the newest good one below it; None: there is none."""
     where = listed(location(path))
     if is_file(where / METADATA):
         return where
@@ -201,14 +205,17 @@ def _within(path: Location | str) -> Location | None:
 def newest_good(
     folders: Sequence[Location], after: Location | None = None, below: int | None = None
 ) -> Location | None:
-    """The newest checkpoint of a run without a `problem`; each newer one is warned of. Of two of
-    one step, that of the first folder is taken.
+    """Find the newest checkpoint without a `problem`, with a warning for each newer one.
+
+    Of two checkpoints of the same step, the one in the first folder is taken.
 
     Args:
-        after: one that was taken before and proved to be damaged: the next one is wanted.
-        below: of an earlier step than this.
+        after: a checkpoint that proved to be damaged; look for the next one after it.
+        below: look for steps below this.
+    Returns:
+        The checkpoint; None: the folders have none.
     Raises:
-        CheckpointError: there are some, and all have one.
+        CheckpointError: all checkpoints have a problem.
     """
     wrong, paths = "", newest_first(folders)
     if below is not None:
@@ -221,20 +228,20 @@ def newest_good(
     if wrong or after is not None:
         raise CheckpointError(
             f"no good checkpoint is left in {' and '.join(map(str, folders))}"
-            f"{wrong and ': ' + wrong}; copy one there from elsewhere, or leave out "
-            "checkpoint.resume, with another run.dir, to begin anew"
+            f"{wrong and ': ' + wrong}; copy one there from elsewhere, or start from step 0: leave "
+            "out checkpoint.resume and set another run.dir"
         )
     return None
 
 
 def newest_first(folders: Sequence[Location]) -> list[Location]:
-    """All checkpoints of a run; those of one step in the order of their folders."""
+    """List all checkpoints, newest first; those of one step in the order of their folders."""
     found = [path for folder in folders for path in complete(listed(folder))]
     return sorted(found, key=lambda path: -step_of(path))
 
 
 def check_model(path: Location, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another model, naming what differs. Raises CheckpointError."""
+    """Check that a checkpoint is of this model. Raises CheckpointError with what differs."""
     keys = [key for key in {**saved, **wanted} if saved.get(key) != wanted.get(key)]
     if keys:
         shown = ", ".join(f"{k}: {saved.get(k)!r} there, {wanted.get(k)!r} here" for k in keys[:4])
@@ -242,8 +249,11 @@ def check_model(path: Location, saved: dict[str, Any], wanted: dict[str, Any]) -
 
 
 def check_agreement(path: Location | None, group: dist.ProcessGroup) -> None:
-    """Refuse to start when ranks found different checkpoints, as with run directories that hosts
-    do not share. All ranks call it together. Raises CheckpointError on all of them."""
+    """Check that all ranks have found the same checkpoint.
+
+    They have not if hosts do not share the run directory, for example. All ranks call it together.
+    Raises CheckpointError on all of them.
+    """
     found: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, identity(path) if path else None, group=group)
     if len(set(found)) > 1:
@@ -257,13 +267,16 @@ def check_agreement(path: Location | None, group: dist.ProcessGroup) -> None:
 def agree(
     found: Location | None, folders: Sequence[Location], group: dist.ProcessGroup
 ) -> Location | None:
-    """The newest checkpoint without a `problem` that all ranks see, each in one of its folders;
-    None: no rank sees any. All ranks call it together.
+    """Agree on the newest checkpoint without a `problem` that every rank sees in its folders.
+
+    All ranks call it together.
 
     Args:
-        found: the newest one that this rank sees.
+        found: the newest checkpoint that this rank sees.
+    Returns:
+        This rank's path of the checkpoint; None: no rank sees any.
     Raises:
-        CheckpointError: on all of them; some see good checkpoints, but no one is seen by all.
+        CheckpointError: on all ranks; some see good checkpoints, but none is seen by all.
     """
     newest: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(newest, identity(found) if found else None, group=group)
@@ -289,94 +302,108 @@ def agree(
 
 
 def identity(path: Location) -> tuple[str, str]:
-    """Name and hash of the metadata of a checkpoint."""
+    """Return the name of a checkpoint and the SHA-256 of its metadata."""
     file = path / METADATA
     return path.name, hashlib.sha256(read(file)).hexdigest() if file.exists() else ""
 
 
 def check_content(path: Location, group: dist.ProcessGroup, fix: str = "take") -> None:
-    """Refuse a checkpoint whose files are not what was written. All ranks call it together, and
-    raise CheckpointError together; `fix` as for `unreadable`."""
+    """Compare all files of a checkpoint with the SHA-256 in its index; all ranks call it together.
+
+    Raises CheckpointError on all ranks; `fix` as for `unreadable`.
+    """
     if wrong := corrupt(path, read_index(path).files, group):
         raise unreadable(path, wrong[0], fix)
 
 
 def unreadable(path: Location, reason: str, fix: str = RESUME) -> CheckpointError:
-    """That a checkpoint cannot be loaded, with the one to take instead, which follows `fix`."""
+    """Make the error for a checkpoint that cannot be loaded; it names another one to load.
+
+    Args:
+        fix: text before the path of the other checkpoint.
+    """
     others = [other for other in newest_first([path.parent]) if other != path]
-    instead = f"{fix} {str(others[0])!r}" if others else "no other one is there"
+    instead = f"{fix} {str(others[0])!r}" if others else "no other checkpoint exists"
     return CheckpointError(f"{path} cannot be loaded: {reason}; {instead}")
 
 
-def begin(folder: Location, kept: Collection[Location] = ()) -> None:
-    """Make an empty folder to write a checkpoint to; incomplete ones next to it are deleted.
+def prepare_folder(folder: Location, kept: Collection[Location] = ()) -> None:
+    """Make an empty folder for a new checkpoint, and delete incomplete ones next to it.
 
     Args:
-        kept: folders that somebody still reads or writes.
+        kept: folders that are still read or written and must not be deleted.
     Raises:
-        OSError
+        OSError: the disk or store fails.
+        CheckpointError: the folder is a checkpoint, or has files that dtron did not write.
     """
-    delete(*_left_over(folder.parent, kept))
+    delete(*_leftovers(folder.parent, kept))
     if folder in kept or (folder / METADATA).exists():
-        raise CheckpointError(f"{folder} is there already")
+        raise CheckpointError(f"{folder} exists already")
     if foreign := _foreign(folder):
-        raise CheckpointError(f"{folder} holds {foreign}, which no checkpoint has; move it away")
-    delete(folder)  # abandoned: its step is done again
+        raise CheckpointError(f"{folder} has a file {foreign}, which is not dtron's; move it away")
+    delete(folder)  # an abandoned checkpoint, whose step is trained again
     make_folder(folder)
 
 
-def publish(folder: Location, metadata: CheckpointMetadata) -> None:
-    """Make a checkpoint of a folder that holds all else, the newest one. Raises OSError."""
+def commit(folder: Location, metadata: CheckpointMetadata) -> None:
+    """Commit a checkpoint: write its metadata last, and point `latest` to it. Raises OSError."""
     write_metadata(folder, metadata)
     sync_directory(folder.parent)
-    appear(folder.parent / "latest", folder.name + "\n")
+    write_atomically(folder.parent / "latest", folder.name + "\n")
 
 
-def retire(
+def delete_old(
     checkpoints: Location,
     newest: Location,
     keep: int,
     keep_every: int,
     kept: Collection[Location] = (),
 ) -> None:
-    """Delete what is older than the `keep` newest, but for steps that `keep_every` divides, the
-    one just written and `kept`; and what was abandoned. Raises OSError."""
+    """Delete all but the `keep` newest checkpoints, and abandoned ones. Raises OSError.
+
+    Steps that are multiples of `keep_every`, the checkpoint `newest` and those in `kept` stay.
+    """
     old = sorted(complete(checkpoints), key=step_of)[:-keep] if keep else []
     spared = {path for path in old if keep_every and step_of(path) % keep_every == 0}
     old = [path for path in old if path not in {newest, *kept, *spared}]
-    if not isinstance(checkpoints, Remote):  # where one request deletes all
+    if not isinstance(checkpoints, Remote):  # where one request deletes all files
         for path in old:
             delete(path / METADATA)
     probe = checkpoints / PROBE
-    left = _left_over(checkpoints, {newest, *kept}, abandoned=True)
+    left = _leftovers(checkpoints, {newest, *kept}, abandoned=True)
     delete(*old, *left, *([probe] if probe.exists() else []))
 
 
-def withdraw(folder: Location) -> None:
-    """Delete a checkpoint, which is none from the beginning of the deletion on. Raises OSError."""
+def delete_checkpoint(folder: Location) -> None:
+    """Delete a checkpoint; its metadata first, so that it is invalid at once. Raises OSError."""
     delete(folder / METADATA)
     delete(folder)
 
 
 def _foreign(folder: Location) -> str:
-    """A name in a folder that dtron does not write there."""
-    return next((name for name in names_in(folder) if not _OWN.fullmatch(name)), "")
+    """Return the name of a file that dtron does not write to checkpoints; empty: none."""
+    return next((name for name in names_in(folder) if not _OWN_FILES.fullmatch(name)), "")
 
 
 def abandon_after(checkpoints: Location, step: int) -> None:
-    """Make checkpoints of a future that is about to be trained again no checkpoints. They are there
-    until the next one is published: a renamed dtron.json brings them back. Raises OSError."""
+    """Invalidate checkpoints newer than `step`, whose steps are trained again. Raises OSError.
+
+    Their files stay until the next commit; renaming abandoned.json to dtron.json restores one.
+    """
     for path in complete(checkpoints):
         if step_of(path) > step:
-            appear(path / _ABANDONED, read(path / METADATA).decode())
+            write_atomically(path / _ABANDONED, read(path / METADATA).decode())
             delete(path / METADATA)
 
 
-def _left_over(
+def _leftovers(
     checkpoints: Location, kept: Collection[Location] = (), abandoned: bool = False
 ) -> list[Location]:
-    """What runs that were killed have left half-written or half-deleted, and on demand what was
-    abandoned, but `kept`. Raises OSError."""
+    """List incomplete checkpoints of killed runs, except `kept`. Raises OSError.
+
+    Args:
+        abandoned: also list abandoned checkpoints.
+    """
     steps = (checkpoints / name for name in names_in(checkpoints))
     left = [path for path in steps if step_of(path) and path not in kept]
     left = [path for path in left if not (_foreign(path) or (path / METADATA).exists())]
@@ -384,12 +411,12 @@ def _left_over(
 
 
 def complete(checkpoints: Location) -> list[Location]:
-    """Folders that were published, in any order."""
+    """List the committed checkpoints of a folder, in any order."""
     found = (checkpoints / name for name in names_in(checkpoints))
     return [path for path in found if step_of(path) and (path / METADATA).exists()]
 
 
 def step_of(path: Location) -> int:
-    """N of a folder step-N; 0 for any other name."""
+    """Return N for a folder step-N; 0 for any other name."""
     number = path.name.removeprefix("step-")
     return int(number) if _STEP.fullmatch(number) and number != path.name else 0

@@ -1,7 +1,7 @@
-"""The weights that training starts from: a Hugging Face folder, or a checkpoint of dtron.
+"""Initial weights of a run: from a Hugging Face folder or a checkpoint of dtron.
 
-Each rank reads the parts of tensors that it holds and no more: `torch.distributed.checkpoint` plans
-which these are, for any layout, and the reader gives them.
+Each rank reads only its shards: `torch.distributed.checkpoint` plans which these are, for any
+layout, and the reader reads them.
 """
 
 from dataclasses import dataclass
@@ -24,33 +24,33 @@ from dtron.models.hf import differences
 from dtron.models.hf_weights import CONFIG, HFFolder
 
 INITIAL = "initial"
-"""`model.size` of a model whose shape is that of `checkpoint.initial`."""
+"""Value of `model.size`: take the shape from `checkpoint.initial`."""
 
 
 @dataclass(frozen=True)
-class Initial:
-    """Where initial weights are, and of which model."""
+class InitialWeights:
+    """Location of initial weights, and their model."""
 
     path: Location
     name: str
-    """Row of MODELS."""
+    """Key of MODELS."""
     config: DecoderConfig
     folder: HFFolder | None
-    """Open, if it is in Hugging Face's format."""
+    """The open Hugging Face folder; None: a checkpoint of dtron."""
 
     def reader(self) -> dcp.StorageReader:
-        """What gives its tensors to `dcp.load`."""
+        """Return a reader of the weights for `dcp.load`."""
         return ShardReader(self.path) if self.folder is None else HuggingFaceReader(self.folder)
 
 
 class HuggingFaceReader(StoredReader):
-    """A Hugging Face folder as `dcp.load` reads it: every tensor in one part."""
+    """Reader of a Hugging Face folder for `dcp.load`; every tensor is one part."""
 
     def __init__(self, folder: HFFolder) -> None:
         self.folder = folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """All tensors, under the names that checkpoints give them."""
+        """Return all tensors under their names in checkpoints."""
         dtypes = self.folder.dtypes
         return Metadata(
             {
@@ -60,41 +60,43 @@ class HuggingFaceReader(StoredReader):
         )
 
     def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
-        """A region of a tensor."""
+        """Read a region of a tensor."""
         return self.folder.read(index.fqn.removeprefix("model."), region)
 
 
-def open_initial(path: str | Location, zero_centered: bool = False) -> Initial:
-    """Find out what a folder holds.
+def open_initial(path: str | Location, zero_centered: bool = False) -> InitialWeights:
+    """Open initial weights and find out their model.
 
     Args:
         path: a Hugging Face folder, a checkpoint, or a run.
-        zero_centered: as `HFFolder`'s.
+        zero_centered: as for `HFFolder`.
     Raises:
-        CheckpointError: it holds neither, or not whole.
+        CheckpointError: the path is none of these, or incomplete.
     """
     where = location(path)
     if isinstance(where, Path) and is_file(where / CONFIG):
         folder = hf_folder(where, zero_centered)
-        return Initial(where, folder.family, folder.config, folder)
+        return InitialWeights(where, folder.family, folder.config, folder)
     found = find_weights(where, "a Hugging Face folder (with config.json) nor ")
     model = dict(read_metadata(found).model)
     name = str(model.pop("name", ""))
     try:
-        return Initial(found, name, DecoderConfig.model_validate(model, strict=False), None)
+        return InitialWeights(found, name, DecoderConfig.model_validate(model, strict=False), None)
     except ValueError as error:
-        raise CheckpointError(f"{found}: its model is not one of this dtron's: {error}") from None
+        raise CheckpointError(
+            f"{found}: its model is not supported by this version of dtron: {error}"
+        ) from None
 
 
-def check_same_model(initial: Initial, name: str, config: DecoderConfig) -> None:
-    """Refuse weights of another model, naming what to set. Raises CheckpointError."""
+def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) -> None:
+    """Check that weights are of this model. Raises CheckpointError with the keys to set."""
     if initial.name != name:
         raise CheckpointError(
             f"checkpoint.initial = {str(initial.path)!r} is a {initial.name}, not a {name}; "
             f"set model.name={initial.name}"
         )
     given = initial.config if config.mtp else initial.config.model_copy(update={"mtp": 0})
-    unlike = differences(given, config)  # weights of MTP blocks may stay unread
+    unlike = differences(given, config)  # weights of MTP blocks need not be used
     if initial.folder is None:
         kept = initial.config.norm_zero_centered
         if kept != config.norm_zero_centered:
@@ -107,7 +109,7 @@ def check_same_model(initial: Initial, name: str, config: DecoderConfig) -> None
 
 
 def model_settings(name: str, config: DecoderConfig) -> str:
-    """`model.*` of a run config for this model: the size that is most like it, and what differs."""
+    """Return the `model.*` overrides for a model: the closest size, and the fields that differ."""
     unlike = {size: differences(config, model_config(name, size)) for size in MODELS[name].sizes}
     size = min(unlike, key=lambda each: len(unlike[each]))
     words = [f"model.override.{key}={_toml(there)}" for key, there, _ in unlike[size]]
@@ -123,17 +125,18 @@ _PROBE = "Hello, world 1234! Grüße\n\n  def f(x): return x\t你好 🙂"
 """Text that tokenizers of different vocabularies encode differently."""
 
 
-def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what `checkpoint.initial` knows: the model where `model.size` is "initial", and the
-    tokenizer where none is set.
+def fill_from_initial(values: dict[str, Any]) -> dict[str, Any]:
+    """Set the keys that `checkpoint.initial` determines.
+
+    These are the model if `model.size` is "initial", and the tokenizer if none is set.
 
     Args:
-        values: nested, as read from TOML and the command line; not changed.
+        values: nested values as read from TOML and the command line; not changed.
     Returns:
-        The same, or a copy with `model` and `data.tokenizer` set.
+        The same values, or a copy with `model` and `data.tokenizer` set.
     Raises:
         ConfigError: `model.size` is "initial" without `checkpoint.initial`.
-        CheckpointError: there is no model.
+        CheckpointError: the path holds no model.
     """
     model, data = values.get("model", {}), values.get("data", {})
     path, by_initial = values.get("checkpoint", {}).get("initial", ""), model.get("size") == INITIAL
@@ -152,7 +155,7 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_of(path: str | Location) -> str:
-    """`data.tokenizer` of a Hugging Face folder, a checkpoint or a run; empty: it has none."""
+    """Return `data.tokenizer` of a Hugging Face folder, a checkpoint or a run; empty: none."""
     where = location(path)
     if isinstance(where, Path) and is_file(where / CONFIG):
         return str(where / TOKENIZER) if is_file(where / TOKENIZER) else ""
@@ -160,11 +163,11 @@ def tokenizer_of(path: str | Location) -> str:
     return str(metadata.settings.get("data.tokenizer", ""))
 
 
-def check_tokenizer(initial: Initial, tokenizer: Tokenizer, data: Data) -> None:
-    """Refuse another tokenizer than the one that the weights know.
+def check_tokenizer(initial: InitialWeights, tokenizer: Tokenizer, data: Data) -> None:
+    """Check that the tokenizer is the one of the initial weights.
 
     Raises:
-        ConfigError: texts get other ids, or a Hugging Face folder has no tokenizer and none is set.
+        ConfigError: it gives other ids, or a Hugging Face folder has no tokenizer and none is set.
     """
     known = tokenizer_of(initial.path)
     if not known and initial.folder is not None and data.tokenizer == "byte":

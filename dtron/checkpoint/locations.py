@@ -1,7 +1,7 @@
-"""Where a run's checkpoints are: a durable folder or store, and optionally a faster tier.
+"""Locations of a run's checkpoints: a durable folder or store, and optionally a faster folder.
 
-With a fast tier (the node's disk, /dev/shm) a checkpoint is written there every few steps; some of
-them are copied to the durable folder or store in the background.
+With a fast folder (the node's disk, /dev/shm), checkpoints are written there, and some of them are
+copied to the durable location in the background.
 """
 
 from collections.abc import Sequence
@@ -15,35 +15,38 @@ from dtron.run.directory import RunDir
 
 
 @dataclass(frozen=True)
-class Tier:
-    """A folder of checkpoints."""
+class CheckpointLocation:
+    """A folder for checkpoints, with its interval and retention."""
 
     folder: Location
     interval: int
-    """Steps between checkpoints; 0: none but the last."""
+    """Steps between checkpoints; 0: only the last one."""
     keep: int
-    """How many of the newest are kept; 0: all."""
+    """Number of newest checkpoints that are kept; 0: all."""
     keep_every: int = 0
-    """Checkpoints of steps that this divides are kept too; 0: none."""
+    """Also keep checkpoints of steps that are multiples of this; 0: none."""
 
 
-def tiers_of(config: RunConfig) -> list[Tier]:
-    """The tiers of a run, the durable one last. Raises ConfigError: a URL cannot be used."""
+def checkpoint_locations(config: RunConfig) -> list[CheckpointLocation]:
+    """Return the locations of a run, the durable one last. Raises ConfigError: a URL is
+    unusable."""
     options, run = config.checkpoint, RunDir(config.run.dir)
     folder = location(options.dir) if options.dir else run.checkpoints
-    tiers = [Tier(folder, options.interval, options.keep, options.keep_every)]
+    locations = [CheckpointLocation(folder, options.interval, options.keep, options.keep_every)]
     if options.fast_dir:
         fast = Path(options.fast_dir).expanduser() / _name_of(run.path)
-        tiers.insert(0, Tier(fast, options.fast_interval, options.fast_keep))
-    return tiers
+        locations.insert(0, CheckpointLocation(fast, options.fast_interval, options.fast_keep))
+    return locations
 
 
-def owner(tiers: Sequence[Tier], checkpoint: Location | None) -> Tier | None:
-    """The tier whose checkpoint it is."""
+def location_of(
+    locations: Sequence[CheckpointLocation], checkpoint: Location | None
+) -> CheckpointLocation | None:
+    """Return the location that holds a checkpoint; None: none of them."""
     if checkpoint is None:
         return None
     parent = _resolved(checkpoint.parent)
-    return next((tier for tier in tiers if _resolved(tier.folder) == parent), None)
+    return next((each for each in locations if _resolved(each.folder) == parent), None)
 
 
 def _resolved(folder: Location) -> Location:
@@ -51,6 +54,6 @@ def _resolved(folder: Location) -> Location:
 
 
 def _name_of(run: Path) -> str:
-    """Of a run's folder among those of other runs."""
+    """Return a unique name for a run's folder in a fast folder that several runs use."""
     path = str(run.resolve())
     return f"{run.resolve().name}-{sha256(path.encode()).hexdigest()[:8]}"

@@ -1,4 +1,4 @@
-"""Write checkpoints and commit them, on all ranks together.
+"""Writes, commits and copies checkpoints, on all ranks together.
 
 A hung disk fails the save, not the run: disk access runs in a thread that is abandoned after
 `checkpoint.timeout_seconds`, and every rank then raises the error. So no collective waits longer
@@ -28,17 +28,17 @@ from dtron.checkpoint.dcp_storage import (
 from dtron.checkpoint.directory import (
     METADATA,
     CheckpointMetadata,
-    begin,
+    commit,
+    delete_checkpoint,
+    delete_old,
+    prepare_folder,
     problem,
-    publish,
-    retire,
-    withdraw,
 )
-from dtron.checkpoint.locations import Tier
-from dtron.checkpoint.save_plan import KeptPlan
+from dtron.checkpoint.locations import CheckpointLocation
+from dtron.checkpoint.save_plan import CachedSavePlanner
 from dtron.errors import CheckpointError
 from dtron.io.filesystem import Location, check_mounted, listed, mount_of, read, write_synced
-from dtron.io.safetensors_file import Written
+from dtron.io.safetensors_file import WrittenFile
 from dtron.io.untrusted import INDEX_BYTES
 from dtron.io.writer_process import WriterProcess
 from dtron.run.process import new_host_group
@@ -47,103 +47,110 @@ log = logging.getLogger("dtron")
 
 
 _NOBODY = -1
-Committed = Callable[[Location], object]
+OnCommit = Callable[[Location], object]
 
 
 class Saver:
-    """Writes checkpoints of one run; all ranks make it and call each method together.
+    """Writes checkpoints of one run. All ranks construct it and call each method together.
 
-    There is one for asynchronous saves and one for copies between tiers, each with its own process
-    group, so that their collectives cannot mix.
+    A run has one for saves and one for copies between locations, each with its own process group,
+    so that their collectives cannot mix.
 
     Args:
-        seconds: how long a rank's disk may take for one thing.
-        folder: of the checkpoints.
-        committed: called on the first rank with each complete checkpoint.
+        seconds: time limit for each disk access of a rank.
+        folder: folder of the checkpoints.
+        on_commit: called on rank 0 with each complete checkpoint.
     """
 
-    def __init__(self, seconds: int, folder: Location, committed: Committed | None = None) -> None:
+    def __init__(self, seconds: int, folder: Location, on_commit: OnCommit | None = None) -> None:
         self.group = new_host_group(2 * seconds + 60)
-        self.seconds, self.committed = seconds, committed
+        self.seconds, self.on_commit = seconds, on_commit
         self._mount = mount_of(folder)
         self._listed: Location | None = None
-        """The folder of checkpoints as the first rank found it for this save."""
+        """Rank 0's listing of the folder of checkpoints for this save."""
 
     def write(
         self,
         tensors: dict[str, Any],
         metadata: CheckpointMetadata,
-        tier: Tier,
-        plan: KeptPlan,
+        location: CheckpointLocation,
+        plan: CachedSavePlanner,
         write: WriteFile,
         kept: Collection[Location] = (),
     ) -> None:
-        """Write and publish a checkpoint.
+        """Write and commit a checkpoint.
 
         Args:
-            tensors: by the names under which they are stored.
-            kept: folders that somebody reads.
+            tensors: all tensors by the names under which they are stored.
+            kept: checkpoints that are still read and must not be deleted.
         Raises:
-            CheckpointError: on all ranks; it could not be written, and what there is is deleted.
+            CheckpointError: on all ranks; it could not be written, and its files are deleted.
         """
 
         def act(folder: Location) -> None:
             writer = ShardWriter(folder, write, self._limited)
             dcp.save(tensors, storage_writer=writer, planner=plan, process_group=self.group)
 
-        self._publish(act, metadata, tier, kept)
+        self._commit(act, metadata, location, kept)
 
     def copy(
-        self, source: Location, metadata: CheckpointMetadata, tier: Tier, process: WriterProcess
+        self,
+        source: Location,
+        metadata: CheckpointMetadata,
+        location: CheckpointLocation,
+        process: WriterProcess,
     ) -> None:
-        """Copy a checkpoint to another tier and commit it there, if it is not there already. Each
-        rank copies some of the files, and compares what it reads with what was written.
+        """Copy a checkpoint to another location and commit it, if it is not there already.
+
+        Each rank copies some of the files and compares their SHA-256 with the index.
 
         Raises:
             CheckpointError: as `write`.
         """
 
-        if self._is_there(source, tier.folder / source.name):
+        if self._is_there(source, location.folder / source.name):
             return
 
         def act(folder: Location) -> None:
-            self._everyone(lambda: _copy_files(source, folder, process))
-            self.first(lambda: write_synced(folder / INDEX, _index(source)))
+            self._run_on_all(lambda: _copy_files(source, folder, process))
+            self.run_on_first(lambda: write_synced(folder / INDEX, _index_text(source)))
 
         try:
-            self._publish(act, metadata, tier)
+            self._commit(act, metadata, location)
         except CheckpointError:
-            process.kill()  # it may wait for a disk
+            process.kill()  # it may hang in a disk access
             raise
 
-    def _publish(
+    def _commit(
         self,
         act: Callable[[Location], None],
         metadata: CheckpointMetadata,
-        tier: Tier,
+        location: CheckpointLocation,
         kept: Collection[Location] = (),
     ) -> None:
-        folder, begun = tier.folder / f"step-{metadata.step}", False
+        folder, begun = location.folder / f"step-{metadata.step}", False
         started = time.monotonic()
         try:
-            self.first(lambda: self._begin(folder, kept))
-            begun = True  # before, what is there is another save's
+            self.run_on_first(lambda: self._begin(folder, kept))
+            begun = True  # until here the folder may belong to another save
             self._check_shared(folder)
             seen = self._listed / folder.name if self._listed is not None else folder
             act(seen)
-            self._on(self._looks(folder), lambda: self._check_files(folder))
-            self.first(lambda: self._complete(seen, metadata))
+            self._run_on(self._checking_rank(folder), lambda: self._check_files(folder))
+            self.run_on_first(lambda: self._finish(seen, metadata))
         except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
             if begun and dist.get_rank() == 0:
                 with contextlib.suppress(OSError):
-                    self._limited(lambda: withdraw(tier.folder / folder.name))
+                    self._limited(lambda: delete_checkpoint(location.folder / folder.name))
             self._listed = None
-            cause = why(error) if isinstance(error, dcp.CheckpointException) else error
+            cause = first_cause(error) if isinstance(error, dcp.CheckpointException) else error
             raise CheckpointError(f"{folder} could not be written: {cause}") from error
         log.info("checkpoint: %s in %.1f s", folder, time.monotonic() - started)
         try:
-            self.first(lambda: retire(seen.parent, folder, tier.keep, tier.keep_every, kept))
-        except CheckpointError as error:  # the new one is written all the same
+            self.run_on_first(
+                lambda: delete_old(seen.parent, folder, location.keep, location.keep_every, kept)
+            )
+        except CheckpointError as error:  # the new one is complete
             log.warning("%s: an older checkpoint could not be deleted: %s", folder, error)
         finally:
             self._listed = None
@@ -152,11 +159,14 @@ class Saver:
         check_mounted(folder, self._mount)
         if self._listed is None:
             self._listed = listed(folder.parent)
-        begin(self._listed / folder.name, kept)
+        prepare_folder(self._listed / folder.name, kept)
 
-    def _looks(self, folder: Location) -> int:
-        """The rank that looks for all ranks' files: of a store the last one, since the first has
-        more requests to make; it need not look for its own, which the store has confirmed."""
+    def _checking_rank(self, folder: Location) -> int:
+        """Return the rank that checks that all ranks' files exist.
+
+        For a store it is the last rank, since rank 0 makes more requests than others; a single rank
+        checks nothing, as the store has confirmed its files.
+        """
         last = dist.get_world_size() - 1
         return 0 if isinstance(folder, Path) else last or _NOBODY
 
@@ -165,22 +175,22 @@ class Saver:
         there = (folder / INDEX).exists()
         wrong = missing_or_short(folder, read_files(folder)) if there else f"{INDEX} is missing"
         if wrong:
-            raise CheckpointError(f"{wrong}; all ranks have to reach the same {folder.parent}")
+            raise CheckpointError(f"{wrong}; all ranks must write to the same {folder.parent}")
 
-    def _complete(self, folder: Location, metadata: CheckpointMetadata) -> None:
-        publish(folder, metadata)
-        if self.committed is not None:
-            self.committed(folder)
+    def _finish(self, folder: Location, metadata: CheckpointMetadata) -> None:
+        commit(folder, metadata)
+        if self.on_commit is not None:
+            self.on_commit(folder)
 
     def _is_there(self, source: Location, folder: Location) -> bool:
-        """Whether the first rank finds that a checkpoint has been copied before."""
+        """Return, on all ranks, whether rank 0 finds a complete copy of the checkpoint."""
         found: list[bool] = [False]
 
         def look() -> None:
             self._listed = listed(folder.parent)
             there = self._listed / folder.name
             whole = (there / METADATA).exists() and problem(there) is None
-            found[0] = whole and _index(there) == _index(source)
+            found[0] = whole and _index_text(there) == _index_text(source)
 
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):
@@ -188,19 +198,19 @@ class Saver:
         dist.broadcast_object_list(found, src=0, group=self.group)
         return found[0]
 
-    def first(self, act: Callable[[], None]) -> None:
-        """Act on the first rank while the others wait; a failure there is raised on all."""
-        self._on(0, act)
+    def run_on_first(self, act: Callable[[], None]) -> None:
+        """Call `act` on rank 0 while the others wait; its failure is raised on all ranks."""
+        self._run_on(0, act)
 
-    def _on(self, rank: int, act: Callable[[], None]) -> None:
-        self._everyone(act if dist.get_rank() == rank else lambda: None)
+    def _run_on(self, rank: int, act: Callable[[], None]) -> None:
+        self._run_on_all(act if dist.get_rank() == rank else lambda: None)
 
-    def _everyone(self, act: Callable[[], None]) -> None:
-        """Act on every rank; the first failure is raised on all. Raises CheckpointError."""
+    def _run_on_all(self, act: Callable[[], None]) -> None:
+        """Call `act` on every rank. Raises CheckpointError on all ranks: one of them failed."""
         failure: str | None = None
         try:
             self._limited(act)
-        except Exception as error:  # the others wait for word of it
+        except Exception as error:  # reported to the other ranks below
             failure = str(error) or type(error).__name__
         failures: list[str | None] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(failures, failure, group=self.group)
@@ -209,7 +219,7 @@ class Saver:
                 raise CheckpointError(f"rank {rank}: {message}")
 
     def _limited(self, act: Callable[[], None]) -> None:
-        """Call what may wait for a disk. Raises TimeoutError, an OSError, and leaves it."""
+        """Call a disk access in a thread. Raises TimeoutError and abandons it after `seconds`."""
         try:
             Background(act).wait(self.seconds)
         except TimeoutError:
@@ -219,9 +229,9 @@ class Saver:
             ) from None
 
     def _check_shared(self, folder: Location) -> None:
-        """Every rank must see the directory that rank 0 made. Raises CheckpointError on all."""
+        """Check that every rank sees the folder that rank 0 made. Raises CheckpointError on all."""
         if not isinstance(folder, Path):
-            return  # stores have no empty folders; whether all files are there is seen at the end
+            return  # stores have no empty folders; `_check_files` finds missing files at the end
         unseen = torch.tensor([1])
 
         def look() -> None:
@@ -237,21 +247,21 @@ class Saver:
             )
 
 
-def _index(folder: Location) -> str:
-    """What lies where, with every file's SHA-256."""
+def _index_text(folder: Location) -> str:
+    """Read index.json: the files of each tensor, and their SHA-256."""
     return read(folder / INDEX, INDEX_BYTES).decode()
 
 
 def _copy_files(source: Location, folder: Location, process: WriterProcess) -> None:
     written = read_files(source)
     for name in sorted(written)[dist.get_rank() :: dist.get_world_size()]:
-        copied = Written(*process.copy(str(source / name), str(folder / name)))
+        copied = WrittenFile(*process.copy(str(source / name), str(folder / name)))
         if copied != written[name]:
             raise CheckpointError(f"{source / name} is corrupt: its SHA-256 differs")
 
 
-def why(error: dcp.CheckpointException) -> CheckpointError:
-    """What went wrong on the first rank where something did, as a user sees it."""
+def first_cause(error: dcp.CheckpointException) -> CheckpointError:
+    """Return the failure of the first rank that failed, as an error for the user."""
     rank, (cause, _) = next(iter(sorted(error.failures.items())))
     if isinstance(cause, CheckpointError):
         return cause

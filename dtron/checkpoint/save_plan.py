@@ -1,7 +1,7 @@
-"""Which rank writes what: `torch.distributed.checkpoint`'s plan, made once and then kept.
+"""Cached plan of `torch.distributed.checkpoint` for saving: which rank writes which tensors.
 
-A rank whose tensors are as they were sends nothing; a plan is made again, of all ranks' tensors,
-when any rank's have changed.
+A rank whose tensors have not changed since the last save sends an empty plan. Only if any rank's
+tensors have changed, the global plan is made again.
 """
 
 from collections.abc import Mapping
@@ -12,50 +12,51 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 
-class KeptPlan(DefaultSavePlanner):
-    """Plans the saves of one run.
+class CachedSavePlanner(DefaultSavePlanner):
+    """Plans the saves of one run and caches the plan.
 
     Attributes:
-        staged: local tensors by name to write instead of those that were planned with.
-        made: how often a plan was made of all ranks' tensors.
+        staged: local tensors by name, to be written instead of the planned ones; None: no others.
+        n_global_plans: how often a global plan was made.
     """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
         self.staged: Mapping[str, Tensor] | None = None
-        self.made = 0
-        self._mine: SavePlan | None = None
-        self._all: list[SavePlan] = []
-        self._planned: Metadata | None = None
+        self.n_global_plans = 0
+        self._local_plan: SavePlan | None = None
+        self._all_plans: list[SavePlan] = []
+        self._global_metadata: Metadata | None = None
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank holds, or that it is what it was."""
+        """Return the tensors of this rank; an unusable plan if they have not changed."""
         plan = super().create_local_plan()
-        if plan == self._mine:
+        if plan == self._local_plan:
             return SavePlan([], usable=False)
-        self._mine = plan
+        self._local_plan = plan
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """What each rank writes, or that it is what it was."""
-        if self._planned is not None and not any(plan.usable for plan in all_plans):
-            return all_plans, self._planned
-        known = self._all or all_plans
-        self._all = [p if p.usable else old for p, old in zip(all_plans, known, strict=True)]
-        plans, self._planned = super().create_global_plan(self._all)
-        self.made += 1
-        return plans, self._planned
+        """Return what each rank writes; the plans as they came if no rank's tensors have
+        changed."""
+        if self._global_metadata is not None and not any(plan.usable for plan in all_plans):
+            return all_plans, self._global_metadata
+        known = self._all_plans or all_plans
+        self._all_plans = [p if p.usable else old for p, old in zip(all_plans, known, strict=True)]
+        plans, self._global_metadata = super().create_global_plan(self._all_plans)
+        self.n_global_plans += 1
+        return plans, self._global_metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """What this rank writes."""
+        """Return what this rank writes."""
         if new_plan.usable:
-            self._final = new_plan
-        return self._final
+            self._final_plan = new_plan
+        return self._final_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The tensor to write."""
+        """Return the tensor to write."""
         if self.staged is not None:
             return self.staged[write_item.index.fqn]
         data = super().resolve_data(write_item)
-        assert isinstance(data, Tensor), f"{write_item.index.fqn} is no tensor"
+        assert isinstance(data, Tensor), f"{write_item.index.fqn} is not a tensor"
         return data

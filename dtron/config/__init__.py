@@ -1,4 +1,4 @@
-"""Settings of a run: sections and keys (schema.py), what they rule out (rules.py), files and
+"""Settings of a run: sections and keys (schema.py), rules across several keys (rules.py), files and
 overrides (run_config.py)."""
 
 from dtron.config.run_config import (

@@ -1,4 +1,4 @@
-"""The learning rate of each step: a pure function of the step number and the `schedule` section.
+"""Learning rate schedules: pure functions of the step number and the `schedule` section.
 
 Sources: WSD, arXiv:2404.06395; inverse square root, arXiv:1706.03762.
 """
@@ -42,15 +42,17 @@ SCHEDULES: dict[str, Callable[[int, int, int, Schedule], float]] = {
 
 
 def warmup_steps(steps: int, options: Schedule) -> int:
-    """Number of warm-up steps of a run of `steps`."""
+    """Return the number of warm-up steps of a run of `steps` steps."""
     return round(options.warmup * steps)
 
 
 def learning_rate(
     step: int, steps: int, peak: float, options: Schedule, warmup: int | None = None
 ) -> float:
-    """Learning rate of update `step` (0-based) of `steps`: linear warm-up to `peak`, then the row
-    of SCHEDULES; linear and cosine reach min_ratio * peak at the last step.
+    """Return the learning rate of update `step` (0-based) of `steps`.
+
+    It rises linearly to `peak` in the warm-up and then follows SCHEDULES[options.name]; linear and
+    cosine reach min_ratio * peak at the last step.
 
     Args:
         warmup: number of warm-up steps; None: from `warmup_steps`.

@@ -1,11 +1,12 @@
-"""What settings rule out, as rows of tables: `Rule(keys, holds, message, needs)`.
+"""Rules across several settings, as rows of tables: `Rule(keys, holds, message, needs)`.
 
-Here are the rows for which a config, or a config on a number of ranks, is enough; nothing imports
-torch. Rows that need the model, its float8 layers or the machine are in `dtron/setup/rules.py`.
-Bounds of a single key stay with the key (`dtron/config/schema.py`).
+These rules need a config, or a config and a number of ranks, and do not import torch. Rules that
+need the model, its float8 layers or the machine are in `dtron/setup/rules.py`. Bounds of a single
+key are in `dtron/config/schema.py`.
 
-What a rule looks at may not exist because of another error, such as the micro-batches of degrees
-that do not multiply to the world size. Then the rule repeats that error's message, shown once.
+A rule may depend on a value that cannot be computed because of another error, such as the number of
+micro-batches if the degrees do not multiply to the world size. Then it reports that error, and
+`refuse` shows each message once.
 """
 
 import json
@@ -21,29 +22,29 @@ if TYPE_CHECKING:
     from dtron.config.run_config import RunConfig
 
 Known = TypeVar("Known")
-"""What a rule looks at: a RunConfig or a Candidate."""
+"""Argument of a rule: a RunConfig or a Candidate."""
 
 
 @dataclass(frozen=True)
 class Rule(Generic[Known]):
-    """What has to hold, and what is reported where it does not."""
+    """A condition on some keys, and the message if it does not hold."""
 
     keys: str
-    """Keys it is about, separated by spaces."""
+    """The keys that the rule is about, separated by spaces."""
     holds: Callable[[Known], object] | None = None
-    """Truthy where nothing is wrong; may raise a ConfigError with a message of its own. None: by
-    `needs`."""
+    """Returns a true value if the rule holds; may raise a ConfigError, whose message is then
+    reported. None: the condition in `needs`."""
     message: str | Callable[[Known], str] = ""
-    """Key, value, rule and fix, a line for each error. In a string, `{c.train.steps}` is an
-    attribute of what the rule looks at."""
+    """Key, value, rule and fix, one line per error. In a string, `{c.train.steps}` is an attribute
+    of the rule's argument."""
     needs: str = ""
-    """In place of a message: what the keys need to have an effect, unless they have their default.
-    Without `holds` it is a condition, for `met`."""
+    """Instead of a message: what the keys need in order to have an effect. Keys at their default
+    are not reported. Without `holds`, it is a condition in the syntax of `is_met`."""
 
     def messages(self, known: Known, config: "RunConfig") -> Iterator[str]:
-        """What is wrong; nothing if the rule holds."""
+        """Yield the messages of this rule; none if it holds."""
         try:
-            if self.holds(known) if self.holds else met(self.needs, config):
+            if self.holds(known) if self.holds else is_met(self.needs, config):
                 return
         except ConfigError as error:
             yield from str(error).splitlines()
@@ -59,8 +60,10 @@ class Rule(Generic[Known]):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run on a number of ranks, legal or not. An attribute that cannot be computed raises a
-    ConfigError."""
+    """A config and a number of ranks, legal or not; the argument of rules.
+
+    An attribute that cannot be computed raises a ConfigError.
+    """
 
     config: "RunConfig"
     world_size: int
@@ -77,39 +80,39 @@ class Candidate:
 
     @cached_property
     def degrees(self) -> dict[Degree, int]:
-        """Ranks by mesh axis."""
+        """Degree of each mesh axis."""
         return self.config.degrees(self.world_size)
 
     @property
     def shards(self) -> int:
-        """Ranks that share parameters: dp_shard x cp."""
+        """Ranks over which parameters are sharded: dp_shard x cp."""
         return self.degrees["dp_shard"] * self.degrees["cp"]
 
     @cached_property
     def micro_batches(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches per step."""
         return self.config.micro_batches(self.world_size)
 
     @property
-    def sums(self) -> bool:
+    def sums_micro_batches(self) -> bool:
         """Whether gradients of several micro-batches are summed before they are reduced."""
         return self.micro_batches > 1 and self.parallel.reduces_once(self.shards > 1)
 
 
 def broken(rules: Iterable[Rule[Known]], known: Known, config: "RunConfig") -> Iterator[str]:
-    """The messages of rules that do not hold."""
+    """Yield the messages of all rules that do not hold."""
     for rule in rules:
         yield from rule.messages(known, config)
 
 
 def refuse(messages: Iterable[str]) -> None:
-    """Raise all messages as one ConfigError, each once and on a line."""
+    """Raise one ConfigError with all messages, each once and on its own line; none: return."""
     if found := list(dict.fromkeys(messages)):
         raise ConfigError("\n".join(found))
 
 
 def changed(config: "RunConfig", keys: str) -> Iterator[tuple[str, Any]]:
-    """(key, value) of the keys that are not at their default."""
+    """Yield (key, value) of the keys that are not at their default."""
     for key in keys.split():
         section, name = key.split(".")
         values = getattr(config, section)
@@ -118,9 +121,11 @@ def changed(config: "RunConfig", keys: str) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def met(needs: str, config: "RunConfig") -> bool:
-    """Whether one of the conditions holds: `KEY` (not 0 or empty), `KEY > 1` or `KEY = VALUE`; they
-    are joined by " or ", and what follows a colon explains."""
+def is_met(needs: str, config: "RunConfig") -> bool:
+    """Whether a condition holds: `KEY` (not 0 or empty), `KEY > 1` or `KEY = VALUE`.
+
+    Several are joined by " or "; text after a colon is an explanation and is not evaluated.
+    """
     for condition in needs.partition(":")[0].split(" or "):
         key, sign, bound = [*condition.split(" ", 2), "", ""][:3]
         section, name = key.split(".")
@@ -131,24 +136,24 @@ def met(needs: str, config: "RunConfig") -> bool:
 
 
 def passes(check: Callable[[Known], object]) -> Callable[[Known], bool]:
-    """A `holds` from a function that raises a ConfigError."""
+    """Make a `holds` of a function that raises a ConfigError if the rule is broken."""
     return lambda known: bool((check(known), True))
 
 
 def finds_none(find: Callable[[Known], Iterable[str]]) -> Callable[[Known], bool]:
-    """A `holds` from a function that gives a message for each error."""
+    """Make a `holds` of a function that returns one message per error."""
     return passes(lambda known: refuse(find(known)))
 
 
 def broken_settings(run: Candidate) -> Iterator[str]:
-    """What is wrong with the settings of a run on its ranks."""
+    """Yield the messages of all rules of this file that a run breaks."""
     yield from broken(RANKS, run, run.config)
     yield from broken(SETTINGS, run.config, run.config)
     yield from broken(EFFECTS, run.config, run.config)
 
 
 def idle_keys(config: "RunConfig") -> Iterator[tuple[str, Any, str]]:
-    """(key, value, what it needs) of the keys that other settings leave without effect."""
+    """Yield (key, value, what it needs) of the keys that have no effect in this config."""
     for rule in EFFECTS:
         if any(rule.messages(config, config)):
             for key, value in changed(config, rule.keys):
@@ -181,7 +186,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule(
         "schedule.min_ratio",
         lambda c: c.schedule.name in ("linear", "cosine", "wsd"),
-        needs="a schedule that falls: linear, cosine or wsd",
+        needs="schedule.name = linear, cosine or wsd",
     ),
     Rule("recompute.every", lambda c: c.recompute.mode != "none", needs="a recompute.mode"),
     Rule(_FLOAT8, needs="float8.recipe"),
@@ -208,15 +213,15 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule("metrics.profile_steps metrics.profile_shapes", needs="metrics.profile_start"),
 )
-"""Keys that do nothing unless another has some value."""
+"""Keys that have an effect only if another key has some value."""
 
 SETTINGS: tuple[Rule["RunConfig"], ...] = (
     Rule(
         "optim.moments optim.beta2",
         lambda c: c.optim.moments != "bfloat16" or c.optim.beta2 <= 0.99,
         'optim.moments = "bfloat16" with optim.beta2 = {c.optim.beta2}: a second moment that '
-        "changes by less than 1/512 a step is rounded back and never falls; use optim.beta2 = 0.99 "
-        "or less",
+        "changes by less than 1/512 per step is rounded back and never falls; use optim.beta2 = "
+        "0.99 or less",
     ),
     Rule(
         "faults.on_spike faults.spike_window train.steps",
@@ -315,7 +320,7 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "metrics.log_interval = {c.metrics.log_interval}; use one",
     ),
 )
-"""Settings that contradict each other."""
+"""Settings that exclude each other."""
 
 
 def _only_in_memory(run: Candidate) -> bool:
@@ -348,14 +353,14 @@ RANKS: tuple[Rule[Candidate], ...] = (
         lambda c: (
             c.parallel.reduce_dtype != "bfloat16"
             or c.micro_batches == 1
-            or not (c.sums or c.degrees["dp_replicate"] > 1)
+            or not (c.sums_micro_batches or c.degrees["dp_replicate"] > 1)
         ),
         'parallel.reduce_dtype = "bfloat16" would sum {c.micro_batches} micro-batches in bfloat16 '
         'in this layout; use "float32", or one micro-batch',
     ),
     Rule(
         "parallel.reduce_by parallel.zero parallel.reduce",
-        lambda c: c.parallel.reduce_by != "all_to_all" or not c.sums,
+        lambda c: c.parallel.reduce_by != "all_to_all" or not c.sums_micro_batches,
         'parallel.reduce_by = "all_to_all" would round sums of {c.micro_batches} micro-batches to '
         'train.dtype; use "reduce_scatter", or one micro-batch',
     ),
@@ -366,4 +371,4 @@ RANKS: tuple[Rule[Candidate], ...] = (
         'one rank, checkpoint.mode = "sync" and no checkpoint.fast_dir',
     ),
 )
-"""What depends on the number of ranks, too."""
+"""Rules that depend on the number of ranks."""

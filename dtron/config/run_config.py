@@ -1,7 +1,7 @@
-"""One run, described: read from TOML and `section.key=value`, written back as TOML, checked.
+"""RunConfig, the settings of one run: read from TOML and `section.key=value`, written as TOML.
 
-The sections and their keys are in `dtron/config/schema.py`. What depends on several keys is in the
-tables of `dtron/config/rules.py`, by which `RunConfig.validate_for(world_size)` checks it.
+The sections and their keys are in `dtron/config/schema.py`; rules across several keys are in
+`dtron/config/rules.py` and `dtron/setup/rules.py`.
 """
 
 import copy
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from dtron.config.rules import Candidate, broken_settings, idle_keys, refuse
+from dtron.config.rules import idle_keys
 from dtron.config.schema import (
     DEGREES,
     Checkpoint,
@@ -40,11 +40,11 @@ from dtron.errors import ConfigError, cause_of, config_error, nearest_key, note,
 from dtron.io.untrusted import TOML_BYTES, parse, parse_toml, read_text_or_pipe
 
 _PIPE_SECONDS = 10.0
-"""In which a config from a pipe has to end."""
+"""Time limit for reading a config from a pipe."""
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """All settings of a run."""
 
     run: Run = Run()
     model: Model = Model()
@@ -71,8 +71,8 @@ class RunConfig(Section):
         """Read a TOML file, or a pipe with TOML, and apply `section.key=value` overrides in order.
 
         Args:
-            complete: fills in what `checkpoint.initial` knows, as
-                `dtron.checkpoint.initial_weights.completed` does.
+            complete: sets the keys that `checkpoint.initial` determines, as
+                `dtron.checkpoint.initial_weights.fill_from_initial` does.
         Raises:
             ConfigError: the file is missing or not TOML, or a key or value is not legal.
         """
@@ -94,38 +94,40 @@ class RunConfig(Section):
 
     @classmethod
     def _idle_in(cls, values: Mapping[str, Any]) -> set[str]:
-        """Keys without effect in a config file alone, which may need what overrides add."""
+        """Keys without effect in the config file alone; overrides may give them one."""
         try:
             return {key for key, _, _ in idle_keys(cls.model_validate(values))}
         except ValidationError:
             return set()
 
     def _without_dependants(self, values: dict[str, Any], kept: Collection[str]) -> "RunConfig":
-        """Leave out what an override has made idle, as `train.sample_tokens=0` a prompt.
+        """Drop keys that an override leaves without effect: a prompt with `train.sample_tokens=0`.
 
         Args:
-            values: of this config, nested; changed.
-            kept: keys that are not left out: given on the command line, or idle in the file.
+            values: the values of this config, nested; changed in place.
+            kept: keys that are not dropped: given on the command line, or without effect in the
+                file already.
         """
         config = self
         while dropped := [each for each in idle_keys(config) if each[0] not in kept]:
             for key, value, need in dropped:
                 section, name = key.split(".")
                 values[section].pop(name)
-                note(f"{key} = {value!r} has no effect without {need}; it is left out")
+                note(f"{key} = {value!r} has no effect without {need}; it is ignored")
             config = self.of(values)
         return config
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """Build from nested mappings, with ConfigErrors instead of pydantic's."""
+        """Build from nested mappings. Raises ConfigError where pydantic raises a
+        ValidationError."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise config_error(error, "", [key for key, _, _ in fields(cls)]) from None
 
     def to_toml(self) -> str:
-        """All fields with their values; reading it back gives an equal config."""
+        """Return TOML of all keys with their values; reading it gives an equal config."""
         parts = []
         for name in type(self).model_fields:
             section = getattr(self, name)
@@ -144,7 +146,7 @@ class RunConfig(Section):
         return "\n".join(parts)
 
     def degrees(self, world_size: int) -> dict[Degree, int]:
-        """Degree of every mesh axis, outermost first, with dp_shard = -1 resolved.
+        """Return the degree of every mesh axis, outermost first, with dp_shard = -1 resolved.
 
         Raises:
             ConfigError: the degrees do not multiply to the world size.
@@ -152,7 +154,7 @@ class RunConfig(Section):
         return resolve_degrees({a: getattr(self.parallel, a) for a in DEGREES}, world_size)
 
     def micro_batches(self, world_size: int) -> int:
-        """Micro-batches a step: global_batch / (dp_replicate * dp_shard * micro_batch)."""
+        """Micro-batches per step: global_batch / (dp_replicate * dp_shard * micro_batch)."""
         degrees = self.degrees(world_size)
         ranks = degrees["dp_replicate"] * degrees["dp_shard"]
         each = ranks * self.train.micro_batch
@@ -167,30 +169,25 @@ class RunConfig(Section):
         return self.train.global_batch // each
 
     def expert_degrees(self, world_size: int) -> dict[ExpertDegree, int]:
-        """Degree of every axis of the experts' mesh, outermost first. Raises as `degrees`."""
+        """Return the degree of every axis of the experts' mesh, outermost first. Raises as
+        `degrees`."""
         parallel = self.parallel
         return resolve_expert_degrees(self.degrees(world_size), parallel.ep, parallel.etp)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on a rank, before tp splits them."""
+        """Tokens per rank in one micro-batch, before tp splits them."""
         return self.train.micro_batch * self.train.seq_len // self.parallel.cp
-
-    def validate_for(self, world_size: int) -> None:
-        """Refuse settings that cannot run on this many ranks, or contradict each other.
-
-        Raises:
-            ConfigError: names all that is wrong, a line each.
-        """
-        refuse(broken_settings(Candidate(self, world_size)))
 
 
 def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degree, int]:
-    """Replace dp_shard = -1 by what is left of the world size and check the product."""
+    """Replace dp_shard = -1 by the ranks that the other degrees leave, and check the product."""
     fixed = math.prod(n for axis, n in degrees.items() if not (axis == "dp_shard" and n == -1))
     resolved = dict(degrees)
     if degrees["dp_shard"] == 0:
-        raise ConfigError("parallel.dp_shard = 0; use -1 (what is left of the world) or at least 1")
+        raise ConfigError(
+            "parallel.dp_shard = 0; use -1 (all ranks that the other degrees leave) or at least 1"
+        )
     if degrees["dp_shard"] == -1 and world_size % fixed == 0:
         resolved["dp_shard"] = world_size // fixed
     if math.prod(resolved.values()) != world_size:
@@ -208,7 +205,7 @@ def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degr
 
 
 def _nearest_degree(degrees: Mapping[Degree, int], world_size: int, others: int) -> str:
-    """One lower degree with which all but dp_shard divide the world size; empty if none does."""
+    """Suggest one lower degree, such that all but dp_shard divide the world size; empty: none."""
     for axis in ("tp", "cp", "pp", "dp_replicate"):
         rest = others // degrees[axis]
         for n in range(degrees[axis] - 1, 0, -1):
@@ -220,17 +217,16 @@ def _nearest_degree(degrees: Mapping[Degree, int], world_size: int, others: int)
 def resolve_expert_degrees(
     degrees: Mapping[Degree, int], ep: int, etp: int
 ) -> dict[ExpertDegree, int]:
-    """The experts' view of the same ranks: ep x etp inside dp_shard x cp x tp.
+    """Return the degrees of the experts' mesh: edp_shard x ep x etp = dp_shard x cp x tp.
 
     Args:
-        degrees: all resolved.
+        degrees: degrees of the other mesh, resolved.
         ep: ranks that hold different experts.
-        etp: ranks that share each expert's matrices.
+        etp: ranks over which each expert's hidden width is split.
     Returns:
-        Degrees from outermost to innermost; edp_shard ranks share an expert's optimizer state.
-
+        Degrees from outermost to innermost; edp_shard ranks shard each expert's parameters.
     Raises:
-        ConfigError: ep x etp does not divide the ranks there are; names what does.
+        ConfigError: ep x etp does not divide dp_shard x cp x tp; names values that do.
     """
     ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     if ranks % (ep * etp):
@@ -251,7 +247,7 @@ def resolve_expert_degrees(
 
 @cache
 def fields(model: type[BaseModel]) -> tuple[tuple[str, Any, str], ...]:
-    """(dotted key, default, docstring) of every field of every section."""
+    """Return (dotted key, default, docstring) of every field of every section."""
     return tuple(
         (
             f"{name}.{key}",
@@ -264,7 +260,7 @@ def fields(model: type[BaseModel]) -> tuple[tuple[str, Any, str], ...]:
 
 
 def choices(section: str, key: str) -> tuple[Any, ...]:
-    """The legal values of a key that has a fixed list of them, else an empty tuple."""
+    """Return the legal values of a Literal key; an empty tuple for any other key."""
     kind = type(getattr(RunConfig(), section)).model_fields[key].annotation
     return get_args(kind) if get_origin(kind) is Literal else ()
 
@@ -295,7 +291,7 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
 
 def _override_value(text: str, raw: str) -> Any:
     try:
-        if raw.lstrip().startswith(("[", "{")):  # others have no keys, or are words with dots
+        if raw.lstrip().startswith(("[", "{")):  # other values have no keys, or are words with dots
             return parse_toml(f"x = {raw}")["x"]
         return parse(f"x = {raw}", tomllib.loads)["x"]
     except tomllib.TOMLDecodeError:
@@ -305,7 +301,7 @@ def _override_value(text: str, raw: str) -> Any:
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML has it."""
+    """Format a value as TOML."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, float) and not math.isfinite(value):

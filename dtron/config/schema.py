@@ -1,6 +1,6 @@
-"""The sections of a run's config: typed keys with a docstring each, which `--help` prints.
+"""The sections of a run's config: typed keys, each with a docstring that `--help` prints.
 
-Choices are Literals, units are in the names, values are frozen. What depends on several keys is in
+Choices are Literals, units are in the names, values are frozen. Rules across several keys are in
 `dtron/config/rules.py`; `dtron/config/run_config.py` reads and writes a whole run.
 """
 
@@ -9,38 +9,38 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-MOST_RANKS = 2**20
-MOST_LAYERS = 10_000
-MOST_STEPS = 2**31 - 1
-MOST_SEQUENCES = 2**26
-MOST_TOKENS = 2**26
-"""Of a sequence."""
-MOST_SECONDS = 30 * 86400
+MAX_RANKS = 2**20
+MAX_LAYERS = 10_000
+MAX_STEPS = 2**31 - 1
+MAX_SEQUENCES = 2**26
+MAX_TOKENS = 2**26
+"""Most tokens per sequence."""
+MAX_SECONDS = 30 * 86400
 
 
-def _usable(path: str) -> str:
+def _check_path(path: str) -> str:
     try:
         Path(path).expanduser()
     except RuntimeError:
-        raise ValueError("no such user has a home directory") from None
+        raise ValueError("no such user has a home directory; write the whole path") from None
     if len(path.encode()) > 4000 or any(len(name.encode()) > 255 for name in path.split("/")):
         raise ValueError("a path has at most 4000 bytes, and each name in it 255")
     return path
 
 
-def _watched(seconds: float) -> float:
+def _check_hang_seconds(seconds: float) -> float:
     if seconds not in (-1, 0) and seconds < 0.1:
         raise ValueError("use -1, 0, or at least 0.1 seconds")
     return seconds
 
 
 Text = Annotated[str, Field(max_length=10_000, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]
-"""Without control characters, which TOML cannot hold; but for tabs and line breaks."""
+"""Text without control characters, which TOML cannot hold; tabs and line breaks are allowed."""
 PathText = Annotated[
-    str, Field(max_length=4000, pattern=r"^[^\x00-\x1f\x7f]*$"), AfterValidator(_usable)
+    str, Field(max_length=4000, pattern=r"^[^\x00-\x1f\x7f]*$"), AfterValidator(_check_path)
 ]
-WatchedSeconds = Annotated[float, AfterValidator(_watched)]
-LayerCount = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
+HangSeconds = Annotated[float, AfterValidator(_check_hang_seconds)]
+LayerCount = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 
 Degree = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 DEGREES: tuple[Degree, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -60,247 +60,261 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    """Where a run lives."""
+    """The run directory."""
 
     dir: PathText = "runs/default"
-    """Run directory: config, metrics, TensorBoard logs and checkpoints. Reusing one keeps what
-    is in it: files of an earlier run are renamed with a number."""
+    """Run directory: config, metrics, TensorBoard logs and checkpoints. A directory can be used
+    again: files of the earlier run are kept, renamed with a number."""
     wait_seconds: float = Field(default=30.0, ge=0, le=86400)
-    """How long a start waits for another run in the same directory to end before it is refused."""
+    """Seconds that a start waits for another run in the same directory to end; then it fails."""
 
 
 class Model(Section):
-    """Which model, and how its attention is computed."""
+    """The model and its attention backend."""
 
     name: Text = "llama"
-    """A row of dtron.models.MODELS: llama, qwen3, gpt, mixtral, qwen3_moe, deepseek_v3 or
-    gpt_oss."""
+    """Model family, a key of dtron.models.MODELS: llama, qwen3, gpt, mixtral, qwen3_moe,
+    deepseek_v3 or gpt_oss."""
     size: Text = "debug"
-    """A size of that model: for llama debug, 1b, 3b, 8b, 70b or 405b; or `initial`: name and shape
-    of the model in `checkpoint.initial`."""
+    """Size of the model; for llama debug, 1b, 3b, 8b, 70b or 405b. `initial`: take the family and
+    the shape from `checkpoint.initial`."""
     override: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the model's own config that replace those of the size, as `[model.override]`."""
+    """Fields of the model's config that replace those of the size, in a table
+    `[model.override]`."""
     attention: Literal["auto", "fa4", "cudnn", "flash_attn", "flash", "flex", "sdpa", "math"] = (
         "auto"
     )
-    """Attention backend; `auto` takes the best one available and logs its name."""
+    """Attention backend; `auto` takes the best one that supports the run, and logs its name."""
 
 
 class Parallel(Section):
-    """Degrees of parallelism. World size = pp x dp_replicate x dp_shard x cp x tp."""
+    """Parallelism degrees, numbers of ranks: world size = pp x dp_replicate x dp_shard x cp x
+    tp."""
 
-    dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Data-parallel replicas: gradients are all-reduced over this axis."""
-    dp_shard: int = Field(default=-1, ge=-1, le=MOST_RANKS)
-    """Data-parallel ranks that share parameters, gradients and optimizer state; -1: the rest."""
-    cp: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Context parallelism: ranks that share each sequence."""
-    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Tensor parallelism: ranks that share each layer's heads and neurons."""
-    pp: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Pipeline parallelism: ranks that share the layers."""
-    ep: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Expert parallelism: ranks of dp_shard x cp x tp that hold different experts, to which tokens
-    travel. Those it leaves share each expert's parameters as dp_shard does."""
-    etp: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Ranks of dp_shard x cp x tp that share the width of each expert, whatever tp is."""
+    dp_replicate: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Data-parallel replicas of the model; gradients are all-reduced between them."""
+    dp_shard: int = Field(default=-1, ge=-1, le=MAX_RANKS)
+    """Data-parallel ranks over which parameters, gradients and optimizer state are sharded (FSDP);
+    -1: all ranks that the other degrees leave."""
+    cp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Context parallelism: ranks over which each sequence is split. For long sequences."""
+    tp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Tensor parallelism: ranks over which the heads and hidden units of each layer are split. Best
+    within one host."""
+    pp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Pipeline parallelism: ranks over which the layers are split."""
+    ep: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Expert parallelism: ranks, out of dp_shard x cp x tp, that hold different experts; tokens are
+    dispatched to them. The other ranks of dp_shard x cp x tp shard each expert's parameters."""
+    etp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Expert tensor parallelism: ranks, out of dp_shard x cp x tp, over which the hidden width of
+    each expert is split; independent of tp."""
     dispatcher: Literal["all_to_all", "symmetric_memory", "deepep"] = "all_to_all"
-    """With ep or etp > 1, how tokens get to their experts. `all_to_all`: an all-to-all each way,
-    with one wait of the host a layer. `symmetric_memory`: ranks of one host read each other's
-    memory, and the host waits for nothing; buffers are bounded by `ep_capacity`. `deepep`: by the
-    library DeepEP, in bfloat16, where it is installed."""
+    """With ep or etp > 1, how tokens are dispatched to their experts. `all_to_all`: NCCL all-to-all
+    for dispatch and combine; the host waits for the GPU once per layer. `symmetric_memory`: ranks
+    of one host read each other's memory, without such a wait; set `ep_capacity`. `deepep`: the
+    library DeepEP, in bfloat16, if it is installed."""
     ep_capacity: float = Field(default=2.0, ge=1.0, le=1e6)
-    """With `dispatcher = "symmetric_memory"`, rows that a rank takes at most, over those of even
-    loads: what experts keep, and the memory that ranks share, grow with it. A run stops where loads
-    need more; ep is enough for any."""
+    """With `dispatcher = "symmetric_memory"`, the most token copies that a rank receives, as a
+    multiple of an even load; buffers and activations of experts grow with it. The run stops when a
+    rank would receive more; a value of ep is always enough."""
     zero: Literal[1, 2, 3] = 3
-    """What dp_shard shards. 3: parameters, gradients, optimizer state; parameters are gathered
-    for each forward and backward. 2: gradients and optimizer state; parameters are gathered once
-    a step. 1: optimizer state; gradients are reduced once a step. Beside the sharded 16 bytes a
-    parameter (12 of weights and AdamW moments in fp32, 4 of gradient), 2 and 1 hold 2 bytes a
-    parameter in bfloat16, and 1 holds a whole gradient of `reduce_dtype` as well."""
+    """ZeRO stage: what dp_shard shards. 3: parameters, gradients and optimizer state; parameters
+    are gathered for each forward and backward. 2: gradients and optimizer state; parameters are
+    gathered once per step. 1: optimizer state; gradients are reduced once per step. All stages
+    shard 16 bytes per parameter (12 of float32 weights and AdamW moments, 4 of gradient). In
+    addition, each rank holds 2 bytes per parameter in bfloat16 with 2 or 1, and the unsharded
+    gradients in `reduce_dtype` with 1."""
     reduce: Literal["auto", "step", "micro_batch"] = "auto"
-    """When gradients are reduced under accumulation. `micro_batch`: each time, gradients stay
-    sharded. `step`: once, the unsharded gradients of all parameters are held meanwhile (32 GB for
-    8B parameters in float32). `auto`: `step` for zero = 1 and for pure replication
-    (dp_shard = 1), else `micro_batch`."""
+    """When gradients are reduced if a step has several micro-batches. `micro_batch`: after each
+    one, so that gradients stay sharded. `step`: once per step, with less communication; each rank
+    then holds the unsharded gradients (32 GB for 8B parameters in float32). `auto`: `step` for zero
+    = 1 and for dp_shard = 1, else `micro_batch`."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which gradients are summed over data-parallel ranks. bfloat16 halves the bytes; it
-    is refused where it would sum micro-batches too: several of them with `step` or replicas."""
+    """Dtype in which gradients are sent and summed over data-parallel ranks. bfloat16 halves the
+    bytes. With several micro-batches, it is refused together with `reduce = "step"` or replicas,
+    since micro-batches would be summed in bfloat16 too."""
     reduce_by: Literal["reduce_scatter", "all_to_all"] = "reduce_scatter"
-    """How gradients are summed over ranks that share parameters. `all_to_all`: they travel in the
-    dtype of `train.dtype` and are summed in `reduce_dtype` where they arrive, the same sums from
-    half the bytes. Refused where several micro-batches are summed before."""
+    """How gradients are summed over dp_shard and cp. `all_to_all`: they are sent in `train.dtype`
+    and summed in `reduce_dtype` by the receiver: the same sums as a reduce-scatter, from half the
+    bytes. Refused where micro-batches are summed before the reduction (`reduce = "step"`)."""
     copy_engines: bool = False
-    """Copy parameters, and gradients with `reduce_by = "all_to_all"`, from the memory of the ranks
-    that share them, which are GPUs of one host: their copy engines then move what NCCL's kernels
-    would, and the products beside it keep all multiprocessors."""
-    prefetch: int = Field(default=1, ge=0, le=MOST_LAYERS)
-    """How many units ahead parameters are gathered while the current one computes, in forward and
-    in backward."""
+    """Gather parameters, and send gradients with `reduce_by = "all_to_all"`, by the copy engines of
+    the GPUs instead of NCCL kernels, so that overlapped matmuls keep all multiprocessors. For
+    dp_shard x cp ranks on GPUs of one host."""
+    prefetch: int = Field(default=1, ge=0, le=MAX_LAYERS)
+    """How many FSDP units ahead parameters are gathered while the current unit computes, in forward
+    and in backward. More overlaps more and holds more memory."""
     sequence_parallel: bool = True
-    """With tp > 1, split the sequence over tp between attention and feed-forward: norms, dropout
-    and residuals cost memory and time for T / tp tokens. Off, each rank holds all tokens."""
+    """With tp > 1, split the sequence over tp outside of attention and feed-forward: each rank
+    computes and holds norms, dropout and residuals for 1 / tp of the tokens. false: for all."""
     async_tp: bool = False
     """With tp > 1 on GPUs, overlap tensor parallelism's all-gathers and reduce-scatters with the
-    matrix products that need them (symmetric memory)."""
+    matmuls that need them, by symmetric memory."""
     schedule: PathText = "1F1B"
     """Pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
-    ZBVZeroBubble, DualPipeV, or the path of a .csv file with your own."""
-    stages_per_rank: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """Pipeline stages a rank; 0: what the schedule takes by default."""
+    ZBVZeroBubble, DualPipeV, or the path of a .csv file with a schedule of your own."""
+    stages_per_rank: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    """Pipeline stages per rank; 0: the default of the schedule."""
     pp_layout: Text | list[LayerCount] | list[list[Text]] = ""
-    """Which layers are in which stage: counts of layers, a layout string such as `Ettt|tttL`, or a
-    list of module names for each stage; empty: balanced, the head counted by its size."""
-    defer_head: int = Field(default=0, ge=0, le=MOST_SEQUENCES)
-    """With pp > 1 and a schedule of whole backwards: of how many micro-batches the head's weight
-    gradients are put off until the pipeline drains. Each holds its logits' gradient meanwhile."""
+    """Layers of each pipeline stage: numbers of layers, a layout string such as `Ettt|tttL`, or a
+    list of module names per stage; empty: balanced by matmul cost, the head included."""
+    defer_head: int = Field(default=0, ge=0, le=MAX_SEQUENCES)
+    """With pp > 1, the number of micro-batches whose weight gradients of the head are deferred
+    until the pipeline drains; the gradient of each one's logits is held until then. For schedules
+    that do not split the backward, such as 1F1B."""
     cp_method: CpMethod | list[CpMethod] = "ring"
-    """With cp > 1, how attention gets at the tokens of other ranks: ring, all_gather, ulysses
-    (all-to-all over heads) or hierarchical (all-to-all inside, ring outside); a list has one for
-    each layer."""
-    cp_inner: int = Field(default=0, ge=0, le=MOST_RANKS)
-    """Ranks of the all-to-all of `cp_method = "hierarchical"`; 0: the largest proper divisor of
-    cp."""
+    """With cp > 1, how attention sees the tokens of other ranks: ring, all_gather, ulysses
+    (all-to-all over heads) or hierarchical (all-to-all within groups of `cp_inner` ranks, a ring
+    between them). A list gives one method per layer."""
+    cp_inner: int = Field(default=0, ge=0, le=MAX_RANKS)
+    """Ranks per all-to-all group with `cp_method = "hierarchical"`; 0: the largest proper divisor
+    of cp."""
     high_priority: list[Degree] = Field(default_factory=list)
-    """Mesh axes whose NCCL collectives run on streams of high priority, on GPUs."""
-    timeout_seconds: int = Field(default=600, ge=1, le=MOST_SECONDS)
-    """How long a collective may wait for its peers before the run is aborted."""
+    """Mesh axes whose NCCL collectives run on high-priority CUDA streams, such as ["tp"]."""
+    timeout_seconds: int = Field(default=600, ge=1, le=MAX_SECONDS)
+    """Seconds that a collective may wait for other ranks before the run is aborted."""
 
     def cp_methods(self) -> tuple[CpMethod, ...]:
-        """`cp_method` as a tuple: one for all layers, or one for each."""
+        """`cp_method` as a tuple: one method for all layers, or one per layer."""
         return (self.cp_method,) if isinstance(self.cp_method, str) else tuple(self.cp_method)
 
     def reduces_once(self, sharded: bool) -> bool:
-        """Whether gradients are reduced once a step: `reduce` resolved, with ranks that share
-        parameters or without."""
+        """Whether gradients are reduced once per step: `reduce` with "auto" resolved.
+
+        Args:
+            sharded: parameters are sharded over several ranks.
+        """
         if self.reduce == "auto":
             return self.zero == 1 or not sharded
         return self.reduce == "step"
 
 
 class Train(Section):
-    """The loop: how many steps of how many sequences, in which precision."""
+    """The training loop: steps, batch sizes, precision, validation."""
 
-    steps: int = Field(default=100, ge=1, le=MOST_STEPS)
+    steps: int = Field(default=100, ge=1, le=MAX_STEPS)
     """Optimizer steps."""
-    seq_len: int = Field(default=2048, ge=2, le=MOST_TOKENS)
-    """Tokens a sequence."""
-    global_batch: int = Field(default=8, ge=1, le=MOST_SEQUENCES)
-    """Sequences a step, over all ranks and micro-batches."""
-    micro_batch: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
-    """Sequences a rank computes at once."""
-    loss_chunks: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
-    """Head and loss are computed in this many chunks of a micro-batch's tokens, of whose logits and
-    their gradient one chunk exists at a time; 1: all logits at once."""
+    seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
+    """Tokens per sequence."""
+    global_batch: int = Field(default=8, ge=1, le=MAX_SEQUENCES)
+    """Sequences per optimizer step, over all ranks and micro-batches."""
+    micro_batch: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
+    """Sequences that a rank computes at once; gradients are accumulated until `global_batch`."""
+    loss_chunks: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
+    """Number of chunks of a micro-batch's tokens in which head and loss are computed. More chunks
+    save memory: only one chunk's logits and their gradient exist at a time. 1: all at once."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of computation. Parameters and optimizer state are float32 in both cases."""
+    """Dtype of computation. Parameters are float32 in both cases; for AdamW's moments see
+    `optim.moments`."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, data order and dropout. The same seed gives the same losses in
     every layout."""
     max_grad_norm: float = Field(default=1.0, ge=0, le=1e30)
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    max_skipped: int = Field(default=10, ge=1, le=MOST_STEPS)
-    """A step whose gradients are not finite is skipped; this many in a row end the run, at the next
-    logged row."""
-    eval_interval: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Steps between validations on the held-out split; 0: only after the last step."""
-    eval_sequences: int = Field(default=64, ge=0, le=MOST_SEQUENCES)
-    """Held-out sequences a validation takes, if there are so many; 0: no validation."""
-    sample_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """Tokens of text to generate after the last step."""
+    """Gradient clipping: gradients are scaled down to this global norm; 0: no clipping."""
+    max_skipped: int = Field(default=10, ge=1, le=MAX_STEPS)
+    """Number of steps in a row with non-finite gradients that ends the run, at the next logged
+    step. Each such step is skipped."""
+    eval_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Steps between validations; 0: only after the last step."""
+    eval_sequences: int = Field(default=64, ge=0, le=MAX_SEQUENCES)
+    """Most held-out sequences per validation; 0: no validation."""
+    sample_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    """Tokens of sample text to generate after the last step; 0: none."""
     sample_prompt: Text = "In the beginning"
-    """What the generated text starts with."""
-    gc_interval: int = Field(default=200, ge=1, le=MOST_STEPS)
-    """Steps between garbage collections, which all ranks do at the same step."""
+    """Text that the sample continues."""
+    gc_interval: int = Field(default=200, ge=1, le=MAX_STEPS)
+    """Steps between Python's garbage collections, on all ranks at the same step, so that no rank
+    waits for another's."""
 
 
 class Data(Section):
-    """What is trained on."""
+    """Training data: source, tokenizer, packing."""
 
     source: Literal["files", "hf"] = "files"
-    """`files`: JSONL or text files, tokenized once and cached. `hf`: a Hugging Face data set
-    (needs the extra `hf`)."""
+    """`files`: JSONL or text files, tokenized once and cached. `hf`: a Hugging Face data set, which
+    needs the extra `hf`."""
     paths: tuple[PathText, ...] = Field(default=("assets/kjv.jsonl.gz",), strict=False)
-    """Files of `source = "files"`, relative to the working directory: .jsonl with one document a
-    line, .txt with one document a file, both also as .gz."""
+    """Files of `source = "files"`, relative to the working directory: .jsonl with one document per
+    line, .txt with one document per file; each also as .gz."""
     text_key: Text = "text"
     """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
     tokenizer: PathText = "byte"
-    """`byte`, or the path of a Hugging Face tokenizer.json or of its folder; where it is not set,
-    that of `checkpoint.initial`, if it has one."""
+    """`byte`, or the path of a Hugging Face tokenizer.json or of its folder. If it is not set and
+    `checkpoint.initial` has a tokenizer, that one is used."""
     eos_token: Text = ""
-    """Token that ends a document; empty: the tokenizer's usual one."""
+    """Token that ends a document; empty: the first usual one in the vocabulary, such as </s>."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of documents held out for validation, chosen by a hash of their position; copies of a
-    document are on its side."""
+    """Fraction of the documents that is held out for validation, chosen by a hash of their
+    position. Copies of a held-out document are held out too."""
     packing: Literal["cut", "best_fit", "pad"] = "cut"
-    """How documents become sequences. `cut`: laid end to end and cut every train.seq_len tokens; no
-    padding, and most documents are split. `best_fit`: whole documents share a sequence where they
-    fit best, and what is left is padding. `pad`: one document a sequence, padded. With the last two
-    only documents longer than a sequence are split, and no label crosses to another document."""
+    """How documents become sequences. `cut`: documents are concatenated and cut every train.seq_len
+    tokens; no padding, but most documents are split. `best_fit`: whole documents share a sequence
+    (best-fit decreasing), padded. `pad`: one document per sequence, padded. The last two split only
+    documents longer than a sequence, and no label is a token of another document."""
     mask_documents: bool = False
-    """Keep attention inside each document and restart positions there."""
+    """Restrict attention to each document, and restart positions at its first token."""
     max_document_mb: float = Field(default=128.0, gt=0, le=10_000)
-    """Longest document or line of a file, in million bytes; a longer one is an error, so that no
-    file fills the memory."""
+    """Longest document or line of a file, in MB (10^6 bytes). A longer one is an error, so that no
+    file can fill the memory."""
     cache_dir: PathText = "~/.cache/dtron"
-    """Where tokenized data is kept."""
+    """Folder of tokenized data, which later runs use again."""
     hf_path: PathText = ""
     """Name or local path of the Hugging Face data set."""
     hf_name: Text = ""
-    """Its configuration, if it has several."""
+    """Configuration of the Hugging Face data set, if it has several."""
     hf_split: Text = "train"
-    """Its split."""
+    """Split of the Hugging Face data set."""
     hf_streaming: bool = False
-    """Read it as a stream instead of tokenizing it once; documents then come in stream order and
-    the first ones are the held-out split."""
+    """Read the Hugging Face data set as a stream instead of tokenizing it before the start. Then
+    documents are not shuffled, and the first ones are held out for validation."""
 
 
 class Optim(Section):
     """The optimizer."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    """A row of dtron.training.optim.OPTIMIZERS. `sgd` is plain: no momentum, no decay."""
+    """A key of dtron.training.optim.OPTIMIZERS. `sgd` has no momentum and no weight decay."""
     lr: float = Field(default=3e-4, ge=0, le=1e6)
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW's decay of the first moment."""
+    """AdamW's decay rate of the first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW's decay of the second moment."""
+    """AdamW's decay rate of the second moment."""
     eps: float = Field(default=1e-8, gt=0, le=1.0)
-    """AdamW's epsilon."""
+    """AdamW's epsilon, which is added to the root of the second moment."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which AdamW keeps its moments. bfloat16 saves 4 of their 8 bytes a parameter; beta2
-    is then 0.99 at most, because bfloat16 does not see smaller changes."""
+    """Dtype of AdamW's moments. bfloat16 saves 4 of their 8 bytes per parameter; it needs beta2 of
+    0.99 at most, since bfloat16 rounds smaller changes away."""
     weight_decay: float = Field(default=0.1, ge=0, le=1e6)
-    """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
+    """AdamW's decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
 
 
 class Schedule(Section):
-    """The learning rate as a function of the step; lengths are fractions of train.steps."""
+    """The learning rate schedule; lengths are fractions of train.steps."""
 
     name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
-    """A row of dtron.config.learning_rate.SCHEDULES."""
+    """Shape of the schedule, a key of dtron.config.learning_rate.SCHEDULES."""
     warmup: float = Field(default=0.1, ge=0, le=1)
-    """Share of the steps over which the rate rises linearly from 0."""
+    """Fraction of the steps in which the learning rate rises linearly from 0."""
     decay: float = Field(default=0.2, ge=0, le=1)
-    """Share of the steps over which `wsd` falls at the end; no other schedule reads it."""
+    """Fraction of the steps, at the end, in which the rate of `wsd` falls; for `wsd` only."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Last learning rate over peak, for linear, cosine and wsd."""
+    """Last learning rate divided by the peak, for linear, cosine and wsd."""
 
 
 class Recompute(Section):
-    """What blocks keep for their backward, and where: memory for time."""
+    """Activation checkpointing and offloading of blocks: less memory for more time."""
 
     mode: Literal["none", "full", "attention", "selective"] = "none"
-    """`full`: keep a block's input only. `attention`: and the outputs of attention, which for long
-    sequences cost most to compute again. `selective`: and the results of matrix products."""
-    every: int = Field(default=1, ge=1, le=MOST_LAYERS)
-    """Recompute every n-th block; 1: all of them."""
+    """What blocks keep for their backward; the rest is recomputed. `none`: everything. `full`: the
+    block's input only. `attention`: also the outputs of attention, which cost most to recompute
+    for long sequences. `selective`: also the outputs of matmuls."""
+    every: int = Field(default=1, ge=1, le=MAX_LAYERS)
+    """Recompute every n-th block only; 1: all blocks."""
     offload: bool = False
-    """Keep what blocks need for their backward in pinned host memory instead, copied beside the
-    computation of the next block. On GPUs."""
+    """Keep what blocks save for their backward in pinned host memory; copies overlap with the
+    computation of the next block. On GPUs only."""
 
 
 class Compile(Section):
@@ -313,166 +327,170 @@ class Compile(Section):
 
 
 class Float8(Section):
-    """float8 training: linear layers multiply in 8 bits; weights, optimizer state and checkpoints
-    stay what they are."""
+    """float8 training: matmuls of linear layers in float8; weights, optimizer state and checkpoints
+    keep their dtypes."""
 
     recipe: Literal["", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] = ""
-    """A row of dtron.float8.RECIPES; empty: no float8. `tensorwise`: one scale a tensor. `rowwise`:
-    one a row, powers of two. `rowwise_with_gw_hp`: the same, weight gradients in `train.dtype`.
-    `blockwise`: 1 x 128 activations and 128 x 128 weights, as DeepSeek-V3. `mxfp8`: 1 x 32, powers
-    of two. Where the hardware does not multiply them, they are emulated, slowly, and the log shows
-    so."""
+    """Scaling recipe, a key of dtron.float8.RECIPES; empty: no float8. `tensorwise`: one scale per
+    tensor. `rowwise`: one per row, powers of two. `rowwise_with_gw_hp`: as rowwise, with weight
+    gradients in `train.dtype`. `blockwise`: one per 1 x 128 activations and 128 x 128 weights, as
+    DeepSeek-V3. `mxfp8`: one per 1 x 32 elements, powers of two. On hardware without the matmul
+    it is emulated, slowly, with a warning."""
     scaling: Literal["dynamic", "delayed"] = "dynamic"
-    """When the scales of inputs and gradients are known. `dynamic`: by their own values. `delayed`,
-    with `tensorwise`: before the step, by the largest values of the last `amax_history` steps;
-    those of weights after each update. Ranks share scales once a step then, not in each layer."""
+    """How scales are computed. `dynamic`: from the values that are cast. `delayed`, with
+    `tensorwise` only: from the largest absolute values of the last `amax_history` steps, and for
+    weights after each update; ranks then exchange scales once per step, not in each layer."""
     amax_history: int = Field(default=16, ge=1, le=4096)
-    """Steps whose largest values count in delayed scales."""
+    """With `scaling = "delayed"`, number of last steps whose largest absolute values set the
+    scales."""
     filter: list[Text] | Literal["auto"] = Field(default_factory=list)
-    """Patterns of the linear layers to convert, such as `blocks.*.ffn.*`; empty: all those of the
-    blocks whose dims are multiples of 16. `auto`: of these, the ones that are faster in float8 by
-    a measurement on the first rank's GPU when the run starts; all where products are emulated."""
+    """Patterns of the linear layers to convert, such as `blocks.*.ffn.*`; empty: all layers of the
+    blocks whose dims are multiples of 16. `auto`: those among them that are faster in float8,
+    as measured on the first rank's GPU when the run starts; all of them if float8 is emulated."""
     skip: list[Text] = Field(default_factory=list)
     """Patterns of linear layers that stay in `train.dtype`, such as `blocks.*.attn.w[kv]`."""
-    skip_first: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """How many of the first blocks stay in `train.dtype`."""
-    skip_last: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """How many of the last blocks stay in `train.dtype`."""
+    skip_first: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    """Number of blocks at the start of the model that stay in `train.dtype`."""
+    skip_last: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    """Number of blocks at the end of the model that stay in `train.dtype`."""
     output: bool = False
-    """Convert the head too."""
+    """Convert the head (output projection) too."""
     experts: bool = False
-    """Multiply the rows of experts in float8 too: a scale a row of inputs and matrices, whatever
-    the recipe; weight gradients in `train.dtype`."""
+    """Convert the matmuls of experts too: one scale per row of inputs and of weights with every
+    recipe; weight gradients in `train.dtype`."""
     dispatch: bool = False
-    """With ep or etp > 1, send rows to their experts in float8, and in the backward the gradients
-    of results: a scale for each 128 elements of a row. What comes back travels in `train.dtype`.
-    With `all_to_all` and `symmetric_memory`, and with any recipe or none."""
+    """With ep or etp > 1, dispatch tokens to their experts in float8, and in the backward the
+    gradients of the experts' outputs: one scale per 128 elements of a token. The combine is in
+    `train.dtype`. For `all_to_all` and `symmetric_memory`, with any recipe or none."""
     all_gather: bool = False
-    """Gather weights over data-parallel ranks in float8: half the bytes of bfloat16. With
-    `tensorwise`; scales of all weights are computed in one reduction after each update. Needs the
+    """Gather weights over dp_shard and cp in float8: half the bytes of bfloat16. With `tensorwise`
+    only; the scales of all weights are computed in one reduction after each update. Needs the
     extra `float8`."""
     gather_inputs: bool = False
-    """With sequence parallelism, gather the input of each attention and feed-forward in float8:
-    half the bytes of bfloat16. With `tensorwise`."""
-    report_interval: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Logged steps at which metrics say how accurate the casts of each layer are: its
-    signal-to-noise ratio in dB, and which share of it becomes zero or saturates. These steps run
-    without compilation. A multiple of metrics.log_interval; 0: never."""
+    """With parallel.sequence_parallel, gather the input of each attention and feed-forward over tp
+    in float8: half the bytes of bfloat16. With `tensorwise` only."""
+    report_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Steps between reports of the accuracy of each layer's casts in the metrics: signal-to-noise
+    ratio in dB, and the fractions that become zero or saturate. Such a step runs without
+    torch.compile. A multiple of metrics.log_interval; 0: never."""
 
 
 class Checkpoint(Section):
-    """Saving and resuming."""
+    """Saving, resuming, and initial weights."""
 
     dir: PathText = ""
-    """Where checkpoints go, as a folder that all ranks share or a URL that fsspec knows (`s3://`,
-    `gs://`, ...), of this run alone; empty: RUN/checkpoints."""
-    interval: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Steps between checkpoints; 0: only after the last step."""
+    """Folder of this run's checkpoints, which all ranks share, or a URL that fsspec knows (`s3://`,
+    `gs://`, ...); empty: RUN/checkpoints. No two runs may use the same."""
+    interval: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Steps between checkpoints in `dir`; 0: only after the last step."""
     fast_dir: PathText = ""
-    """A faster folder that all ranks share, such as the disk or /dev/shm of a run's only node:
-    checkpoints are written there, and copied to `dir` where they are due there; empty: none."""
-    fast_interval: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Steps between checkpoints in `fast_dir`; those of `interval` come by it too."""
-    fast_keep: int = Field(default=1, ge=1, le=MOST_STEPS)
-    """How many of the newest checkpoints are kept in `fast_dir`."""
+    """Second, faster checkpoint folder that all ranks share, such as the disk or /dev/shm of a run
+    on one node. Checkpoints are written there first; those due by `interval` are copied to `dir`
+    in the background. Empty: none."""
+    fast_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Steps between checkpoints in `fast_dir`, in addition to those of `interval`."""
+    fast_keep: int = Field(default=1, ge=1, le=MAX_STEPS)
+    """Number of newest checkpoints that are kept in `fast_dir`."""
     last: bool = True
-    """Save after the last step."""
+    """Save a checkpoint after the last step."""
     resume: PathText = ""
-    """`latest` (of this run; starts afresh if there is none), or the path or URL of a run or of one
-    checkpoint; empty: start afresh. Where torchrun restarts a job, it goes on from the newest
-    checkpoint that the job has written."""
+    """What to resume from. `latest`: the newest checkpoint of this run, if there is one. Or the
+    path or URL of a run or of one checkpoint. Empty: start from step 0. A job that torchrun
+    restarts continues from its own newest checkpoint in any case."""
     allow_data_change: bool = False
-    """Resume although the training data or the tokenizer differ from those of the checkpoint, at
-    the same sequence number; or start with another tokenizer than that of `initial`."""
+    """Allow a resumed run to have other training data or another tokenizer than the checkpoint; it
+    continues at the same sequence number. Also allow another tokenizer than that of `initial`."""
     initial: PathText = ""
-    """Where a run that does not resume takes its weights from: a Hugging Face folder, a run, or a
-    checkpoint, of whose state nothing else is taken; empty: they are drawn."""
+    """Initial weights of a run that does not resume: a Hugging Face folder, a run or a checkpoint.
+    Only weights are read, no optimizer state. Empty: random initialization."""
     verify: bool = True
-    """Before a checkpoint is loaded, compare the checksum of each of its files, which the ranks
-    share; false: their names and sizes alone."""
-    keep: int = Field(default=2, ge=0, le=MOST_STEPS)
-    """How many of the newest checkpoints are kept; 0: all."""
-    keep_every: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Checkpoints of steps that this divides are kept beside them; 0: none."""
+    """Compare the SHA-256 of every file of a checkpoint before it is loaded; each rank reads some
+    of the files. false: check names and sizes only."""
+    keep: int = Field(default=2, ge=0, le=MAX_STEPS)
+    """Number of newest checkpoints that are kept in `dir`; 0: all."""
+    keep_every: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """With `keep`, also keep the checkpoints of all steps that are multiples of this; 0: none."""
     mode: Literal["sync", "async"] = "sync"
-    """`async`: the state is copied to host memory (of the size of this rank's weights and optimizer
-    state), which a process of its own writes; the next update waits for the copy alone. `sync`:
-    training waits until it is written."""
-    timeout_seconds: int = Field(default=1800, ge=1, le=MOST_SECONDS)
-    """How long a rank's disk or store may take for its part of a checkpoint before the save is
-    given up, on all ranks; `parallel.timeout_seconds` is for training alone."""
+    """`sync`: training waits until the checkpoint is written. `async`: the state is copied to host
+    memory, as large as this rank's weights and optimizer state, and a separate process writes it
+    in the background; the next optimizer step waits for the copy only."""
+    timeout_seconds: int = Field(default=1800, ge=1, le=MAX_SECONDS)
+    """Seconds that one rank may take for its part of a checkpoint; then the save fails on all
+    ranks. Saves do not count towards `parallel.timeout_seconds`."""
     on_error: Literal["stop", "continue"] = "stop"
-    """A checkpoint that cannot be written, as on a full disk, ends the run, or is reported and
-    tried again at the next one."""
+    """What to do when a checkpoint cannot be written, as on a full disk. `stop`: end the run.
+    `continue`: log the error and train on to the next checkpoint."""
 
 
 class Metrics(Section):
-    """What is logged."""
+    """Metrics, TensorBoard logs and profiles."""
 
-    log_interval: int = Field(default=10, ge=1, le=MOST_STEPS)
-    """Steps between rows of metrics.jsonl; validations write a row too. The device is waited for at
-    these steps alone."""
+    log_interval: int = Field(default=10, ge=1, le=MAX_STEPS)
+    """Steps between rows of metrics.jsonl; validations write a row too. Only these steps wait for
+    the GPU."""
     tensorboard: bool = True
     """Write TensorBoard logs."""
-    profile_start: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """First step of a torch.profiler window; 0: no profile."""
+    profile_start: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """First step that torch.profiler records; 0: no profile."""
     profile_steps: int = Field(default=3, ge=1, le=1000)
-    """Length of that window; the trace goes to RUN/trace/."""
+    """Number of steps that torch.profiler records; the trace is written to RUN/trace/."""
     profile_shapes: bool = False
-    """Keep the shapes of operators' inputs in the trace, at some cost while it is taken."""
+    """Record the input shapes of operators in the trace, which slows the recorded steps down."""
     batch_hash: bool = False
-    """Add to each row `batch`, a hash of all sequences since the last one, the same in every
-    layout."""
+    """Add `batch` to each row of metrics.jsonl: a hash of all sequences since the last row, equal
+    in every layout. Shows whether two runs train on the same data."""
     step_times: bool = False
-    """Write the time of every step to RUN/steps.json when the run ends. On GPUs an event is put
-    behind each step and read at the end: nothing is waited for."""
+    """Write the time of every step to RUN/steps.json when the run ends. On GPUs they are measured
+    by CUDA events, which make no step wait."""
 
 
 class Faults(Section):
-    """What is done about signals, hangs, loss spikes, slow ranks and corrupted memory."""
+    """Handling of signals, hangs, loss spikes, slow ranks and corrupted memory."""
 
-    stop_seconds: int = Field(default=300, ge=0, le=MOST_SECONDS)
-    """After SIGTERM, SIGINT or SIGUSR1: seconds in which the run has to have saved and ended; then
-    it is ended without, with exit code 74. 0: as long as it takes."""
-    hang_seconds: WatchedSeconds = Field(default=-1, ge=-1, le=MOST_SECONDS)
-    """Seconds without a finished step, after which a rank says where it is, writes its stacks to
-    RUN/hangs/ and ends with exit code 75. A validation between steps has as long, a save what
-    checkpoint.timeout_seconds says; the start, in which ranks meet and build the model, and the
-    first step have four times that. -1: nine tenths of
-    parallel.timeout_seconds; 0: never."""
-    max_attempts: int = Field(default=10, ge=0, le=MOST_STEPS)
-    """Attempts in a row without a new checkpoint, after which the job is ended, whatever
-    torchrun's --max-restarts says. 0: any number."""
+    stop_seconds: int = Field(default=300, ge=0, le=MAX_SECONDS)
+    """Seconds that a run may take to save and end after SIGTERM, SIGINT or SIGUSR1; then it is
+    ended without a checkpoint, with exit code 74. 0: no limit."""
+    hang_seconds: HangSeconds = Field(default=-1, ge=-1, le=MAX_SECONDS)
+    """Hang watchdog: seconds without a finished step after which a rank logs where it hangs, writes
+    its stacks to RUN/hangs/ and ends with exit code 75. Validations have the same limit, the start
+    and the first step four times as much, saves checkpoint.timeout_seconds. -1: 0.9 times
+    parallel.timeout_seconds; 0: no watchdog."""
+    max_attempts: int = Field(default=10, ge=0, le=MAX_STEPS)
+    """Attempts in a row without a new checkpoint after which the job ends, even if torchrun's
+    --max-restarts allows more. 0: no limit."""
     on_spike: Literal["", "warn", "skip_data", "rollback"] = ""
-    """What is done about a loss that is far above those before. `skip_data`: its step is not taken.
-    `rollback`: and the run goes back to a checkpoint from before it; all batches since then are
-    left out. Empty: nothing."""
-    spike_window: int = Field(default=100, ge=2, le=MOST_STEPS)
-    """Steps over which the loss's mean and deviation run."""
+    """What to do when the loss is far above its running mean. `warn`: log it. `skip_data`: skip the
+    optimizer step. `rollback`: also go back to a checkpoint from before the spike and skip all
+    batches since then. Empty: no spike detection."""
+    spike_window: int = Field(default=100, ge=2, le=MAX_STEPS)
+    """Number of steps in the running mean and standard deviation of the loss."""
     spike_deviations: float = Field(default=8.0, gt=0, le=1e30)
-    """How many deviations above the mean a loss is a spike."""
-    rollback_steps: int = Field(default=1, ge=1, le=MOST_STEPS)
-    """The checkpoint to go back to is at least this many steps older than the spike."""
-    max_rollbacks: int = Field(default=3, ge=1, le=MOST_STEPS)
-    """The run ends at the next spike after so many."""
-    stragglers_interval: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Steps between tables of the slowest ranks; 0: none. Such a step waits for the device."""
-    replicas_interval: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Steps between comparisons of the parameters that several ranks hold; 0: none."""
+    """Standard deviations above the running mean from which a loss is a spike."""
+    rollback_steps: int = Field(default=1, ge=1, le=MAX_STEPS)
+    """Least number of steps between a spike and the checkpoint to go back to."""
+    max_rollbacks: int = Field(default=3, ge=1, le=MAX_STEPS)
+    """Most rollbacks of a run; the next spike ends it."""
+    stragglers_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Steps between logged tables of the slowest ranks; 0: none. Such a step waits for the GPU."""
+    replicas_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Steps between bitwise comparisons of parameters that several ranks hold copies of; 0:
+    none."""
     on_corruption: Literal["stop", "warn"] = "stop"
-    """What is done when they differ."""
-    verify_step: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """A step whose loss and gradients are computed twice and compared bit for bit; 0: none."""
+    """What to do when copies of parameters differ between ranks."""
+    verify_step: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Step (from 1) whose loss and gradients are computed twice and compared bit for bit; 0:
+    none."""
 
     def watched_seconds(self, timeout_seconds: int) -> float:
-        """`hang_seconds`, resolved; 0: no watchdog."""
+        """`hang_seconds` with -1 resolved; 0: no watchdog."""
         return 0.9 * timeout_seconds if self.hang_seconds < 0 else self.hang_seconds
 
 
 class Debug(Section):
-    """Costly checks."""
+    """Checks that slow a run down."""
 
     collectives: bool = False
-    """Count the collectives of the first step, calls and bytes by axis, into run.json."""
+    """Count the collectives of the first step and write calls and bytes per mesh axis to
+    run.json."""
     deterministic: bool = False
-    """Deterministic kernels: the same run twice gives the same bits."""
+    """Use deterministic kernels only, so that two equal runs give bitwise equal results."""

@@ -3,7 +3,7 @@
 from dtron.data.cache import TokenCache
 from dtron.data.loader import Batch, Loader, validation_batches
 from dtron.data.packing import Packed, TrainingSource, ValidationSource, Waste
-from dtron.data.sources import identity_of, is_ready, open_data, prepare, wait_for
+from dtron.data.sources import identity_of, open_data, prepare, wait_for
 from dtron.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "ValidationSource",
     "Waste",
     "identity_of",
-    "is_ready",
     "load_tokenizer",
     "open_data",
     "prepare",

@@ -8,12 +8,15 @@ from dtron.data.loader import Batch
 from dtron.data.shuffle import hash64
 
 BITS = 48
-"""Of the number that is logged: JSON's readers keep 53."""
+"""Bits of the hash that is logged; JSON readers keep 53 bits of a number."""
 
 
 def fingerprint(batches: Iterable[Batch]) -> int:
-    """Sum modulo 2^64 of a hash of (sequence's index, place, token) over all
-    tokens of whole sequences on the host; of several ranks' batches the numbers add up."""
+    """Hash the tokens of whole sequences on the host, independent of their order.
+
+    The result is the sum, modulo 2^64, of a hash of (sequence index, position, token) over all
+    tokens, so that the hashes of several ranks add up to the hash of all their batches.
+    """
     total = 0
     for batch in batches:
         tokens = batch.tokens.numpy().astype(np.uint64)

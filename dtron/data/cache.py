@@ -1,15 +1,16 @@
-"""Tokens on disk: a corpus is tokenized once and read from there from then on.
+"""Token cache: a corpus is tokenized once, and its tokens are read from disk from then on.
 
     CACHE_DIR/KEY/tokens.bin     uint16 or uint32 (N,), little-endian; every document ends with EOS
     CACHE_DIR/KEY/offsets.npy    int64 (n_documents + 1,), where each document starts
-    CACHE_DIR/KEY/copies.npy     int64 (n_copies, 2), of `order.copies_of`
+    CACHE_DIR/KEY/copies.npy     int64 (n_copies, 2), result of `shuffle.copies_of`
     CACHE_DIR/KEY/meta.json      counts, dtype and a hash of the tokens
 
-KEY is a hash of what the tokens depend on, so that a changed file or tokenizer gets a cache of its
-own. A cache is written to CACHE_DIR/KEY.UNIQUE.tmp and renamed, so that it is complete or absent;
-of several processes that build the same one, the first keeps it. Its builder touches
-CACHE_DIR/KEY.preparing every few seconds, a heartbeat for processes that wait. Both are removed
-when the build ends, by an error or a signal too; what a SIGKILL leaves, by a later start.
+KEY is a hash of everything that the tokens depend on, so that a changed file or tokenizer gets
+another cache. A cache is written to CACHE_DIR/KEY.UNIQUE.tmp and renamed, so that it is complete or
+absent; if several processes build the same cache, the first one to finish keeps it. A process that
+builds touches CACHE_DIR/KEY.preparing every few seconds, as a heartbeat for processes that wait.
+Both are removed when the build ends, also after an error or a signal; after SIGKILL, by a later
+start.
 """
 
 import contextlib
@@ -46,23 +47,23 @@ BATCH_CHARACTERS = 4_000_000  # bounds memory when documents are long
 PROGRESS_SECONDS = 30
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
-"""Without a heartbeat for so long, a process is taken to be gone."""
-DTYPES = ("<u2", "<u4")  # of vocabularies of up to 2^16 tokens, and larger ones
-_LEFT = re.compile(r"([0-9a-f]{32})(\.[0-9a-f]{32}\.tmp|\.preparing)")
-"""Names of what a build makes and removes; its first group is KEY."""
-_DELETE = "delete the folder, and it is built again"
+"""A process without a heartbeat for this long is considered dead."""
+DTYPES = ("<u2", "<u4")  # for vocabularies of up to 2^16 tokens, and for larger ones
+_BUILD_FILES = re.compile(r"([0-9a-f]{32})(\.[0-9a-f]{32}\.tmp|\.preparing)")
+"""Names of temporary files of a build; the first group is KEY."""
+_DELETE_FIX = "delete the folder; the next start builds it again"
 
 logger = logging.getLogger("dtron")
 
 
 class TokenFile:
-    """Tokens of a file: a slice of them is read when it is asked for.
+    """Tokens (N,) in a file, read on demand.
 
-    A file that is truncated or changed meanwhile is an error; mapped into memory, it would end the
-    process (SIGBUS).
+    It is an error if the file is truncated or changed; memory-mapped, it would end the process
+    (SIGBUS).
 
     Args:
-        dtype: a row of DTYPES.
+        dtype: one of DTYPES.
         vocab_size: every token is below it.
     Raises:
         OSError: the file cannot be read.
@@ -77,16 +78,18 @@ class TokenFile:
         return self._length
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Tokens of a slice without a step. Raises DataError: as `read`."""
+        """Read a slice without a step. Raises DataError: as `read`."""
         start, stop, _ = part.indices(self._length)
         return self.read([(start, max(start, stop))])
 
     def read(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Tokens [start, stop) of each span, one span after another, checked at once: a check of
-        each document takes up to a fifth of the loader's time.
+        """Read the tokens [start, stop) of all spans, concatenated.
+
+        All are checked together, since a check per document takes up to a fifth of the loader's
+        time.
 
         Raises:
-            DataError: they are no longer there, or are none of the tokenizer's.
+            DataError: the file has become shorter, or holds ids that the tokenizer does not have.
         """
         size, filled = self.dtype.itemsize, 0
         tokens = np.empty(sum(stop - start for start, stop in spans), self.dtype)
@@ -96,19 +99,19 @@ class TokenFile:
             while at < end:
                 n = os.preadv(self._file.fileno(), [buffer[filled : filled + end - at]], at)
                 if not n:
-                    raise DataError(f"{self._path} has become shorter; {_DELETE}")
+                    raise DataError(f"{self._path} was truncated while it was read; {_DELETE_FIX}")
                 at, filled = at + n, filled + n
         if len(tokens) and tokens.max() >= self._vocab_size:
             raise DataError(
-                f"{self._path} holds the token {tokens.max()}, which the tokenizer "
-                f"does not have; {_DELETE}"
+                f"{self._path} is damaged: token {tokens.max()} is not in the tokenizer's "
+                f"vocabulary of {self._vocab_size}; {_DELETE_FIX}"
             )
         return tokens
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A cache, whose tokens stay on the disk."""
+    """An open cache; tokens are read from disk on demand."""
 
     path: Path
     tokens: TokenFile
@@ -116,25 +119,25 @@ class TokenCache:
     offsets: np.ndarray
     """int64 (n_documents + 1,)"""
     copies: np.ndarray
-    """int64 (n_copies, 2), documents that are copies of earlier ones, and of which"""
+    """int64 (n_copies, 2), index of each copy and of the earlier document that it equals"""
     content: str
-    """SHA-256 of tokens and offsets, taken when they were written"""
+    """SHA-256 of tokens and offsets, computed when they were written"""
 
     @property
     def n_documents(self) -> int:
-        """Documents that are not empty."""
+        """Number of documents, without empty ones."""
         return len(self.offsets) - 1
 
 
 def cache_path(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str) -> Path:
-    """Where the tokens of this corpus under this tokenizer belong."""
+    """Return the folder of the cache of this corpus with this tokenizer."""
     identity = json.dumps([FORMAT, corpus.identity, tokenizer.fingerprint])
     key = hashlib.sha256(identity.encode()).hexdigest()[:32]
     return Path(os.path.abspath(os.path.expanduser(cache_dir))) / key
 
 
 def open_cache(path: Path, tokenizer: Tokenizer) -> TokenCache | None:
-    """The cache at a path, or None if there is none or its files do not fit each other."""
+    """Open the cache at a path; None if it does not exist or is damaged."""
     try:
         meta = parse(read_text(path / "meta.json", MB))
         if meta["dtype"] not in DTYPES:
@@ -153,25 +156,27 @@ def open_cache(path: Path, tokenizer: Tokenizer) -> TokenCache | None:
 
 
 def _read_array(path: Path, *shape: int) -> np.ndarray:
-    """What np.save has written: an int64 array of this shape, behind a header that is known and
-    that nothing has to parse. Raises OSError, ValueError."""
+    """Read an int64 array of this shape that np.save has written.
+
+    The header is compared with the expected one instead of parsed. Raises OSError, ValueError.
+    """
     if not all(type(n) is int and 0 <= n < 2**40 for n in shape):
-        raise ValueError(f"{shape} is no shape")
+        raise ValueError(f"{shape} is not a shape")
     header = io.BytesIO()
     known = {"descr": "<i8", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, known)
     start, count = header.getvalue(), math.prod(shape)
     content = read_bytes(path, len(start) + 8 * count)
     if not content.startswith(start):
-        raise ValueError("another header")
+        raise ValueError("the header of the array differs from the expected one")
     return np.frombuffer(content, "<i8", count, len(start)).reshape(shape)
 
 
 def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCache:
-    """The cache at a path; it is built if there is none, and built again if it is damaged.
+    """Open the cache at a path; build it if it does not exist or is damaged.
 
     Raises:
-        DataError: a document cannot be read, there is none, or the directory cannot be written.
+        DataError: there are no documents, one cannot be read, or the folder cannot be written.
     """
     if cache := open_cache(path, tokenizer):
         return cache
@@ -179,7 +184,7 @@ def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCach
     remove = functools.partial(shutil.rmtree, temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        with _before_signals(remove):
+        with _clean_up_before_signals(remove):
             _write(corpus, tokenizer, temporary)
         if corpus.current is not None and corpus.current() != corpus.identity:
             raise DataError(
@@ -200,8 +205,10 @@ def open_or_build(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> TokenCach
 
 @contextlib.contextmanager
 def heartbeat(path: Path) -> Iterator[None]:
-    """Touch PATH.preparing all the while, by which waiting processes see that this one runs; it is
-    removed at the end, also by a signal."""
+    """Touch PATH.preparing every few seconds in a thread, as a sign of life for waiting processes.
+
+    The file is removed at the end, also on SIGINT and SIGTERM.
+    """
     file, done = _heartbeat_of(path), threading.Event()
 
     def touch() -> None:
@@ -221,15 +228,15 @@ def heartbeat(path: Path) -> Iterator[None]:
     thread = threading.Thread(target=touch, daemon=True)
     thread.start()
     try:
-        with _before_signals(end):
+        with _clean_up_before_signals(end):
             yield
     finally:
         end()
 
 
 @contextlib.contextmanager
-def _before_signals(clean: Callable[[], None]) -> Iterator[None]:
-    """Call `clean` before SIGINT's and SIGTERM's handlers, which may end the process at once."""
+def _clean_up_before_signals(clean: Callable[[], None]) -> Iterator[None]:
+    """Call `clean` before the handlers of SIGINT and SIGTERM, which may end the process at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # other threads set no handlers
         return
@@ -255,7 +262,7 @@ def _before_signals(clean: Callable[[], None]) -> Iterator[None]:
 
 
 def last_heartbeat(path: Path) -> float:
-    """When another process has last shown that it prepares the cache at a path; 0: not at all."""
+    """Return the time of the last heartbeat for the cache at a path; 0.0: none."""
     try:
         return _heartbeat_of(path).stat().st_mtime
     except OSError:
@@ -267,13 +274,13 @@ def _heartbeat_of(path: Path) -> Path:
 
 
 def remove_stale(cache_dir: Path) -> None:
-    """Remove what builds have left that were killed: theirs have no heartbeat any more."""
+    """Remove files of killed builds, which have no heartbeat any more."""
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(cache_dir)):
-            found = _LEFT.fullmatch(entry.name)
+            found = _BUILD_FILES.fullmatch(entry.name)
             if found is None or _is_alive(cache_dir / found[1], entry):
                 continue
-            logger.info("removing %s, which a build has left that was killed", entry.path)
+            logger.info("removing %s, left over from a killed process", entry.path)
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
             else:
@@ -289,7 +296,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
     dtype = np.dtype(DTYPES[tokenizer.vocab_size > 2**16])
     start = last = time.monotonic()
     offsets, n_empty, content = array("q", [0]), 0, hashlib.sha256()
-    each = array("Q")  # a hash a document
+    each = array("Q")  # one hash per document
     logger.info("tokenizing %s", corpus.name)
     with open(directory / "tokens.bin", "wb") as file:
         for texts in _batches(corpus.texts()):
@@ -324,7 +331,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
     }
     (directory / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     logger.info(
-        "tokenized %d documents (%d empty ones left out) to %d tokens in %.1f s",
+        "tokenized %d documents (%d empty ones skipped) to %d tokens in %.1f s",
         n_documents,
         n_empty,
         n_tokens,
@@ -333,17 +340,17 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def hash_of(content: bytes) -> int:
-    """64 bits of a document's content."""
+    """Return a 64-bit hash of a document's content."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _commit(temporary: Path, path: Path, tokenizer: Tokenizer) -> None:
     if path.exists() and open_cache(path, tokenizer) is None:
-        logger.warning("%s is damaged and is replaced", path)
+        logger.warning("%s is damaged: replacing it", path)
         shutil.rmtree(path, ignore_errors=True)
     try:
         os.rename(temporary, path)
-    except OSError:  # the place is taken: another process was faster, and its copy is as good
+    except OSError:  # another process was faster; its cache is equal
         if open_cache(path, tokenizer) is None:
             raise
 

@@ -1,8 +1,8 @@
-"""Documents as text: the files of `data.paths`, one reader per suffix.
+"""Readers of text documents: the files of `data.paths`, one reader per suffix.
 
 A reader yields the documents of one file in order; whatever it cannot read is a DataError that
-names the file and the line, counted from 1. Reading is lazy: of a .jsonl file one line is in
-memory at a time, of at most `data.max_document_mb`.
+names the file and the line, counted from 1. Reading is lazy: one line of a .jsonl file is in memory
+at a time, of at most `data.max_document_mb`.
 """
 
 import gzip
@@ -18,26 +18,26 @@ from dtron.config import Data
 from dtron.errors import DataError, nearest, shorten
 from dtron.io.untrusted import MB, open_regular
 
-_MOST_INFLATED = 200
-"""How many times its size a .gz may become; text becomes 3 to 20 times as large."""
+_MAX_INFLATION = 200
+"""Limit of decompressed over compressed size of a .gz; text has 3 to 20."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents that can be read from the first, any number of times."""
+    """A collection of documents, which can be read from the start any number of times."""
 
     name: str
-    """What messages call it."""
+    """Name for messages."""
     identity: str
-    """Changes whenever the documents may have changed."""
+    """Identifier that changes whenever the documents may have changed."""
     texts: Callable[[], Iterator[str]]
-    """Reads the documents in order, empty ones included."""
+    """Function that yields the documents in order, empty ones included."""
     current: Callable[[], str] | None = None
-    """`identity` computed again; None: it cannot change."""
+    """Function that computes `identity` again; None: it cannot change."""
 
 
 def files_corpus(data: Data) -> Corpus:
-    """The documents of all `data.paths`, one file after the other.
+    """Return the documents of all `data.paths`, one file after the other.
 
     Raises:
         DataError: a file is missing, or its suffix is not a row of READERS.
@@ -57,8 +57,10 @@ def files_corpus(data: Data) -> Corpus:
 
 
 def read_json_lines(path: str, data: Data) -> Iterator[str]:
-    """One document a line: the value of `data.text_key` in a JSON object. Blank lines are empty
-    documents."""
+    """Yield one document per line: the value of `data.text_key` in a JSON object.
+
+    Blank lines are empty documents.
+    """
     for number, line in _lines(path, data.max_document_mb):
         if line.isspace():
             yield ""
@@ -69,7 +71,7 @@ def read_json_lines(path: str, data: Data) -> Iterator[str]:
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: not JSON: {error.msg}, column {error.colno}") from None
         except RecursionError:
-            raise DataError(f"{where}: not JSON: too many brackets inside each other") from None
+            raise DataError(f"{where}: not JSON: too deeply nested brackets") from None
         except DataError:
             raise
         except ValueError as error:  # an integer of more than 4,300 digits
@@ -78,7 +80,7 @@ def read_json_lines(path: str, data: Data) -> Iterator[str]:
 
 
 def read_whole(path: str, data: Data) -> Iterator[str]:
-    """One document a file; `data.text_key` is not read."""
+    """Yield the whole file as one document; `data.text_key` is not used."""
     content, most = bytearray(), round(data.max_document_mb * MB)
     for number, line in _lines(path, data.max_document_mb):
         content += line
@@ -88,10 +90,10 @@ def read_whole(path: str, data: Data) -> Iterator[str]:
 
 
 def text_of(row: Any, text_key: str, where: str) -> str:
-    """The text of one row.
+    """Return the text of one row.
 
     Raises:
-        DataError: the row is no object, has no such key, or its value is no valid text.
+        DataError: the row is not an object, has no such key, or its value is not valid text.
     """
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
@@ -120,15 +122,15 @@ READERS: dict[str, Callable[[str, Data], Iterator[str]]] = {
 
 
 _CHAT = ("messages", "conversations", "conversation", "prompt", "instruction", "chosen")
-"""Keys of rows that hold a conversation, or a question and its answer."""
+"""Keys of rows that are a conversation, or a question and its answer."""
 
 
 def hint_of_key(text_key: str, row: Iterable[str]) -> str:
-    """What to set `data.text_key` to, or what to do with a chat."""
+    """Suggest a fix for a missing `data.text_key`; empty: none is known."""
     keys = list(row)
     if chat := [key for key in _CHAT if key in keys]:
         return (
-            f"; {chat[0]!r} is of a chat, which is not read: write each conversation as one "
+            f"; {chat[0]!r} is a chat, which is not supported: write each conversation as one "
             "string, as the model's chat template does, and name its key, such as "
             "data.text_key=text"
         )
@@ -136,29 +138,29 @@ def hint_of_key(text_key: str, row: Iterable[str]) -> str:
     return nearest(text_key, keys) or (f"; set data.text_key={usual[0]}" if usual else "")
 
 
-_HF = 'set data.source = "hf" and data.hf_path to it, which reads such files'
-_ELSEWHERE = {
-    ".parquet": _HF,
-    ".csv": _HF,
-    ".json": f"{_HF}, or write one JSON object a line as .jsonl",
-    ".zst": "unpack it, or pack it with gzip",
-    ".bz2": "unpack it, or pack it with gzip",
-    ".xz": "unpack it, or pack it with gzip",
+_USE_HF = 'set data.source = "hf" and data.hf_path to it, which reads such files'
+_SUFFIX_HINTS = {
+    ".parquet": _USE_HF,
+    ".csv": _USE_HF,
+    ".json": f"{_USE_HF}, or write one JSON object per line as .jsonl",
+    ".zst": "decompress it, or compress it with gzip",
+    ".bz2": "decompress it, or compress it with gzip",
+    ".xz": "decompress it, or compress it with gzip",
 }
-"""What to do with a file of another kind, by how its path ends."""
+"""Suffix of an unsupported file -> fix."""
 
 
 def _suffix(path: str) -> str:
     for suffix in READERS:
         if path.endswith(suffix):
             return suffix
-    hint = next((f"; {fix}" for end, fix in _ELSEWHERE.items() if path.endswith(end)), "")
+    hint = next((f"; {fix}" for end, fix in _SUFFIX_HINTS.items() if path.endswith(end)), "")
     raise DataError(f"data.paths: {path} ends with none of {', '.join(READERS)}{hint}")
 
 
 def _size_and_time(path: str) -> tuple[int, int]:
     try:
-        status = os.stat(path)  # not open: each rank asks for each file
+        status = os.stat(path)  # without opening: each rank asks for each file
     except OSError as error:
         fix = "relative paths start at the working directory"
         if any(sign in path for sign in "*?["):
@@ -174,12 +176,12 @@ def _size_and_time(path: str) -> tuple[int, int]:
 
 
 def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
-    """Lines of a file, inflated; none is longer than a document may be."""
+    """Yield (number, line) of a file, decompressed. Raises DataError: a line is too long."""
     number, count, most = 0, 0, round(most_mb * MB)
     try:
         with open_regular(path) as file:
             inflated = path.endswith(".gz")
-            room = _MOST_INFLATED * os.fstat(file.fileno()).st_size + 16 * MB
+            room = _MAX_INFLATION * os.fstat(file.fileno()).st_size + 16 * MB
             lines = gzip.GzipFile(fileobj=file) if inflated else file
             while line := lines.readline(most + 1):
                 number, count = number + 1, count + len(line)
@@ -187,8 +189,8 @@ def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
                     raise _too_long(f"{path}, line {number}", most_mb)
                 if inflated and count > room:
                     raise DataError(
-                        f"{path}, line {number}: it inflates to more than {_MOST_INFLATED} times "
-                        "its size; inflate it yourself if that is what you want to train on"
+                        f"{path}, line {number}: it decompresses to more than {_MAX_INFLATION} "
+                        "times its size; decompress it yourself if you want to train on it"
                     )
                 yield number, line
     except (OSError, EOFError, zlib.error) as error:  # EOFError: a .gz that was cut short
@@ -200,7 +202,7 @@ def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
 def _too_long(where: str, most_mb: float) -> DataError:
     return DataError(
         f"{where}: a document of more than data.max_document_mb = {most_mb:g} million bytes; "
-        "raise the key, or make several of it"
+        "raise the key, or split the document"
     )
 
 

@@ -1,12 +1,12 @@
 """Hugging Face data sets, tokenized once like files, or read as a stream.
 
-`data.hf_path` is, by the first rule that fits:
+`data.hf_path` is loaded by the first of these rules that fits:
     a directory written by `save_to_disk`    -> datasets.load_from_disk
     a .jsonl, .json, .parquet or .csv file   -> datasets.load_dataset(its kind, data_files=...)
     anything else                            -> datasets.load_dataset(hf_path, hf_name): a name on
                                                 the Hub, or a directory of data files
-The library `datasets` is the extra `hf` and is imported here alone. Private name: `_fingerprint`
-of a Dataset, the library's own hash of its content; tested with datasets 5.2.
+The library `datasets` is in the extra `hf` and is imported only here. Private name: `_fingerprint`
+of a Dataset, the library's hash of its content; tested with datasets 5.2.
 """
 
 import json
@@ -20,16 +20,19 @@ from dtron.data.stream import START
 from dtron.errors import ConfigError, DataError, DtronError
 
 BATCH_ROWS = 256
-SAVED = ("dataset_info.json", "dataset_dict.json")  # one of them marks what save_to_disk wrote
+SAVED = (
+    "dataset_info.json",
+    "dataset_dict.json",
+)  # one of them is in each folder written by save_to_disk
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def hf_corpus(data: Data) -> Corpus:
-    """All rows of `data.text_key`, to be tokenized once.
+    """Return all rows of `data.text_key` as a corpus, to be tokenized once.
 
     Raises:
         ConfigError: the library is not installed.
-        DataError: the data set, its split or the column is not there.
+        DataError: the data set, its split or the column does not exist.
     """
     dataset = _load(data, streaming=False)
     _check_column(data, dataset.column_names)
@@ -47,11 +50,11 @@ def hf_corpus(data: Data) -> Corpus:
 
 
 class HfStream:
-    """A data set as a stream; its state is the library's own, as JSON.
+    """A Hugging Face data set as a stream; its state is that of the library, as JSON.
 
     Raises:
         ConfigError: the library is not installed.
-        DataError: the data set, its split or the column is not there.
+        DataError: the data set, its split or the column does not exist.
     """
 
     def __init__(self, data: Data) -> None:
@@ -65,7 +68,7 @@ class HfStream:
         self.n_documents: int | None = info.num_examples if info else None
 
     def read(self, state: str) -> Iterator[str]:
-        """The documents behind a state."""
+        """Yield the documents after a state."""
         # An empty state makes the library start from the first row.
         self._dataset.load_state_dict({} if state == START else json.loads(state))
         row, failures = 0, _failures()
@@ -82,7 +85,7 @@ class HfStream:
             ) from error
 
     def state(self) -> str:
-        """The state behind the last document that was read."""
+        """Return the state after the last document that was read."""
         return json.dumps(self._dataset.state_dict())
 
 
@@ -113,7 +116,7 @@ def _load_saved(data: Data, path: Path, *, streaming: bool) -> Any:
     if data.hf_name:
         raise ConfigError(
             f"data.hf_name = {data.hf_name!r} has no effect: {path} was written by save_to_disk "
-            "and holds one configuration; leave it empty"
+            "and holds a single configuration; leave it empty"
         )
     datasets = _import()
     dataset = datasets.load_from_disk(str(path))
@@ -136,6 +139,7 @@ def _check_column(data: Data, columns: list[str]) -> None:
 
 
 def stream_name(data: Data) -> str:
+    """Return the name of a Hugging Face data set for messages."""
     name = f", data.hf_name = {data.hf_name!r}" if data.hf_name else ""
     return f"data.hf_path = {data.hf_path!r}{name}, data.hf_split = {data.hf_split!r}"
 
@@ -151,12 +155,12 @@ def _import() -> Any:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What the library raises for data that is missing or cannot be read."""
+    """Return the classes that the library raises for missing or unreadable data."""
     from datasets.exceptions import DatasetsError
 
     return (OSError, ValueError, KeyError, DatasetsError)
 
 
 def _cause(error: Exception) -> str:
-    cause = error.__cause__ or error  # the library's outermost message names no reason
+    cause = error.__cause__ or error  # the library's outermost error does not name the reason
     return f"{type(cause).__name__}: {cause}"

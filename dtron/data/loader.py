@@ -5,10 +5,10 @@ on data-parallel rank r of R with B = micro_batch rows, holds sequences
 
     s * G + m * (R * B) + r * B + j,   j = 0 ... B - 1
 
-so that a step trains on the same sequences whatever R and B are, and the next sequence's index is
-all that a checkpoint needs to hold.
+so that a step trains on the same sequences whatever R and B are, and a checkpoint needs to hold no
+more than the index of the next sequence.
 
-Legend: B rows of a micro-batch, T tokens a sequence.
+Legend: B sequences per micro-batch and rank, T tokens per sequence.
 """
 
 import math
@@ -32,31 +32,33 @@ class Batch:
     tokens: Tensor
     """int64 (B, T)"""
     labels: Tensor
-    """int64 (B, T), -100 where no loss is due"""
+    """int64 (B, T), -100 for tokens without loss"""
     sequence: Tensor
     """int64 (B,), index of each row among all sequences of the run"""
     positions: Tensor | None
     """int64 (B, T), from 0 in each document; only with data.mask_documents"""
     documents: Tensor | Tables | None
-    """int32 (B, T), number of the document within its row; only with data.mask_documents. Of a part
-    of the sequences: what context parallelism has made of it"""
+    """int32 (B, T), number of the document within its row; only with data.mask_documents. With
+    context parallelism: the tables that its attention makes of these numbers"""
     padding: int = 0
-    """Tokens of all rows that belong to no document."""
+    """Number of padding tokens in all rows."""
     pieces: Tensor | None = None
-    """int32 (B, T), number of the piece of a document within its row, across whose end no label
-    goes; -1: padding, which routers and capacities leave out. None: there is neither"""
+    """int32 (B, T), number of the document piece within its row, -1 for padding. No label crosses
+    from one piece to the next, and routers and capacities ignore padding. None: each row is one
+    piece without padding"""
     index: Tensor | None = None
-    """int64 (B, T), where in its sequence each token is; None: all are there, in order"""
+    """int64 (B, T), position of each token in its sequence; None: whole sequences, in order"""
     order: Tensor | None = None
-    """int64 (B, T of all ranks), `index` of all ranks that share the sequences, rank after rank"""
+    """int64 (B, T of all cp ranks), `index` of all ranks that share the sequences, concatenated"""
     mtp_tokens: Tensor | None = None
-    """int64 (B, T, P), with multi-token prediction: the tokens 1, 2, ... P ahead; the token itself
-    where that is in another document or sequence"""
+    """int64 (B, T, P), for multi-token prediction: the tokens 1, 2, ... P ahead; the token itself
+    where that one is in another document or sequence"""
     mtp_labels: Tensor | None = None
-    """int64 (B, T, P), the labels there; -100 in another document or sequence"""
+    """int64 (B, T, P), labels of `mtp_tokens`; -100 where they are in another document or
+    sequence"""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on a device; to CUDA through pinned memory, without waiting for it."""
+        """Copy to a device; to CUDA from pinned memory, asynchronously."""
         device = torch.device(device)
         return Batch(
             tokens=_move(self.tokens, device),
@@ -73,9 +75,11 @@ class Batch:
         )
 
     def look_ahead(self, n: int) -> "Batch":
-        """The same batch with MTP tokens and labels, up to n tokens ahead, of the same piece of
-        the same document; whole sequences."""
-        assert not isinstance(self.documents, Mapping), "sequences are looked at whole"
+        """Return the batch with `mtp_tokens` and `mtp_labels`, up to n tokens ahead.
+
+        The sequences must be whole. Only tokens of the same piece of the same document count.
+        """
+        assert not isinstance(self.documents, Mapping), "the batch has whole sequences"
         borders = [x for x in (self.documents, self.pieces) if x is not None]
         length = self.tokens.shape[1]
         here = torch.arange(length, device=self.tokens.device)
@@ -95,7 +99,7 @@ class Loader:
 
     Args:
         source: training sequences.
-        global_batch: sequences a step, over all ranks and micro-batches.
+        global_batch: sequences per step, over all ranks and micro-batches.
         micro_batch: rows of a Batch.
         dp_rank, dp_size: which data-parallel rank this is, of how many.
         first_sequence: index of the first step's first sequence.
@@ -125,7 +129,8 @@ class Loader:
         self._next = first_sequence
 
     def step(self) -> list[Batch]:
-        """The micro-batches of the next step, global_batch / (dp_size * micro_batch) of them."""
+        """Return the micro-batches of the next step: global_batch / (dp_size * micro_batch) of
+        them."""
         first = self._next + self._dp_rank * self._micro_batch
         stride = self._dp_size * self._micro_batch
         batches = []
@@ -136,11 +141,11 @@ class Loader:
         return batches
 
     def state_dict(self) -> State:
-        """Where the next step begins: ints and strings, the same on every rank, fit for JSON."""
+        """Return the position of the next step: ints and strings, equal on every rank, for JSON."""
         return {"sequence": self._next, **self._source.state(self._next)}
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Go on where `state_dict` was taken, under any dp_size, micro_batch and global_batch.
+        """Continue at the position of a `state_dict`, of any dp_size, micro_batch and global_batch.
 
         Raises:
             DataError: the state has no "sequence", or the stream it describes has changed.
@@ -154,15 +159,15 @@ class Loader:
 def validation_batches(
     source: ValidationSource, *, sequences: int, micro_batch: int, dp_rank: int, dp_size: int
 ) -> Iterator[Batch]:
-    """The first held-out sequences, as many batches on every rank.
+    """Yield batches of the first held-out sequences, equally many on every rank.
 
-    The forward pass is a collective, so ranks may not differ in their number of batches. Rows
-    that fill up the last ones repeat earlier sequences and have no labels: the loss is that of
-    the same sequences in every layout.
+    The forward pass is a collective, so all ranks need the same number of batches. Rows that fill
+    up the last batches repeat earlier sequences without labels, so that the loss is that of the
+    same sequences in every layout.
 
     Args:
         source: held-out sequences.
-        sequences: how many of them to take; fewer if there are not so many.
+        sequences: the most to take.
         micro_batch: rows of a Batch.
         dp_rank, dp_size: which data-parallel rank this is, of how many.
     """
@@ -202,7 +207,7 @@ def _move_documents(
 
 
 def stacked(read: Callable[[int], Packed], rows: range) -> Batch:
-    """A Batch of the sequences `rows`."""
+    """Stack the sequences `rows` to a Batch."""
     packed = [read(k) for k in rows]
     masked = packed[0].documents is not None
     return Batch(

@@ -1,22 +1,22 @@
-"""Documents cut into sequences of equal length, and the order of all sequences of a run.
+"""Packing "cut": documents are cut into sequences of equal length; the order of all sequences.
 
-This is `data.packing = "cut"`; `dtron/data/best_fit_packing.py` keeps documents whole. The
-documents of an epoch are laid end to end, each closed by EOS, and cut at every T tokens:
+`dtron/data/best_fit_packing.py` keeps documents whole. Here the documents of an epoch are
+concatenated, each with EOS at its end, and cut every T tokens:
 
     documents   a a a a E b b E c c c c c c E d d d E ...     E = EOS
     sequence 0  a a a a E b                                   T = 6
-    labels      a a a E b b                                   the next token; shared with sequence 1
+    labels      a a a E b b                                   next tokens; the last is of sequence 1
     sequence 1              b E c c c c
 
 Sequence k of a run, k = 0, 1, 2, ... without end, is number k % n of epoch k // n, where n is the
-number of whole sequences an epoch holds; the tail that fills none is dropped. It is a pure
-function of (seed, k): nothing needs to be remembered in order to resume.
+number of whole sequences in an epoch; the tokens after the last whole one are dropped. It is a pure
+function of (seed, k), so that resuming needs no other state.
 
-With masks, documents are independent: positions restart in each, and its number tells attention
-where it ends, and its EOS has no label, for the next document's first token does not follow from
-it. A document that began in an earlier sequence starts again at position 0.
+With `mask_documents`, documents are independent: positions restart in each, attention is limited to
+tokens with the same document number, and EOS has no label. A document that began in an earlier
+sequence starts again at position 0.
 
-Legend: T tokens a sequence.
+Legend: T tokens per sequence.
 """
 
 from collections.abc import Sequence
@@ -40,35 +40,35 @@ class Packed:
     tokens: np.ndarray
     """int64 (T,)"""
     labels: np.ndarray
-    """int64 (T,), IGNORE where no loss is due"""
+    """int64 (T,), IGNORE for tokens without loss"""
     positions: np.ndarray | None
-    """int64 (T,), from 0 in each document; only with masks"""
+    """int64 (T,), from 0 in each document; None without mask_documents"""
     documents: np.ndarray | None
-    """int32 (T,), number of the document within the sequence; only with masks"""
+    """int32 (T,), number of the document within the sequence; None without mask_documents"""
     pieces: np.ndarray | None = None
-    """int32 (T,), number of the piece of a document, within the sequence, across whose end no label
-    goes; -1: padding. None: all is one piece"""
+    """int32 (T,), number of the document piece within the sequence, -1 for padding; no label
+    crosses from one piece to the next. None: the sequence is one piece without padding"""
 
     @property
     def padding(self) -> int:
-        """Tokens at the end that belong to no document."""
+        """Number of padding tokens, which are at the end."""
         return 0 if self.pieces is None else int((self.pieces < 0).sum())
 
 
 @dataclass(frozen=True)
 class Waste:
-    """What packing costs."""
+    """The cost of packing: padding, and documents that are split."""
 
     sequences: int
-    """in an epoch"""
+    """sequences per epoch"""
     padding: float
-    """share of an epoch's tokens that belong to no document"""
+    """fraction of an epoch's tokens that are padding"""
     split_documents: float
-    """share of documents that lie in more than one sequence"""
+    """fraction of documents that are in more than one sequence"""
 
     def __str__(self) -> str:
         return (
-            f"{self.sequences:,} sequences an epoch, {self.padding:.2%} of their tokens padding, "
+            f"{self.sequences:,} sequences per epoch, {self.padding:.2%} of their tokens padding, "
             f"{self.split_documents:.1%} of documents split"
         )
 
@@ -79,54 +79,54 @@ class Tokens(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, part: slice, /) -> np.ndarray:
-        """Those of a slice."""
+        """Return the tokens of a slice."""
         ...
 
 
 def read_spans(tokens: Tokens, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Tokens [start, stop) of each span, one span after another."""
+    """Return the tokens [start, stop) of all spans, concatenated."""
     if isinstance(tokens, TokenFile):
         return tokens.read(spans)
     return np.concatenate([tokens[start:stop] for start, stop in spans])
 
 
 class TrainingSource(Protocol):
-    """Endless sequences, asked for in ascending order between two calls of `seek`."""
+    """An endless source of sequences; between two calls of `seek`, k may not decrease."""
 
     def sequence(self, k: int) -> Packed:
-        """Sequence k of the run."""
+        """Return sequence k of the run."""
         ...
 
     def state(self, k: int) -> State:
-        """What `seek` wants besides k to go on at sequence k; flat and fit for JSON."""
+        """Return what `seek` needs, besides k, to continue at sequence k; flat, for JSON."""
         ...
 
     def seek(self, k: int, state: State) -> None:
-        """Go on at sequence k, which may lie before what was read."""
+        """Continue at sequence k, which may be an earlier one."""
         ...
 
     def waste(self) -> Waste | None:
-        """What packing costs; None where that is not known in advance."""
+        """Return what packing costs; None: not known in advance."""
         ...
 
 
 class ValidationSource(Protocol):
-    """A fixed number of sequences in any order."""
+    """A source of a fixed number of sequences, which can be read in any order."""
 
     def __len__(self) -> int: ...
 
     def sequence(self, k: int) -> Packed:
-        """Sequence k, 0 <= k < len(self)."""
+        """Return sequence k, 0 <= k < len(self)."""
         ...
 
 
-class Tape:
-    """Documents laid end to end in one order; nothing is copied until a window is read.
+class ConcatenatedDocuments:
+    """Documents concatenated in one order; nothing is copied until a window is read.
 
     Args:
         tokens: all tokens of all documents, any integer dtype (N,), usually in a file.
         offsets: int64 (n_documents + 1,), where each document starts in `tokens`.
-        order: int64 (n,), the documents on this tape; none of them is empty.
+        order: int64 (n,), indices of the documents in their order; none of them is empty.
     """
 
     def __init__(self, tokens: Tokens, offsets: np.ndarray, order: np.ndarray) -> None:
@@ -146,7 +146,7 @@ class Tape:
         """Tokens [start, start + length) of the tape.
 
         Returns:
-            int64 (length,), and how many of them each successive document gave.
+            int64 (length,) tokens, and how many of them are from each successive document.
         """
         spans: list[tuple[int, int]] = []
         document = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -164,14 +164,14 @@ class Tape:
 
 
 class ShuffledDocuments:
-    """The training split: endless epochs, each in an order of its own.
+    """The training split: endless epochs, each in another order.
 
     Args:
-        tokens, offsets: as in Tape.
+        tokens, offsets: as in ConcatenatedDocuments.
         documents: int64 (n,), indices of the training split.
         seq_len: T.
-        seed: of the order.
-        mask_documents: give positions and documents, and no label across two documents.
+        seed: seed of the order.
+        mask_documents: return positions and document numbers; no label crosses documents.
     Raises:
         DataError: the documents do not fill one sequence.
     """
@@ -191,41 +191,45 @@ class ShuffledDocuments:
         self.sequences_per_epoch = (total - 1) // seq_len
         self._tokens, self._offsets, self._documents = tokens, offsets, documents
         self._seq_len, self._seed, self._mask = seq_len, seed, mask_documents
-        self._epoch, self._tape = 0, self._lay(0)
+        self._epoch, self._epoch_documents = 0, self._concatenated(0)
 
     def sequence(self, k: int) -> Packed:
-        """Sequence k of the run, k = 0, 1, 2, ..."""
+        """Return sequence k of the run, k = 0, 1, 2, ..."""
         epoch, index = divmod(k, self.sequences_per_epoch)
-        if epoch != self._epoch:  # one order is kept: sequences are asked for in ascending order
-            self._epoch, self._tape = epoch, self._lay(epoch)
-        window = self._tape.window(index * self._seq_len, self._seq_len + 1)
+        if epoch != self._epoch:  # one order is kept: k usually ascends
+            self._epoch, self._epoch_documents = epoch, self._concatenated(epoch)
+        window = self._epoch_documents.window(index * self._seq_len, self._seq_len + 1)
         return pack(*window, mask_documents=self._mask)
 
     def state(self, k: int) -> State:
-        """Nothing: sequence k depends on k alone."""
+        """Return no state: sequence k depends on k alone."""
         return {}
 
     def seek(self, k: int, state: State) -> None:
-        """Nothing to do: any sequence can be read at any time."""
+        """Do nothing: any sequence can be read at any time."""
 
     def waste(self) -> Waste:
-        """Nothing is padded; which documents are split is another matter in each epoch."""
-        return Waste(self.sequences_per_epoch, 0.0, self._tape.split_documents(self._seq_len))
+        """Return what packing costs in the current epoch: no padding, but split documents."""
+        return Waste(
+            self.sequences_per_epoch, 0.0, self._epoch_documents.split_documents(self._seq_len)
+        )
 
-    def _lay(self, epoch: int) -> Tape:
-        return Tape(self._tokens, self._offsets, shuffle(self._documents, self._seed, epoch))
+    def _concatenated(self, epoch: int) -> ConcatenatedDocuments:
+        return ConcatenatedDocuments(
+            self._tokens, self._offsets, shuffle(self._documents, self._seed, epoch)
+        )
 
 
 class OrderedDocuments:
     """The held-out split: one epoch in the order of the documents.
 
-    If they do not fill one sequence, a single one is padded with EOS, as a document of its own
-    that has no labels.
+    If they do not fill one sequence, the only sequence is padded with EOS; the padding is a
+    separate document without labels.
 
     Args:
         tokens, offsets, documents, mask_documents: as in ShuffledDocuments; at least 1 document.
         seq_len: T.
-        eos_id: what to pad with.
+        eos_id: token to pad with.
     """
 
     def __init__(
@@ -239,17 +243,17 @@ class OrderedDocuments:
         eos_id: int,
     ) -> None:
         self._seq_len, self._mask, self._eos_id = seq_len, mask_documents, eos_id
-        self._tape = Tape(tokens, offsets, documents)
+        self._epoch_documents = ConcatenatedDocuments(tokens, offsets, documents)
 
     def __len__(self) -> int:
-        return max((len(self._tape) - 1) // self._seq_len, 1)
+        return max((len(self._epoch_documents) - 1) // self._seq_len, 1)
 
     def sequence(self, k: int) -> Packed:
-        """Sequence k, 0 <= k < len(self)."""
-        if len(self._tape) > self._seq_len:
-            window = self._tape.window(k * self._seq_len, self._seq_len + 1)
+        """Return sequence k, 0 <= k < len(self)."""
+        if len(self._epoch_documents) > self._seq_len:
+            window = self._epoch_documents.window(k * self._seq_len, self._seq_len + 1)
             return pack(*window, mask_documents=self._mask)
-        window, lengths = self._tape.window(0, len(self._tape))
+        window, lengths = self._epoch_documents.window(0, len(self._epoch_documents))
         padding = self._seq_len + 1 - len(window)
         window = np.pad(window, (0, padding), constant_values=self._eos_id)
         packed = pack(window, [*lengths, padding], mask_documents=self._mask)
@@ -258,12 +262,12 @@ class OrderedDocuments:
 
 
 def pack(window: np.ndarray, lengths: list[int], *, mask_documents: bool) -> Packed:
-    """Tokens and labels of a window.
+    """Make a sequence of T tokens and labels of a window of T + 1 tokens.
 
     Args:
         window: int64 (T + 1,).
-        lengths: how many of its tokens each successive document gave; their sum is T + 1.
-        mask_documents: give positions and documents, and no label across two documents.
+        lengths: number of its tokens from each successive document; their sum is T + 1.
+        mask_documents: return positions and document numbers; no label crosses documents.
     """
     tokens, labels = window[:-1], window[1:].copy()
     if not mask_documents:
@@ -274,16 +278,23 @@ def pack(window: np.ndarray, lengths: list[int], *, mask_documents: bool) -> Pac
 
 
 def number_documents(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Positions int64 (n,), from 0 in each document, and documents int32 (n,), from their lengths,
-    which sum to n."""
+    """Return int64 (n,) positions, from 0 in each document, and int32 (n,) document numbers.
+
+    Args:
+        lengths: length of each document; their sum is n.
+    """
     documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     starts = np.cumsum(lengths) - lengths
     return np.arange(len(documents)) - np.repeat(starts, lengths), documents
 
 
 def number_pieces(lengths: list[int], seq_len: int) -> np.ndarray:
-    """int32 (T,): the number of each token's piece, pieces of these lengths from the start on; -1
-    behind them."""
+    """Return int32 (T,), the number of each token's piece; -1 after the last piece.
+
+    Args:
+        lengths: length of each piece.
+        seq_len: T.
+    """
     numbers = np.full(seq_len, -1, np.int32)
     numbers[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
     return numbers

@@ -1,6 +1,6 @@
-"""From the `data` section to sequences: every data source is a row of CORPORA.
+"""Data of a run: from the `data` section to sequences. Every data source is a row of CORPORA.
 
-On each host one process calls `prepare` and the others `wait_for`, which needs no process group;
+On each host one process calls `prepare` and the others call `wait_for`, without a process group;
 then all of them call `open_data`.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dtron.config import Data
-from dtron.data.best_fit_packing import FixedPieces, Plan, ShuffledPieces
+from dtron.data.best_fit_packing import FixedPieces, PackingPlan, ShuffledPieces
 from dtron.data.cache import (
     TokenCache,
     cache_path,
@@ -41,8 +41,8 @@ from dtron.errors import DataError
 
 POLL_SECONDS = 0.2
 SPLIT, BY_CONTENT, BY_POSITION = "split", "content", "position"
-"""Key of `identity_of`, and how copies of held-out documents are dealt with: held out too, or, in
-checkpoints without the key, by their own position."""
+"""Key of `identity_of` and its values: copies of held-out documents are held out too ("content"),
+or by their own position ("position"), as in checkpoints without the key."""
 
 CORPORA: dict[str, Callable[[Data], Corpus]] = {"files": files_corpus, "hf": hf_corpus}
 
@@ -51,7 +51,7 @@ logger = logging.getLogger("dtron")
 
 
 def prepare(data: Data) -> TokenCache | None:
-    """The token cache of a data section, built if it is not there yet; None for a stream.
+    """Return the token cache of a data section, built if it does not exist; None for a stream.
 
     Raises:
         DataError: a document cannot be read, or the cache cannot be written.
@@ -65,19 +65,11 @@ def prepare(data: Data) -> TokenCache | None:
         return open_or_build(corpus, tokenizer, path)
 
 
-def is_ready(data: Data) -> bool:
-    """Whether `prepare` would find its work done."""
-    if _is_stream(data):
-        return True
-    _, tokenizer, path = _locate(data)
-    return open_cache(path, tokenizer) is not None
-
-
 def wait_for(data: Data, silent_seconds: float) -> None:
-    """Return once another process has prepared the data.
+    """Wait until another process has prepared the data.
 
     Raises:
-        DataError: for so long there has been no heartbeat of a process that does.
+        DataError: that process has had no heartbeat for `silent_seconds`.
     """
     if _is_stream(data):
         return
@@ -88,20 +80,20 @@ def wait_for(data: Data, silent_seconds: float) -> None:
             known, since = last, time.monotonic()
         if time.monotonic() - since > silent_seconds:
             raise DataError(
-                f"the first rank of this host does not tokenize {corpus.name}: no heartbeat for "
-                f"{silent_seconds:g} s, and {path} is not there; look at that process, which is "
-                "stopped or has not started"
+                f"the first rank of this host does not tokenize {corpus.name}: it has had no "
+                f"heartbeat for {silent_seconds:g} s, and {path} does not exist; check whether "
+                "that process has started and is not stopped"
             )
         time.sleep(POLL_SECONDS)
 
 
 def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
-    """Training and held-out sequences; the latter None if nothing is held out.
+    """Open the training and the held-out sequences; the latter are None if nothing is held out.
 
     Args:
         data: the section.
-        seq_len: T, tokens a sequence.
-        seed: of the order of training documents; a stream keeps its own order.
+        seq_len: T, tokens per sequence.
+        seed: seed of the order of training documents; a stream keeps its order.
     Raises:
         DataError: as `prepare`; or the training split does not fill one sequence.
     """
@@ -111,13 +103,13 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
     cache = open_or_build(corpus, tokenizer, path)
     _warn_of_copies(data, corpus, cache)
     train, held_out = split(cache.n_documents, data.validation_fraction, cache.copies)
-    opened = Opened(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
+    opened = TokenizedDocuments(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
     return opened.training(train, seed), opened.validation(held_out)
 
 
 @dataclass(frozen=True)
-class Opened:
-    """Tokens in memory or in a file, packed by `data.packing`."""
+class TokenizedDocuments:
+    """Tokenized documents in memory or in a file, to be packed as `data.packing` says."""
 
     data: Data
     tokens: Tokens
@@ -152,8 +144,8 @@ class Opened:
             eos_id=self.eos_id,
         )
 
-    def _plan(self, documents: np.ndarray) -> Plan:
-        return Plan(
+    def _plan(self, documents: np.ndarray) -> PackingPlan:
+        return PackingPlan(
             self.tokens,
             self.offsets,
             documents,
@@ -165,12 +157,15 @@ class Opened:
 
 
 def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
-    """What the tokens are, whatever the files are called: hashes of content and tokenizer. Of a
-    stream, whose content is not known in advance, the name. Where copies are held out that the hash
-    of their position leaves in training, how documents are held out too, as SPLIT.
+    """Return what identifies the training tokens: hashes of their content and of the tokenizer.
+
+    File names do not count. A stream, whose content is not known in advance, has its name instead.
+    The key SPLIT is added if the split depends on whether copies of documents are held out
+    together.
 
     Args:
-        tokenizer: that of the section, whose data are prepared.
+        data: the section; `prepare` has been called.
+        tokenizer: the tokenizer of the section.
     """
     if _is_stream(data):
         content = stream_name(data)
@@ -178,15 +173,18 @@ def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
         path = cache_path(CORPORA[data.source](data), tokenizer, data.cache_dir)
         cache = open_cache(path, tokenizer)
         if cache is None:
-            raise DataError(f"data.cache_dir = {data.cache_dir!r} was changed; start again")
+            raise DataError(
+                f"data.cache_dir = {data.cache_dir!r}: its files were changed during the start; "
+                "start again"
+            )
         content = cache.content
-        if _copies_move(cache, data.validation_fraction):
+        if _split_differs_by_position(cache, data.validation_fraction):
             return {"content": content, "tokenizer": tokenizer.fingerprint, SPLIT: BY_CONTENT}
     return {"content": content, "tokenizer": tokenizer.fingerprint}
 
 
-def _copies_move(cache: TokenCache, fraction: float) -> bool:
-    """Whether the split differs from that of earlier versions, which split copies by position."""
+def _split_differs_by_position(cache: TokenCache, fraction: float) -> bool:
+    """Whether the split differs from one in which copies are split by their own position."""
     if not len(cache.copies) or not fraction:
         return False
     n = cache.n_documents
@@ -198,7 +196,7 @@ def _open_stream(data: Data, seq_len: int) -> Sources:
     texts = held_out_texts(stream, data.validation_fraction)
     encoded = [ids for ids in encode_documents(tokenizer, texts) if ids]
     tokens, offsets = join(encoded)
-    opened = Opened(data, tokens, offsets, seq_len, tokenizer.eos_id)
+    opened = TokenizedDocuments(data, tokens, offsets, seq_len, tokenizer.eos_id)
     validation = opened.validation(np.arange(len(encoded)))
     settings = {
         "seq_len": seq_len,
@@ -217,8 +215,8 @@ def _warn_of_copies(data: Data, corpus: Corpus, cache: TokenCache) -> None:
     twice = [path for path, n in paths.items() if n > 1] if data.source == "files" else []
     named = f"; data.paths names {', '.join(twice)} more than once" if twice else ""
     logger.warning(
-        "%s: %d of %d documents are copies of others%s. Copies of held-out documents are held out, "
-        "the others are trained on as often as they are there",
+        "%s: %d of %d documents are duplicates%s. Duplicates of held-out documents are held out "
+        "too; the others are kept, and trained on as often as they occur",
         corpus.name,
         len(cache.copies),
         cache.n_documents,
@@ -229,8 +227,8 @@ def _warn_of_copies(data: Data, corpus: Corpus, cache: TokenCache) -> None:
 def _warn_of_no_validation(data: Data) -> None:
     if data.validation_fraction:
         logger.warning(
-            "data.validation_fraction = %g, but there are too few documents, without copies, to "
-            "hold one out: no validation will run",
+            "data.validation_fraction = %g, but there are too few different documents to hold one "
+            "out; no validation will run",
             data.validation_fraction,
         )
 

@@ -1,17 +1,17 @@
 """Sequences packed from a stream of documents, which can only be read forward.
 
-The order is that of the stream, in every layout: each data-parallel rank reads and tokenizes all
-of it and keeps its own sequences. The first documents are held out, and left out where they come
-again; when the stream ends it
-begins again behind them, and its last tokens are followed by its first.
+Sequences are in the order of the stream in every layout: each data-parallel rank reads and
+tokenizes all documents and keeps its own sequences. The first documents are held out for
+validation, and copies of them are skipped. At its end the stream is read again from the first
+training document, whose tokens follow the last ones without a gap.
 
-Where sequence k starts is described by three values: the stream's own state before some batch of
-documents, how many documents of the stream lie between that state and the one in which the
-sequence starts, and how many tokens of that document belong to earlier sequences. Resuming reads
-again at most one batch of documents.
+Three values describe where sequence k starts: the state of the stream before some batch of
+documents, the number of documents between that state and the document in which the sequence starts,
+and the number of that document's tokens that belong to earlier sequences. So resuming reads at most
+one batch of documents again.
 
-Where documents are kept whole, those of a window of the stream are packed together, and the third
-value is how many sequences of the window came before. Resuming reads the window again.
+Whole documents are packed window by window; then the third value is the number of earlier sequences
+of the same window. Resuming reads the window again.
 """
 
 import math
@@ -24,41 +24,42 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dtron.data.best_fit_packing import FixedPieces, Plan
+from dtron.data.best_fit_packing import FixedPieces, PackingPlan
 from dtron.data.packing import Packed, State, Waste, pack, refuse_too_short
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError
 
 BATCH_DOCUMENTS = 64
-WINDOW_DOCUMENTS = 1024  # packed together where documents are kept whole
-HOLD_OUT_WINDOW = 10_000  # a share of an endless stream means a share of its first documents
+WINDOW_DOCUMENTS = 1024  # packed together with packing = "best_fit" or "pad"
+HOLD_OUT_WINDOW = 10_000  # data.validation_fraction is a fraction of these first documents
 START = ""  # the state of a stream before its first document
 
 
 class DocumentStream(Protocol):
-    """Documents that come one after the other, from any earlier state on."""
+    """A stream of documents that can be read from any earlier state on."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name for messages."""
         ...
 
     @property
     def n_documents(self) -> int | None:
-        """How many documents there are, if that is known without reading them."""
+        """Number of documents; None: not known without reading them."""
         ...
 
     def read(self, state: str) -> Iterator[str]:
-        """The documents that follow a state; START: all of them."""
+        """Yield the documents after a state; START: all of them."""
         ...
 
     def state(self) -> str:
-        """The state behind the last document that `read` gave."""
+        """Return the state after the last document that `read` has yielded."""
         ...
 
 
 def held_out_texts(stream: DocumentStream, fraction: float) -> list[str]:
-    """The first documents of a stream: a share of those it has, or of its first 10,000.
+    """Return the first documents of a stream: a fraction of all, or of the first 10,000 if it is
+    longer.
 
     At least one if the stream has two or more; never all of them.
     """
@@ -78,7 +79,7 @@ def held_out_texts(stream: DocumentStream, fraction: float) -> list[str]:
 
 
 def join(encoded: Sequence[ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
-    """Documents end to end: tokens int64, and where each document starts, int64 (n + 1,)."""
+    """Concatenate documents: int64 (N,) tokens, and int64 (n + 1,) start of each document."""
     arrays = [np.asarray(ids, np.int64) for ids in encoded]
     tokens = np.concatenate([np.empty(0, np.int64), *arrays])
     return tokens, np.cumsum([0, *map(len, arrays)])
@@ -87,17 +88,17 @@ def join(encoded: Sequence[ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
 @dataclass
 class _Document:
     ids: np.ndarray  # int64, ended by EOS
-    state: str  # of the stream, before the batch this document came with
-    index: int  # of this document behind that state
+    state: str  # of the stream before the batch of this document
+    index: int  # number of documents between that state and this document
 
 
-class _Passes:
-    """The documents of a stream behind the held-out ones, batch by batch, again and again.
+class _DocumentReader:
+    """Reads a stream without its held-out documents in batches, repeating it without end.
 
     Args:
-        held_out: the first documents, which validation has; copies of them are left out too.
-        refuse: called with the number of tokens and of documents of each whole pass; raises if
-            they are too few, else they would be read for ever.
+        held_out: the first documents, for validation; copies of them are skipped too.
+        refuse: called after each whole pass with its numbers of tokens and of documents; raises
+            if there are too few to ever fill a sequence.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class _Passes:
         self.begin(START, 0)
 
     def begin(self, state: str, skip: int) -> None:
-        """Go on `skip` documents behind a state of the stream."""
+        """Continue `skip` documents after a state of the stream."""
         self._iterator = self._stream.read(state)
         self._whole = state == START and skip <= self._n_held_out
         self._documents = self._tokens = 0
@@ -121,11 +122,11 @@ class _Passes:
         self._skip = max(skip, self._n_held_out) if state == START else skip
 
     def position(self) -> tuple[str, int]:
-        """What `begin` wants to go on here."""
+        """Return the arguments of `begin` to continue here."""
         return self._state, self._skip
 
     def batch(self, size: int) -> list[_Document]:
-        """Those of the next `size` documents that have text; fewer at the end of a pass."""
+        """Read `size` documents, fewer at the end of a pass; return those that have text."""
         wanted = self._skip + size
         texts = list(islice(self._iterator, wanted))
         found = texts[self._skip :]
@@ -150,13 +151,12 @@ class StreamedDocuments:
     """The training split of a stream: endless sequences in stream order.
 
     Args:
-        stream: where documents come from.
-        tokenizer: what turns them into tokens.
-        seq_len: T.
-        mask_documents: give positions and documents, and no label across two documents.
+        stream: source of documents.
+        seq_len: T, tokens per sequence.
+        mask_documents: return positions and document numbers; no label crosses documents.
         held_out: the documents at the start of the stream that belong to validation.
     Raises:
-        DataError: a whole pass over the stream does not fill one sequence.
+        DataError: the whole stream does not fill one sequence.
     """
 
     def __init__(
@@ -173,11 +173,11 @@ class StreamedDocuments:
         def refuse(n_tokens: int, n_documents: int) -> None:
             refuse_too_short(n_tokens, n_documents, seq_len)
 
-        self._passes = _Passes(stream, tokenizer, held_out, refuse)
-        self._forget()
+        self._reader = _DocumentReader(stream, tokenizer, held_out, refuse)
+        self._reset()
 
     def sequence(self, k: int) -> Packed:
-        """Sequence k of the run; k may not lie before what was asked for since `seek`."""
+        """Return sequence k of the run; since the last `seek`, k may not decrease."""
         self._forward(k)
         length = self._seq_len + 1
         self._fill(length)
@@ -192,23 +192,23 @@ class StreamedDocuments:
         return pack(np.concatenate(pieces), lengths, mask_documents=self._mask)
 
     def state(self, k: int) -> State:
-        """Where sequence k starts; k as in `sequence`."""
+        """Return the state from which `seek` continues at sequence k; k as in `sequence`."""
         self._forward(k)
         self._fill(1)
         first = self._documents[0]
         return {"stream": first.state, "skip": first.index, "offset": self._offset}
 
     def seek(self, k: int, state: State) -> None:
-        """Go on at sequence k; without a state, the stream is read again from its start.
+        """Continue at sequence k; without a state, read the stream again from its start.
 
         Raises:
-            DataError: the stream does not hold what it held when the state was taken.
+            DataError: the stream has changed since the state was taken.
         """
-        self._forget()
+        self._reset()
         if "stream" not in state:
-            self._passes.begin(START, 0)
+            self._reader.begin(START, 0)
             return
-        self._passes.begin(str(state["stream"]), int(state["skip"]))
+        self._reader.begin(str(state["stream"]), int(state["skip"]))
         self._fill(1)
         self._offset, self._next = int(state["offset"]), k
         first = self._documents[0]
@@ -217,10 +217,10 @@ class StreamedDocuments:
             raise DataError(f"{self._name} has changed since the state was saved")
 
     def waste(self) -> Waste | None:
-        """Not known: which documents are split shows as they come."""
+        """Return None: how many documents are split is not known in advance."""
         return None
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._documents: deque[_Document] = deque()
         self._offset = 0  # tokens of the first document that belong to earlier sequences
         self._buffered = 0  # tokens of all documents in the buffer
@@ -239,20 +239,20 @@ class StreamedDocuments:
 
     def _fill(self, length: int) -> None:
         while self._buffered - self._offset < length:
-            documents = self._passes.batch(BATCH_DOCUMENTS)
+            documents = self._reader.batch(BATCH_DOCUMENTS)
             self._documents.extend(documents)
             self._buffered += sum(len(document.ids) for document in documents)
 
 
 class StreamedPieces:
-    """The training split of a stream, whole documents in sequences, window by window.
+    """The training split of a stream with whole documents, packed window by window.
 
     Args:
         stream, tokenizer, seq_len, held_out: as in StreamedDocuments.
-        packing: a row of dtron.data.best_fit_packing.PACKERS.
-        mask_documents: give positions and documents.
+        packing: a key of dtron.data.best_fit_packing.PACKERS.
+        mask_documents: return positions and document numbers.
     Raises:
-        DataError: a whole pass over the stream has no document.
+        DataError: the whole stream has no document.
     """
 
     def __init__(
@@ -272,33 +272,33 @@ class StreamedPieces:
             if not n_documents:
                 raise DataError(f"{stream.name}: the training split has no documents with text")
 
-        self._passes = _Passes(stream, tokenizer, held_out, refuse)
-        self._first = 0  # the sequence with which the window begins
-        self._window: FixedPieces | None = None  # read when it is needed
+        self._reader = _DocumentReader(stream, tokenizer, held_out, refuse)
+        self._first = 0  # first sequence of the window
+        self._window: FixedPieces | None = None  # None: not read yet
 
     def sequence(self, k: int) -> Packed:
-        """Sequence k of the run; k may not lie before what was asked for since `seek`."""
+        """Return sequence k of the run; since the last `seek`, k may not decrease."""
         window = self._forward(k)
         return window.sequence(k - self._first)
 
     def state(self, k: int) -> State:
-        """Where sequence k starts; k as in `sequence`."""
+        """Return the state from which `seek` continues at sequence k; k as in `sequence`."""
         self._forward(k)
         state, skip = self._begins
-        # The last value is for a run that goes on with "cut": at the start of the window.
+        # "offset" is for a run that resumes with packing = "cut": at the start of the window.
         return {"stream": state, "skip": skip, "sequence_of_window": k - self._first, "offset": 0}
 
     def seek(self, k: int, state: State) -> None:
-        """Go on at sequence k; without a state, the stream is read again from its start."""
+        """Continue at sequence k; without a state, read the stream again from its start."""
         self._first, self._window = 0, None
         if "stream" not in state:
-            self._passes.begin(START, 0)
+            self._reader.begin(START, 0)
             return
-        self._passes.begin(str(state["stream"]), int(state["skip"]))
+        self._reader.begin(str(state["stream"]), int(state["skip"]))
         self._first = k - int(state.get("sequence_of_window", 0))  # none: "cut" saved the state
 
     def waste(self) -> Waste | None:
-        """Not known: documents are packed as they come."""
+        """Return None: it is not known in advance."""
         return None
 
     def _forward(self, k: int) -> FixedPieces:
@@ -313,10 +313,10 @@ class StreamedPieces:
     def _read_window(self) -> FixedPieces:
         documents: list[_Document] = []
         while not documents:
-            self._begins = self._passes.position()
-            documents = self._passes.batch(WINDOW_DOCUMENTS)
+            self._begins = self._reader.position()
+            documents = self._reader.batch(WINDOW_DOCUMENTS)
         tokens, offsets = join([document.ids for document in documents])
-        plan = Plan(
+        plan = PackingPlan(
             tokens,
             offsets,
             np.arange(len(documents)),

@@ -1,8 +1,8 @@
-"""Text to token ids and back.
+"""Tokenizers: text to token ids and back.
 
-Two kinds: the bytes of UTF-8, which need no file, and any Hugging Face `tokenizer.json`, read by
-the `tokenizers` library. A tokenizer adds no special tokens of its own: a document is its ids and
-one end-of-document token (EOS), which `encode_documents` appends.
+There are two: the bytes of UTF-8, which need no file, and any Hugging Face `tokenizer.json`, read
+by the `tokenizers` library. Tokenizers add no special tokens: a document is its ids and one
+end-of-document token (EOS), which `encode_documents` appends.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from dtron.config import Data
 from dtron.errors import ConfigError, DataError, nearest
 from dtron.io.untrusted import TEXT_BYTES, read_text
 
-# In order of preference: a chat model's vocabulary holds its turn's end as well as the document's.
+# In order of preference: the vocabulary of a chat model also has a token that ends a turn.
 USUAL_EOS = (
     "<|end_of_text|>",
     "<|endoftext|>",
@@ -32,21 +32,21 @@ USUAL_EOS = (
 
 
 class Tokenizer(Protocol):
-    """What the data package and text generation need of a tokenizer."""
+    """The interface of a tokenizer, for the data package and text generation."""
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """Number of ids; every id is below it."""
         ...
 
     @property
     def eos_id(self) -> int:
-        """The token that ends a document."""
+        """Id of the token that ends a document."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the same text might give other ids."""
+        """Identifier that changes whenever the same text might get other ids."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Bytes of UTF-8 as ids 0..255; 256 ends a document."""
+    """Tokenizer of UTF-8 bytes: ids 0 to 255; 256 ends a document."""
 
     vocab_size = 257
     eos_id = 256
@@ -86,25 +86,25 @@ class JsonTokenizer:
     """A Hugging Face `tokenizer.json`.
 
     Args:
-        path: the file, or the folder that has it.
-        eos_token: the token that ends a document; empty: the first of USUAL_EOS it knows.
+        path: the file, or the folder that holds it.
+        eos_token: the token that ends a document; empty: the first of USUAL_EOS in the vocabulary.
     Raises:
         DataError: the file is missing or not a tokenizer.
-        ConfigError: it knows no such end-of-document token.
+        ConfigError: the vocabulary has no such end-of-document token.
     """
 
     def __init__(self, path: str, eos_token: str = "") -> None:
         self._path, content = path, _read(path)
-        with self._named("not a Hugging Face tokenizer.json"):
+        with self._naming_errors("not a Hugging Face tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-            # A file saved by a fine-tuning script may cut or pad every text.
+            # A file saved by a fine-tuning script may truncate or pad every text.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
             if self._tokenizer.normalizer is not None:
                 growth = _growth(json.loads(self._tokenizer.normalizer.__getstate__()))
                 if growth > _MOST_GROWTH:
-                    raise ValueError(f"it makes texts {growth:.0e} times as long")
+                    raise ValueError(f"its normalizer makes texts {growth:.0e} times as long")
         self.eos_id = vocabulary[_eos(path, eos_token, vocabulary)]
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
         identity = json.dumps([content, self.eos_id])
@@ -115,33 +115,36 @@ class JsonTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without EOS; the library works on all cores."""
-        with self._named("it cannot encode a text"):
+        """Ids of each text, without EOS; the library uses all cores."""
+        with self._naming_errors("it cannot encode a text"):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; EOS and other special tokens are dropped."""
         kept = [i for i in ids if i != self.eos_id]
-        with self._named("it cannot decode its tokens"):
+        with self._naming_errors("it cannot decode its tokens"):
             return self._tokenizer.decode(kept, skip_special_tokens=True)
 
     @contextlib.contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _naming_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # no narrower class, and a panic of Rust is no Exception
+        except (
+            BaseException
+        ) as error:  # the library has no narrower class, and a Rust panic is no Exception
             raise DataError(f"data.tokenizer = {self._path}: {what}: {error}") from None
 
 
 def load_tokenizer(data: Data) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
+    """Return the tokenizer that `data.tokenizer` names.
 
     Raises:
         DataError: the file is missing or not a tokenizer.
-        ConfigError: `data.eos_token` is not in its vocabulary, or it has no usual one.
+        ConfigError: `data.eos_token` is not in the vocabulary; or it is empty and the vocabulary
+            has none of USUAL_EOS.
     """
     if data.tokenizer != "byte":
         return JsonTokenizer(data.tokenizer, data.eos_token)
@@ -154,7 +157,7 @@ def load_tokenizer(data: Data) -> Tokenizer:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of each document, ended by EOS; an empty list for a document of no text."""
+    """Return the ids of each document with EOS at the end; an empty list if it has no text."""
     encoded = tokenizer.encode_batch(texts)
     return [
         [*ids, tokenizer.eos_id] if ids and not text.isspace() else []
@@ -193,7 +196,7 @@ def _flat(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tokenizer_file(path: str) -> Path:
-    """The file that `data.tokenizer` names, by itself or by its folder."""
+    """Return the file that `data.tokenizer` names, directly or by its folder."""
     where = Path(path).expanduser()
     return where / "tokenizer.json" if where.is_dir() else where
 
@@ -221,6 +224,6 @@ def _eos(path: str, wanted: str, vocabulary: dict[str, int]) -> str:
         if token in vocabulary:
             return token
     raise ConfigError(
-        f"data.eos_token is empty and {path} knows none of the usual ones "
+        f"data.eos_token is empty and the vocabulary of {path} has none of the usual ones "
         f"({', '.join(USUAL_EOS)}); name the token that ends a document"
     )

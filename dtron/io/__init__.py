@@ -1,1 +1,1 @@
-"""Files, object stores and the process that writes."""
+"""Files, object stores and the process that writes checkpoint files."""

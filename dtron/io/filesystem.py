@@ -1,4 +1,4 @@
-"""Small files, on a disk or in a store: read with errors a user can act on, written to last."""
+"""Small files on a disk or in an object store: reading with clear errors, durable writing."""
 
 import contextlib
 import os
@@ -11,11 +11,11 @@ from dtron.io.remote_path import Remote, UnreachableError
 from dtron.io.untrusted import JSON_BYTES, parse, read_bytes
 
 Location = Path | Remote
-"""Where a file or a folder is."""
+"""Path of a file or folder, on a disk or in an object store."""
 
 
 def location(text: str | Location) -> Location:
-    """What a path or a URL of a config names. Raises ConfigError: the URL cannot be used."""
+    """Convert a path or URL of a config. Raises ConfigError: the URL cannot be used."""
     if isinstance(text, str) and "://" in text:
         return Remote.of(text)
     try:
@@ -25,12 +25,12 @@ def location(text: str | Location) -> Location:
 
 
 def read(path: Location, limit: int = JSON_BYTES) -> bytes:
-    """A whole file of at most `limit` bytes. Raises OSError: also where it is no regular file."""
+    """Read a file of at most `limit` bytes. Raises OSError: also if it is not a regular file."""
     return path.read_whole(limit) if isinstance(path, Remote) else read_bytes(path, limit)
 
 
 def read_json(path: Location, limit: int = JSON_BYTES) -> dict[str, Any]:
-    """An object in a file of at most `limit` bytes. Raises CheckpointError; UnreachableError."""
+    """Read a JSON object of at most `limit` bytes. Raises CheckpointError; UnreachableError."""
     try:
         content = parse(read(path, limit))
     except UnreachableError:
@@ -43,7 +43,7 @@ def read_json(path: Location, limit: int = JSON_BYTES) -> dict[str, Any]:
 
 
 def plain_name(name: Any, where: Location) -> str:
-    """A file's name in an index, which must not lead out of the folder. Raises CheckpointError."""
+    """Check a file name from an index: it must not leave the folder. Raises CheckpointError."""
     plain = isinstance(name, str) and Path(name).name == name and not {"\\", "\0"} & set(name)
     if not plain or name in ("", ".", ".."):
         raise CheckpointError(f"{where} names a file outside of its folder: {name!r}")
@@ -61,8 +61,8 @@ def write_synced(path: Location, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def appear(path: Location, text: str) -> None:
-    """Write or replace a file so that it is never seen in part. Raises OSError."""
+def write_atomically(path: Location, text: str) -> None:
+    """Write or replace a file atomically: readers see all or nothing of it. Raises OSError."""
     if isinstance(path, Remote):
         path.write_bytes(text.encode())
         return
@@ -73,7 +73,7 @@ def appear(path: Location, text: str) -> None:
 
 
 def sync_directory(path: Location) -> None:
-    """Wait until the names in a directory are on the disk. Raises OSError."""
+    """Wait until the entries of a directory are on the disk. Raises OSError."""
     if isinstance(path, Remote):
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -84,7 +84,7 @@ def sync_directory(path: Location) -> None:
 
 
 def is_file(path: Location) -> bool:
-    """Whether it is there and no folder. Raises CheckpointError: it may not be looked at."""
+    """Whether a path exists and is a file. Raises CheckpointError: access is denied."""
     try:
         return path.is_file()
     except OSError as error:
@@ -92,25 +92,27 @@ def is_file(path: Location) -> bool:
 
 
 def listed(folder: Location) -> Location:
-    """A folder of a store with a snapshot of what is in it, which saves requests; another folder
-    itself. Raises UnreachableError."""
+    """Return a folder of a store with a snapshot of its content, which saves requests.
+
+    Any other folder is returned as it is. Raises UnreachableError.
+    """
     return folder.listed() if isinstance(folder, Remote) else folder
 
 
 def names_in(folder: Location) -> list[str]:
-    """What is in a folder; nothing if it is not there. Raises OSError."""
+    """Return the names in a folder; none if it does not exist. Raises OSError."""
     if isinstance(folder, Remote):
         return folder.names()
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 def size_of(path: Location) -> int:
-    """Bytes of a file. Raises OSError."""
+    """Return the size of a file in bytes. Raises OSError."""
     return path.size() if isinstance(path, Remote) else path.stat().st_size
 
 
 def make_folder(path: Location) -> None:
-    """A new folder; stores have none. Raises OSError."""
+    """Make a new folder; does nothing in a store, which has none. Raises OSError."""
     if isinstance(path, Path):
         path.mkdir(parents=True)
 
@@ -121,7 +123,7 @@ def dangling_link(path: Path) -> Path | None:
 
 
 def mount_of(path: Location) -> Path | None:
-    """Where the file system is mounted that holds a path, or will hold it; None for a store."""
+    """Return the mount point of the file system of a path, existing or not; None for a store."""
     if isinstance(path, Remote):
         return None
     path = path.resolve()
@@ -129,20 +131,21 @@ def mount_of(path: Location) -> Path | None:
 
 
 def check_mounted(path: Location, mount: Path | None) -> None:
-    """Check that a path still is where it was at a run's start: below an unmounted folder files
-    would go to another disk. Raises OSError."""
+    """Check that the file system of a path is still mounted at `mount`. Raises OSError.
+
+    Below an unmounted folder, files would be written to another disk.
+    """
     if mount_of(path) != mount:
         raise OSError(f"its file system is no longer mounted at {mount}")
 
 
-def _still_there(_act: Any, _path: str, info: tuple[Any, BaseException, Any]) -> None:
-    if not isinstance(info[1], FileNotFoundError):  # somebody else deletes it too
+def _raise_unless_missing(_act: Any, _path: str, info: tuple[Any, BaseException, Any]) -> None:
+    if not isinstance(info[1], FileNotFoundError):  # another process deletes it too
         raise info[1]
 
 
 def delete(*paths: Location) -> None:
-    """Delete files, or folders with all that is in them, of a disk or of one store. Raises
-    OSError."""
+    """Delete files, or folders with their content, of a disk or of one store. Raises OSError."""
     remote = [path for path in paths if isinstance(path, Remote)]
     if remote:
         remote[0].delete(*remote[1:])
@@ -153,7 +156,7 @@ def delete(*paths: Location) -> None:
 
 def _delete_local(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, onerror=_still_there)
+        shutil.rmtree(path, onerror=_raise_unless_missing)
     else:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

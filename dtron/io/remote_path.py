@@ -1,9 +1,9 @@
-"""Folders and files in stores that fsspec knows: `s3://`, `gs://`, `memory://`, `file://`, ...
+"""Paths in object stores and file systems of fsspec: `s3://`, `gs://`, `memory://`, `file://`, ...
 
 A `Remote` has the part of pathlib's interface that checkpoints need. Object stores cannot rename,
-and show an object when all of it is there; nothing here relies on more. Requests are retried by the
-store's own library. Listings are not cached behind the caller's back, since other processes write
-too: `listed` takes a snapshot, which answers for as long as the caller keeps it.
+and an object appears only when it is complete; nothing here relies on more. The store's library
+retries requests. Listings are not cached implicitly, since other processes write too: `listed`
+takes a snapshot explicitly, which answers as long as the caller keeps it.
 """
 
 import contextlib
@@ -15,34 +15,33 @@ from typing import IO, Any
 from dtron.errors import CheckpointError, ConfigError
 
 HEAD_BYTES = 8 << 20
-"""Read by one request where a file begins; the whole of a small file."""
+"""Bytes at the start of a file that one request reads; a whole small file."""
 _BLOCK_BYTES = 64 << 20
-"""Read together, in parts of _PART_BYTES at the same time."""
+"""Bytes that are read at once, by concurrent requests of _PART_BYTES."""
 _PART_BYTES = 16 << 20
 _GAP_BYTES = 1 << 20
-"""Read too, to save a request."""
-_MOST_HEADS = 16
-_EXTRA = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+"""Largest gap between two ranges that are read by one request."""
+_MAX_HEADS = 16
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
 class UnreachableError(CheckpointError, OSError):
-    """A store that does not answer, or refuses to: nothing is known about what it holds."""
+    """A store that does not answer or denies access, so that its content is not known."""
 
 
 @dataclass
 class Snapshot:
-    """What was in a folder of a store when it was listed, kept up to date by this process's own
-    changes through the same snapshot."""
+    """The listing of a folder in a store, updated by this process's own writes and deletes."""
 
     sizes: dict[str, int]
-    """Bytes of each file, by path."""
+    """Size in bytes of each file, by path."""
     contents: dict[str, bytes] = field(default_factory=dict)
-    """Of small files that were read or written."""
+    """Content of small files that were read or written, by path."""
     heads: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
-    """How files of tensors begin, of those that were read last."""
+    """First HEAD_BYTES of the most recently read tensor files, by path."""
 
     def below(self, path: str) -> list[str]:
-        """Paths of a file, or of all files in a folder."""
+        """Return the path itself if it is a file, or the paths of all files below it."""
         return [each for each in self.sizes if each == path or each.startswith(f"{path}/")]
 
 
@@ -50,18 +49,19 @@ class Remote:
     """A path in a store.
 
     Args:
-        seen: answers instead of the store, for this path and those made of it.
+        snapshot: answers instead of the store, for this path and paths derived from it.
     Raises:
         FileNotFoundError: from every method that reads.
         UnreachableError: from every method, whatever the store's library raises.
     """
 
-    def __init__(self, files: Any, path: str, seen: Snapshot | None = None) -> None:
-        self._files, self._path, self._seen = files, path.rstrip("/"), seen
+    def __init__(self, files: Any, path: str, snapshot: Snapshot | None = None) -> None:
+        self._files, self._path, self._snapshot = files, path.rstrip("/"), snapshot
 
     @classmethod
     def of(cls, url: str) -> "Remote":
-        """The path that a URL names. Raises ConfigError: what would reach it is not installed."""
+        """Return the path of a URL. Raises ConfigError: fsspec does not know it, or a package that
+        it needs is not installed."""
         protocol = url.partition("://")[0]
         try:
             import fsspec
@@ -73,17 +73,17 @@ class Remote:
         try:
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **local)
         except ImportError as error:
-            package = _EXTRA.get(protocol)
+            package = _PACKAGES.get(protocol)
             fix = f"pip install {package}" if package else str(error)
             raise ConfigError(f"{url!r} needs another package: {fix}") from None
         except ValueError as error:
-            raise ConfigError(f"{url!r} is no URL that fsspec knows: {error}") from None
-        except Exception as error:  # libraries of stores raise classes of their own
+            raise ConfigError(f"{url!r} is not a URL that fsspec supports: {error}") from None
+        except Exception as error:  # each store's library has its own classes
             raise ConfigError(f"{url!r} cannot be reached: {error!r}") from None
         return cls(files, path)
 
     def __truediv__(self, name: str) -> "Remote":
-        return Remote(self._files, f"{self._path}/{name}", self._seen)
+        return Remote(self._files, f"{self._path}/{name}", self._snapshot)
 
     def __str__(self) -> str:
         return self._files.unstrip_protocol(self._path)
@@ -99,21 +99,22 @@ class Remote:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component of the path."""
         return self._path.rsplit("/", 1)[-1]
 
     @property
     def parent(self) -> "Remote":
-        """The folder that holds it."""
-        return Remote(self._files, self._path.rsplit("/", 1)[0], self._seen)
+        """The containing folder."""
+        return Remote(self._files, self._path.rsplit("/", 1)[0], self._snapshot)
 
     def with_name(self, name: str) -> "Remote":
-        """Another one of the same folder."""
+        """Return the path of that name in the same folder."""
         return self.parent / name
 
     def listed(self) -> "Remote":
-        """The same path with a snapshot of all that is in it: one request for 1000 files."""
-        if self._seen is not None or getattr(self._files, "local_file", False):
+        """Return the same path with a snapshot of all files below it: one request per 1000
+        files."""
+        if self._snapshot is not None or getattr(self._files, "local_file", False):
             return self
         with self._renamed_errors(), contextlib.suppress(FileNotFoundError):
             found = self._files.find(self._path, detail=True)
@@ -122,49 +123,49 @@ class Remote:
         return Remote(self._files, self._path, Snapshot({}))
 
     def connect(self) -> None:
-        """Set up the store's library, which takes some of them half a second; asks for nothing."""
+        """Set up the store's library, without a request; for some this takes half a second."""
         with self._renamed_errors():
             getattr(self._files, "connect", lambda: None)()
 
-    def known(self) -> Snapshot | None:
-        """What its snapshot has of it, to send to other ranks."""
-        if self._seen is None:
+    def snapshot(self) -> Snapshot | None:
+        """Return the part of the snapshot below this path, to send to other ranks."""
+        if self._snapshot is None:
             return None
-        sizes = {path: self._seen.sizes[path] for path in self._seen.below(self._path)}
-        contents = self._seen.contents
+        sizes = {path: self._snapshot.sizes[path] for path in self._snapshot.below(self._path)}
+        contents = self._snapshot.contents
         return Snapshot(sizes, {path: contents[path] for path in sizes if path in contents})
 
-    def knowing(self, seen: Snapshot | None) -> "Remote":
-        """The same path with another rank's snapshot."""
-        return Remote(self._files, self._path, seen)
+    def with_snapshot(self, snapshot: Snapshot | None) -> "Remote":
+        """Return the same path with a snapshot from another rank."""
+        return Remote(self._files, self._path, snapshot)
 
     def exists(self) -> bool:
-        """Whether it is there."""
-        if self._seen is not None:
-            return bool(self._seen.below(self._path))
+        """Whether the file or folder exists."""
+        if self._snapshot is not None:
+            return bool(self._snapshot.below(self._path))
         with self._renamed_errors():
             return self._files.exists(self._path)
 
     def is_file(self) -> bool:
-        """Whether it is there and no folder."""
-        if self._seen is not None:
-            return self._path in self._seen.sizes
+        """Whether it exists and is a file."""
+        if self._snapshot is not None:
+            return self._path in self._snapshot.sizes
         with self._renamed_errors():
             return self._files.isfile(self._path)
 
     def size(self) -> int:
-        """Bytes of a file."""
-        if self._seen is not None:
-            if self._path not in self._seen.sizes:
-                raise FileNotFoundError(f"{self} is not there")
-            return self._seen.sizes[self._path]
+        """Return the size of a file in bytes."""
+        if self._snapshot is not None:
+            if self._path not in self._snapshot.sizes:
+                raise FileNotFoundError(f"{self} does not exist")
+            return self._snapshot.sizes[self._path]
         with self._renamed_errors():
             return int(self._files.size(self._path))
 
     def names(self) -> list[str]:
-        """What is in a folder; nothing if it is not there."""
-        if self._seen is not None:
-            below = (path[len(self._path) + 1 :] for path in self._seen.below(self._path))
+        """Return the names in a folder; none if it does not exist."""
+        if self._snapshot is not None:
+            below = (path[len(self._path) + 1 :] for path in self._snapshot.below(self._path))
             return sorted({path.split("/")[0] for path in below} - {""})
         with self._renamed_errors():
             try:
@@ -174,12 +175,12 @@ class Remote:
         return [path.rstrip("/").rsplit("/", 1)[-1] for path in found]
 
     def open(self, mode: str = "rb") -> IO[bytes]:
-        """Open a file, to read it or to write a new one."""
+        """Open a file for reading, or a new one for writing."""
         with self._renamed_errors():
             return self._files.open(self._path, mode)
 
     def read_bytes(self, start: int, end: int) -> bytes:
-        """A part of a file; less where the file ends before."""
+        """Read bytes [start, end) of a file; fewer if the file ends before."""
         starts = list(range(start, end, _PART_BYTES))
         ends = [*starts[1:], end]
         with self._renamed_errors():
@@ -189,53 +190,55 @@ class Remote:
             return b"".join(self._files.cat_ranges(paths, starts, ends, on_error="raise"))
 
     def read_whole(self, limit: int) -> bytes:
-        """A file. Raises OSError: also where it has more than `limit` bytes."""
-        if self._seen is not None and self._path in self._seen.contents:
-            return self._seen.contents[self._path]
+        """Read a whole file. Raises OSError: also if it has more than `limit` bytes."""
+        if self._snapshot is not None and self._path in self._snapshot.contents:
+            return self._snapshot.contents[self._path]
         if (size := self.size()) > limit:
-            raise OSError(f"{self} has {size} bytes, and at most {limit} are read")
+            raise OSError(f"{self} has {size} bytes; the limit is {limit}")
         content = self.read_bytes(0, size)
         if len(content) != size:
-            raise UnreachableError(f"{self}: the store gave {len(content)} of {size} bytes")
-        if self._seen is not None:
-            self._seen.contents[self._path] = content
+            raise UnreachableError(f"{self}: the store returned {len(content)} of {size} bytes")
+        if self._snapshot is not None:
+            self._snapshot.contents[self._path] = content
         return content
 
     def head(self) -> bytes:
-        """The first HEAD_BYTES of a file; a snapshot keeps them."""
-        heads = self._seen.heads if self._seen is not None else OrderedDict[str, bytes]()
+        """Read the first HEAD_BYTES of a file; a snapshot caches them."""
+        heads = self._snapshot.heads if self._snapshot is not None else OrderedDict[str, bytes]()
         if self._path not in heads:
             heads[self._path] = self.read_bytes(0, min(self.size(), HEAD_BYTES))
-            while len(heads) > _MOST_HEADS:
+            while len(heads) > _MAX_HEADS:
                 heads.popitem(last=False)
         return heads[self._path]
 
     def blocks(self) -> Iterator[bytes]:
-        """A whole file, bit by bit."""
+        """Yield a whole file in blocks."""
         yield self.head()
         for start in range(HEAD_BYTES, size := self.size(), _BLOCK_BYTES):
             yield self.read_bytes(start, min(start + _BLOCK_BYTES, size))
 
     def write_bytes(self, data: bytes) -> None:
-        """Write a file, which is there when all of it is."""
+        """Write a file; it appears when it is complete."""
         with self._renamed_errors():
             self._files.pipe_file(self._path, data)
-        if self._seen is not None:
-            self._seen.sizes[self._path], self._seen.contents[self._path] = len(data), data
+        if self._snapshot is not None:
+            self._snapshot.sizes[self._path], self._snapshot.contents[self._path] = len(data), data
 
     def delete(self, *others: "Remote") -> None:
-        """Delete files, and folders with all that is in them; what is not there is no error. With a
-        snapshot one request deletes 1000 files."""
-        paths, seen = [each._path for each in (self, *others)], self._seen
-        if seen is not None:
-            paths = [file for path in paths for file in seen.below(path)]
+        """Delete files, and folders with their content; it is no error if they do not exist.
+
+        With a snapshot, one request deletes up to 1000 files.
+        """
+        paths, snapshot = [each._path for each in (self, *others)], self._snapshot
+        if snapshot is not None:
+            paths = [file for path in paths for file in snapshot.below(path)]
         with self._renamed_errors(), contextlib.suppress(FileNotFoundError):
             if paths:
-                self._files.rm(paths, recursive=seen is None)
-        if seen is not None:
+                self._files.rm(paths, recursive=snapshot is None)
+        if snapshot is not None:
             for path in paths:
-                del seen.sizes[path]
-                seen.contents.pop(path, None)
+                del snapshot.sizes[path]
+                snapshot.contents.pop(path, None)
 
     @contextlib.contextmanager
     def _renamed_errors(self) -> Iterator[None]:
@@ -243,14 +246,14 @@ class Remote:
             yield
         except FileNotFoundError:
             raise
-        except Exception as error:  # libraries of stores raise classes of their own
+        except Exception as error:  # each store's library has its own classes
             reason = str(error) or type(error).__name__
             raise UnreachableError(f"{self}: {reason}") from error
 
 
 class RemoteFile:
-    """A file of tensors in a store, read by few requests: its head by one, then the parts that were
-    announced, those that lie together at once."""
+    """A tensor file in a store, read by few requests: one for its head, then one per group of
+    neighbouring ranges that were announced with `plan`."""
 
     def __init__(self, where: Remote) -> None:
         self._where, self._head = where, where.head()
@@ -258,11 +261,11 @@ class RemoteFile:
         self._start, self._block = 0, b""
 
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return self._where.size()
 
     def plan(self, parts: list[tuple[int, int]]) -> None:
-        """Announce what will be read, (start, end) each, in ascending order."""
+        """Announce the ranges (start, end) that will be read, in ascending order."""
         self._planned = []
         for start, end in parts:
             begun, ended = self._planned[-1] if self._planned else (0, 0)
@@ -272,7 +275,7 @@ class RemoteFile:
                 self._planned.append((start, end))
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        """Fill a buffer with what is there from `start` on; the number of bytes that were read."""
+        """Read from `start` on into a buffer; return the number of bytes that were read."""
         filled = 0
         while filled < len(buffer):
             first = start + filled

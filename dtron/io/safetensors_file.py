@@ -1,9 +1,9 @@
-"""Writing a safetensors file one tensor after the other, so that memory holds one at a time.
+"""Safetensors files: written tensor by tensor, and read in parts, on disks and in object stores.
 
-The safetensors library writes whole dictionaries of tensors. A file is hashed on its way and has
-reached the disk when `close` returns. Files are read here as well, on a disk and in a store, the
-parts that are needed alone: the library maps them into memory, and a mapped file that is truncated
-ends the process (SIGBUS).
+The safetensors library writes whole dictionaries of tensors; here, one tensor at a time is in
+memory. A file is hashed while it is written and is on the disk when `close` returns. The library
+reads by memory-mapping, where a truncated file ends the process (SIGBUS); here, only the needed
+ranges are read.
 
 Source of the format: github.com/huggingface/safetensors, README, "Format".
 """
@@ -39,36 +39,39 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 DTYPES_BY_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_MOST_HEADER = 32 * MB  # of which JSON makes 25 times that in memory
-_MOST_ELEMENTS = 2**56
-_AT_ONCE = 64 * MB
+_MAX_HEADER = 32 * MB  # parsed, JSON takes up to 25 times that in memory
+_MAX_ELEMENTS = 2**56
+_READ_BYTES = 64 * MB
 _SMALL = MB
 
 
 @dataclass(frozen=True)
-class Described:
-    """A tensor before it exists."""
+class TensorSpec:
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: Sequence[int]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of the elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Written:
-    """A file on the disk."""
+class WrittenFile:
+    """Size and hash of a file that was written."""
 
     bytes: int
     sha256: str
 
 
-def order_of(tensors: Mapping[str, Described]) -> list[str]:
-    """Names as they lie in a file: wide elements first, so that all lie at multiples of their
-    size; of those small tensors first, so that a store gives them by one request."""
+def write_order(tensors: Mapping[str, TensorSpec]) -> list[str]:
+    """Return the names in the order of the file.
+
+    Wide dtypes come first, so that all elements are aligned; within a dtype small tensors come
+    first, so that one request to a store reads them together.
+    """
 
     def place(name: str) -> tuple[int, bool]:
         return -tensors[name].dtype.itemsize, tensors[name].nbytes > _SMALL
@@ -76,11 +79,13 @@ def order_of(tensors: Mapping[str, Described]) -> list[str]:
     return sorted(tensors, key=place)
 
 
-def header_of(tensors: Mapping[str, Described], metadata: Mapping[str, str] | None = None) -> str:
-    """The header of a file without its length, in ASCII, padded to 8 bytes."""
+def file_header(
+    tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+) -> str:
+    """Return the header of a file without its length, in ASCII, padded to 8 bytes."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
-    for name in order_of(tensors):
+    for name in write_order(tensors):
         described = tensors[name]
         table[name] = {
             "dtype": DTYPE_NAMES[described.dtype],
@@ -93,31 +98,31 @@ def header_of(tensors: Mapping[str, Described], metadata: Mapping[str, str] | No
 
 
 class TensorFile:
-    """A safetensors file in the making.
+    """A safetensors file that is being written.
 
     Attributes:
-        order: names in the order in which `write` wants them.
+        order: names in the order in which `write` expects them.
     Args:
         path: a new file.
-        tensors: what it will hold, by name.
-        metadata: free text by key in the file's header.
+        tensors: dtype and shape of each tensor, by name.
+        metadata: free text in the file's header, by key.
     """
 
     def __init__(
-        self, path: Path | str, tensors: Mapping[str, Described], metadata: Mapping[str, str]
+        self, path: Path | str, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]
     ) -> None:
         self._tensors = dict(tensors)
-        self.order = order_of(tensors)
+        self.order = write_order(tensors)
         self._left = list(reversed(self.order))
         self._file = HashedFile(str(path))
-        header = header_of(tensors, metadata).encode()
+        header = file_header(tensors, metadata).encode()
         self._file.put(len(header).to_bytes(8, "little") + header)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Append the next tensor of `order`, from any device.
 
         Raises:
-            OSError: the disk is full, or the file cannot be written for another reason.
+            OSError: the disk is full, or the file cannot be written.
         """
         described = self._tensors[name]
         assert name == self._left.pop(), f"{name} is not next in {self.order}"
@@ -127,25 +132,25 @@ class TensorFile:
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._file.put(flat.numpy().data)
 
-    def close(self) -> Written:
-        """End the file once all tensors are written, and wait until the disk has it."""
+    def close(self) -> WrittenFile:
+        """Close the file after the last tensor and wait until the disk has it."""
         assert not self._left, f"not written: {self._left[::-1]}"
-        return Written(*self._file.close())
+        return WrittenFile(*self._file.close())
 
     def abandon(self) -> None:
-        """Close what will not be completed."""
+        """Close an incomplete file."""
         self._file.abandon()
 
 
 class Readable(Protocol):
-    """A file of which parts can be read."""
+    """A file whose parts can be read."""
 
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         ...
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        """Fill a buffer with what is there from `start` on; the number of bytes that were read."""
+        """Read from `start` on into a buffer; return the number of bytes that were read."""
         ...
 
 
@@ -156,71 +161,74 @@ class LocalFile:
         self._file = open_regular(path)
 
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        """Fill a buffer with what is there from `start` on; the number of bytes that were read."""
+        """Read from `start` on into a buffer; return the number of bytes that were read."""
         filled = 0
         while n := os.preadv(self._file.fileno(), [buffer[filled:]], start + filled):
             filled += n
         return filled
 
 
-def counts(value: Any) -> list[int]:
-    """At most 16 integers of 0 to 2^56: offsets or sizes. Raises ValueError: they are not."""
+def parse_sizes(value: Any) -> list[int]:
+    """Check a list of at most 16 integers from 0 to 2^56: offsets or sizes. Raises ValueError."""
     if not isinstance(value, list) or len(value) > 16:
-        raise ValueError(f"{shorten(repr(value))} is no list of at most 16 integers")
-    if not all(type(n) is int and 0 <= n <= _MOST_ELEMENTS for n in value):
-        raise ValueError(f"{shorten(repr(value))} holds what is no integer of 0 to 2^56")
+        raise ValueError(f"{shorten(repr(value))} is not a list of at most 16 integers")
+    if not all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in value):
+        raise ValueError(
+            f"{shorten(repr(value))} has an entry that is not an integer from 0 to 2^56"
+        )
     return value
 
 
-def shape_of(value: Any) -> list[int]:
-    """The shape of a tensor of at most 2^56 elements. Raises ValueError: it is none."""
-    if math.prod(shape := counts(value)) > _MOST_ELEMENTS:
+def parse_shape(value: Any) -> list[int]:
+    """Check a shape of at most 2^56 elements. Raises ValueError."""
+    if math.prod(shape := parse_sizes(value)) > _MAX_ELEMENTS:
         raise ValueError(f"{shape} has more than 2^56 elements")
     return shape
 
 
 class StoredTensors:
-    """A safetensors file, of which only what is asked for is read.
+    """A safetensors file, read on demand.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no safetensors file.
+        ValueError: it is not a safetensors file.
     """
 
     def __init__(self, where: Path | Remote) -> None:
         self._where = RemoteFile(where) if isinstance(where, Remote) else LocalFile(where)
         size = self._where.size()
         length = int.from_bytes(self._read(0, min(size, 8)), "little")
-        if not 2 <= length <= min(size - 8, _MOST_HEADER):
-            raise ValueError("it has no header of safetensors")
+        if not 2 <= length <= min(size - 8, _MAX_HEADER):
+            raise ValueError("it has no safetensors header")
         self._begin = 8 + length
         self._table = parse(self._read(8, length))
         self._room = size - self._begin
         if not isinstance(self._table, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not a JSON object")
 
     def keys(self) -> set[str]:
-        """Names of its tensors."""
+        """Return the names of all tensors."""
         return self._table.keys() - {"__metadata__"}
 
     def get_slice(self, name: str) -> "StoredTensor":
-        """One of its tensors, unread."""
+        """Return a tensor without reading its elements. Raises ValueError: it is missing or
+        damaged."""
         try:
             entry = self._table[name]
             if (dtype := DTYPES_BY_NAME.get(entry["dtype"])) is None:
                 raise ValueError(f"its dtype is {shorten(str(entry['dtype']))}")
-            shape = shape_of(entry["shape"])
-            first, last = counts(entry["data_offsets"])
+            shape = parse_shape(entry["shape"])
+            first, last = parse_sizes(entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"it holds no readable {name}: {error!r}") from None
+            raise ValueError(f"{name} is missing or damaged: {error!r}") from None
         if not 0 <= first <= last <= self._room:
-            raise ValueError(f"{name} lies outside of the file")
+            raise ValueError(f"{name} is outside of the file")
         if last - first != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} has another size than its shape says")
+            raise ValueError(f"the size of {name} does not match its shape")
         return StoredTensor(self._where, self._begin + first, entry["dtype"], shape)
 
     def plan(self, parts: Sequence[tuple["StoredTensor", tuple[slice, ...]]]) -> None:
@@ -231,44 +239,46 @@ class StoredTensors:
     def _read(self, start: int, length: int) -> bytes:
         content = bytearray(length)
         if self._where.read_into(start, memoryview(content)) != length:
-            raise ValueError("it became shorter while it was read")
+            raise ValueError("it was truncated while it was read")
         return bytes(content)
 
 
 class StoredTensor:
-    """A tensor of a file."""
+    """A tensor in a file, read on demand."""
 
     def __init__(self, where: Readable, begin: int, dtype: str, shape: list[int]) -> None:
         self._where, self._begin, self._dtype, self._shape = where, begin, dtype, shape
 
     def get_dtype(self) -> str:
-        """As safetensors names it."""
+        """Return the dtype by its safetensors name, such as "BF16"."""
         return self._dtype
 
     def get_shape(self) -> list[int]:
-        """Its shape."""
+        """Return the shape."""
         return self._shape
 
     def extent(self, region: tuple[slice, ...]) -> tuple[int, int]:
-        """Where the rows of a region begin and end in the file."""
+        """Return the byte range in the file of the rows of a region."""
         row = math.prod(self._shape[1:]) * DTYPES_BY_NAME[self._dtype].itemsize
         first, last = (region[0].start, region[0].stop) if region else (0, 1)
         return self._begin + first * row, self._begin + last * row
 
     def __getitem__(self, region: tuple[slice, ...]) -> torch.Tensor:
-        """A region of it, read in whole rows; dims that `region` lacks are read whole. Raises
-        ValueError: the file has become shorter."""
+        """Read a region, by whole rows of dim 0; dims that `region` lacks are read whole.
+
+        Raises ValueError: the file has become shorter.
+        """
         dtype = DTYPES_BY_NAME[self._dtype]
         region = (*region, *(slice(0, n) for n in self._shape[len(region) :]))
         out = torch.empty([s.stop - s.start for s in region], dtype=dtype)
         if not out.numel():
             return out
-        if list(out.shape[1:]) == self._shape[1:]:  # rows of it
+        if list(out.shape[1:]) == self._shape[1:]:  # whole rows
             row = out[0].numel() * dtype.itemsize if region else 0
             self._fill(out, region[0].start * row if region else 0)
             return out
         row = math.prod(self._shape[1:]) * dtype.itemsize
-        step = max(1, _AT_ONCE // row)
+        step = max(1, _READ_BYTES // row)
         for start in range(region[0].start, region[0].stop, step):
             stop = min(start + step, region[0].stop)
             rows = torch.empty([stop - start, *self._shape[1:]], dtype=dtype)
@@ -280,4 +290,4 @@ class StoredTensor:
     def _fill(self, out: torch.Tensor, start: int) -> None:
         buffer = out.reshape(-1).view(torch.uint8).numpy().data
         if self._where.read_into(self._begin + start, buffer) != len(buffer):
-            raise ValueError("it became shorter while it was read")
+            raise ValueError("it was truncated while it was read")

@@ -1,9 +1,9 @@
-"""Files that anyone may have written: regular ones alone, of a bounded size, with bounded content.
+"""Safe reading of untrusted files: regular files only, of bounded size, with bounded nesting.
 
-A FIFO, a device, a sparse file or a text of a million brackets can be in the place of any file that
-a run reads; a pipe is read only as a config. What is wrong is an OSError or a ValueError here; the
-caller names the file in an error of its own. Nothing is mapped into memory: a mapped file that is
-truncated ends the process (SIGBUS), while reading it is an error.
+Any file that a run reads may in fact be a FIFO, a device, a sparse file or a text of a million
+brackets; only a config may come from a pipe. These functions raise OSError or ValueError; callers
+raise an error that names the file. Nothing is memory-mapped: a mapped file that is truncated ends
+the process (SIGBUS), while a read reports an error.
 """
 
 import errno
@@ -20,18 +20,19 @@ from typing import Any, BinaryIO
 
 MB = 10**6
 TOML_BYTES = 64 * MB
-"""A config may list a path for each of many thousand files."""
+"""Size limit of a TOML file; a config may list many thousand paths."""
 JSON_BYTES = 64 * MB
-"""Of JSON that describes a model or a run; it takes up to 25 times that in memory."""
+"""Size limit of JSON about a model or a run; parsed, it takes up to 25 times that in memory."""
 TEXT_BYTES = 256 * MB
-"""Of a tokenizer.json or a schedule."""
+"""Size limit of a tokenizer.json or a schedule."""
 INDEX_BYTES = 1000 * MB
-"""Of a checkpoint's index: 60 bytes for each tensor of each rank."""
+"""Size limit of a checkpoint's index, which has 60 bytes per tensor and rank."""
 TRACE_BYTES = 4000 * MB
+"""Size limit of a profiler trace."""
 _DEPTH = 100
 _KEY_PARTS = 8
 _NO_KEYS = re.compile(
-    r'"""(?:[^"\\]|\\.|"(?!""))*+(?:""")?'  # strings and comments, closed or not
+    r'"""(?:[^"\\]|\\.|"(?!""))*+(?:""")?'  # strings and comments, terminated or not
     r"|'''(?:[^']|'(?!''))*+(?:''')?"
     r'|"(?:[^"\\\n]|\\.)*+"?'
     r"|'[^'\n]*+'?"
@@ -42,10 +43,10 @@ _LONG_KEY = re.compile(rf"(?:\.[\w\s-]*+){{{_KEY_PARTS}}}")
 
 
 def open_regular(path: Path | str, limit: int | None = None) -> BinaryIO:
-    """Open a file for reading, without waiting for the writer of a FIFO.
+    """Open a regular file for reading, without waiting for the writer if it is a FIFO.
 
     Raises:
-        OSError: it is not there, is no regular file, or has more than `limit` bytes.
+        OSError: it does not exist, is not a regular file, or has more than `limit` bytes.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -58,7 +59,7 @@ def open_regular(path: Path | str, limit: int | None = None) -> BinaryIO:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if limit is not None and status.st_size > limit:
-            reason = f"it has {status.st_size} bytes, and at most {limit} are read"
+            reason = f"it has {status.st_size} bytes; the limit is {limit}"
             raise OSError(errno.EFBIG, reason, str(path))
         return os.fdopen(descriptor, "rb")
     except OSError:
@@ -67,7 +68,7 @@ def open_regular(path: Path | str, limit: int | None = None) -> BinaryIO:
 
 
 def read_bytes(path: Path | str, limit: int) -> bytes:
-    """A whole file. Raises OSError: as `open_regular`, or it changes while it is read."""
+    """Read a whole file. Raises OSError: as `open_regular`, or it changes while it is read."""
     with open_regular(path, limit) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(size + 1)
@@ -77,11 +78,12 @@ def read_bytes(path: Path | str, limit: int) -> bytes:
 
 
 def read_text_or_pipe(path: Path | str, limit: int, seconds: float) -> str:
-    """A whole file in UTF-8, or all that comes from a pipe: of a shell's `<(command)`, of stdin. A
-    FIFO, which has a name, is none: nobody may ever write to it.
+    """Read a whole UTF-8 file, or a pipe until its end: stdin, or a shell's `<(command)`.
+
+    A named FIFO is refused: it may never get a writer.
 
     Raises:
-        OSError: as `read_text`; a pipe has more than `limit` bytes, or no end for `seconds`.
+        OSError: as `read_text`; the pipe has more than `limit` bytes, or no end after `seconds`.
         ValueError: it is not UTF-8.
     """
     try:
@@ -96,30 +98,30 @@ def read_text_or_pipe(path: Path | str, limit: int, seconds: float) -> str:
         while len(content) <= limit:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([file], [], [], left)[0]:
-                reason = f"a pipe that has not ended for {seconds:g} s; write it to a file"
+                reason = f"the pipe has not ended after {seconds:g} s; use a file"
                 raise OSError(errno.ETIMEDOUT, reason, str(path))
             if not (part := file.read(MB)):
                 return content.decode()
             content += part
-    raise OSError(errno.EFBIG, f"a pipe of more than {limit} bytes", str(path))
+    raise OSError(errno.EFBIG, f"the pipe has more than {limit} bytes", str(path))
 
 
 def read_text(path: Path | str, limit: int) -> str:
-    """A whole file in UTF-8. Raises OSError, and ValueError: it is not UTF-8."""
+    """Read a whole UTF-8 file. Raises OSError; ValueError: it is not UTF-8."""
     return read_bytes(path, limit).decode()
 
 
 def parse(text: str | bytes, loads: Callable[[Any], Any] = json.loads) -> Any:
-    """A text as JSON, or as `loads` reads it.
+    """Parse JSON, or what `loads` parses.
 
     Raises:
-        ValueError: it is none, is nested more than 100 levels deep, or holds an integer of more
-            than 64 bits.
+        ValueError: it cannot be parsed, is nested more than 100 levels deep, or holds an integer
+            of more than 64 bits.
     """
     try:
         level = [value := loads(text)]
     except RecursionError:
-        raise ValueError("too many brackets inside each other") from None
+        raise ValueError("too deeply nested brackets") from None
     for _ in range(_DEPTH):
         following: list[Any] = []
         for each in level:
@@ -128,15 +130,17 @@ def parse(text: str | bytes, loads: Callable[[Any], Any] = json.loads) -> Any:
             elif isinstance(each, list):
                 following += each
             elif isinstance(each, int) and not -(2**63) <= each < 2**64:
-                raise ValueError(f"an integer of {each.bit_length()} bits; at most 64 are read")
+                raise ValueError(f"an integer of {each.bit_length()} bits; the limit is 64")
         if not (level := following):
             return value
     raise ValueError(f"nested more than {_DEPTH} levels deep")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """A text as TOML. Raises ValueError: as `parse`, or a key has more than 8 parts, of which
-    tomllib takes quadratic time."""
+    """Parse TOML. Raises ValueError: as `parse`, or a key has more than 8 parts.
+
+    tomllib takes quadratic time in the number of parts.
+    """
     if _LONG_KEY.search(_NO_KEYS.sub("s", text)):
         raise ValueError(f"a key of more than {_KEY_PARTS} parts")
     return parse(text, tomllib.loads)

@@ -1,14 +1,14 @@
-"""Writing files of checkpoints, hashed on the way: in this process, or in one of its own.
+"""Writing of checkpoint files with SHA-256, in this process or in a separate one.
 
-A process of its own competes with training for cores and the disk, not for Python's lock, and can
-be ended when a disk does not answer. It reads what it writes from memory that it shares with its
-parent. It is started by its module's name, so that no script is imported again, and imports the
-standard library alone (and fsspec for URLs). Orders and replies are lines of JSON:
+A separate process competes with training for cores and the disk, but not for Python's GIL, and can
+be killed when a disk does not answer. It reads the data from memory that it shares with its parent.
+It is started as a module, so that no script is imported again, and imports only the standard
+library (and fsspec for URLs). Requests and replies are lines of JSON:
 
     {"target": PATH, "header": TEXT, "parts": [[offset, bytes], ...]}  ->  {"bytes": N, "sha256": S}
     {"target": PATH, "source": PATH}                                   ->  the same, or {"error": E}
 
-Its end is its parent's: the kernel kills it on Linux, and its orders end.
+It ends with its parent: its stdin is closed, and on Linux the kernel kills it.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from typing import Any
 
 from dtron.io.untrusted import open_regular
 
-_PIECE = 1 << 24  # bytes hashed and written at once: they are still in the processor's cache
+_BLOCK_BYTES = 1 << 24  # hashed and written at once, while they are in the CPU's cache
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_NICENESS = 5  # training goes first where cores are short
+_NICENESS = 5  # lower priority than training
 
 
 class HashedFile:
-    """A new file.
+    """A new file that is hashed while it is written.
 
     Args:
         target: a path, or a URL.
     Raises:
-        OSError: from every method; the disk is full, or the file is there or cannot be written.
+        OSError: from every method; the disk is full, or the file exists or cannot be written.
     """
 
     def __init__(self, target: str) -> None:
@@ -46,27 +46,30 @@ class HashedFile:
         self._file = _create(target)
 
     def put(self, data: bytes | memoryview) -> None:
-        """Append."""
+        """Append bytes."""
         view = memoryview(data)
         while view:
-            n = self._file.write(view[:_PIECE])  # may be short where the disk fills up
+            n = self._file.write(view[:_BLOCK_BYTES])  # may write less if the disk becomes full
             self._hash.update(view[:n])
             self._bytes += n
             view = view[n:]
 
     def close(self) -> tuple[int, str]:
-        """Wait until the disk or the store has it; its bytes and their SHA-256."""
+        """Wait until the disk or the store has the file; return its size in bytes and its
+        SHA-256."""
         if "://" not in self.target:
             os.fsync(self._file.fileno())
         self._file.close()
         return self._bytes, self._hash.hexdigest()
 
     def abandon(self) -> None:
-        """Close what will not be completed; a store does not get it."""
+        """Close an incomplete file; it is not uploaded to a store."""
         with contextlib.suppress(Exception):
             if "://" in self.target and not self._file.closed and hasattr(self._file, "discard"):
                 self._file.discard()
-                self._file.closed = True  # closing it, also by its collector, would upload it
+                self._file.closed = (
+                    True  # otherwise close(), also by garbage collection, would upload it
+                )
             self._file.close()
 
 
@@ -78,35 +81,35 @@ def _create(target: str) -> Any:
     return Remote.of(target).open("wb")
 
 
-def write_file(target: str, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a whole file; its bytes and their SHA-256. Raises OSError."""
+def write_file(target: str, blocks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a whole file; return its size in bytes and its SHA-256. Raises OSError."""
     file = HashedFile(target)
     try:
-        for piece in pieces:
-            file.put(piece)
+        for block in blocks:
+            file.put(block)
         return file.close()
     finally:
         file.abandon()
 
 
-def _content(order: dict[str, Any], memory: memoryview) -> Iterable[bytes | memoryview]:
-    if "source" in order:
-        with open_regular(order["source"]) as source:
-            while piece := source.read(_PIECE):
-                yield piece
+def _content(request: dict[str, Any], memory: memoryview) -> Iterable[bytes | memoryview]:
+    if "source" in request:
+        with open_regular(request["source"]) as source:
+            while block := source.read(_BLOCK_BYTES):
+                yield block
         return
-    header = order["header"].encode()
+    header = request["header"].encode()
     yield len(header).to_bytes(8, "little") + header
-    for offset, size in order["parts"]:
+    for offset, size in request["parts"]:
         yield memory[offset : offset + size]
 
 
 class WriterProcess:
-    """A process that writes files for this one.
+    """A child process that writes files for this one.
 
     Args:
-        descriptor: of the memory that both share; -1: none.
-        size: its bytes.
+        descriptor: file descriptor of the shared memory; -1: none.
+        size: size of that memory in bytes.
     """
 
     COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "dtron.io.writer_process")
@@ -125,33 +128,35 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def write(self, target: str, header: str, parts: list[tuple[int, int]]) -> tuple[int, str]:
-        """Write a file of a header and of parts of the shared memory, (offset, bytes) each.
+        """Write a file of a header and parts of the shared memory.
 
+        Args:
+            parts: (offset, size in bytes) of each.
         Returns:
-            its bytes and their SHA-256.
+            The size of the file in bytes and its SHA-256.
         Raises:
-            OSError: it cannot be written, or the process has died.
+            OSError: the file cannot be written, or the process has died.
         """
-        return self._ask({"target": target, "header": header, "parts": parts})
+        return self._request({"target": target, "header": header, "parts": parts})
 
     def copy(self, source: str, target: str) -> tuple[int, str]:
         """Copy a file. Returns and raises as `write`."""
-        return self._ask({"target": target, "source": source})
+        return self._request({"target": target, "source": source})
 
-    def _ask(self, order: dict[str, Any]) -> tuple[int, str]:
+    def _request(self, request: dict[str, Any]) -> tuple[int, str]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died; the missing answer shows it
-            self._process.stdin.write(json.dumps(order) + "\n")
+        with contextlib.suppress(BrokenPipeError):  # the process has died: there will be no reply
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line.endswith("\n"):
@@ -163,37 +168,37 @@ class WriterProcess:
         return reply["bytes"], reply["sha256"]
 
     def kill(self) -> None:
-        """End it; one that waits for a dead disk ends when the kernel lets it."""
+        """Kill the process; while it waits for a dead disk, the kernel may delay its end."""
         self._process.kill()
 
 
 def main() -> None:
-    """The process itself: descriptor, size and parent are its arguments."""
+    """Run the writer process; its arguments are descriptor, size and the parent's process id."""
     descriptor, size, parent = (int(word) for word in sys.argv[1:4])
-    _end_with(parent)
+    _exit_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides, and saves on the way
+        signal.signal(number, signal.SIG_IGN)  # the parent handles signals and may still save
     os.nice(_NICENESS)
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # so that output of libraries is not taken for a reply
     shared = mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b""
     for line in sys.stdin:
-        replies.write(json.dumps(_obey(json.loads(line), memoryview(shared))) + "\n")
+        replies.write(json.dumps(_handle(json.loads(line), memoryview(shared))) + "\n")
         replies.flush()
 
 
-def _obey(order: dict[str, Any], memory: memoryview) -> dict[str, Any]:
+def _handle(request: dict[str, Any], memory: memoryview) -> dict[str, Any]:
     try:
-        n_bytes, sha256 = write_file(order["target"], _content(order, memory))
+        n_bytes, sha256 = write_file(request["target"], _content(request, memory))
     except Exception as error:  # the parent raises it
         return {"error": str(error) or type(error).__name__}
     return {"bytes": n_bytes, "sha256": sha256}
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # the parent has ended already
         sys.exit()
 
 

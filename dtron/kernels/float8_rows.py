@@ -14,7 +14,7 @@ step that is not finite stays so. So are finite ones of float64 that no float32 
 448 x 3.4e38.
 
 Triton kernels on GPUs with float8, which read and write every row once; the same formula in torch
-elsewhere and in float64. `peers.py` has one that casts rows back as it pulls them.
+elsewhere and in float64. `peer_gather.py` has one that casts rows back as it pulls them.
 
 Shapes: N rows, D width, W bytes of a row on the wire.
 Source: the tiles of DeepSeek-V3's activations, arXiv:2412.19437, section 3.3.

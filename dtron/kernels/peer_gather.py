@@ -7,7 +7,7 @@ each row of the result where it comes from, or that there is none:
 
 The sum is one of `parts` neighbouring ranks, in float32 at least. A Triton kernel on GPUs, which
 reads peers' memory by its address; the same in torch elsewhere. Rows may lie there in float8, as
-`wire.py` packs them, and are cast back on the way: those are not summed.
+`float8_rows.py` packs them, and are cast back on the way: those are not summed.
 
 Shapes: P ranks, R rows each, N rows of the result, D width.
 """

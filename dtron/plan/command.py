@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from dtron.checkpoint.initial_weights import completed
+from dtron.checkpoint.initial_weights import fill_from_initial
 from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.models import MODELS
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     for option, path in (("--out", given.out), ("--page", given.page)):
         _check_target(option, path)
-    config = RunConfig.load(given.config, given.overrides, completed)
+    config = RunConfig.load(given.config, given.overrides, fill_from_initial)
     check_family(config.model.name, MODELS[config.model.name], Resolved.model_of(config))
     row = hardware(given.hardware)
     searched = None

@@ -208,7 +208,7 @@ _ENDS = (("attn", "ffn"), ("attn.wo", "ffn.down"))
 
 def _share_gathered(run: Resolved, layers: Sequence[int], names: Sequence[str]) -> float:
     """Bytes of what these modules gather, over those without float8."""
-    small = run.float8.travelling if run.float8 else frozenset()
+    small = run.float8.communicated if run.float8 else frozenset()
     found = [f"blocks.{i}.{name}" in small for i in layers for name in names]
     return sum(1 / run.element if one else 1.0 for one in found) / len(found)
 

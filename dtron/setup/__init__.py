@@ -1,1 +1,1 @@
-"""What a run will be, and whether it can: rules, this machine, float8, agreement of ranks."""
+"""Checks before a run starts: rules, machine, float8 layers, resuming, agreement of ranks."""

@@ -1,7 +1,6 @@
-"""What all ranks must have in common, compared before the model is built.
+"""Check that settings, code and data are equal on all ranks, before the model is built.
 
-Ranks whose settings, code or data differ would train something that no one asked for, without an
-error, or end in the traceback of a collective.
+Otherwise training would be wrong without an error, or end in the traceback of a collective.
 """
 
 import functools
@@ -22,24 +21,24 @@ from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 
 _PACKAGES = ("torch", "torchao", "triton")
-_RESOLVED = ("data.paths", "data.tokenizer", "data.cache_dir", "model.override")
-"""Keys that are compared by what they stand for: the content of files, the resolved model."""
-_AT_MOST = 5
-"""Differences that an error names."""
+_COMPARED_RESOLVED = ("data.paths", "data.tokenizer", "data.cache_dir", "model.override")
+"""Keys that are not compared themselves, but the content of their files or the resolved model."""
+_MAX_SHOWN = 5
+"""Most differences that an error names."""
 
 
 def common_to_ranks(
     config: RunConfig, model: DecoderConfig, data: dict[str, str]
 ) -> dict[str, Any]:
-    """Name -> value of all that must be equal on every rank.
+    """Return name -> value of everything that must be equal on all ranks.
 
     Args:
-        model: resolved.
-        data: of `dtron.data.identity_of`.
+        model: the resolved model config.
+        data: result of `dtron.data.identity_of`.
     """
     sections = config.model_dump(mode="json")
     keys = {f"{name}.{key}": v for name, keys in sections.items() for key, v in keys.items()}
-    found = {key: value for key, value in keys.items() if key not in _RESOLVED}
+    found = {key: value for key, value in keys.items() if key not in _COMPARED_RESOLVED}
     found |= {f"model.override.{key}": v for key, v in model.model_dump(mode="json").items()}
     found |= {f"the version of {name}": _installed(name) for name in _PACKAGES}
     found |= {"the version of CUDA": torch.version.cuda, "dtron's source code": _source()}
@@ -47,12 +46,12 @@ def common_to_ranks(
 
 
 def check_agreement_of_ranks(mine: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Compare this rank's values with those of all others; all ranks call it together.
+    """Compare this rank's values with those of all other ranks; all ranks call it together.
 
     Args:
-        group: over all ranks, on the host.
+        group: process group of all ranks for CPU tensors.
     Raises:
-        ConfigError: on all ranks; names what differs, and where.
+        ConfigError: on all ranks; names what differs, and on which ranks.
     """
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     digests = [""] * dist.get_world_size(group)
@@ -63,8 +62,8 @@ def check_agreement_of_ranks(mine: dict[str, Any], group: dist.ProcessGroup) -> 
     dist.all_gather_object(found, (platform.node(), mine), group=group)
     names = dict.fromkeys(name for _, values in found for name in values)
     differing = [n for n in names if len({json.dumps(v.get(n)) for _, v in found}) > 1]
-    lines = [_difference(name, found) for name in differing[:_AT_MOST]]
-    more = f"; and {len(differing) - _AT_MOST} more" if len(differing) > _AT_MOST else ""
+    lines = [_difference(name, found) for name in differing[:_MAX_SHOWN]]
+    more = f"; and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
     raise ConfigError(
         f"ranks disagree on {'; on '.join(lines)}{more}; start all of them with the same command, "
         "files and versions"
@@ -72,7 +71,7 @@ def check_agreement_of_ranks(mine: dict[str, Any], group: dist.ProcessGroup) -> 
 
 
 def _difference(name: str, found: list[tuple[str, dict[str, Any]]]) -> str:
-    """`parallel.tp: 2 on ranks 0, 1 (host a), 4 on rank 2 (host b)`."""
+    """Format one difference: `parallel.tp: 2 on ranks 0, 1 (host a), 4 on rank 2 (host b)`."""
     by_value: dict[str, list[int]] = {}
     for rank, (_, values) in enumerate(found):
         by_value.setdefault(json.dumps(values.get(name)), []).append(rank)
@@ -93,7 +92,7 @@ def _installed(package: str) -> str | None:
 
 @functools.cache
 def _source() -> str:
-    """SHA-256 of all of the package's files of Python."""
+    """Return the SHA-256 of all Python files of the package."""
     content = hashlib.sha256()
     root = Path(dtron.__file__).parent
     for folder, folders, files in os.walk(root, followlinks=True):

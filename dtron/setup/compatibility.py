@@ -1,7 +1,7 @@
-"""Which settings of a run must be those of the checkpoint that it resumes, and which may change.
+"""Checks of a run against the checkpoint that it resumes.
 
-The optimizer, the model and the data of a checkpoint must be the run's; a changed learning-rate
-schedule is logged.
+Model, optimizer and data must be those of the checkpoint; a changed learning rate schedule is
+logged.
 """
 
 import logging
@@ -20,45 +20,48 @@ log = logging.getLogger("dtron")
 
 _CONTENT = ("source", "paths", "text_key", "tokenizer", "eos_token")
 _CONTENT_KEYS = (*(f"data.{key}" for key in _CONTENT), "data.hf_path", "data.hf_name")
-"""Keys that act through the content alone, of which `check_data` compares hashes."""
+"""Keys whose effect is the content of the data, which `check_data` compares by hash."""
 
 
 def read_compatible(
     config: RunConfig, model: DecoderConfig, checkpoint: Location
 ) -> CheckpointMetadata:
-    """Read the metadata of a checkpoint that a run of this config can resume.
+    """Read the metadata of a checkpoint, and check that a run of this config can resume from it.
 
     Raises:
-        CheckpointError: it is damaged or of another model, optimizer or kind.
+        CheckpointError: it is damaged, of another model or optimizer, or has weights only.
     """
     metadata = read_metadata(checkpoint)
     if metadata.weights_only:
         raise CheckpointError(
-            f"{checkpoint} holds weights only; set checkpoint.initial instead of checkpoint.resume"
+            f"{checkpoint} has weights only; set checkpoint.initial instead of checkpoint.resume"
         )
     check_model(checkpoint, {**_defaults(), **metadata.model}, model_metadata(config, model))
     for key, value, saved in _changed_settings(config, metadata):
         if key.startswith("optim."):
             raise CheckpointError(
-                f"{checkpoint} holds the state of {key} = {saved!r}, not of {value!r}; keep {key}"
+                f"{key} = {value!r}, but {checkpoint} has optimizer state of {key} = {saved!r}; "
+                f"set {key}={saved}"
             )
     return metadata
 
 
 def model_metadata(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:
-    """Name and resolved fields of the model, as a checkpoint keeps them."""
+    """Return name and resolved fields of the model, for `CheckpointMetadata.model`."""
     return {"name": config.model.name, **model.model_dump(mode="json")}
 
 
 def _defaults() -> dict[str, Any]:
-    """Defaults for fields of the model that were added after a checkpoint was written."""
+    """Return defaults for model fields that were added after a checkpoint was written."""
     fields = DecoderConfig.model_fields.items()
     return {name: field.default for name, field in fields if not field.is_required()}
 
 
 def resume_settings(config: RunConfig) -> dict[str, Any]:
-    """Keys on which a checkpoint's state depends: `optim.*` for the optimizer's state, the others
-    for the position in the data."""
+    """Return the keys that the state of a checkpoint depends on, with their values.
+
+    The optimizer state depends on `optim.*`, the position in the data on the others.
+    """
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
     return {
         "optim.name": config.optim.name,
@@ -70,7 +73,7 @@ def resume_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def schedule_settings(config: RunConfig, warmup: int) -> dict[str, Any]:
-    """All keys that determine a run's learning rates, for `CheckpointMetadata.schedule`.
+    """Return all keys that determine the learning rates, for `CheckpointMetadata.schedule`.
 
     Args:
         warmup: number of warm-up steps, from `resumed_warmup`.
@@ -82,8 +85,14 @@ def schedule_settings(config: RunConfig, warmup: int) -> dict[str, Any]:
 
 
 def resumed_warmup(config: RunConfig, metadata: CheckpointMetadata | None) -> int:
-    """Number of warm-up steps. A complete warm-up keeps its length when the run resumes with
-    another train.steps, and is not entered again; another schedule.warmup takes effect."""
+    """Return the number of warm-up steps of a run, which may resume.
+
+    A warm-up that was complete keeps its length if train.steps has changed, so that it is not
+    entered again; a changed schedule.warmup takes effect.
+
+    Args:
+        metadata: metadata of the checkpoint; None: the run does not resume.
+    """
     own = warmup_steps(config.train.steps, config.schedule)
     if metadata is None or metadata.schedule.get("schedule.warmup") != config.schedule.warmup:
         return own
@@ -95,7 +104,7 @@ def resumed_warmup(config: RunConfig, metadata: CheckpointMetadata | None) -> in
 def _changed_settings(
     config: RunConfig, metadata: CheckpointMetadata
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value, value in the checkpoint) of `resume_settings` that differ."""
+    """Yield (key, value, value in the checkpoint) of the `resume_settings` that differ."""
     defaults = {key: default for key, default, _ in fields(RunConfig)}
     for key, value in resume_settings(config).items():
         saved = metadata.settings.get(key, defaults[key])  # missing: added after the checkpoint
@@ -106,7 +115,7 @@ def _changed_settings(
 def _log_schedule_changes(
     checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata
 ) -> None:
-    """Warn of changes that affect the learning rate of the next step."""
+    """Log changed settings that affect the learning rate of the next step."""
     before = metadata.schedule
     after = schedule_settings(config, resumed_warmup(config, metadata))
     changed = [key for key, value in after.items() if key in before and before[key] != value]
@@ -128,7 +137,7 @@ def _log_schedule_changes(
 
 
 def _rate(step: int, settings: dict[str, Any]) -> float:
-    """Learning rate of an update (0-based), from `schedule_settings`."""
+    """Return the learning rate of an update (0-based), from `schedule_settings`."""
     keys = [key for key in settings if key.startswith("schedule.")]
     options = Schedule(**{key.removeprefix("schedule."): settings[key] for key in keys})
     steps, peak, warmup = (settings[key] for key in ("train.steps", "optim.lr", "warmup_steps"))
@@ -138,15 +147,16 @@ def _rate(step: int, settings: dict[str, Any]) -> float:
 def check_data(
     checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata, data: dict[str, str]
 ) -> None:
-    """Refuse data or a tokenizer that differ from the checkpoint's: the same sequence number would
-    select different text.
+    """Check that data and tokenizer are those of the checkpoint.
+
+    Otherwise the same sequence number would select different text. Raises ConfigError.
 
     Args:
-        data: of `identity_of`.
+        data: result of `identity_of`.
     """
     if config.checkpoint.allow_data_change:
         return
-    older = {key: data[key] for key in data if key != SPLIT}  # of which a checkpoint may lack some
+    older = {key: data[key] for key in data if key != SPLIT}  # an old checkpoint may lack some keys
     changed = [key for key in older if metadata.data.get(key, older[key]) != older[key]]
     split, saved = (each.get(SPLIT, BY_POSITION) for each in (data, metadata.data))
     if not changed and split != saved and config.data.validation_fraction:
@@ -164,13 +174,14 @@ def check_data(
         key, what = ("hf_path" if config.data.source == "hf" else "paths"), "other data"
     raise ConfigError(
         f"data.{key} = {getattr(config.data, key)!r}: {checkpoint} was trained with {what}; "
-        "restore what was there, or set checkpoint.allow_data_change=true to continue at the same "
+        "restore it, or set checkpoint.allow_data_change=true to continue at the same "
         "sequence number of the new data"
     )
 
 
 def warn_of_changes(checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata) -> None:
-    """Warn of settings that change the text of a sequence number, and of changed learning rates."""
+    """Log changed settings that select other text for a sequence number, or other learning
+    rates."""
     known = _CONTENT_KEYS if {"content", "tokenizer"} <= metadata.data.keys() else ()
     for key, value, saved in _changed_settings(config, metadata):
         if key in known:

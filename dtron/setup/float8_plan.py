@@ -1,8 +1,8 @@
-"""float8 in a run: which layers, what is refused, and what the passes and the loop are given.
+"""float8 layers of a run: their choice, their checks, and their settings for passes and loop.
 
-`dtron.float8` knows layers and recipes, not runs; here the keys of [float8] meet the model and the
-layout. The choice of layers depends on the model alone, so that every layout trains the same one,
-unless it is left to a measurement (`float8.filter = "auto"`).
+`dtron.float8` has layers and recipes; this file applies the section [float8] to a model and a
+layout. The choice of layers depends on the model only, so that every layout trains the same layers;
+with `float8.filter = "auto"` it depends on a measurement.
 """
 
 import logging
@@ -45,30 +45,31 @@ class Float8Plan:
     layers: tuple[str, ...]
     """FQNs, in the model's order."""
     fused: tuple[str, ...] = ()
-    """FQNs of gated feed-forward layers that are one function each."""
+    """FQNs of gated feed-forward layers that are fused to one autograd function each."""
     shapes: Mapping[str, Shape] = field(default_factory=dict)
-    """What a rank computes of each layer of the blocks, by FQN."""
+    """Shape of the matmul on one rank of each layer of the blocks, by FQN."""
     experts: tuple[str, ...] = ()
-    """FQNs of modules with experts whose products are float8."""
+    """FQNs of modules with experts whose matmuls are in float8."""
     overlapped: bool = False
-    """Whether products are fused with tp's communication (`parallel.async_tp`)."""
+    """Whether matmuls are fused with tp's communication (`parallel.async_tp`)."""
     head: Shape | None = None
-    """The same of the head, where it is float8 too."""
+    """Shape of the head's matmul on one rank; None: the head is not float8."""
     gathering: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By the FQN of each module that gathers its input, the layers that read it; empty where none
-    does so in float8."""
+    """FQN of each module that gathers its input over tp -> layers that read the input; empty: no
+    input is gathered in float8."""
     scattering: tuple[str, ...] = ()
-    """FQNs of the layers that scatter their product, fused with it (`parallel.async_tp`)."""
+    """FQNs of the layers whose matmul is fused with a reduce-scatter (`parallel.async_tp`)."""
 
     def measured(
         self, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
     ) -> "Float8Plan":
-        """With `float8.filter = "auto"` the plan of the layers that gain; all ranks call it.
+        """With `float8.filter = "auto"`, measure layers and keep the faster ones; all ranks call
+        it.
 
         Args:
-            group: all ranks, on the host; the first one measures.
+            group: process group of all ranks for CPU tensors; rank 0 measures.
         Raises:
-            ConfigError: no layer gains.
+            ConfigError: no layer is faster in float8.
         """
         if self.settings.filter != "auto" or self.why_emulated(device, dtype):
             return self
@@ -77,10 +78,10 @@ class Float8Plan:
             found = [measure(self.shapes.values(), self.recipe, dtype, device)]
             log.info("float8.filter = auto:\n%s", table(found[0]))
         dist.broadcast_object_list(found, group=group, group_src=0)
-        return self.of_those_that_gain(found[0])
+        return self.keep_faster(found[0])
 
-    def of_those_that_gain(self, worth: Mapping[Shape, Worth]) -> "Float8Plan":
-        """The same with fewer layers. Raises ConfigError where none is left."""
+    def keep_faster(self, worth: Mapping[Shape, Worth]) -> "Float8Plan":
+        """Return the plan with the faster layers only. Raises ConfigError: none is faster."""
         blocks = {name for name in self.shapes if worth[self.shapes[name]].gains}
         layers = tuple(name for name in self.layers if name in blocks or name not in self.shapes)
         if not layers:
@@ -92,7 +93,8 @@ class Float8Plan:
         return replace(self, layers=layers, shapes=shapes)
 
     def converter(self, mesh: Mesh, dtype: torch.dtype) -> Callable[[nn.Module], None]:
-        """The pass that comes first: `Passes.convert`."""
+        """Return the first pass, `Passes.convert`, which replaces linear layers by float8
+        layers."""
         device = torch.device(mesh.device_type)
         emulate = bool(self.why_emulated(device, dtype))
         emulate_experts = bool(why_emulated(EXPERTS, device, dtype))
@@ -106,8 +108,8 @@ class Float8Plan:
         return apply
 
     def placements(self, rows: Mapping[str, Row], mesh: Mesh) -> dict[Any, Row | Style]:
-        """Rows with the inputs of `gathering` gathered in float8, where only float8 layers read
-        them."""
+        """Return placement rows in which inputs that only float8 layers read are gathered in
+        float8."""
         styles = self._styles(mesh)
         known = {*self.gathering, *(name for read in self.gathering.values() for name in read)}
         found: dict[Any, Row | Style] = {}
@@ -121,9 +123,11 @@ class Float8Plan:
         return found
 
     def _styles(self, mesh: Mesh) -> dict[str, Style]:
-        """By FQN, of modules whose input is gathered in float8; where that is fused with their
-        layers' products, of these layers too."""
-        whole = self._gathered_whole()
+        """Return the styles of modules whose input is gathered in float8, by FQN.
+
+        If the gather is fused with matmuls, their layers have styles too.
+        """
+        whole = self._gathered_modules()
         if whole and not self.overlapped:
             style = GatherInput(self.recipe.output.left, scale_groups(mesh).both)
             return dict.fromkeys(whole, style)
@@ -135,10 +139,10 @@ class Float8Plan:
         return styles
 
     def _kinds(self) -> dict[str, type[Float8Linear]]:
-        """Classes of the layers that are fused with communication, by FQN."""
+        """Return the classes of the layers that are fused with communication, by FQN."""
         if not self.overlapped:
             return {}
-        read = [name for module in self._gathered_whole() for name in self.gathering[module]]
+        read = [name for module in self._gathered_modules() for name in self.gathering[module]]
         scattering = [name for name in self.scattering if name in self.layers]
         return {
             **dict.fromkeys(read, GatheredLinear),
@@ -146,22 +150,22 @@ class Float8Plan:
         }
 
     @property
-    def travelling(self) -> frozenset[str]:
-        """FQNs of modules whose input tp gathers in float8, and of layers whose output's gradient
-        it does."""
+    def communicated(self) -> frozenset[str]:
+        """FQNs of the modules whose input, or output gradient, tp gathers in float8."""
         scattering = self.scattering if self.overlapped else ()
-        return frozenset(self._gathered_whole()) | (set(scattering) & set(self.layers))
+        return frozenset(self._gathered_modules()) | (set(scattering) & set(self.layers))
 
-    def _gathered_whole(self) -> list[str]:
-        """FQNs of modules whose input only float8 layers read."""
+    def _gathered_modules(self) -> list[str]:
+        """Return the FQNs of modules whose input only float8 layers read."""
         chosen = set(self.layers)
         return [module for module, read in self.gathering.items() if read and set(read) <= chosen]
 
     def gather_weights(self, applied: Applied, mesh: Mesh) -> Callable[[], None] | None:
-        """Gather weights in float8, if the settings say so.
+        """Set up the gathering of weights in float8 (`float8.all_gather`).
 
         Returns:
-            What computes their scales, due now and after each update; None where it is not needed.
+            Function that computes their scales, to be called now and after each update; None:
+            weights are not gathered in float8.
         """
         if not self.settings.all_gather:
             return None
@@ -169,18 +173,19 @@ class Float8Plan:
         return WeightGather(_layers_of(applied).values(), group).refresh
 
     def delay_scales(self, applied: Applied, mesh: Mesh) -> DelayedScales | None:
-        """Take scales from earlier steps, if the settings say so; what updates them after each."""
+        """Set up delayed scaling; return the scales, to be updated after each step. None:
+        dynamic."""
         if self.settings.scaling != "delayed":
             return None
         group = mesh.group("dp_replicate", "dp_shard", "cp", "tp")
         return DelayedScales(_layers_of(applied), self.settings.amax_history, group)
 
     def statistics(self, applied: Applied, device: torch.device) -> Statistics:
-        """What measures a step's casts."""
+        """Return a context that measures the accuracy of a step's casts."""
         return Statistics(self.layers, _layers_of(applied), device)
 
     def reports(self, step: int) -> bool:
-        """Whether the casts of a step, counted from 1, are measured."""
+        """Whether the casts of a step (from 1) are measured."""
         interval = self.settings.report_interval
         return interval > 0 and step % interval == 0
 
@@ -194,22 +199,22 @@ class Float8Plan:
             if getattr(settings, key)
         ]
         if settings.scaling == "delayed":
-            log.info("float8: scales by the last %d steps", settings.amax_history)
+            log.info("float8: delayed scaling, amax history of %d steps", settings.amax_history)
         if found:
             log.info("float8: %s", ", ".join(found))
         if why := self.why_emulated(device, dtype):
-            log.warning("float8 is emulated: %s; it rounds alike and is slower than none", why)
+            log.warning("float8 is emulated: %s; it rounds as float8, but is slower than none", why)
         elif self.experts and (why := why_emulated(EXPERTS, device, dtype)):
             log.warning("float8.experts is emulated: %s; it is slower than none", why)
 
     def why_emulated(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Why products are emulated; empty where they are not."""
+        """Return why float8 matmuls are emulated; empty: they are not."""
         head = () if self.head is None else (self.head,)
         return why_emulated(self.recipe, device, dtype, (*self.shapes.values(), *head))
 
 
 def _layers_of(applied: Applied) -> dict[str, Float8Linear]:
-    """Of this rank, by FQN."""
+    """Return the float8 layers of this rank by FQN."""
     return {
         fqn: module
         for part in applied.parts.values()
@@ -219,7 +224,7 @@ def _layers_of(applied: Applied) -> dict[str, Float8Linear]:
 
 
 def scale_groups(mesh: Mesh) -> ScaleGroups:
-    """The process groups whose ranks hold parts of one tensor."""
+    """Return the names of the process groups whose ranks share the scale of one tensor."""
 
     def names(*axes: str) -> tuple[str, ...]:
         wide = tuple(axis for axis in axes if mesh.size(axis) > 1)  # type: ignore[arg-type]
@@ -229,7 +234,7 @@ def scale_groups(mesh: Mesh) -> ScaleGroups:
 
 
 def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Float8Plan | None:
-    """Choose the float8 layers of a run; None where there is no recipe.
+    """Choose the float8 layers of a run; None without a recipe.
 
     Raises:
         ConfigError: a pattern matches nothing, dims do not fit, or no layer gathers its input.
@@ -249,7 +254,7 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
         settings.skip_last,
         spec.head[-1] if settings.output else "",
     )
-    # tp splits the three layers one by one.
+    # tp splits the three layers separately.
     gated = model.activation == "swiglu" and config.parallel.tp == 1
     fused = tuple(select(whole, spec.feed_forward)) if gated else ()
     plan = Float8Plan(recipe, settings, layer_names(whole, choice), fused)
@@ -258,7 +263,10 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
     degrees = config.degrees(world_size)
     rows = spec.placements(model, config.parallel.sequence_parallel)
     shapes = {
-        name: (config.tokens, *_part(name, whole.get_submodule(name), rows, degrees, settings))
+        name: (
+            config.tokens,
+            *_local_features(name, whole.get_submodule(name), rows, degrees, settings),
+        )
         for name in plan.layers
     }
     head = shapes.pop(choice.output, None)
@@ -269,16 +277,16 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
     if not settings.gather_inputs and not config.parallel.async_tp:
         return plan
     plan = replace(plan, gathering=_gathering(whole, rows), overlapped=config.parallel.async_tp)
-    if settings.gather_inputs and not plan.travelling:
+    if settings.gather_inputs and not plan.communicated:
         raise ConfigError(
-            "float8.gather_inputs has no effect: no attention or feed-forward has all the layers "
-            "that read its input in float8; widen float8.filter"
+            "float8.gather_inputs = true, but float8.filter leaves no attention or feed-forward "
+            "whose input layers are all float8; widen it"
         )
     return replace(plan, scattering=_scattering(whole, rows))
 
 
 def _gathering(model: nn.Module, rows: Mapping[str, Row]) -> dict[str, tuple[str, ...]]:
-    """By the FQN of each module that gathers its input, the layers that read it."""
+    """Return FQN of each module that gathers its input -> layers that read the input."""
     kinds = {
         name: {row.kind for pattern, row in rows.items() if matches(pattern, name)}
         for name, _ in model.named_modules()
@@ -291,7 +299,7 @@ def _gathering(model: nn.Module, rows: Mapping[str, Row]) -> dict[str, tuple[str
 
 
 def _scattering(model: nn.Module, rows: Mapping[str, Row]) -> tuple[str, ...]:
-    """FQNs of linear layers that scatter their product along the sequence."""
+    """Return the FQNs of linear layers whose output is reduce-scattered along the sequence."""
     patterns = [p for p, row in rows.items() if row.kind == "rowwise" and row.output == Shard(1)]
     return tuple(
         name
@@ -301,19 +309,21 @@ def _scattering(model: nn.Module, rows: Mapping[str, Row]) -> tuple[str, ...]:
 
 
 def _any_attention(model: DecoderConfig) -> Backend:
-    """A backend that can do what the model asks: only names and shapes are looked at."""
+    """Return a backend that supports the model; only names and shapes matter here."""
     return choose_backend("math", AttentionNeeds.of(model, "cpu", torch.float32))
 
 
-def _part(
+def _local_features(
     name: str,
     linear: nn.Module,
     rows: Mapping[str, Row],
     degrees: Mapping[Degree, int],
     settings: Float8,
 ) -> tuple[int, int]:
-    """Input and output features that a rank holds of a layer. Raises ConfigError if they do not
-    fit."""
+    """Return the input and output features of a layer on one rank.
+
+    Raises ConfigError: float8 does not support them.
+    """
     assert isinstance(linear, nn.Linear)
     tp, ranks = degrees["tp"], degrees["dp_shard"] * degrees["cp"]
     kinds = {row.kind for pattern, row in rows.items() if matches(pattern, name)}

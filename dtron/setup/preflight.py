@@ -1,8 +1,7 @@
-"""Checks of a run that can be made before the process group starts.
+"""Checks of a run before the process group starts.
 
-Each rank checks what is cheap; the first rank of each host prepares the data, and the others wait
-for it, so that an error is found and printed once.
-"""
+Each rank does the cheap checks. The first rank of each host prepares the data while the others
+wait, so that an error in it is found and printed once."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from dtron.checkpoint.initial_weights import (
-    Initial,
+    InitialWeights,
     check_same_model,
     check_tokenizer,
     open_initial,
@@ -51,19 +50,19 @@ log = logging.getLogger("dtron")
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """A run's model and how it is computed, resolved from its config."""
+    """Model, attention backend, pipeline and float8 layers of a run, resolved from its config."""
 
     config: DecoderConfig
     attention: Backend
     layout: Layout | None
-    """Stages of the pipeline; None where parallel.pp is 1."""
+    """Stages of the pipeline; None with parallel.pp = 1."""
     float8: Float8Plan | None
 
     def measured(self, config: RunConfig, place: Place, group: dist.ProcessGroup) -> "ModelSetup":
-        """With `float8.filter = "auto"` the float8 layers that save time; all ranks call it.
+        """Keep the float8 layers that are faster, with `float8.filter = "auto"`; all ranks call it.
 
         Args:
-            group: over all ranks, on the host.
+            group: process group of all ranks for CPU tensors.
         """
         if self.float8 is None:
             return self
@@ -73,7 +72,7 @@ class ModelSetup:
 
 @dataclass(frozen=True)
 class DataSetup:
-    """A run's tokenizer and data, ready to be read."""
+    """Tokenizer and open data of a run."""
 
     tokenizer: Tokenizer
     train: TrainingSource
@@ -83,7 +82,7 @@ class DataSetup:
 
 
 class Preflight(NamedTuple):
-    """What `preflight` has found."""
+    """Results of `preflight`."""
 
     model: ModelSetup
     data: DataSetup
@@ -93,14 +92,14 @@ class Preflight(NamedTuple):
 def preflight(
     config: RunConfig, place: Place, rendezvous: Rendezvous | None = None, starts: bool = True
 ) -> Preflight:
-    """Check a run against this machine.
+    """Check that a run can start on this machine, and open its data and checkpoint.
 
     Args:
-        rendezvous: of all ranks, which call it together; None: of this process alone.
-        starts: the model will be built here, so that this machine has to hold it.
+        rendezvous: rendezvous of all ranks, which call this together; None: one process only.
+        starts: the run starts now, so that this machine must have the memory for the model.
     Raises:
-        ConfigError: all that settings, model and machine rule out, a line each.
-        ConfigError, DataError, CheckpointError: else the first thing that cannot work.
+        ConfigError: all broken rules about settings, model and machine, one per line.
+        ConfigError, DataError, CheckpointError: if no rule is broken, the first other error.
     """
     model = _set_up_model(config, place, starts)
     tokenizer = load_tokenizer(config.data)
@@ -133,7 +132,7 @@ def _set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
     return ModelSetup(run.model, run.attention, run.layout, run.float8)
 
 
-def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) -> Initial:
+def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) -> InitialWeights:
     initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
     check_same_model(initial, config.model.name, model)
     if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):
@@ -147,7 +146,7 @@ def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer)
 
 
 def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
-    """The first rank of a host prepares the data; the others wait for its cache."""
+    """Open the data: the first rank of a host prepares it, the others wait for the cache."""
     if place.local_rank == 0:
         _check_writable(RunDir(config.run.dir).path)
         prepare(config.data)
@@ -158,8 +157,11 @@ def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSet
 
 
 def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None:
-    """Without GPUs a run's state is in the host's memory: warn where it takes half of what is
-    available, refuse it where it takes more than that. Activations are not counted."""
+    """Check that weights, gradients and moments fit into host memory, for a run without GPUs.
+
+    Warn if they take more than half of the available memory. Raises ConfigError: they do not fit.
+    Activations are not counted.
+    """
     moments = 2 * DTYPES[config.optim.moments].itemsize if config.optim.name == "adamw" else 0
     copies = config.degrees(place.world_size)["dp_replicate"]
     each = 4 + 4 + moments  # weights and gradients are float32

@@ -1,7 +1,7 @@
-"""Which checkpoint a run resumes from, found before the process group starts.
+"""Search for the checkpoint that a run resumes from, before the process group starts.
 
-All ranks look in the checkpoint locations of the run. Where these are object stores, rank 0 looks
-once and sends what it has found to the others. Once the process group exists, ranks agree on one
+All ranks look in the checkpoint locations of the run. If these are object stores, only rank 0 looks
+and sends the result to the others. Once the process group exists, ranks agree on one
 checkpoint (`ResumeState.agree`) and compare its files with their hashes (`ResumeState.verify`).
 """
 
@@ -26,8 +26,8 @@ from dtron.checkpoint.directory import (
     complete,
     find,
 )
-from dtron.checkpoint.initial_weights import Initial
-from dtron.checkpoint.locations import Tier, owner, tiers_of
+from dtron.checkpoint.initial_weights import InitialWeights
+from dtron.checkpoint.locations import CheckpointLocation, checkpoint_locations, location_of
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError, DtronError, cause_of
 from dtron.io.filesystem import Location, dangling_link, listed, location
@@ -48,47 +48,46 @@ class ResumeState:
 
     mode: str
     """`checkpoint.resume`, or `latest` after torchrun has restarted the job."""
-    tiers: Sequence[Tier]
+    locations: Sequence[CheckpointLocation]
     """The run's checkpoint locations."""
     folders: Sequence[Location]
-    """Their folders, with the listing read at the start; empty on ranks that did not look."""
+    """Folders of `locations`, listed at the start; empty on ranks that did not look."""
     checkpoint: Location | None = None
     metadata: CheckpointMetadata | None = None
-    """Of the checkpoint; None where there is none."""
-    initial: Initial | None = None
+    """Metadata of the checkpoint; None without a checkpoint."""
+    initial: InitialWeights | None = None
     """Weights to start from; None when a checkpoint is resumed."""
     found_by_rank_0: bool = False
-    """Only rank 0 has looked, in an object store."""
+    """Whether only rank 0 has looked, in an object store."""
 
     def is_finished(self, steps: int) -> bool:
-        """Whether the checkpoint has all `steps` and is in the durable location."""
-        only_one = self.tiers[0] is self.tiers[-1]
-        durable = only_one or owner(self.tiers[:-1], self.checkpoint) is None
+        """Whether all `steps` are done and the checkpoint is in the durable location."""
+        only_one = self.locations[0] is self.locations[-1]
+        durable = only_one or location_of(self.locations[:-1], self.checkpoint) is None
         return self.metadata is not None and self.metadata.step >= steps and durable
 
     def agree(
         self, config: RunConfig, model: DecoderConfig, group: dist.ProcessGroup
     ) -> "ResumeState":
-        """Make all ranks resume the same state, each from a location where it can read it.
+        """Agree on one checkpoint, which each rank reads from a location that it sees.
 
-        Every rank of `group`, on the host, calls it. Raises CheckpointError on all of them.
+        All ranks of `group`, which is for CPU tensors, call it. Raises CheckpointError on all.
         """
         if self.found_by_rank_0 and self.checkpoint is not None:
             return replace(self, checkpoint=directory.share(self.checkpoint, group))
-        if self.mode != "latest" or len(self.tiers) == 1:
+        if self.mode != "latest" or len(self.locations) == 1:
             check_agreement(self.checkpoint, group)
             return self
-        found = directory.agree(self.checkpoint, [tier.folder for tier in self.tiers], group)
+        found = directory.agree(self.checkpoint, [each.folder for each in self.locations], group)
         metadata = read_compatible(config, model, found) if found else None
         return replace(self, checkpoint=found, metadata=metadata)
 
     def verify(
         self, config: RunConfig, model: DecoderConfig, group: dist.ProcessGroup
     ) -> "ResumeState":
-        """Compare the checkpoint's files with their hashes; with `latest` take the newest
-        checkpoint whose files are intact.
+        """Compare the checkpoint's files with their hashes; with `latest`, fall back to older ones.
 
-        Every rank of `group` calls it. Raises CheckpointError on all of them.
+        All ranks of `group` call it. Raises CheckpointError on all of them.
         """
         assert self.checkpoint is not None, "the run resumes from a checkpoint"
         if not config.checkpoint.verify:
@@ -96,7 +95,7 @@ class ResumeState:
         if self.mode != "latest":
             directory.check_content(self.checkpoint, group, RESUME)
             return self
-        checkpoint = newest_intact(self.tiers, self.checkpoint, group)
+        checkpoint = newest_intact(self.locations, self.checkpoint, group)
         metadata = read_compatible(config, model, checkpoint)
         return replace(self, checkpoint=checkpoint, metadata=metadata)
 
@@ -108,37 +107,37 @@ def find_resume_state(
     rendezvous: Rendezvous | None,
     starts: bool,
 ) -> ResumeState:
-    """Look for the checkpoint to resume from, and check that checkpoints can be written.
+    """Find the checkpoint to resume from, and check that checkpoints can be written.
 
     Args:
         rendezvous, starts: as for `preflight`.
     Raises:
-        CheckpointError: it is missing, damaged or of another model, optimizer or kind.
+        CheckpointError: it is missing, damaged, of another model or optimizer, or has weights only.
         ConfigError: a location cannot be written, or holds another run's checkpoints.
     """
-    tiers, restarted = tiers_of(config), _is_restart(RunDir(config.run.dir), place)
+    locations, restarted = checkpoint_locations(config), _is_restart(RunDir(config.run.dir), place)
 
     def look() -> ResumeState:
-        return _look(config, model, place, tiers, restarted, probe=starts)
+        return _look(config, model, place, locations, restarted, probe=starts)
 
-    by_rank_0 = rendezvous is not None and place.world_size > 1 and _all_remote(config, tiers)
+    by_rank_0 = rendezvous is not None and place.world_size > 1 and _all_remote(config, locations)
     if rendezvous is None or not by_rank_0:
         return look()
-    if place.rank > 0 and isinstance(tiers[-1].folder, Remote):
-        tiers[-1].folder.connect()  # while rank 0 looks
-    return _look_on_rank_0(look, tiers, rendezvous, config.checkpoint.timeout_seconds)
+    if place.rank > 0 and isinstance(locations[-1].folder, Remote):
+        locations[-1].folder.connect()  # while rank 0 looks
+    return _look_on_rank_0(look, locations, rendezvous, config.checkpoint.timeout_seconds)
 
 
 def find_checkpoint(
     config: RunConfig, model: DecoderConfig, resume: str, folders: Sequence[Location]
 ) -> tuple[Location | None, CheckpointMetadata | None]:
-    """The checkpoint to resume from and its metadata; None where the run starts afresh.
+    """Find the checkpoint to resume from and read its metadata; None, None: start from step 0.
 
     Args:
         resume, folders: as for `dtron.checkpoint.directory.find`.
     Raises:
-        CheckpointError: it is damaged or of another model, optimizer or kind.
-        ConfigError: `resume` names it, and it has all steps.
+        CheckpointError: it is damaged, of another model or optimizer, or has weights only.
+        ConfigError: `resume` is its path, and it is of the last step or later.
     """
     try:
         checkpoint = find(resume, folders)
@@ -156,15 +155,15 @@ def find_checkpoint(
 
 
 def newest_intact(
-    tiers: Sequence[Tier], checkpoint: Location, group: dist.ProcessGroup
+    locations: Sequence[CheckpointLocation], checkpoint: Location, group: dist.ProcessGroup
 ) -> Location:
-    """The checkpoint, or the newest before it, whose files have the hashes of its index.
+    """Return the checkpoint, or the newest older one, whose files have the hashes of its index.
 
-    Every rank of `group` calls it. Raises CheckpointError on all of them.
+    All ranks of `group` call it. Raises CheckpointError on all of them.
     """
     while damaged := corrupt(checkpoint, read_index(checkpoint).files, group):
         log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(damaged))
-        older = directory.newest_good([tier.folder for tier in tiers], after=checkpoint)
+        older = directory.newest_good([each.folder for each in locations], after=checkpoint)
         assert older is not None, "newest_good raises where none is left"
         checkpoint = older
         check_agreement(checkpoint, group)
@@ -174,7 +173,7 @@ def newest_intact(
 def _is_restart(rundir: RunDir, place: Place) -> bool:
     """Whether torchrun has restarted a job that had begun to train.
 
-    A job is identified by torchrun's run id where it has one: a change of the number of ranks
+    A job is identified by torchrun's run id, if it has one, since a change of the number of ranks
     restarts the job without a new attempt.
     """
     if not place.job and place.attempt == 0:
@@ -190,38 +189,38 @@ def _look(
     config: RunConfig,
     model: DecoderConfig,
     place: Place,
-    tiers: Sequence[Tier],
+    locations: Sequence[CheckpointLocation],
     restarted: bool,
     probe: bool,
 ) -> ResumeState:
-    """This rank's `find_resume_state`; with `probe` rank 0 writes to an object store."""
+    """Do `find_resume_state` on this rank; with `probe`, rank 0 test-writes to an object store."""
     for key, folder in (("dir", config.checkpoint.dir), ("fast_dir", config.checkpoint.fast_dir)):
         if folder and isinstance(where := location(folder), Path):
             _check_folder(f"checkpoint.{key}", where)
-    if probe and place.rank == 0 and isinstance(tiers[-1].folder, Remote):
-        _check_store(config.checkpoint.dir, tiers[-1].folder)
+    if probe and place.rank == 0 and isinstance(locations[-1].folder, Remote):
+        _check_store(config.checkpoint.dir, locations[-1].folder)
     try:
-        folders = [listed(tier.folder) for tier in tiers]
+        folders = [listed(each.folder) for each in locations]
     except OSError as error:
         raise _unlisted(config.checkpoint.resume, error) from error
     mode, checkpoint, metadata = _newest_or_named(config, model, restarted, folders)
     recorded = RunDir(config.run.dir).noted_checkpoint()
     if mode == "latest" and checkpoint is None and recorded:
         raise CheckpointError(
-            f"checkpoint.resume = 'latest' finds no checkpoint in {tiers[-1].folder}, but this run "
-            f"wrote {recorded}; mount or restore its file system, or start afresh with "
+            f"checkpoint.resume = 'latest' finds no checkpoint in {locations[-1].folder}, but this "
+            f"run wrote {recorded}; mount or restore its file system, or start from step 0 with "
             "checkpoint.resume= (empty)"
         )
-    own = checkpoint if owner(tiers, checkpoint) else None
+    own = checkpoint if location_of(locations, checkpoint) else None
     if own is None and not restarted:
         _check_unused(config, folders)
-    return ResumeState(mode, tiers, folders, checkpoint, metadata)
+    return ResumeState(mode, locations, folders, checkpoint, metadata)
 
 
 def _newest_or_named(
     config: RunConfig, model: DecoderConfig, restarted: bool, folders: Sequence[Location]
 ) -> tuple[str, Location | None, CheckpointMetadata | None]:
-    """How this attempt resumes, and from which checkpoint.
+    """Return how this attempt resumes, the checkpoint, and its metadata.
 
     The first attempt of a job follows `checkpoint.resume`. A restarted one continues from the
     job's own newest checkpoint; if there is none yet, it does what the first attempt did.
@@ -234,16 +233,19 @@ def _newest_or_named(
     return resume, *find_checkpoint(config, model, resume, folders)
 
 
-def _all_remote(config: RunConfig, tiers: Sequence[Tier]) -> bool:
-    """Whether all locations are object stores, which every rank sees alike."""
+def _all_remote(config: RunConfig, locations: Sequence[CheckpointLocation]) -> bool:
+    """Whether all locations are object stores, where every rank sees the same."""
     resume = config.checkpoint.resume
-    locations = [tier.folder for tier in tiers]
-    locations += [location(resume)] if resume not in ("", "latest") else []
-    return all(isinstance(each, Remote) for each in locations)
+    folders = [each.folder for each in locations]
+    folders += [location(resume)] if resume not in ("", "latest") else []
+    return all(isinstance(folder, Remote) for folder in folders)
 
 
 def _look_on_rank_0(
-    look: Callable[[], ResumeState], tiers: Sequence[Tier], rendezvous: Rendezvous, seconds: float
+    look: Callable[[], ResumeState],
+    locations: Sequence[CheckpointLocation],
+    rendezvous: Rendezvous,
+    seconds: float,
 ) -> ResumeState:
     """Send rank 0's result, or its error, to all ranks."""
     found, failure = None, None
@@ -266,41 +268,41 @@ def _look_on_rank_0(
         raise CheckpointError(answer["error"])
     metadata = TypeAdapter(CheckpointMetadata | None).validate_python(answer["metadata"])
     checkpoint = location(answer["at"]) if answer["at"] else None
-    return ResumeState(answer["mode"], tiers, [], checkpoint, metadata, found_by_rank_0=True)
+    return ResumeState(answer["mode"], locations, [], checkpoint, metadata, found_by_rank_0=True)
 
 
 def _unlisted(resume: str, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint.resume = {resume!r}: checkpoints cannot be looked for: {error}; start again "
-        "when that works"
+        f"checkpoint.resume = {resume!r}: checkpoints cannot be listed: {error}; start again "
+        "when the disk or store answers"
     )
 
 
 def _check_store(url: str, folder: Remote) -> None:
-    """Refuse a store that cannot be written; the next save deletes the object written here."""
+    """Check that a store can be written; the next save deletes the object written here."""
     try:
         (folder / PROBE).write_bytes(b"\n")
     except OSError as error:
         raise ConfigError(
             f"checkpoint.dir = {url!r} cannot be written: {cause_of(error, folder)}; make the "
-            "bucket, set credentials that may list, read, write and delete there, or set another "
+            "bucket, set credentials that may list, read, write and delete in it, or set another "
             "checkpoint.dir"
         ) from error
 
 
 def _check_unused(config: RunConfig, folders: Sequence[Location]) -> None:
-    """Refuse folders that hold another run's checkpoints."""
-    local = RunDir(config.run.dir).checkpoints  # is renamed instead
+    """Check that no folder has another run's checkpoints. Raises ConfigError."""
+    local = RunDir(config.run.dir).checkpoints  # is renamed by the start
     for folder in folders:
         if folder != local and _is_used(folder):
             raise ConfigError(
-                f"{folder} holds checkpoints of an earlier start; set "
-                "checkpoint.resume=latest to go on from them, delete them, or use another folder"
+                f"{folder} has checkpoints of an earlier start; set checkpoint.resume=latest to "
+                "continue from them, delete them, or use another folder"
             )
 
 
 def _check_folder(key: str, folder: Path) -> None:
-    """Refuse, before a step is trained, where no checkpoint can be written; creates nothing."""
+    """Check that checkpoints can be written to a folder, without creating it. Raises ConfigError."""
     fix = "set another folder"
     if link := dangling_link(folder):
         raise ConfigError(

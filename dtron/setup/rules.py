@@ -1,10 +1,8 @@
-"""What a run's model, float8 layers and machine rule out, as rows of tables, and what is left: the
-model, its pipeline, its float8 layers.
+"""Rules about a run's model, float8 layers and machine, as rows of tables; `resolve` checks them.
 
-Rows that need settings alone are in `dtron/config/rules.py`. A start, `--dry-run`, `dtron plan`,
-its search and docs/combinations.md walk the same rows, of which MACHINE is for a start alone.
-Passes refuse again what users of the plug-in can get wrong.
-"""
+Rules that need only settings are in `dtron/config/rules.py`. A start, `--dry-run`, `dtron plan`,
+its search and docs/combinations.md check the same rules; those of MACHINE only a start and
+`--dry-run`. Passes repeat the checks that users of the plug-in need."""
 
 import math
 from collections.abc import Iterator
@@ -43,23 +41,23 @@ from dtron.setup.float8_plan import Float8Plan, plan_float8
 
 @dataclass(frozen=True)
 class ModelCandidate(Candidate):
-    """A candidate with its model, pipeline and float8 layers."""
+    """A Candidate with its model, pipeline and float8 layers."""
 
     @cached_property
     def model(self) -> DecoderConfig:
-        """The model's resolved config."""
+        """Resolved config of the model."""
         chosen = self.config.model
         return model_config(chosen.name, chosen.size, chosen.override)
 
     @property
     def spec(self) -> ModelSpec:
-        """The row of MODELS."""
+        """Model family, a row of MODELS."""
         assert self.model
         return MODELS[self.config.model.name]
 
     @cached_property
     def layout(self) -> Layout | None:
-        """The pipeline's stages, where there are several; the head weighs as it multiplies."""
+        """Stages of the pipeline, balanced by matmul FLOPs with the head; None with pp = 1."""
         config, model, spec = self.config, self.model, self.spec
         if config.parallel.pp == 1:
             return None
@@ -73,36 +71,37 @@ class ModelCandidate(Candidate):
         )
 
     @property
-    def splits(self) -> bool:
-        """Whether the pipeline's schedule splits backwards, and defers weight gradients."""
+    def splits_backward(self) -> bool:
+        """Whether the pipeline schedule splits the backward and defers weight gradients."""
         return self.layout is not None and self.layout.splits_backward
 
     @property
-    def sums(self) -> bool:
-        """As of Candidate; a pipeline that defers weight gradients adds them up as well."""
+    def sums_micro_batches(self) -> bool:
+        """Whether micro-batches are summed before the reduction, as deferred weight gradients
+        are."""
         deferred = self.layout is not None and (self.layout.splits_backward or self.layout.head)
-        return super().sums or bool(deferred and self.micro_batches > 1)
+        return super().sums_micro_batches or bool(deferred and self.micro_batches > 1)
 
     @property
     def recipe(self) -> Recipe:
-        """The float8 recipe, where there is one."""
+        """The float8 recipe; only if `float8.recipe` is set."""
         return RECIPES[self.config.float8.recipe]
 
     @cached_property
     def float8(self) -> Float8Plan | None:
-        """The float8 layers. Everything else has to be legal."""
+        """The float8 layers; only if no other rule is broken."""
         return plan_float8(self.config, self.model, self.world_size)
 
 
 @dataclass(frozen=True)
 class MachineCandidate(ModelCandidate):
-    """A candidate on a device of this machine."""
+    """A ModelCandidate on a device of this machine."""
 
     device: torch.device = field(default=torch.device("cpu"))
 
     @cached_property
     def attention(self) -> Backend:
-        """The attention backend."""
+        """Attention backend for this device."""
         config, model = self.config, self.model
         needs = AttentionNeeds.of(
             model,
@@ -116,18 +115,18 @@ class MachineCandidate(ModelCandidate):
 
 
 def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Layout | None]:
-    """The model, and its pipeline where it has several stages. Raises as `resolve`."""
+    """Return model and pipeline of a run. Raises as `resolve`."""
     return resolve(config, world_size)[:2]
 
 
 def resolve(
     config: RunConfig, world_size: int
 ) -> tuple[DecoderConfig, Layout | None, Float8Plan | None]:
-    """The model, its pipeline where it has several stages, its float8 layers where it has any.
+    """Return the model, the pipeline (None with pp = 1) and the float8 layers (None: no float8).
 
     Raises:
-        ConfigError: the settings contradict each other, or do not fit the model or the ranks; names
-            all that is wrong, a line each.
+        ConfigError: settings exclude each other, or do not fit the model or the number of ranks;
+            one line per error.
     """
     run = ModelCandidate(config, world_size)
     refuse(all_broken(run))
@@ -135,12 +134,12 @@ def resolve(
 
 
 def reasons(config: RunConfig, world_size: int) -> list[str]:
-    """All for which `resolve` refuses a run; empty where nothing is wrong."""
+    """Return all errors for which `resolve` refuses a run; empty: it is legal."""
     return list(dict.fromkeys(all_broken(ModelCandidate(config, world_size))))
 
 
 def all_broken(run: ModelCandidate) -> Iterator[str]:
-    """The messages of all rules that a run breaks; some may come several times."""
+    """Yield the messages of all rules that a run breaks; some may be repeated."""
     config, found = run.config, False
     for messages in (
         broken_settings(run),
@@ -156,11 +155,12 @@ def all_broken(run: ModelCandidate) -> Iterator[str]:
 
 
 def host_warnings(config: RunConfig, world_size: int, host: int) -> Iterator[str]:
-    """Axes whose collectives computation waits for in every layer, and whose ranks are on several
-    hosts: such a run is legal, and slow.
+    """Yield warnings about tp, etp or cp across hosts, which is legal but slow.
+
+    Computation waits for the collectives of these axes in every layer.
 
     Args:
-        host: ranks of a host, or of an NVLink domain; neighbouring ranks share one.
+        host: ranks per host or per NVLink domain; neighbouring ranks are on the same one.
     """
     for key, degree, block, instead in _blocks(config):
         if world_size <= host or host % block == 0:
@@ -178,8 +178,10 @@ def host_warnings(config: RunConfig, world_size: int, host: int) -> Iterator[str
 
 
 def _blocks(config: RunConfig) -> Iterator[tuple[str, int, int, str]]:
-    """(key, degree, neighbouring ranks that it joins, what to use instead) of axes that want one
-    host. cp and tp are innermost, as are etp ranks among those of the experts."""
+    """Yield (key, degree, size of its block of neighbouring ranks, fix) of axes for one host.
+
+    cp and tp are the innermost axes of the mesh, etp the innermost of the experts' mesh.
+    """
     parallel, ring = config.parallel, 'parallel.cp_method = "ring"'
     yield "parallel.tp", parallel.tp, parallel.tp, ""
     yield "parallel.etp", parallel.etp, parallel.etp, ""
@@ -202,7 +204,7 @@ def _sizes(run: ModelCandidate, *keys: str) -> str:
 
 
 def _undivided(run: ModelCandidate) -> Iterator[str]:
-    """The first size that tp, ep or etp does not divide, with the degrees that do."""
+    """Yield, for each of tp, ep and etp, the first size that it does not divide."""
     model, parallel, ranks = run.model, run.parallel, run.world_size
     heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "ffn_dim": model.ffn_dim}
     shared = {"n_shared_experts x expert_dim": model.n_shared_experts * model.expert_dim}
@@ -241,7 +243,7 @@ def _shares_heads(run: ModelCandidate) -> bool:
 
 
 def _check_expert_shards(run: ModelCandidate) -> None:
-    """Ranks that share each expert have to divide a dim of its matrices."""
+    """Check that edp_shard divides a dim of each expert's matrices. Raises ConfigError."""
     model, parallel = run.model, run.parallel
     ep, etp = parallel.ep, parallel.etp
     if not model.n_experts or ep * etp * parallel.tp == 1 or any(_undivided(run)):
@@ -254,7 +256,7 @@ def _check_expert_shards(run: ModelCandidate) -> None:
 
 
 def _check_dispatch(run: ModelCandidate) -> None:
-    """Of dispatchers and compilation, as the passes that they are in."""
+    """Check the dispatcher with recompute, compile and float8, as its pass does."""
     config, parallel = run.config, run.parallel
     if not run.model.n_experts:
         return
@@ -267,7 +269,7 @@ def _check_dispatch(run: ModelCandidate) -> None:
 
 
 def _unread(run: ModelCandidate) -> Iterator[str]:
-    """Settings that a family with its own module ignores."""
+    """Yield settings that a model family with its own module ignores."""
     chosen, size = run.config.model, run.spec.sizes.get(run.config.model.size)
     own = {
         f"model.override.{key}": (key, value)
@@ -285,13 +287,13 @@ def _unread(run: ModelCandidate) -> Iterator[str]:
 
 
 def _sequence_chunks(run: ModelCandidate) -> int:
-    """A number that has to divide the sequence: two chunks per cp rank, one per tp rank."""
+    """Return a number that must divide seq_len: two chunks per cp rank, one per tp rank."""
     cp, tp = run.parallel.cp, run.parallel.tp if run.parallel.sequence_parallel else 1
     return math.lcm(2 * cp, cp * tp) if cp > 1 else 1
 
 
 def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
-    """Methods that split heads over ranks which do not divide them."""
+    """Yield cp methods that split heads over a number of ranks that does not divide them."""
     parallel, model, tp = run.parallel, run.model, run.parallel.tp
     if parallel.cp == 1 or any(_undivided(run)):
         return
@@ -366,7 +368,7 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         lambda c: c.train.seq_len % _sequence_chunks(c) == 0,
         lambda c: (
             f"parallel.cp = {c.parallel.cp} cuts train.seq_len = {c.train.seq_len} into 2 x cp "
-            f"pieces; use {_multiple(c.train.seq_len, _sequence_chunks(c))}"
+            f"chunks; use {_multiple(c.train.seq_len, _sequence_chunks(c))}"
         ),
     ),
     Rule(
@@ -397,19 +399,19 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
     ),
     Rule(
         "parallel.async_tp parallel.schedule",
-        lambda c: not (c.parallel.async_tp and c.splits),
+        lambda c: not (c.parallel.async_tp and c.splits_backward),
         "parallel.async_tp with parallel.schedule = {c.parallel.schedule!r}: matmuls whose weight "
-        "gradients are deferred are not fused; use a schedule with whole backwards, such as "
-        '"Interleaved1F1B"',
+        "gradients are deferred are not fused; use a schedule that does not split the backward, "
+        'such as "Interleaved1F1B"',
     ),
     Rule(
         "parallel.defer_head",
-        lambda c: not (c.parallel.defer_head and c.splits),
-        needs="a parallel.schedule of whole backwards, such as 1F1B: others defer all weight "
-        "gradients",
+        lambda c: not (c.parallel.defer_head and c.splits_backward),
+        needs="a parallel.schedule that does not split the backward, such as 1F1B: others defer "
+        "all weight gradients",
     ),
 )
-"""What depends on the model and its pipeline."""
+"""Rules that depend on the model and its pipeline."""
 
 _ONE_SCALE = {
     "parallel.async_tp": "weight gradients need other scales than what is gathered",
@@ -417,7 +419,7 @@ _ONE_SCALE = {
     "float8.gather_inputs": "the gathered input has other scales than its shards",
     "float8.scaling": "delayed scaling needs per-tensor scales",
 }
-"""Why settings need a recipe with one scale a tensor."""
+"""Key -> why it needs a recipe with one scale per tensor."""
 
 
 def _several_scales(run: ModelCandidate) -> Iterator[str]:
@@ -434,7 +436,7 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
         "float8.recipe train.micro_batch train.seq_len parallel.cp",
         lambda c: c.config.tokens % MULTIPLE == 0,
         "float8.recipe = {c.recipe.name!r} needs a multiple of "
-        f"{MULTIPLE} tokens a micro-batch, not {{c.config.tokens}} (train.micro_batch x "
+        f"{MULTIPLE} tokens per micro-batch, not {{c.config.tokens}} (train.micro_batch x "
         "train.seq_len / parallel.cp)",
     ),
     Rule(f"float8.recipe {' '.join(_ONE_SCALE)}", finds_none(_several_scales)),
@@ -487,12 +489,12 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
         "the same weight, in train.dtype; use one of the two",
     ),
 )
-"""Of a run with a float8 recipe."""
+"""Rules for runs with a float8 recipe."""
 
 LAYERS: tuple[Rule[ModelCandidate], ...] = (
     Rule("float8.recipe float8.filter float8.skip", passes(lambda c: c.float8)),
 )
-"""What is found out layer by layer, where no other rule is broken."""
+"""Rules about single float8 layers, checked if no other rule is broken."""
 
 _ON_GPUS = "parallel.async_tp parallel.high_priority recompute.offload"
 
@@ -503,7 +505,7 @@ def _without_gpus(run: MachineCandidate) -> Iterator[str]:
 
 
 def check_dispatcher(run: MachineCandidate) -> None:
-    """Whether this machine has what the dispatcher needs."""
+    """Check that this machine supports the dispatcher. Raises ConfigError."""
     if run.parallel.dispatcher == "deepep":
         deepep.library(run.parallel.ep, run.device.type == "cuda")
     if run.parallel.dispatcher == "symmetric_memory":
@@ -515,4 +517,4 @@ MACHINE: tuple[Rule[MachineCandidate], ...] = (
     Rule("parallel.dispatcher float8.dispatch", passes(check_dispatcher)),
     Rule("model.attention data.mask_documents parallel.cp_method", passes(lambda c: c.attention)),
 )
-"""What depends on this machine."""
+"""Rules that depend on this machine."""

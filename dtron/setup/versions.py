@@ -1,22 +1,24 @@
-"""The versions of torch that dtron is tested with."""
+"""Versions of torch that dtron is tested with."""
 
 from importlib.metadata import version as installed
 
 from dtron.errors import note
 
 TORCH = ("2.11", "2.15")
-"""The oldest and the newest; pyproject.toml pins the same."""
+"""Oldest and newest tested version; pyproject.toml has the same."""
 
 
 def warn_untested() -> None:
-    """Print one line about another torch, on the first rank. Only metadata is read: importing torch
-    takes seconds."""
+    """Print a warning on rank 0 if the installed torch is not tested with dtron.
+
+    Only the package metadata is read, since importing torch takes seconds.
+    """
     if message := untested(installed("torch")):
         note(message, "warning")
 
 
 def untested(version: str) -> str:
-    """What to say of a version such as 2.16.0+cpu; empty if it is tested."""
+    """Return the warning for a version such as 2.16.0+cpu; empty if it is tested."""
     release = version.partition("+")[0]
     first, last = map(_minor, TORCH)
     if first <= _minor(release) <= last:

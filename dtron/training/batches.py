@@ -1,4 +1,4 @@
-"""Batches of a run: this rank's tokens on its device, and figures of them for the log."""
+"""Batches of a run: this rank's tokens on its device, and metrics of them for the log."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from dtron.setup.preflight import ModelSetup
 
 
 class RankBatches:
-    """The micro-batches of this rank, step by step.
+    """Loads the micro-batches of this rank, step by step.
 
     Args:
-        context: settings of context-parallel attention; None where cp is 1.
-        hashed: sum the hashes of all batches, for `read_hash`.
+        context: settings of context-parallel attention; None with cp = 1.
+        hashed: hash all batches, for `read_hash`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RankBatches:
         self._hashed, self._hash, self._n_padding, self._n_tokens = hashed, 0, 0, 0
 
     def next_step(self) -> tuple[list[Batch], float]:
-        """This rank's micro-batches of the next step, and `attended_length` of them."""
+        """Return this rank's micro-batches of the next step, and their `attended_length`."""
         batches = self.loader.step()
         attended = attended_length(batches, self.model.config.windows)
         self._n_padding += sum(batch.padding for batch in batches)
@@ -42,15 +42,19 @@ class RankBatches:
         return [self.prepare(batch, self.model.config.mtp) for batch in batches], attended
 
     def prepare(self, batch: Batch, mtp: int = 0) -> Batch:
-        """This rank's tokens of a batch, on its device; `mtp` as for `shard_batch`."""
+        """Return this rank's tokens of a batch on its device; `mtp` as for `shard_batch`."""
         local = shard_batch(batch, self.mesh, self.context, mtp)
         documents = self.model.attention.described(local.documents)
-        # Only routers need to know which tokens are padding; custom models need not take `real`.
+        # Only routers need to know which tokens are padding; other models need not take `real`.
         pieces = local.pieces if self.model.config.n_experts else None
         return replace(local, documents=documents, pieces=pieces).to(self.device)
 
     def read_hash(self, group: dist.ProcessGroup) -> int:
-        """Hash of all ranks' sequences since the last call; `group` has all ranks, on the host."""
+        """Return the hash of all ranks' sequences since the last call; all ranks call it together.
+
+        Args:
+            group: process group of all ranks for CPU tensors.
+        """
         counted = self.mesh.rank("pp", "cp", "tp") == 0  # the others have the same sequences
         total = torch.tensor([(self._hash if counted else 0) % 2**BITS])
         dist.all_reduce(total, group=group)
@@ -58,7 +62,7 @@ class RankBatches:
         return int(total) % 2**BITS
 
     def read_padding(self) -> float:
-        """Fraction of padding among all ranks' tokens since the last call."""
+        """Return the fraction of padding in all ranks' tokens since the last call."""
         counts = torch.tensor(
             [self._n_padding, self._n_tokens], dtype=torch.float64, device=self.device
         )
@@ -68,14 +72,14 @@ class RankBatches:
 
 
 def shard_batch(batch: Batch, mesh: Mesh, context: Context | None, mtp: int = 0) -> Batch:
-    """This cp rank's tokens of a batch on the host; the batch itself where cp is 1.
+    """Select this cp rank's tokens of a batch on the host; with cp = 1, return the batch.
 
     Args:
         batch: whole sequences (B, T).
-        context: settings of context-parallel attention; None where cp is 1.
-        mtp: how many further tokens are predicted, which may belong to another rank.
+        context: settings of context-parallel attention; None with cp = 1.
+        mtp: number of MTP predictions, whose tokens may be on another rank.
     Returns:
-        A batch (B, T/cp).
+        A batch (B, T / cp).
     """
     if mtp:
         batch = batch.look_ahead(mtp)
@@ -106,13 +110,14 @@ def shard_batch(batch: Batch, mesh: Mesh, context: Context | None, mtp: int = 0)
 
 
 def attended_length(batches: Sequence[Batch], windows: Sequence[int]) -> float:
-    """Mean over layers and tokens of the length that attention runs over: sum(L^2) / sum(L) of
-    documents of length L, less what the layers' windows leave out.
+    """Compute the mean length that attention runs over, over layers and tokens, for FLOP counts.
+
+    For documents of length L it is sum(L^2) / sum(L), less what sliding windows leave out.
 
     Args:
-        windows: of each layer; 0: none.
+        windows: sliding window of each layer in tokens; 0: none.
     """
-    # A document of length L adds the sum over p < L of (2p + 1) = L^2; p + 1 keys are seen.
+    # A token at position p sees p + 1 keys; the sum of 2 (p + 1) - 1 over p < L is L^2.
     positions = [_positions(batch) for batch in batches]
     total = 0.0
     for window, layers in Counter(windows).items():

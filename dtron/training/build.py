@@ -1,7 +1,7 @@
-"""The only wiring of a run: from its config to the mesh, the passes, the optimizer and the step.
+"""Builds a run from its config: mesh, model with its passes, optimizer and training step.
 
-The trainer builds runs with it, `dtron plan --exact` traces them with it, and the parity tests
-connect their models with it.
+This is the only place that connects them: the trainer, `dtron plan --exact` and the parity tests
+use it.
 """
 
 import functools
@@ -25,13 +25,13 @@ from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
 from dtron.setup.preflight import ModelSetup
 from dtron.training.expert_balancing import Routing
-from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
+from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, loss_from_head
 from dtron.training.optim import build_optimizer
-from dtron.training.step import Guard, Loss, ParallelModel, TrainStep
+from dtron.training.step import Guard, LossFunction, ParallelModel, TrainStep
 
 
 def build_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh:
-    """The device mesh of a run, with the groups that every run uses."""
+    """Build the device mesh of a run, and the process groups that every run uses."""
     parallel = config.parallel
     mesh = Mesh(
         **config.degrees(world_size),
@@ -41,7 +41,7 @@ def build_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh:
         high_priority=parallel.high_priority if device_type == "cuda" else (),  # NCCL's alone
     )
     for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
-        mesh.group(*axes)  # made now, so that they get their time-out and name with all others
+        mesh.group(*axes)  # created now, with the name and the time-out of all others
     return mesh
 
 
@@ -55,13 +55,17 @@ class ModelBuilder:
 
     @functools.cached_property
     def context(self) -> Context | None:
-        """Settings of context-parallel attention; None where cp is 1."""
+        """Settings of context-parallel attention; None with cp = 1."""
         cores, model = MODELS[self.config.model.name].cores, self.setup.config
         kernel = self.setup.attention.kernel
         return Context.of(self.config.parallel, cores, kernel, model.window, model.softcap)
 
     def build(self, passes: Passes | None = None) -> ParallelModel:
-        """The parallel model with its execution and loss; `passes` other than the config's."""
+        """Build the parallel model with its execution and loss.
+
+        Args:
+            passes: replaces the passes of the config.
+        """
         with torch.device("meta"):
             model = build_model(self.config.model.name, self.setup.config, self.setup.attention)
         applied = apply_passes(model, self.mesh, passes or self.passes())
@@ -70,7 +74,7 @@ class ModelBuilder:
         return ParallelModel(applied, execution, self.mesh, self.loss(applied))
 
     def passes(self) -> Passes:
-        """The passes that the config asks for."""
+        """Return the passes of the config."""
         config, spec = self.config, MODELS[self.config.model.name]
 
         def fill(fqn: str, full: Tensor, generator: torch.Generator) -> None:
@@ -96,10 +100,10 @@ class ModelBuilder:
             loss=self._head_loss(),
         )
 
-    def loss(self, applied: Applied) -> Loss:
-        """The summed loss of the model's output."""
+    def loss(self, applied: Applied) -> LossFunction:
+        """Return the function that computes the summed loss of the model's output."""
         if applied.loss_in_head:
-            return given_sum
+            return loss_from_head
         loss = functools.partial(cross_entropy_sum, vocabulary=self._vocabulary())
         if self.config.compile.enable:
             loss = torch.compile(loss, backend=self.config.compile.backend, dynamic=False)
@@ -138,7 +142,7 @@ class ModelBuilder:
 
 @dataclass(frozen=True)
 class BuiltRun:
-    """A run that is ready for its first step."""
+    """A model with its optimizer and step, ready for the first step."""
 
     setup: ModelSetup
     model: ParallelModel
@@ -160,8 +164,8 @@ def build_run(
     """Connect a parallel model with its optimizer, routers, float8 scales and training step.
 
     Args:
-        guard: of the loss of each step.
-        step: TrainStep, or a class that records more.
+        guard: detects bad losses.
+        step: TrainStep or a subclass.
     """
     applied, mesh, float8 = model.applied, model.mesh, setup.float8
     optimizer = build_optimizer(applied.named_parameters(), config.optim)

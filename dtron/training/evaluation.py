@@ -1,6 +1,6 @@
-"""Validation loss and sample text of a run: a look at what it has learned, no inference engine.
+"""Validation loss and sample text of a run; not an inference engine.
 
-Every rank runs every forward pass, because parameters are gathered together; rank 0 samples.
+Every rank runs every forward pass, because parameters are gathered by collectives; rank 0 samples.
 """
 
 import functools
@@ -19,7 +19,7 @@ from dtron.training.step import ParallelModel, as_micro_batch, evaluate
 
 
 class Evaluation:
-    """Evaluates the model as it is; every method is a collective of all ranks."""
+    """Evaluates the model with its current weights; all ranks call every method together."""
 
     def __init__(
         self, config: RunConfig, model: ParallelModel, batches: RankBatches, data: DataSetup
@@ -27,7 +27,7 @@ class Evaluation:
         self.config, self.model, self.batches, self.data = config, model, batches, data
 
     def loss(self) -> float | None:
-        """Mean loss of the held-out split; None without one. Synchronizes with the device."""
+        """Return the mean loss of the held-out split; None without one. Waits for the device."""
         train = self.config.train
         if self.data.validation is None or not train.eval_sequences:
             return None
@@ -41,7 +41,7 @@ class Evaluation:
         return evaluate(self.model, [self.batches.prepare(batch) for batch in batches]).item()
 
     def sample(self) -> str:
-        """`train.sample_prompt` continued by `train.sample_tokens` tokens."""
+        """Continue `train.sample_prompt` by `train.sample_tokens` tokens; return the text."""
         train, vocabulary = self.config.train, self.batches.model.config.vocab_size
         with self.model.applied.evaluating():
             text = sample_text(
@@ -70,12 +70,12 @@ def sample_text(
     seed: int,
     temperature: float = 0.8,
 ) -> str:
-    """Continue `prompt` by `n_tokens` tokens, or until the end of the document.
+    """Continue `prompt` by `n_tokens` tokens, or until the end of the document; return the text.
 
     Args:
-        next_logits: tokens (B, T) and an index -> logits (V,) of the first sequence's token there;
-            a collective.
-        batch_shape: (B, T) of training's micro-batches, so that compiled blocks are reused.
+        next_logits: called by all ranks with tokens (B, T) and an index; returns the logits (V,) of
+            the first sequence's token at the index.
+        batch_shape: (B, T) of training's micro-batches, so that compiled blocks are used again.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
@@ -99,13 +99,14 @@ def next_logits(
     tokens: Tensor,
     index: int,
 ) -> Tensor:
-    """Logits float32 (V,) of the first sequence's token at `index`, the same on all ranks of its
-    pipeline: a collective.
+    """Compute the logits of the first sequence's token at `index`; all ranks call it together.
 
     Args:
-        prepare: takes this rank's tokens of a batch and moves them to the device.
-        vocab_size: without padded rows, which the result has.
+        prepare: selects this rank's tokens of a batch and moves them to the device.
+        vocab_size: V without the rows that tp adds as padding.
         tokens: int64 (B, T), whole sequences.
+    Returns:
+        float32 (V + padding,), equal on all ranks of one pipeline.
     """
     tp, mesh = model.mesh.size("tp"), model.mesh
     local = torch.zeros(-(-vocab_size // tp), device=tokens.device)
@@ -117,7 +118,7 @@ def next_logits(
         local.copy_(logits[0, here].sum(0))
 
     model.execution.evaluate([as_micro_batch(batch)], keep)
-    # zero but on the last stage, where the token is
+    # nonzero only on the last stage, on the cp rank that has the token
     dist.all_reduce(local, group=mesh.group("pp"))
     dist.all_reduce(local, group=mesh.group("cp"))
     columns = [torch.empty_like(local) for _ in range(tp)]

@@ -1,6 +1,6 @@
-"""A run's routers: the scale of their losses, their biases after each step, and their figures.
+"""Routers of a run: scaling of their losses, bias updates after each step, and metrics.
 
-Nothing here waits for the device but `read`, which belongs to logging.
+Only `read`, which is for logging, waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,29 +19,36 @@ class Routing:
     """The routers of this rank's stages; a stage may have none.
 
     Args:
-        micro_batches: of a step and rank.
+        found: the routers.
+        micro_batches: micro-batches per step on each rank.
     """
 
     def __init__(self, found: Sequence[Router], mesh: Mesh, micro_batches: int) -> None:
         self.routers, self.mesh, self.micro_batches = found, mesh, micro_batches
-        # Groups are made by all ranks together, whatever their stages have.
+        # All ranks make the groups together, also those whose stages have no router.
         every, tokens = (_group(mesh, axes) for axes in (TOKEN_AXES, MICRO_AXES))
         for router in found:  # gradients are summed over micro-batches and ranks: the mean
             router.loss_divisor.fill_(micro_batches * mesh.size(*TOKEN_AXES))
-            router.pool = Pooled(every if router.balance == "global_batch" else tokens, tokens)
+            router.pool = RankPool(every if router.balance == "global_batch" else tokens, tokens)
         self.counts = torch.zeros(0, 1, dtype=torch.int64, device=mesh.device_type)
         self.losses = torch.zeros(0, 2, device=mesh.device_type)
 
     def after_update(self, taken: Tensor) -> None:
-        """Move the biases by the loads of the step on all ranks, unless it was skipped, and begin
-        another step."""
+        """Update the biases by the loads of the step on all ranks, and reset the counts.
+
+        Args:
+            taken: bool scalar; false: the step was skipped, and biases stay.
+        """
         if self.routers:
             self.losses = torch.stack([router.losses for router in self.routers])
             self.counts = update_expert_bias(self.routers, self._sum, taken)
 
     def read(self) -> dict[str, float]:
-        """Figures of the last step, the same on every rank: means over layers and micro-batches of
-        the losses that are not zero, and the largest load of an expert over the mean load."""
+        """Return metrics of the last step, equal on every rank; zero values are left out.
+
+        They are the means of the router losses over layers and micro-batches, and the largest load
+        of an expert divided by the mean load.
+        """
         sums = torch.cat([self.losses.sum(0), self.losses.new_tensor([len(self.losses)])])
         dist.all_reduce(sums)
         balance, z = (sums[:2] / (sums[2].clamp(min=1) * self.micro_batches)).tolist()
@@ -60,37 +67,37 @@ def _group(mesh: Mesh, axes: Sequence[Degree]) -> dist.ProcessGroup | None:
     return mesh.group(*axes) if mesh.size(*axes) > 1 else None
 
 
-class Pooled:
-    """Ranks that have tokens of one micro-batch: a router's `pool`.
+class RankPool:
+    """The ranks that hold tokens of one micro-batch; a router's `pool`.
 
     Args:
-        loads: the group whose loads count together; None: this rank alone.
-        tokens: that of the micro-batch; None: this rank has all of it.
+        loads: group over which expert loads are summed; None: this rank only.
+        tokens: group that holds the tokens of the micro-batch; None: this rank only.
     """
 
     def __init__(self, loads: dist.ProcessGroup | None, tokens: dist.ProcessGroup | None) -> None:
         self.loads, self.tokens = loads, tokens
 
     def total(self, loads: Tensor) -> Tensor:
-        """See Pool."""
+        """Implement the method of `dtron.models.router.Pool`."""
         if self.loads is None:
             return loads
         return wait_tensor(all_reduce(loads, "sum", self.loads.group_name))
 
     @property
     def ranks(self) -> int:
-        """See Pool."""
+        """Implement the method of `dtron.models.router.Pool`."""
         return 1 if self.tokens is None else self.tokens.size()
 
     @property
     def counting(self) -> int:
-        """See Pool."""
+        """Implement the method of `dtron.models.router.Pool`."""
         return 1 if self.loads is None else self.loads.size()
 
     def in_order(
         self, drop: Callable[[Tensor], Tensor], chosen: Tensor, order: Tensor | None
     ) -> Tensor:
-        """See Pool."""
+        """Implement the method of `dtron.models.router.Pool`."""
         if self.tokens is None:
             return drop(chosen)
         by_rank = _gathered(chosen, self.tokens)
@@ -103,7 +110,7 @@ class Pooled:
         return kept.chunk(self.ranks, 1)[self.tokens.rank()]
 
     def together(self, balancer: LogitBalancer, logits: Tensor, real: Tensor | None) -> Tensor:
-        """See Pool."""
+        """Implement the method of `dtron.models.router.Pool`."""
         if self.tokens is None:
             return balancer(logits, real)
         whole = _gathered(logits.detach(), self.tokens)
@@ -112,5 +119,5 @@ class Pooled:
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(N, ...) of each rank, in order: (ranks * N, ...)."""
+    """Gather (N, ...) of each rank, in rank order: (ranks * N, ...)."""
     return wait_tensor(all_gather(x, group.size(), group.group_name))

@@ -1,19 +1,19 @@
-"""Next-token cross-entropy, summed; over a vocabulary that is whole or split over tp, from logits
-or from the hidden states before the head.
+"""Summed next-token cross-entropy, from logits or from the hidden states before the head.
 
-The sum over local tokens is divided by the global number of labelled tokens before backward, so
-that every layout gives the same number; a mean of means would not where labels are spread unevenly.
+The sum over local tokens is divided by the global number of labels before the backward, so that
+every layout gives the same loss; a mean of means would not, if ranks have different numbers of
+labels.
 
-A split vocabulary is never gathered. With z the local logits, the ranks share two rounds of
-per-token numbers: the maximum m, then s = sum(exp(z - m)) and the label's z - m, which one rank
-holds. The loss is log(s) - (z_label - m), its gradient exp(z - m) / s - [label].
+A vocabulary that is split over tp is never gathered. With z the local logits, two all-reduces of
+per-token values suffice: first the maximum m; then s = sum(exp(z - m)) and the label's z - m, which
+one rank holds. The loss is log(s) - (z_label - m), its gradient exp(z - m) / s - [label].
 
-`ChunkedLoss` multiplies by the head as well, some of the N tokens at a time. As soon as a chunk's
-softmax is known, so is the gradient of its logits: it is turned into the gradients of the hidden
-states and of the weight at once, and the next chunk takes its place:
+`ChunkedLoss` also computes the head, one chunk of the N tokens at a time. The forward computes the
+gradient of a chunk's logits together with its loss, and from it at once the gradients of hidden
+states and weight, so that the memory of the logits is free for the next chunk:
 
     all logits at once    N V       elements, several times: softmax, gradient
-    in n chunks           N V / n   so often, and the weight's gradient V D from forward to backward
+    in n chunks           N V / n   as often, and the weight's gradient V D from forward to backward
 
 With multi-token prediction the losses of all predictions have one weight gradient: their weights in
 the objective are known before the loss, so that each chunk's gradient is scaled before it is added.
@@ -41,12 +41,12 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Which columns of the logits a rank holds."""
+    """The columns of the logits that a rank holds."""
 
     size: int
-    """Tokens of the whole vocabulary; columns from there on are padding."""
+    """Size of the whole vocabulary; columns from this one on are padding."""
     rank: int
-    """Index of this rank's part: its columns start at rank * width."""
+    """Index of this rank's shard: its columns start at rank * width."""
     group: dist.ProcessGroup
     """The tp ranks."""
 
@@ -54,13 +54,13 @@ class VocabularyShard:
 def cross_entropy_sum(
     logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None
 ) -> Tensor:
-    """Summed negative log-likelihood in nats of the labelled tokens.
+    """Compute the summed negative log-likelihood, in nats, of all tokens with a label.
 
     Args:
         logits: (B, T, V) in any float dtype, or the rank's columns (B, T, V / tp) of a split
-            vocabulary; the softmax is taken in float32 at least.
-        labels: int64 (B, T); -100 where no loss is due.
-        vocabulary: the split, if there is one.
+            vocabulary; the softmax is computed in float32 at least.
+        labels: int64 (B, T); -100 for tokens without loss.
+        vocabulary: this rank's shard; None: the vocabulary is not split.
     Returns:
         A scalar, float32 (float64 for float64 logits); the same on all tp ranks.
     """
@@ -68,32 +68,31 @@ def cross_entropy_sum(
     if vocabulary is not None:
         total: Tensor = _SplitCrossEntropy.apply(logits, labels, vocabulary)  # type: ignore[assignment]
         return total
-    return F.cross_entropy(_wide(logits), labels, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(_upcast(logits), labels, ignore_index=IGNORE, reduction="sum")
 
 
 def count_labels(labels: Tensor) -> Tensor:
-    """Number of labels that are not -100: an int64 scalar on the labels' device."""
+    """Count the labels that are not -100: an int64 scalar on the labels' device."""
     return (labels != IGNORE).sum()
 
 
-def given_sum(total: Tensor, _labels: Tensor) -> Tensor:
-    """The loss where the model's head computes it: what the model gives."""
+def loss_from_head(total: Tensor, _labels: Tensor) -> Tensor:
+    """Return the model's output, which is the summed loss if the head computes it."""
     return total
 
 
 class ChunkedLoss:
-    """Head and summed cross-entropy in one: logits exist for a chunk of the tokens at a time.
+    """Head and summed cross-entropy in one function; logits of one chunk exist at a time.
 
-    Gradients are computed with the loss, where there are any; the backward multiplies them by the
-    gradient of the loss. From forward to backward the weight's gradient is held in the weight's
-    dtype; while it is summed over the chunks, in float32 at least, as bfloat16 would round at each
-    addition.
+    The forward computes gradients with the loss; the backward multiplies them by the gradient of
+    the loss. The weight's gradient is summed over chunks in float32 at least, since bfloat16 would
+    round each addition, and is held in the weight's dtype from forward to backward.
 
     Args:
-        chunks: how many; the last one is smaller, or chunks are fewer, where they do not divide the
-            tokens.
-        vocabulary: the split, if there is one; each chunk has its two rounds of all-reduce.
-        compile: whether and how to compile what happens to a chunk's logits.
+        chunks: number of chunks; if it does not divide the tokens, the last chunk is smaller or
+            there are fewer chunks.
+        vocabulary: this rank's shard, with two all-reduces per chunk; None: it is not split.
+        compile: whether and how to compile the loss of one chunk.
     """
 
     def __init__(
@@ -120,13 +119,13 @@ class ChunkedLoss:
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Summed negative log-likelihood in nats of the labelled tokens.
+        """Compute the summed negative log-likelihood, in nats, of all tokens with a label.
 
         Args:
-            hidden: (B, T, D), whole on each tp rank; its gradient there is the part that the rank's
-                columns give. With `weights` (P B, T, D), prediction after prediction.
+            hidden: (B, T, D), equal on all tp ranks; its gradient on each rank is that of the
+                rank's columns only. With `weights` (P B, T, D), prediction after prediction.
             weight: the head's (V, D), or the rank's rows (V / tp, D), in hidden's dtype.
-            labels: int64 (B, T) or (P B, T); -100 where no loss is due.
+            labels: int64 (B, T) or (P B, T); -100 for tokens without loss.
             weights: (P,), float32 at least: the weight of each prediction's sum in the objective.
         Returns:
             A scalar, float32 (float64 for float64); the same on all tp ranks. With `weights` the
@@ -175,8 +174,14 @@ def _loss_of_chunk(
     gradient: bool,
     vocabulary: VocabularyShard | None,
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of (n, V / tp) logits, and the gradient of `factor` (1 if None) times it by them
-    if asked for, else the logits."""
+    """Compute the summed loss of logits (n, V / tp).
+
+    Args:
+        factor: of the gradient; None: 1.
+    Returns:
+        The loss; and its gradient with respect to the logits, times `factor`, if `gradient`, else
+        the logits.
+    """
     losses, top, total = _token_losses(logits, labels, vocabulary)
     if not gradient:
         return losses.sum(), logits
@@ -219,8 +224,8 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("a chunked loss is differentiated a second time; compute it again")
-        # Scaled in place and released: a copy, which CPUs make, is as large as the weight.
+            raise RuntimeError("a chunked loss was differentiated twice; compute it again instead")
+        # Scaled in place and released, since a copy is as large as the weight.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         for gradient in (grad_hidden, grad_weight):
             if gradient is not None:  # as a vector: a GPU would round a scalar to their dtype first
@@ -237,14 +242,14 @@ def _add_chunk(
     grad_x: Tensor | None,
     grad_weight: Tensor | None,
 ) -> Tensor:
-    """Loss of one chunk; a function of its own, so that its logits are gone before the next one's.
+    """Compute the loss of one chunk; its logits are freed when it returns.
 
     Args:
         x: (n, D).
         weight: (V / tp, D).
         factor: of this chunk's gradients; None: 1.
-        grad_x: (n, D) to write to.
-        grad_weight: (V / tp, D) to add to.
+        grad_x: (n, D), is overwritten; None: not needed.
+        grad_weight: (V / tp, D), is added to; None: not needed.
     """
     loss, grad = per_chunk(F.linear(x, weight), labels, factor, True)
     if grad_x is not None:
@@ -274,8 +279,10 @@ class _SplitCrossEntropy(torch.autograd.Function):
 def _token_losses(
     logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, maximum of the logits, sum of exp(logit - maximum)) of each token, over the whole
-    vocabulary: (n,) each, in float32 at least."""
+    """Compute loss, maximum logit, and sum of exp(logit - maximum) of each token.
+
+    They are over the whole vocabulary: (n,) each, in float32 at least.
+    """
     z = _masked(logits, vocabulary)
     top = _over_ranks(z.amax(dim=1), "max", vocabulary)
     z = z - top.unsqueeze(1)
@@ -293,8 +300,13 @@ def _logits_gradient(
     due: Tensor,
     vocabulary: VocabularyShard | None,
 ) -> Tensor:
-    """Gradient of sum(due * loss) by the logits, in their shape and dtype; see `_token_losses`."""
-    # In place from the difference on, which is a tensor of its own: eager, each copy would count.
+    """Compute the gradient of sum(due * loss) with respect to the logits, in their shape and dtype.
+
+    Args:
+        top, total: from `_token_losses`.
+        due: (n,), gradient of each token's loss.
+    """
+    # In place after the difference, which is a new tensor: each eager copy would cost memory.
     gradient = (_masked(logits, vocabulary) - top.unsqueeze(1)).exp_().div_(total.unsqueeze(1))
     gradient.sub_(_is_label(gradient, labels, vocabulary).to(gradient.dtype))
     return gradient.mul_(due.unsqueeze(1)).to(logits.dtype)
@@ -312,24 +324,24 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _upcast(logits: Tensor) -> Tensor:
     return logits.to(_at_least_float32(logits.dtype))
 
 
 def _columns(z: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
-    """Token of each local column: int64 (V / tp,)."""
+    """Return the token id of each local column: int64 (V / tp,)."""
     first = 0 if vocabulary is None else vocabulary.rank * z.shape[1]
     return first + torch.arange(z.shape[1], device=z.device)
 
 
 def _masked(logits: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
-    """Logits in float32 at least, -inf in padded columns."""
-    z = _wide(logits)
+    """Return logits in float32 at least, with -inf in padded columns."""
+    z = _upcast(logits)
     if vocabulary is None:
         return z
     return z.masked_fill(_columns(z, vocabulary) >= vocabulary.size, -torch.inf)
 
 
 def _is_label(z: Tensor, labels: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
-    """Where a column is the token's label: bool (n, V / tp)."""
+    """Return a mask of the columns that are the token's label: bool (n, V / tp)."""
     return _columns(z, vocabulary) == labels.unsqueeze(1)

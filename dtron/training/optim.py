@@ -1,8 +1,7 @@
-"""Optimizers: a table.
+"""Optimizers, in a table, and the update with gradient clipping and skipping.
 
-Clipping and the skip of non-finite gradients are
-decided on the device: `update` takes one scale for all gradients and does nothing where it is not
-finite; AdamW applies both inside its one kernel.
+Clipping and skipping of non-finite gradients are decided on the device: `update` takes one scale
+for all gradients and changes nothing if it is not finite. AdamW does both in its fused kernel.
 
 Source: AdamW, arXiv:1711.05101.
 """
@@ -22,13 +21,14 @@ from dtron.parallelisms.gradients import local_gradients, local_part, scale_or_z
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW over the shards that a rank holds; settings and state are torch's.
+    """torch's fused AdamW, applied to local shards; settings and state are those of torch.
 
-    An update is elementwise, so that no placement matters. DTensor would work one out for each list
-    of tensors all the same: seconds to a minute of the first step on meshes of three or four axes.
+    An update is elementwise, so that placements do not matter. On DTensors, torch would still
+    propagate placements for each list of tensors, which takes seconds to a minute of the first step
+    on meshes of three or four axes.
 
     Attributes:
-        scale: factor of all gradients; a step does nothing where it is not finite.
+        scale: factor for all gradients; if it is not finite, a step changes nothing.
     """
 
     def __init__(self, groups: list[dict], **settings: Any) -> None:
@@ -64,8 +64,8 @@ class AdamW(torch.optim.AdamW):
         scale: Tensor,
         rates: Rates,
     ) -> None:
-        # The hook of torch.amp's gradient scaler: the kernel divides by grad_scale and returns at
-        # once where found_inf is 1.
+        # The interface for torch.amp's GradScaler: the kernel divides gradients by grad_scale, and
+        # returns at once if found_inf is 1.
         finite = scale.isfinite()
         adamw(
             *(parameters, gradients, firsts, seconds, [], steps),
@@ -89,15 +89,15 @@ class AdamW(torch.optim.AdamW):
         return torch.zeros_like(parameter)
 
 
-class NarrowAdamW(AdamW):
-    """AdamW whose moments are kept in bfloat16; otherwise as torch's, state names included."""
+class BFloat16AdamW(AdamW):
+    """AdamW with moments in bfloat16; otherwise as torch's, including the names of the state."""
 
     def __init__(self, groups: list[dict], **settings: Any) -> None:
         super().__init__(groups, **settings)
         self._counts: dict[int, Counts] = {}
-        """By the first count of a parameter group."""
-        # Loading gives moments the dtype of their parameter.
-        self.register_load_state_dict_post_hook(_narrow)
+        """Step counts of each parameter group, by the id of its first one."""
+        # torch converts loaded moments to the dtype of their parameter.
+        self.register_load_state_dict_post_hook(_moments_to_bfloat16)
 
     def _update(
         self,
@@ -117,7 +117,7 @@ class NarrowAdamW(AdamW):
 
 
 class SGD(torch.optim.SGD):
-    """Plain gradient descent over the shards that a rank holds, as `AdamW` does it."""
+    """torch's SGD without momentum, applied to local shards."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -143,13 +143,13 @@ class SGD(torch.optim.SGD):
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _narrow(optimizer: torch.optim.Optimizer) -> None:
+def _moments_to_bfloat16(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         state.update({name: state[name].bfloat16() for name in _MOMENTS if name in state})
 
 
 def _adamw(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
-    kind = NarrowAdamW if options.moments == "bfloat16" else AdamW
+    kind = BFloat16AdamW if options.moments == "bfloat16" else AdamW
     betas = (options.beta1, options.beta2)
     return kind(groups, lr=options.lr, betas=betas, eps=options.eps)
 
@@ -165,11 +165,14 @@ OPTIMIZERS: dict[str, Callable[[list[dict], Optim], torch.optim.Optimizer]] = {
 
 
 def build_optimizer(named: Iterable[tuple[str, Tensor]], options: Optim) -> torch.optim.Optimizer:
-    """The optimizer over these parameters; vectors (norms, biases, an expert's too) are not
-    decayed."""
+    """Build the optimizer; vectors (norms and biases, also of experts) get no weight decay.
+
+    Args:
+        named: (FQN, parameter) of all parameters; those without `requires_grad` are left out.
+    """
     groups: dict[bool, list[Tensor]] = {}
     for name, parameter in named:
-        if parameter.requires_grad:  # experts' biases (E, F) have two dims
+        if parameter.requires_grad:  # biases of experts (E, F) have two dims
             matrix = parameter.dim() >= 2 and not name.endswith("bias")
             groups.setdefault(matrix, []).append(parameter)
     decays = [
@@ -180,10 +183,10 @@ def build_optimizer(named: Iterable[tuple[str, Tensor]], options: Optim) -> torc
 
 
 def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
-    """One optimizer step with gradients times `scale`; no step at all where it is not finite.
+    """Do one optimizer step with gradients times `scale`; none if `scale` is not finite.
 
     Args:
-        scale: a float32 scalar on the device; nothing waits for its value.
+        scale: a float32 scalar on the device; the host does not wait for its value.
         lr: learning rate of this step.
     """
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""After a loss spike: back to a checkpoint from before it, past the batches that caused it."""
+"""Rollback after a loss spike: load an older checkpoint and skip the batches since then."""
 
 import logging
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dtron.checkpoint.directory import (
     newest_good,
     read_metadata,
 )
-from dtron.checkpoint.locations import Tier
+from dtron.checkpoint.locations import CheckpointLocation
 from dtron.config import Faults
 from dtron.errors import CheckpointError, TrainingError
 from dtron.faults.spikes import Spike
@@ -23,17 +23,19 @@ log = logging.getLogger("dtron")
 class Rollback:
     """Loads checkpoints from before loss spikes, at most `faults.max_rollbacks` times."""
 
-    def __init__(self, faults: Faults, tiers: Sequence[Tier], checkpointer: Checkpointer) -> None:
-        self.faults, self.tiers, self.checkpointer = faults, tiers, checkpointer
+    def __init__(
+        self, faults: Faults, locations: Sequence[CheckpointLocation], checkpointer: Checkpointer
+    ) -> None:
+        self.faults, self.locations, self.checkpointer = faults, locations, checkpointer
         self.n_rollbacks = 0
 
     def load(self, spike: Spike, step: int) -> tuple[Location, CheckpointMetadata]:
-        """Load model and optimizer from a checkpoint before the spike; all ranks call it.
+        """Load model and optimizer from a checkpoint before the spike; all ranks call it together.
 
-        The data position is not changed, so that all batches since that checkpoint are skipped.
+        The data position is unchanged, so that all batches since that checkpoint are skipped.
 
         Args:
-            step: the run's current one.
+            step: the run's current step.
         Raises:
             TrainingError: no intact checkpoint is old enough, or there were too many rollbacks; on
                 all ranks.
@@ -46,11 +48,13 @@ class Rollback:
         try:
             checkpoint, metadata = self._newest_before(spike.step - self.faults.rollback_steps + 1)
         except CheckpointError as error:
-            raise TrainingError(f"{spike}, and there is nothing to go back to: {error}") from error
+            raise TrainingError(
+                f"{spike}, and there is no checkpoint to go back to: {error}"
+            ) from error
         self.n_rollbacks += 1
         self.checkpointer.load(checkpoint)
         log.warning(
-            "rolled back to %s; the batches of steps %d to %d are left out",
+            "rolled back to %s; the batches of steps %d to %d are skipped",
             checkpoint,
             metadata.step + 1,
             step,
@@ -58,10 +62,10 @@ class Rollback:
         return checkpoint, metadata
 
     def _newest_before(self, step: int) -> tuple[Location, CheckpointMetadata]:
-        """The newest intact checkpoint of an earlier step."""
-        path = newest_good([tier.folder for tier in self.tiers], below=step)
+        """Return the newest intact checkpoint of an earlier step than `step`."""
+        path = newest_good([each.folder for each in self.locations], below=step)
         if path is None:
-            raise CheckpointError(f"no checkpoint is of an earlier step than {step}")
+            raise CheckpointError(f"no checkpoint is older than step {step}")
         check_agreement(path, self.checkpointer.group)
-        path = newest_intact(self.tiers, path, self.checkpointer.group)
+        path = newest_intact(self.locations, path, self.checkpointer.group)
         return path, read_metadata(path)

@@ -1,4 +1,4 @@
-"""Metadata of a run when it starts: run.json and the first lines of the log."""
+"""Metadata of a run at its start: run.json and the first log lines."""
 
 import logging
 import platform
@@ -23,7 +23,7 @@ log = logging.getLogger("dtron")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Describes a run that was built on these ranks."""
+    """Collects and logs the metadata of a run whose model is built."""
 
     config: RunConfig
     place: Place
@@ -34,11 +34,12 @@ class RunInfo:
     def gather(
         self, parameters: Iterable[torch.Tensor], step: int, group: dist.ProcessGroup
     ) -> dict[str, Any]:
-        """The content of run.json; every rank of `group`, on the host, calls it.
+        """Return the content of run.json; all ranks call it together.
 
         Args:
-            parameters: those that are trained, on this rank.
-            step: that training begins after.
+            parameters: the trained parameters of this rank.
+            step: step of the checkpoint that training continues from, or 0.
+            group: process group of all ranks for CPU tensors.
         """
         config, setup = self.config, self.builder.setup
         applied, mesh, layout = self.model.applied, self.model.mesh, setup.layout
@@ -122,5 +123,5 @@ class RunInfo:
         log.info("compiled: %s; recomputed: %d blocks", compiled, applied.recomputed_blocks)
         if (float8 := self.builder.setup.float8) is not None:
             float8.announce(self.place.device, DTYPES[train.dtype])
-        waste = self.data.train.waste() or "a stream, whose waste is not known in advance"
+        waste = self.data.train.waste() or "padding of a stream is not known in advance"
         log.info("packing %s: %s", self.config.data.packing, waste)

@@ -1,4 +1,4 @@
-"""When a run saves, and what it does where a save fails."""
+"""Saves of a run, and the handling of failed saves."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from dtron.faults.signals import StopSignal
 
 
 class Saving:
-    """Saves of one run, by `checkpoint.on_error`.
+    """Saves checkpoints of one run; failures are handled as `checkpoint.on_error` says.
 
     Args:
         metadata: returns the metadata of the next checkpoint.
@@ -33,11 +33,11 @@ class Saving:
         Raises:
             CheckpointError: `checkpoint.on_error` does not let the run continue.
         """
-        return self.checkpointer.tried(self.begin)
+        return self.checkpointer.attempt(self.begin)
 
     def try_wait(self) -> bool:
         """Wait for an asynchronous save; returns and raises as `try_begin`."""
-        return self.checkpointer.tried(self.checkpointer.wait)
+        return self.checkpointer.attempt(self.checkpointer.wait)
 
     def report_failed(self, stop: StopSignal) -> None:
         """Handle an asynchronous save that has failed; ranks notice it at different steps."""

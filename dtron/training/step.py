@@ -1,7 +1,7 @@
-"""One optimizer step: forward and backward over the micro-batches, norm, clip, update.
+"""One optimizer step: forward and backward of the micro-batches, norm, clipping, update.
 
-Nothing here synchronizes with the device: whether a non-finite gradient skips the update is decided
-there, equally on every rank, and counted for the logging steps.
+Nothing here waits for the device: it is decided there, equally on every rank, whether non-finite
+gradients skip the update, and counted there for the logging steps.
 """
 
 import functools
@@ -24,30 +24,34 @@ from dtron.run.profiler import phase
 from dtron.training.loss import count_labels
 from dtron.training.optim import update
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Guard(Protocol):
-    """Judges the loss of a step, on the device."""
+    """Detects bad losses on the device."""
 
     skips: bool
-    """Whether steps that it objects to are not taken."""
+    """Whether steps with a bad loss are skipped."""
 
     def observe(self, share: Tensor, step: int) -> Tensor:
-        """Whether it objects, given this rank's part of the loss of a step (1-based)."""
+        """Return whether the loss of a step (1-based) is bad: a bool scalar on the device.
+
+        Args:
+            share: this rank's share of the loss.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device."""
+    """Results of a step: scalars on the device."""
 
     loss: Tensor
-    """This rank's share of the mean loss: summed over SHARE_AXES it is the loss."""
+    """This rank's share of the mean loss; the sum over SHARE_AXES is the loss."""
     grad_norm: Tensor
     """Global norm before clipping, the same on every rank."""
     mtp_loss: Tensor
-    """As the loss, of multi-token prediction: the mean over its P predictions; else 0."""
+    """This rank's share of the mean loss of the P multi-token predictions; 0 without any."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +61,22 @@ class ParallelModel:
     applied: Applied
     execution: Execution
     mesh: Mesh
-    loss: Loss
-    """(logits (B, T, V), labels (B, T)) -> the summed loss; where the model's head computes it
-    (`Applied.loss_in_head`), the model's output comes in place of the logits. Losses of several
-    predictions that the head computes need no further function."""
+    loss: LossFunction
+    """(logits (B, T, V), labels (B, T)) -> summed loss. If the model's head computes the loss
+    (`Applied.loss_in_head`), the first argument is the model's output, the loss; it is not called
+    for the losses of several predictions."""
 
 
 class TrainStep:
     """Trains a parallel model, one global batch per call.
 
     Args:
-        dropout_seed: seed of the dropout masks; None if the model has no dropout.
-        mtp_weight: of the loss of multi-token prediction; it contributes gradient only.
-        guard: may object to a step because of its loss.
-        after_update: updates what depends on the new weights, such as their float8 scales; it
-            gets whether the step was taken, as a bool on the device.
+        dropout_seed: seed of the dropout masks; None if the model has no dropout. mtp_weight:
+        weight of the loss of multi-token prediction, which contributes gradient only; the
+            logged loss is unchanged.
+        guard: detects bad losses, whose steps may be skipped.
+        after_update: called after each step to update state that depends on weights, such as
+            float8 scales; its argument, a bool scalar on the device, is whether the step was taken.
     """
 
     def __init__(
@@ -104,7 +109,8 @@ class TrainStep:
         """Run update `step` (0-based) at learning rate `lr` on this rank's micro-batches.
 
         Args:
-            compute: calls the function that it gets, which computes all gradients; None: once.
+            compute: wrapper around the gradient computation, e.g. to run it twice; None: run it
+            once.
         """
         with phase("forward_backward"):
             accumulate = functools.partial(self.accumulate, batches, step)
@@ -128,12 +134,12 @@ class TrainStep:
         return StepResult(loss, norm, self.mtp_loss)
 
     def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are complete afterwards.
+        """Run forward and backward of all micro-batches; gradients are complete afterwards.
 
         Returns:
             This rank's share of the mean loss.
         """
-        counts = self._count(batches)
+        counts = self._global_label_counts(batches)
         self.mtp_loss = torch.zeros_like(self.mtp_loss)
         applied = self.model.applied
         weights = self._loss_weights(counts)
@@ -181,10 +187,13 @@ class TrainStep:
         self.mtp_loss += means[1:].mean()
         return means[0] + (objective - objective.detach())
 
-    def _count(self, batches: Sequence[Batch]) -> Tensor:
-        """Labelled tokens of the whole step and of each of P further predictions, at least 1: float
-        (1 + P,) on the device."""
-        counts = torch.stack([_count_all(batch) for batch in batches]).sum(0)
+    def _global_label_counts(self, batches: Sequence[Batch]) -> Tensor:
+        """Count the labels of the whole step on all ranks, and of each of P MTP predictions.
+
+        Returns:
+            (1 + P,) on the device, each at least 1.
+        """
+        counts = torch.stack([_label_counts(batch) for batch in batches]).sum(0)
         dist.all_reduce(counts, group=self.model.mesh.group(*LOSS_AXES))
         return counts.clamp(min=1)
 
@@ -197,7 +206,7 @@ class TrainStep:
         return token_keys(self.dropout_seed, step, batch.sequence, index.expand_as(batch.tokens))
 
 
-def _count_all(batch: Batch) -> Tensor:
+def _label_counts(batch: Batch) -> Tensor:
     mtp = () if batch.mtp_labels is None else batch.mtp_labels.unbind(-1)
     return torch.stack([count_labels(labels) for labels in (batch.labels, *mtp)])
 
@@ -208,8 +217,12 @@ def as_micro_batch(
     labelled: bool = False,
     loss_weights: Tensor | None = None,
 ) -> MicroBatch:
-    """Tokens (B, T) and what every stage of the model needs with them; with `labelled` the labels
-    too, for a head that computes the loss, and with multi-token prediction `loss_weights`."""
+    """Return tokens (B, T) and the other arguments of every model stage.
+
+    Args:
+        labelled: add the labels, for a head that computes the loss.
+        loss_weights: (1 + P,), added with the labels of multi-token prediction.
+    """
     positions = batch.positions
     if positions is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).unsqueeze(0)
@@ -230,7 +243,8 @@ def as_micro_batch(
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, batches: Sequence[Batch]) -> Tensor:
-    """Mean loss of equally many batches on every rank: a scalar, the same on every rank."""
+    """Compute the mean loss of batches, equally many on every rank: a scalar, equal on all
+    ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device=model.mesh.device_type)
 
     def add(output: Tensor, i: int) -> None:

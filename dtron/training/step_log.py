@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl: the figures of a step, reduced over ranks on logging steps only."""
+"""Rows of metrics.jsonl: metrics of a step, reduced over ranks on logging steps only."""
 
 from collections.abc import Mapping
 
@@ -15,10 +15,10 @@ from dtron.training.step import StepResult
 
 
 class StepLog:
-    """Collects the figures of a run's steps. All ranks read them together.
+    """Collects the metrics of a run's steps; all ranks call `row` together.
 
     Args:
-        host_group: over all ranks, on the host.
+        host_group: process group of all ranks for CPU tensors.
     """
 
     def __init__(
@@ -32,15 +32,15 @@ class StepLog:
         self.config, self.run, self.batches = config, run, batches
         self.throughput, self.host_group = throughput, host_group
         self.accuracy: dict[str, float] = {}
-        """Of the current step's float8 casts, where they are measured."""
+        """Accuracy of the current step's float8 casts, if they are measured."""
         self.recovery: dict[str, float] = {}
-        """Of a restart, for the next row."""
+        """Metrics of a restart, for the next row."""
 
     def row(self, step: int, tokens: int, result: StepResult, lr: float) -> Row:
-        """Figures since the last row; synchronizes with the device.
+        """Return the metrics since the last row. Waits for the device.
 
         Args:
-            step, tokens: done by the run so far.
+            step, tokens: number of steps and tokens that the run has done.
         """
         loss = self._over_ranks(result.loss)
         row: Row = {"step": step, "loss": loss, "grad_norm": result.grad_norm.item(), "lr": lr}
@@ -60,7 +60,7 @@ class StepLog:
         return row
 
     def check_skipped(self, row: Mapping[str, object]) -> None:
-        """Raise a TrainingError on all ranks after too many steps with non-finite gradients."""
+        """Raise TrainingError, on all ranks, after too many steps with non-finite gradients."""
         in_a_row = int(self.run.step.most_in_a_row)
         if in_a_row >= self.config.train.max_skipped:
             raise TrainingError(
@@ -75,7 +75,7 @@ class StepLog:
         return total.item()
 
     def _peak_memory(self) -> float:
-        """Of the rank that has most: pipeline ranks differ."""
+        """Return the largest peak memory of all ranks in GiB; pipeline ranks differ."""
         most = torch.tensor([peak_memory_gib()], dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group)
         return most.item()

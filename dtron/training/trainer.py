@@ -19,8 +19,8 @@ from dtron.checkpoint.directory import (
     check_content,
     write_metadata,
 )
-from dtron.checkpoint.initial_weights import Initial
-from dtron.checkpoint.locations import owner
+from dtron.checkpoint.initial_weights import InitialWeights
+from dtron.checkpoint.locations import location_of
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
 from dtron.data import Batch, Loader
@@ -68,12 +68,12 @@ from dtron.training.step import StepResult
 from dtron.training.step_log import StepLog
 
 log = logging.getLogger("dtron")
-_HOURS = 10**6
-"""More seconds than any wait for the agreement on a signal takes."""
+_SIGNAL_SECONDS = 10**6
+"""Time-out of the agreement on signals: longer than any wait for it."""
 
 
 class Trainer:
-    """One run of one rank.
+    """Trains one run; every rank has one.
 
         Trainer(RunConfig.load("configs/quickstart.toml")).fit()
 
@@ -104,13 +104,13 @@ class Trainer:
             raise
 
     def fit(self) -> None:
-        """Train to the last step, or until a signal; saves, validates and samples on the way.
+        """Train to the last step or until a signal, with saves and validations; then sample text.
 
         Raises:
             TrainingError: too many steps in a row had gradients that were not finite.
         """
         if self.resume.is_finished(self.config.train.steps):
-            log.info("the run is finished: %s has all its steps", self.resume.checkpoint)
+            log.info("the run is finished: %s is of the last step", self.resume.checkpoint)
             self.attempts.finish()
             self.lock.release()
             self.rendezvous.close()
@@ -127,16 +127,16 @@ class Trainer:
         self._build()
         self.guards.begin(self.step)
         self.attempts.mark("loaded")
-        gc.disable()  # collections come at the same step on all ranks
+        gc.disable()  # `_one_step` collects, at the same step on all ranks
         try:
             self._train(stop)
         except CheckpointError:  # all ranks raise it: the last save could not be written
             stop.end()
             raise
-        except TrainingError:  # all ranks raise it: what they began to save is completed
+        except TrainingError:  # all ranks raise it; complete the running save
             with self.guards.saving(self.step):
                 self.saving.try_wait()
-            stop.end()  # together: ranks that leave while others ask of signals end in abort()
+            stop.end()  # on all ranks, so that none waits for the agreement on signals
             raise
         finally:
             gc.enable()
@@ -171,7 +171,7 @@ class Trainer:
         self.batches = RankBatches(loader, mesh, builder.context, setup, config.metrics.batch_hash)
         self.evaluation = Evaluation(config, model, self.batches, self.data_setup)
         self.checkpointer = Checkpointer(
-            self.resume.tiers,
+            self.resume.locations,
             model.applied,
             self.run.optimizer,
             config.checkpoint,
@@ -179,7 +179,7 @@ class Trainer:
             self.rundir.note_checkpoint,
         )
         self.saving = Saving(self.checkpointer, self._metadata)
-        self.rollback = Rollback(config.faults, self.resume.tiers, self.checkpointer)
+        self.rollback = Rollback(config.faults, self.resume.locations, self.checkpointer)
         set_timeouts(mesh.groups(), config.parallel.timeout_seconds)
         self.attempts.mark("built")
         with self.faults.paused():
@@ -190,22 +190,22 @@ class Trainer:
         self.faults.built(modules_of(model.applied), lambda: self.step)
 
     def _refresh_weights(self) -> None:
-        """Update what depends on weights that were drawn or loaded."""
+        """Update state that depends on weights, after they were initialized or loaded."""
         if self.run.step.after_update is not None:
             self.run.step.after_update(torch.ones((), dtype=torch.bool, device=self.place.device))
 
     def _load(self) -> None:
-        """Resume from the checkpoint, or load initial weights, if the run has any."""
+        """Resume from a checkpoint or load initial weights, if the run has either."""
         config, begun = self.config, time.monotonic()
         self.step = self.tokens = 0
         self.warmup = resumed_warmup(config, None)
         if self.resume.checkpoint is None:
             if config.checkpoint.resume:
-                where = self.resume.tiers[-1].folder
-                log.info("no checkpoint in %s yet: starting afresh", where)
+                where = self.resume.locations[-1].folder
+                log.info("no checkpoint in %s yet: starting from step 0", where)
             if initial := self.resume.initial:
                 self._load_weights(initial)
-                log.info("weights of %s in %.1f s", initial.path, time.monotonic() - begun)
+                log.info("loaded weights of %s in %.1f s", initial.path, time.monotonic() - begun)
             return
         model, group = self.model_setup.config, self.checkpointer.group
         self.resume = self.resume.verify(config, model, group)
@@ -221,7 +221,7 @@ class Trainer:
         self._load_guards(metadata)
         log.info("resumed from %s in %.1f s", checkpoint, time.monotonic() - begun)
 
-    def _load_weights(self, initial: Initial) -> None:
+    def _load_weights(self, initial: InitialWeights) -> None:
         check_agreement(initial.path, self.host_group)
         if self.config.checkpoint.verify and initial.folder is None:
             check_content(initial.path, self.checkpointer.group)
@@ -237,7 +237,7 @@ class Trainer:
         config = self.config
         first = self.place.rank == 0
         checkpoint, metadata = self.resume.checkpoint, self.resume.metadata
-        own = owner(self.resume.tiers, checkpoint) is not None
+        own = location_of(self.resume.locations, checkpoint) is not None
         if first:
             self.rundir.open(config.to_toml(), metadata.step if own and metadata else None)
             for folder in self.resume.folders:
@@ -272,7 +272,7 @@ class Trainer:
         self.throughput.restart()
         if self.times is not None:
             self.times.begin()
-        stopped = stop.begin(self.host_group, new_host_group(_HOURS))
+        stopped = stop.begin(self.host_group, new_host_group(_SIGNAL_SECONDS))
         while self.step < config.train.steps and not stopped:
             if self.checkpointer.failed:
                 with self.guards.saving(self.step):
@@ -285,31 +285,31 @@ class Trainer:
                     saved = self._durable_step(self._roll_back(spike))
                 continue
             if self.checkpointer.due(self.step) and self._save():
-                saved = self.step if self.checkpointer.lasts(self.step) else saved
+                saved = self.step if self.checkpointer.is_durable_step(self.step) else saved
         finished = self.step == config.train.steps
         with self.guards.saving(self.step):
             if not self.saving.try_wait():  # an asynchronous failure is raised here
                 saved = -1
-            due = config.checkpoint.last or self.checkpointer.lasts(self.step)
+            due = config.checkpoint.last or self.checkpointer.is_durable_step(self.step)
             if saved != self.step and (due or not finished):
                 self.saving.begin(durable=True)  # a second signal does not interrupt it
-            self.checkpointer.wait()  # nothing comes after it that could save what it did not
+            self.checkpointer.wait()  # the last chance to see that it failed
         stop.end()
         self._write_times()
         if finished:
             self._finish()
         elif stop.launcher_lost:  # exit status 0 would end the run for torchrun of other hosts
             raise RankError(
-                f"torchrun has ended on a host; all ranks have saved step {self.step} and stop, "
-                "for torchrun of the other hosts to start them again"
+                f"torchrun has ended on a host; all ranks have saved step {self.step} and stop, so "
+                "that torchrun on the other hosts restarts them"
             )
         if self.place.rank == 0:
             self.rundir.begun.unlink(missing_ok=True)
         log.info("run directory: %s", self.rundir.path)
 
     def _durable_step(self, checkpoint: Location | None) -> int:
-        """The step that the run is at, if it needs no saving; else -1."""
-        return -1 if owner(self.resume.tiers[:-1], checkpoint) else self.step
+        """Return the current step if its checkpoint is in the durable location; else -1."""
+        return -1 if location_of(self.resume.locations[:-1], checkpoint) else self.step
 
     def _write_times(self) -> None:
         if self.times is None:
@@ -343,7 +343,11 @@ class Trainer:
             gc.collect(1)
 
     def _next_update(self) -> tuple[StepResult, float, float]:
-        """Train on the next global batch; its result, learning rate and mean attended length."""
+        """Train on the next global batch.
+
+        Returns:
+            Result, learning rate, and mean length that attention runs over.
+        """
         config, number, first = self.config, self.step + 1, self.step == self.info["start_step"]
         batches, attended = self.batches.next_step()
         self.guards.data_is_there(number)
@@ -351,7 +355,7 @@ class Trainer:
             self.step, config.train.steps, config.optim.lr, config.schedule, self.warmup
         )
         float8, compute = self.run.setup.float8, self.guards.compute(number)
-        if compute is not None:  # twice, which counts and statistics would count twice
+        if compute is not None:  # computed twice, which counters must not see
             result = self.run.step(batches, self.step, lr, compute)
         elif config.debug.collectives and first:
             result = self._counted(batches, lr)
@@ -365,11 +369,14 @@ class Trainer:
         return result, lr, attended
 
     def _after_first_step(self) -> None:
-        """Reserve the memory that saves will need, and log what the first step has reserved."""
+        """Reserve host memory for asynchronous saves, and log that of activation offloading."""
         self.checkpointer.reserve()
         offload = self.model.applied.offload
         if offload is not None:
-            log.info("offload: %.1f GiB of host memory a rank", offload.pool.reserved / 2**30)
+            log.info(
+                "activation offloading: %.1f GiB of pinned host memory per rank",
+                offload.pool.reserved / 2**30,
+            )
 
     def _counted(self, batches: list[Batch], lr: float) -> StepResult:
         with CollectiveCounter(self.model.mesh.group_names()) as counter:
@@ -386,7 +393,7 @@ class Trainer:
         return result
 
     def _log(self, result: StepResult, lr: float, validates: bool) -> None:
-        """Write the row of this step; synchronizes with the device."""
+        """Write the metrics of this step. Waits for the device."""
         row = self.step_log.row(self.step, self.tokens, result, lr)
         if validates and (validation_loss := self.evaluation.loss()) is not None:
             row["validation_loss"] = validation_loss
@@ -404,7 +411,7 @@ class Trainer:
         return saved
 
     def _metadata(self) -> CheckpointMetadata:
-        """The metadata of a checkpoint of this step."""
+        """Return the metadata for a checkpoint of this step."""
         return CheckpointMetadata(
             step=self.step,
             tokens=self.tokens,
@@ -425,23 +432,24 @@ class Trainer:
         return {"rollbacks": self.rollback.n_rollbacks, "spikes": spikes.state_dict()}
 
     def _roll_back(self, spike: Spike) -> Location:
-        """Continue from a checkpoint before a spike, and return it; raises as `Rollback.load`."""
+        """Go back to a checkpoint before a spike; return it. Raises as `Rollback.load`."""
         self.saving.try_wait()
         checkpoint, metadata = self.rollback.load(spike, self.step)
         self.step, self.tokens = metadata.step, metadata.tokens
         self.run.step.skipped_in_a_row.zero_()
         self._load_guards(metadata)
         self._refresh_weights()
-        self.checkpointer.saver.first(lambda: self._skip_batches(checkpoint, metadata))
+        self.checkpointer.saver.run_on_first(lambda: self._skip_batches(checkpoint, metadata))
         self.throughput.restart()
         return checkpoint
 
     def _skip_batches(self, checkpoint: Location, metadata: CheckpointMetadata) -> None:
-        """On the first rank: let a run that resumes from the checkpoint skip the same batches."""
+        """On rank 0: record in the checkpoint that a run that resumes from it skips these
+        batches."""
         data, faults = self.batches.loader.state_dict(), self._guard_state()
         write_metadata(checkpoint, replace(metadata, data=data, faults=faults))
-        for tier in self.resume.tiers:
-            abandon_after(tier.folder, self.step)
+        for location in self.resume.locations:
+            abandon_after(location.folder, self.step)
 
     def _finish(self) -> None:
         if self.config.train.sample_tokens:

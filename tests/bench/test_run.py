@@ -27,6 +27,7 @@ from dtron.bench.run import (
 )
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
+from dtron.setup.rules import resolve
 
 ROOT = Path(__file__).parent.parent.parent
 QUICKSTART = ROOT / "configs/quickstart.toml"
@@ -41,7 +42,7 @@ def test_a_point_only_trains(tmp_path: Path, profile_steps: int) -> None:
     )
     options = Options(ranks=1, warmup=4, steps=6, profile_steps=profile_steps)
     config, every = bench_config(file, ["parallel.zero=2"], options, tmp_path / "run")
-    config.validate_for(1)  # nothing without effect is left
+    resolve(config, 1)  # nothing without effect is left
     assert config.train.steps == 10 + profile_steps
     assert config.metrics.profile_start == (11 if profile_steps else 0)
     assert config.parallel.zero == 2

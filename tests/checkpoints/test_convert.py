@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtron.checkpoint.convert import convert_parser, from_hf_folder, to_hf_folder, to_hf_from
-from dtron.checkpoint.initial_weights import HuggingFaceReader, completed, model_settings
+from dtron.checkpoint.initial_weights import HuggingFaceReader, fill_from_initial, model_settings
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.safetensors_file import TensorFile
@@ -326,7 +326,7 @@ def test_a_run_becomes_a_folder_that_transformers_loads(tmp_path: Path) -> None:
             *("model.size=initial", "model.name=qwen3", "optim.lr=1e-12"),
             *("model.override={}", f"run.dir={tmp_path / 'whole'}", "parallel.tp=1"),
         ],
-        completed,
+        fill_from_initial,
     )
     assert config.model.name == "llama"
     run_ranks(1, fit, config)
@@ -388,9 +388,9 @@ def test_a_folder_brings_its_tokenizer(tmp_path: Path, llama: Path) -> None:
     start.write_text("")
     keys = [f"checkpoint.initial={hf}", f"run.dir={tmp_path / 'run'}", "model.size=initial"]
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json; set data\.tokenizer"):
-        Trainer(RunConfig.load(start, keys, completed))
+        Trainer(RunConfig.load(start, keys, fill_from_initial))
     tokenizers.Tokenizer(word_level({"[UNK]": 0, "</s>": 1})).save(str(hf / "tokenizer.json"))
-    config = RunConfig.load(start, keys, completed)
+    config = RunConfig.load(start, keys, fill_from_initial)
     assert config.data.tokenizer == str(hf / "tokenizer.json")
     assert (config.model.name, config.model.override["vocab_size"]) == ("llama", 265)
     Trainer(config)
@@ -398,15 +398,17 @@ def test_a_folder_brings_its_tokenizer(tmp_path: Path, llama: Path) -> None:
     tokenizers.Tokenizer(word_level({"</s>": 0, "[UNK]": 1})).save(other)
     for tokenizer in ("byte", other):
         with pytest.raises(ConfigError, match=r"is not the tokenizer of checkpoint\.initial"):
-            Trainer(RunConfig.load(start, [*keys, f"data.tokenizer={tokenizer}"], completed))
+            Trainer(
+                RunConfig.load(start, [*keys, f"data.tokenizer={tokenizer}"], fill_from_initial)
+            )
     keys += ["data.tokenizer=byte", "checkpoint.allow_data_change=true"]
-    Trainer(RunConfig.load(start, keys, completed))
+    Trainer(RunConfig.load(start, keys, fill_from_initial))
 
 
 def test_the_shape_of_initial_weights_needs_them(tmp_path: Path) -> None:
     (tmp_path / "start.toml").write_text("")
     with pytest.raises(ConfigError, match=r'"initial" needs checkpoint\.initial'):
-        RunConfig.load(tmp_path / "start.toml", ["model.size=initial"], completed)
+        RunConfig.load(tmp_path / "start.toml", ["model.size=initial"], fill_from_initial)
 
 
 def word_level(vocabulary: dict[str, int]) -> tokenizers.models.WordLevel:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtron.checkpoint.dcp_storage import read_index
-from dtron.io.safetensors_file import StoredTensors, counts, shape_of
+from dtron.io.safetensors_file import StoredTensors, parse_shape, parse_sizes
 
 _GB = 2**30
 
@@ -45,9 +45,9 @@ def test_an_index_of_a_large_model_is_read(tmp_path: Path) -> None:
 
 
 def test_offsets_are_bounded_one_by_one_and_shapes_by_their_product() -> None:
-    assert counts([2**40, 2**41]) == [2**40, 2**41]
+    assert parse_sizes([2**40, 2**41]) == [2**40, 2**41]
     with pytest.raises(ValueError, match="more than 2\\^56 elements"):
-        shape_of([2**40, 2**41])
+        parse_shape([2**40, 2**41])
     for wrong in ([-1], [2**57], [True], [1.0], "1", [1] * 17):
         with pytest.raises(ValueError, match="integer"):
-            counts(wrong)
+            parse_sizes(wrong)

@@ -19,7 +19,7 @@ from dtron.checkpoint import save as saving
 from dtron.checkpoint.async_staging import SharedMemory, Staging
 from dtron.checkpoint.checkpointer import Checkpointer
 from dtron.checkpoint.directory import complete, step_of
-from dtron.checkpoint.save_plan import KeptPlan
+from dtron.checkpoint.save_plan import CachedSavePlanner
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.writer_process import WriterProcess
 from dtron.training.saves import Saving
@@ -74,7 +74,7 @@ def test_retention_by_count_and_by_every_n(tmp_path: Path) -> None:
 def plans_made(config: Any) -> tuple[int, int]:
     trainer = Trainer(config)
     trainer.fit()
-    return trainer.checkpointer.plan.made, len(complete(trainer.rundir.checkpoints))
+    return trainer.checkpointer.plan.n_global_plans, len(complete(trainer.rundir.checkpoints))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -85,14 +85,14 @@ def test_the_plan_is_made_once(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_plan_is_made_again_when_a_tensor_has_changed() -> None:
-    plan = KeptPlan()
+    plan = CachedSavePlanner()
     for n, shape in enumerate([(2,), (2,), (3,)]):
         plan.set_up_planner({"x": torch.zeros(shape)}, is_coordinator=True)
         plans, metadata = plan.create_global_plan([plan.create_local_plan()])
         final = plan.finish_plan(plans[0])
         assert metadata.state_dict_metadata["x"].size == torch.Size(shape)  # type: ignore[union-attr]
         assert [tuple(i.tensor_data.chunk.sizes) for i in final.items if i.tensor_data] == [shape]
-        assert plan.made == (1, 1, 2)[n]
+        assert plan.n_global_plans == (1, 1, 2)[n]
 
 
 def test_saves_beside_training_hold_the_same_bits(tmp_path: Path) -> None:
@@ -313,20 +313,20 @@ def test_nothing_is_written_below_a_folder_that_is_unmounted(
     assert [row["step"] for row in rows(run)] == list(range(1, 7))
 
 
-def publish_fails(config: Any) -> str:
+def commit_fails(config: Any) -> str:
     """Rank 0 alone publishes; the others have to learn that it could not."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    saving.publish = full  # type: ignore[assignment]
+    saving.commit = full  # type: ignore[assignment]
     with pytest.raises(CheckpointError) as error:
         Trainer(config).fit()
     return str(error.value)
 
 
 def test_a_failure_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
-    found = run_ranks(2, publish_fails, tiny(tmp_path / "run", train__steps=1))
+    found = run_ranks(2, commit_fails, tiny(tmp_path / "run", train__steps=1))
     assert all("No space left on device" in message for message in found)
     assert not steps(tmp_path / "run")
 

@@ -315,7 +315,7 @@ def test_a_bucket_that_is_not_there_is_refused_before_the_model_is_built(
 def test_a_store_without_rights_is_refused(tmp_path: Path, store: ObjectStore) -> None:
     for method, error, wanted in (
         ("PUT", ConfigError, "checkpoint.dir = .* cannot be written: .*set credentials"),
-        ("GET", CheckpointError, "checkpoint.resume = 'latest': checkpoints cannot be looked for"),
+        ("GET", CheckpointError, "checkpoint.resume = 'latest': checkpoints cannot be listed"),
     ):
         store.fault = functools.partial(forbidden, method)
         with pytest.raises(error, match=wanted):

@@ -18,6 +18,7 @@ from dtron.float8.compare import compare
 from dtron.io.filesystem import read_json
 from dtron.parallelisms.pipeline.layout import _placement_of_csv
 from dtron.parallelisms.pipeline.schedules import read_csv
+from dtron.setup.rules import resolve
 
 CONFIGS = sorted(Path("configs").glob("*.toml"))
 
@@ -184,7 +185,7 @@ def test_degrees_fill_up_to_the_world_size() -> None:
 def test_what_cannot_run_is_refused(tmp_path: Path, override: str, message: str) -> None:
     config = load(tmp_path, "", "train.micro_batch=2", "train.global_batch=8", override)
     with pytest.raises(ConfigError) as error:
-        config.validate_for(2)
+        resolve(config, 2)
     assert message in str(error.value)
 
 
@@ -194,26 +195,26 @@ def test_what_cannot_run_is_refused(tmp_path: Path, override: str, message: str)
 def test_micro_batches_are_never_summed_in_bfloat16(tmp_path: Path, overrides: tuple) -> None:
     config = load(tmp_path, "", "parallel.reduce_dtype=bfloat16", *overrides)
     with pytest.raises(ConfigError, match="2 micro-batches in bfloat16"):
-        config.validate_for(4)
-    config.validate_for(8)  # one micro-batch
-    load(tmp_path, "", "parallel.reduce_dtype=bfloat16").validate_for(4)  # shards sum in float32
+        resolve(config, 4)
+    resolve(config, 8)  # one micro-batch
+    resolve(load(tmp_path, "", "parallel.reduce_dtype=bfloat16"), 4)  # shards sum in float32
 
 
 @pytest.mark.parametrize("override", ["parallel.zero=1", "parallel.reduce=step"])
 def test_sums_of_micro_batches_never_travel_in_bfloat16(tmp_path: Path, override: str) -> None:
     config = load(tmp_path, "", "parallel.reduce_by=all_to_all", override)
     with pytest.raises(ConfigError, match="2 micro-batches to train"):
-        config.validate_for(4)
-    config.validate_for(8)  # one micro-batch
+        resolve(config, 4)
+    resolve(config, 8)  # one micro-batch
     replicated = ("parallel.dp_replicate=2", "parallel.dp_shard=2")
-    load(tmp_path, "", "parallel.reduce_by=all_to_all", *replicated).validate_for(4)
+    resolve(load(tmp_path, "", "parallel.reduce_by=all_to_all", *replicated), 4)
 
 
 def test_gradients_that_no_ranks_share_do_not_travel(tmp_path: Path) -> None:
     for override, world in (("parallel.zero=2", 1), ("parallel.dp_replicate=2", 2)):
         config = load(tmp_path, "", "parallel.reduce_by=all_to_all", override)
         with pytest.raises(ConfigError, match="no effect without"):
-            config.validate_for(world)
+            resolve(config, world)
 
 
 def test_every_field_has_a_docstring() -> None:
@@ -229,7 +230,7 @@ def test_shipped_configs_load_and_say_their_hardware(path: Path) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_quickstart_is_legal_on_every_small_world(world: int) -> None:
     config = RunConfig.load("configs/quickstart.toml")
-    config.validate_for(world)
+    resolve(config, world)
     assert config.train.global_batch == 16 * config.train.micro_batch
     assert config.train.seq_len % 16 == 0
 
@@ -237,8 +238,8 @@ def test_quickstart_is_legal_on_every_small_world(world: int) -> None:
 def test_bfloat16_moments_take_a_short_memory(tmp_path: Path) -> None:
     narrow = ("optim.moments=bfloat16", "optim.beta2=0.999")
     with pytest.raises(ConfigError, match=r"use optim\.beta2 = 0\.99 or less"):
-        load(tmp_path, "", *narrow).validate_for(1)
-    load(tmp_path, "", *narrow, "optim.beta2=0.99").validate_for(1)
+        resolve(load(tmp_path, "", *narrow), 1)
+    resolve(load(tmp_path, "", *narrow, "optim.beta2=0.99"), 1)
 
 
 def test_a_switch_on_the_command_line_turns_its_dependants_off(
@@ -251,7 +252,7 @@ def test_a_switch_on_the_command_line_turns_its_dependants_off(
     )
     off = ["train.sample_tokens=0", "train.eval_sequences=0", "data.source=hf", "data.hf_path=x"]
     config = RunConfig.load(file, off)
-    config.validate_for(1)
+    resolve(config, 1)
     assert config.train.sample_prompt == RunConfig().train.sample_prompt
     assert (config.train.eval_interval, config.data.paths) == (0, RunConfig().data.paths)
     said = capsys.readouterr().err
@@ -259,10 +260,10 @@ def test_a_switch_on_the_command_line_turns_its_dependants_off(
         assert f"note: {key}" in said
     given = RunConfig.load(file, ["train.sample_tokens=0", "train.sample_prompt=me"])
     with pytest.raises(ConfigError, match=r"train\.sample_prompt = 'me' has no effect"):
-        given.validate_for(1)
+        resolve(given, 1)
     file.write_text('[train]\nsample_prompt = "In"\n')  # which the file alone makes idle
     with pytest.raises(ConfigError, match=r"train\.sample_prompt = 'In' has no effect"):
-        RunConfig.load(file, ["train.steps=3"]).validate_for(1)
+        resolve(RunConfig.load(file, ["train.steps=3"]), 1)
 
 
 def test_a_key_can_be_unset(tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_a_config_from_a_pipe() -> None:
             time.sleep(0.1)
 
     assert from_pipe(slowly).train.steps == 7
-    with pytest.raises(ConfigError, match=r"/dev/fd/\d+: .*not ended for 0\.3 s; write"):
+    with pytest.raises(ConfigError, match=r"/dev/fd/\d+: .*not ended after 0\.3 s; use a file"):
         from_pipe(lambda _: time.sleep(1), 0.3)
     with (
         patch("dtron.config.run_config.TOML_BYTES", 1000),
@@ -335,5 +336,5 @@ def test_settings_that_never_act_are_refused(section: str, keys: dict, message: 
     base = {"train": {"steps": 100}, "data": {"paths": ["x.txt"], "validation_fraction": 0.0}}
     config = RunConfig.of({**base, section: {**base.get(section, {}), **keys}})
     with pytest.raises(ConfigError) as error:
-        config.validate_for(1)
+        resolve(config, 1)
     assert message in str(error.value)

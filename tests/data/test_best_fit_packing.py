@@ -205,7 +205,7 @@ def test_what_packing_costs(make_data: MakeData) -> None:
     ]
     assert wastes["best_fit"].split_documents == wastes["pad"].split_documents == 0.25
     assert 0.25 <= wastes["cut"].split_documents <= 1
-    text = "4 sequences an epoch, 2.50% of their tokens padding, 25.0% of documents split"
+    text = "4 sequences per epoch, 2.50% of their tokens padding, 25.0% of documents split"
     assert str(wastes["best_fit"]) == text
 
 

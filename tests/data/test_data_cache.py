@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from dtron.config import Data
-from dtron.data import TokenCache, cache, is_ready, prepare, sources, wait_for
-from dtron.data.cache import cache_path, open_or_build
+from dtron.data import TokenCache, cache, prepare, sources, wait_for
+from dtron.data.cache import cache_path, open_cache, open_or_build
 from dtron.data.documents import Corpus
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.errors import DataError
@@ -37,6 +37,11 @@ def documents(cache: TokenCache) -> list[list[int]]:
     return [cache.tokens[start:end].tolist() for start, end in pairs]
 
 
+def is_ready(data: Data) -> bool:
+    _, tokenizer, path = sources._locate(data)
+    return open_cache(path, tokenizer) is not None
+
+
 def builds(caplog: pytest.LogCaptureFixture) -> int:
     return sum(record.message.startswith("tokenized") for record in caplog.records)
 
@@ -47,7 +52,7 @@ def test_tokens_and_offsets(make_data: MakeData, caplog: pytest.LogCaptureFixtur
     assert documents(cache) == [[97, 98, 256], [*"c€".encode(), 256]]
     assert cache.tokens.dtype == np.uint16
     assert cache.n_documents == 2
-    assert "tokenized 2 documents (2 empty ones left out) to 8 tokens" in caplog.text
+    assert "tokenized 2 documents (2 empty ones skipped) to 8 tokens" in caplog.text
 
 
 def test_many_batches(make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:

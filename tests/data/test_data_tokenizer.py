@@ -135,5 +135,5 @@ def test_converts_tokenizer_is_a_folder_that_has_one(bpe: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("size", [0.0, -1.0, float("nan"), float("inf")])
 def test_converts_file_size_is_positive(size: float) -> None:
-    with pytest.raises(ConfigError, match="is no size of a file; use one such as 5"):
+    with pytest.raises(ConfigError, match="is not a file size in GB; use one such as 5"):
         to_hf_from(argparse.Namespace(file_gb=size, checkpoint="nowhere"))

@@ -153,7 +153,7 @@ def test_a_path_given_twice_leaks_no_held_out_document(
         n, leaked = held_out_in_training(config)
         assert n >= 5
         assert leaked == 0
-    assert "40 of 80 documents are copies of others" in messages[0]
+    assert "40 of 80 documents are duplicates" in messages[0]
     assert f"data.paths names {path} more than once" in messages[0]
     assert "20 of 60 documents are copies" in messages[1]
     assert "more than once" not in messages[1]

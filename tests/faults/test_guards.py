@@ -18,7 +18,7 @@ from dtron.errors import ConfigError, TrainingError
 from dtron.faults.corruption import bit_hash
 from dtron.faults.spikes import Spikes
 from dtron.faults.stragglers import Stragglers, _CpuWaits, table
-from dtron.run.process import Place
+from dtron.setup.rules import resolve
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
 from tests.training.test_expert_balancing import SMALL
@@ -285,4 +285,4 @@ def test_guards_that_cannot_act_are_refused(
 ) -> None:
     logging.getLogger("dtron").setLevel(logging.ERROR)
     with pytest.raises(ConfigError, match=message):
-        tiny(tmp_path, **changes).validate_for(Place(0, 0, 1).world_size)
+        resolve(tiny(tmp_path, **changes), 1)

@@ -179,4 +179,4 @@ def test_history_without_delayed_scales_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"amax_history = 4 has no effect without float8\.scaling"
     ):
-        config.validate_for(1)
+        resolve(config, 1)

@@ -10,6 +10,7 @@ from dtron.models import BACKENDS, MODELS, DecoderConfig, build_model, model_con
 from dtron.models.layers import ACTIVATIONS, NORMS
 from dtron.models.rope import SCALINGS
 from dtron.models.router import ROUTERS
+from dtron.setup.rules import reasons
 
 
 def test_override_replaces_fields():
@@ -128,6 +129,22 @@ def test_errors_name_key_rule_and_legal_values(name, size, override, message):
     with pytest.raises(ConfigError) as error:
         model_config(name, size, override)
     assert message in str(error.value)
+
+
+def test_all_errors_are_named_at_once():
+    inconsistent = {"n_kv_heads": 3, "head_dim": 15, "z_loss": 0.1, "full_attention_every": 1}
+    config = RunConfig.of({"model": {"override": inconsistent}, "train": {"loss_chunks": 2**20}})
+    starts = ["train.loss_chunks", "model.override.n_kv_heads = 3", "model.override.head_dim = 15"]
+    starts += ["model.override.full_attention_every = 1"] * 2 + ["model.override.z_loss = 0.1"]
+    found = reasons(config, 1)
+    assert len(found) == len(starts), found
+    assert all(line.startswith(start) for line, start in zip(found, starts, strict=True)), found
+    with pytest.raises(ConfigError) as error:
+        model_config("llama", "debug", {"n_layers": 0, "dim": "x", "width": 1})
+    keys = ["n_layers = 0", "dim = 'x'", "width"]
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(keys)
+    assert all(any(f"model.override.{key}" in line for line in lines) for key in keys)
 
 
 def test_learned_positions_allow_odd_heads():

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from dtron.config import Compile, Data, Float8, Model, Optim, Parallel, Recompute, RunConfig, Train
 from dtron.data import Batch, TrainingSource
 from dtron.data.loader import stacked
-from dtron.data.sources import Opened
+from dtron.data.sources import TokenizedDocuments
 from dtron.float8 import RECIPES, convert
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import convert_experts
@@ -59,9 +59,9 @@ from dtron.setup.preflight import ModelSetup
 from dtron.setup.rules import ModelCandidate, all_broken, check_layout, resolve
 from dtron.training.batches import shard_batch
 from dtron.training.build import build_run
-from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, given_sum
+from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, loss_from_head
 from dtron.training.optim import build_optimizer, update
-from dtron.training.step import Loss, ParallelModel, TrainStep, evaluate
+from dtron.training.step import LossFunction, ParallelModel, TrainStep, evaluate
 from tests.harness import run_ranks
 
 MAX_NORM, SEED = 0.05, 7  # the norm is far above MAX_NORM, so that clipping acts
@@ -338,7 +338,9 @@ def packed_documents(packing: str, masked: bool, seq_len: int, vocabulary: int) 
     tokens = np.random.default_rng(SEED).integers(1, vocabulary, offsets[-1])
     tokens[offsets[1:] - 1] = 0
     data = Data.model_validate({"packing": packing, "mask_documents": masked})
-    return Opened(data, tokens, offsets, seq_len, 0).training(np.arange(len(lengths)), SEED)
+    return TokenizedDocuments(data, tokens, offsets, seq_len, 0).training(
+        np.arange(len(lengths)), SEED
+    )
 
 
 def reference(case: Case, device_type: str = "cpu") -> dict[str, Any]:
@@ -694,11 +696,11 @@ def context_of(case: Case, kernel: str = "math") -> Context | None:
     return Context.of(case.parallel, cores, kernel, config.window, config.softcap)
 
 
-def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> Loss:
+def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> LossFunction:
     """The Trainer's loss."""
     if case.loss_chunks > 1:
-        return given_sum
-    loss: Loss = functools.partial(cross_entropy_sum, vocabulary=vocabulary(config, mesh))
+        return loss_from_head
+    loss: LossFunction = functools.partial(cross_entropy_sum, vocabulary=vocabulary(config, mesh))
     if case.compile.enable:
         loss = torch.compile(loss, backend=case.compile.backend, dynamic=False)
     return loss

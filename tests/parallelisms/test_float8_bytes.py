@@ -143,5 +143,5 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     case = Case("llama", 4, Parallel(tp=4), override={"n_kv_heads": 4, "dim": 32, "head_dim": 8})
     case = Case(**{**vars(case), "float8": Float8(recipe="rowwise")})
     assert "parallel.tp = 4 leaves a rank 8 of the 32 rows of blocks.0.attn.wq" in case.refusal()
-    with pytest.raises(ConfigError, match="multiple of 16 tokens a micro-batch, not 24"):
+    with pytest.raises(ConfigError, match="multiple of 16 tokens per micro-batch, not 24"):
         float8("rowwise", 1, Parallel(), seq_len=24).resolved()

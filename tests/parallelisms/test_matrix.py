@@ -52,7 +52,7 @@ EXPECTED: dict[str, int] = {
     " whole on a rank; use 0.0": 3,
     'parallel.cp_method = "hierarchical" needs a parallel.cp that is a product of two numbers,'
     ' such as 4; 2 is not: use "ring" or "ulysses"': 48,
-    "parallel.cp = 4 cuts train.seq_len = 12 into 2 x cp pieces; use a multiple of 8 such as 8": 3,
+    "parallel.cp = 4 cuts train.seq_len = 12 into 2 x cp chunks; use a multiple of 8 such as 8": 3,
     "model.override.vocab_size = 67 is padded for parallel.tp = 2 and then sharded by"
     " width, but the 4 ranks of parallel.dp_shard do not divide model.dim = 34; use a"
     " dp_shard that does, or a vocab_size that tp divides": 3,

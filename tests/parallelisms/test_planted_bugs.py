@@ -59,9 +59,9 @@ def local_divisor() -> None:
     """The loss is a mean over the rank's own tokens, as cp would be without its scale."""
 
     def count(_self: Any, batches: list[Batch]) -> Tensor:
-        return torch.stack([step._count_all(batch) for batch in batches]).sum(0).clamp(1)
+        return torch.stack([step._label_counts(batch) for batch in batches]).sum(0).clamp(1)
 
-    step.TrainStep._count = count  # type: ignore[method-assign]
+    step.TrainStep._global_label_counts = count  # type: ignore[method-assign]
 
 
 def loss_of_every_tp_rank() -> None:
@@ -253,18 +253,18 @@ def mtp_tokens_of_the_part() -> None:
 
 def predictions_by_all_labels() -> None:
     """The mean of the MTP loss is over the labels of the next token."""
-    count = step.TrainStep._count
+    count = step.TrainStep._global_label_counts
 
     def first(self: Any, batches: list[Batch]) -> Tensor:
         counts = count(self, batches)
         return counts[:1].expand_as(counts)
 
-    step.TrainStep._count = first  # type: ignore[method-assign]
+    step.TrainStep._global_label_counts = first  # type: ignore[method-assign]
 
 
 def padding_not_masked() -> None:
     """Padded columns of the logits take part in the softmax."""
-    loss._masked = lambda logits, _vocabulary: loss._wide(logits)
+    loss._masked = lambda logits, _vocabulary: loss._upcast(logits)
 
 
 def micro_batches_exchanged() -> None:
@@ -381,13 +381,14 @@ def part_of_results() -> None:
 
 def loads_of_own_tokens() -> None:
     """The balance loss sees the loads of the rank's part of a sequence alone."""
-    routing.Pooled.total = lambda _self, loads: loads  # type: ignore[method-assign]
+    routing.RankPool.total = lambda _self, loads: loads  # type: ignore[method-assign]
 
 
 def choices_in_order_of_the_ranks() -> None:
     """Capacity goes to the tokens of the first rank first."""
-    in_order = routing.Pooled.in_order
-    routing.Pooled.in_order = lambda self, drop, chosen, _order: in_order(self, drop, chosen, None)  # type: ignore[method-assign]
+    pool = routing.RankPool
+    in_order = pool.in_order
+    pool.in_order = lambda self, drop, chosen, _order: in_order(self, drop, chosen, None)  # type: ignore[method-assign]
 
 
 def padding_routed() -> None:
@@ -413,13 +414,13 @@ def predictions_across_documents() -> None:
 
 def wide_moments_of_experts() -> None:
     """Moments of experts keep their parameter's dtype."""
-    narrow = optim.NarrowAdamW._zeros
+    narrow = optim.BFloat16AdamW._zeros
 
-    def zeros(self: optim.NarrowAdamW, parameter: Any) -> Tensor:
+    def zeros(self: optim.BFloat16AdamW, parameter: Any) -> Tensor:
         axes = parameter.device_mesh.mesh_dim_names
         return torch.zeros_like(parameter) if "ep" in axes else narrow(self, parameter)
 
-    optim.NarrowAdamW._zeros = zeros  # type: ignore[method-assign]
+    optim.BFloat16AdamW._zeros = zeros  # type: ignore[method-assign]
 
 
 def biases_by_own_loads() -> None:

@@ -76,13 +76,13 @@ def gathered_logits() -> None:
 
 def prediction_counts_of_own_tokens() -> None:
     """MTP losses are means over the rank's own labels, averaged over the ranks."""
-    count = step.TrainStep._count
+    count = step.TrainStep._global_label_counts
 
     def counts(self: Any, batches: list[Batch]) -> Tensor:
-        own = torch.stack([step._count_all(batch) for batch in batches]).sum(0).clamp(min=1)
+        own = torch.stack([step._label_counts(batch) for batch in batches]).sum(0).clamp(min=1)
         return torch.cat([count(self, batches)[:1], own[1:] * dist.get_world_size()])
 
-    step.TrainStep._count = counts  # type: ignore[method-assign]
+    step.TrainStep._global_label_counts = counts  # type: ignore[method-assign]
 
 
 def recomputed_from_another_replica() -> None:

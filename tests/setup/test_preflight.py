@@ -94,16 +94,16 @@ def test_chunks_of_the_loss_that_cannot_be(chunks: int, parallel: dict, message:
 CONTEXTS: dict[str, tuple[dict[str, object], str]] = {
     "length": (
         {"cp": 4, "seq_len": 60},
-        "parallel.cp = 4 cuts train.seq_len = 60 into 2 x cp pieces; use a multiple of 8 such as "
+        "parallel.cp = 4 cuts train.seq_len = 60 into 2 x cp chunks; use a multiple of 8 such as "
         "56",
     ),
     "short": (
         {"cp": 4, "seq_len": 6},
-        "parallel.cp = 4 cuts train.seq_len = 6 into 2 x cp pieces; use a multiple of 8 such as 8",
+        "parallel.cp = 4 cuts train.seq_len = 6 into 2 x cp chunks; use a multiple of 8 such as 8",
     ),
     "length over tp": (
         {"cp": 2, "tp": 4, "seq_len": 68},
-        "parallel.cp = 2 cuts train.seq_len = 68 into 2 x cp pieces; use a multiple of 8 such as "
+        "parallel.cp = 2 cuts train.seq_len = 68 into 2 x cp chunks; use a multiple of 8 such as "
         "64",
     ),
     "heads": (
@@ -255,7 +255,7 @@ def test_a_start_names_all_that_is_wrong_at_once() -> None:
         "recompute.every = 2 has no effect",
         "model.attention = sdpa",
         "parallel.cp = 4 cuts train.seq_len = 60",
-        "needs a multiple of 16 tokens a micro-batch, not 15",
+        "needs a multiple of 16 tokens per micro-batch, not 15",
         "delayed scaling needs per-tensor scales",
     ]
     assert len(lines) == len(wanted), lines

@@ -40,7 +40,7 @@ from dtron.run.process import Place, set_up_logging
 from dtron.setup.compatibility import resumed_warmup, schedule_settings
 from dtron.setup.preflight import preflight
 from dtron.training import step_log
-from dtron.training.step import Loss, StepResult, TrainStep
+from dtron.training.step import LossFunction, StepResult, TrainStep
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
 
@@ -598,7 +598,7 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     assert kept == ["latest", "step-5", "step-6"]
 
 
-def plant_loss(trainer: Trainer, loss: Loss) -> None:
+def plant_loss(trainer: Trainer, loss: LossFunction) -> None:
     """Another loss in training; validation keeps its own."""
     trainer.run.step.model = replace(trainer.run.step.model, loss=loss)
 

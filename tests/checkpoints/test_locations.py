@@ -19,26 +19,26 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from dtron.checkpoint import directory as published
 from dtron.checkpoint import save as saving
 from dtron.checkpoint.convert import convert_parser, to_hf_from
-from dtron.checkpoint.dcp_storage import read_index, untiled
+from dtron.checkpoint.dcp_storage import read_index, tiling_error
 from dtron.checkpoint.directory import (
     CheckpointMetadata,
     agree,
-    begin,
+    commit,
     complete,
+    delete_old,
     newest_good,
+    prepare_folder,
     problem,
-    publish,
-    retire,
     step_of,
 )
-from dtron.checkpoint.locations import tiers_of
+from dtron.checkpoint.locations import checkpoint_locations
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io import filesystem as files
 from dtron.io import remote_path as remote
 from dtron.io.filesystem import location
 from dtron.io.remote_path import Remote
-from dtron.io.safetensors_file import Described, StoredTensors, TensorFile, order_of
+from dtron.io.safetensors_file import StoredTensors, TensorFile, TensorSpec, write_order
 from dtron.training.trainer import Trainer
 from tests.checkpoints.test_damage import fit_and_listen, flipped
 from tests.checkpoints.test_saving import fit_with_faults, steps
@@ -72,15 +72,15 @@ def test_parts_that_do_not_make_up_a_tensor(shape: Any, parts: Any, wrong: str |
     chunks = [ChunkStorageMetadata(torch.Size([]), torch.Size([])) for _ in parts]
     for chunk, (offsets, sizes) in zip(chunks, parts, strict=True):
         chunk.offsets, chunk.sizes = offsets, sizes
-    found = untiled(shape, chunks)
+    found = tiling_error(shape, chunks)
     assert (found is None) if wrong is None else (found is not None and wrong in found)
 
 
 def make(folder: Path, step: int) -> Path:
     """A small checkpoint that is not published yet."""
     path = folder / f"step-{step}"
-    begin(path)
-    file = TensorFile(path / "rank-0.safetensors", {"x": Described(torch.float32, (2, 3))}, {})
+    prepare_folder(path)
+    file = TensorFile(path / "rank-0.safetensors", {"x": TensorSpec(torch.float32, (2, 3))}, {})
     file.write("x", torch.full((2, 3), float(step)))
     written = file.close()
     metadata = {"bytes": written.bytes, "sha256": written.sha256}
@@ -131,13 +131,13 @@ def test_a_kill_at_any_point_of_publication_leaves_a_good_checkpoint(tmp_path: P
     outcomes = set()
     for deadly in range(100):
         folder = tmp_path / str(deadly)
-        publish(make(folder, 1), FACTS)
+        commit(make(folder, 1), FACTS)
         second = make(folder, 2)
         with pytest.MonkeyPatch.context() as patch:
             dying_at(patch, deadly)
             try:
-                publish(second, FACTS)
-                retire(folder, second, 1, 0)
+                commit(second, FACTS)
+                delete_old(folder, second, 1, 0)
                 break
             except Killed:
                 pass
@@ -145,8 +145,8 @@ def test_a_kill_at_any_point_of_publication_leaves_a_good_checkpoint(tmp_path: P
         assert found is not None
         outcomes.add(step_of(found))
         third = make(folder, 3)
-        publish(third, FACTS)
-        retire(folder, third, 1, 0)
+        commit(third, FACTS)
+        delete_old(folder, third, 1, 0)
         assert {path.name for path in folder.iterdir()} == {"step-3", "latest"}
     assert deadly > 5
     assert outcomes == {1, 2}
@@ -282,10 +282,10 @@ def test_folders_of_others_are_not_touched(tmp_path: Path) -> None:
     (folder / "step-3").mkdir()
     for name in ("step-1/other.pt", "step-3/other.pt", "big.partial"):
         (folder / name).write_text("kept")
-    publish(make(folder, 2), FACTS)
-    retire(folder, folder / "step-2", 1, 0)
+    commit(make(folder, 2), FACTS)
+    delete_old(folder, folder / "step-2", 1, 0)
     with pytest.raises(CheckpointError, match=r"step-3 holds other\.pt"):
-        begin(folder / "step-3")
+        prepare_folder(folder / "step-3")
     for name in ("step-1/other.pt", "step-3/other.pt", "big.partial"):
         assert (folder / name).read_text() == "kept"
 
@@ -294,7 +294,7 @@ def test_ranks_agree_on_the_newest_one_that_all_see(tmp_path: Path) -> None:
     """Where a node has lost its fast tier, of both tiers."""
     fast, durable = tmp_path / "fast", tmp_path / "durable"
     for folder, step in ((durable, 1), (durable, 2), (fast, 2), (fast, 3)):
-        publish(make(folder, step), FACTS)
+        commit(make(folder, step), FACTS)
     found = run_ranks(2, agreed, fast, durable)
     assert found == [fast / "step-2", durable / "step-2"]
     shutil.rmtree(durable)
@@ -329,7 +329,7 @@ def test_a_fast_tier_before_a_durable_one(tmp_path: Path) -> None:
     tiered |= {"checkpoint__interval": 3, "checkpoint__keep": 0, "checkpoint__mode": "async"}
     config = tiny(run, checkpoint__last=False, train__steps=5, **tiered)
     run_ranks(2, fit, config)
-    fast = tiers_of(config)[0].folder
+    fast = checkpoint_locations(config)[0].folder
     assert isinstance(fast, Path)
     assert max(map(step_of, complete(fast))) == 4  # and what was copied meanwhile
     assert steps(run) == [3]
@@ -340,7 +340,7 @@ def test_a_fast_tier_before_a_durable_one(tmp_path: Path) -> None:
     for name, copy in copies.items():
         config = tiny(copy, **resumed)
         if name == "damaged":
-            folder = tiers_of(config)[0].folder
+            folder = checkpoint_locations(config)[0].folder
             assert isinstance(folder, Path)
             shutil.copytree(fast / "step-4", folder / "step-4")
             flipped(folder / "step-4")
@@ -355,7 +355,7 @@ def test_a_fast_tier_before_a_durable_one(tmp_path: Path) -> None:
         last = tmp_path / name / "checkpoints/step-6"
         assert losses(tmp_path / name)[-1] == losses(whole)[-1]
         assert same_checkpoint(last, whole / "checkpoints/step-6")
-    with pytest.raises(ConfigError, match="holds checkpoints of an earlier start"):
+    with pytest.raises(ConfigError, match="has checkpoints of an earlier start"):
         Trainer(tiny(run, **tiered))
 
 
@@ -436,7 +436,7 @@ def test_checkpoints_in_a_store(tmp_path: Path) -> None:
     given = convert_parser().parse_args(["to-hf", f"file://{store}", str(tmp_path / "hf")])
     run_ranks(1, to_hf_from, given)
     assert (tmp_path / "hf/model.safetensors").exists()
-    with pytest.raises(ConfigError, match="holds checkpoints of an earlier start"):
+    with pytest.raises(ConfigError, match="has checkpoints of an earlier start"):
         Trainer(tiny(run, **away))
 
 
@@ -460,17 +460,17 @@ def test_a_store_shows_a_checkpoint_when_its_manifest_is_there() -> None:
     assert isinstance(folder, Remote)
     folder.delete()
     path = folder / "step-2"
-    begin(path)
+    prepare_folder(path)
     (path / "index.json").write_bytes(b'{"format": 1, "files": {}, "tensors": {}}')
     assert complete(folder) == []
-    publish(path, FACTS)
+    commit(path, FACTS)
     assert complete(folder) == [path]
     assert newest_good([folder]) == path
     published.abandon_after(folder, 1)
     assert complete(folder) == []
-    begin(folder / "step-3")
+    prepare_folder(folder / "step-3")
     assert files.names_in(path)  # what was abandoned is there until the next one is
-    retire(folder, folder / "step-3", 1, 0)
+    delete_old(folder, folder / "step-3", 1, 0)
     assert not files.names_in(path)
     with pytest.raises(OSError, match="nothing"):
         (folder / "nothing").read_whole(10)
@@ -492,7 +492,7 @@ def test_what_is_announced_is_read_by_few_requests(
 
     monkeypatch.setattr(Remote, "read_bytes", counted)
     tensors = {"large": torch.randn(5000)} | {f"x{i}": torch.randn(300, 2) for i in range(6)}
-    described = {name: Described(t.dtype, t.shape) for name, t in tensors.items()}
+    described = {name: TensorSpec(t.dtype, t.shape) for name, t in tensors.items()}
     file = TensorFile(tmp_path / "x.safetensors", described, {})
     for name in file.order:
         file.write(name, tensors[name])
@@ -515,17 +515,17 @@ def test_what_is_announced_is_read_by_few_requests(
 
 def test_small_tensors_come_first_in_a_file() -> None:
     """So that a store gives them together with the header."""
-    large, small = Described(torch.float32, (10**6,)), Described(torch.float32, ())
-    half = Described(torch.bfloat16, (2,))
+    large, small = TensorSpec(torch.float32, (10**6,)), TensorSpec(torch.float32, ())
+    half = TensorSpec(torch.bfloat16, (2,))
     tensors = {"a": large, "a.step": small, "h": half, "b": large, "b.step": small}
-    assert order_of(tensors) == ["a.step", "b.step", "a", "b", "h"]
+    assert write_order(tensors) == ["a.step", "b.step", "a", "b", "h"]
 
 
 def test_regions_of_a_file_in_a_store(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     tensors = {"a": torch.randn(5, 4, 3), "b": torch.arange(6).reshape(2, 3).bfloat16()}
     tensors |= {"c": torch.tensor(3.0), "d": torch.empty(0, 3)}
-    described = {name: Described(t.dtype, t.shape) for name, t in tensors.items()}
+    described = {name: TensorSpec(t.dtype, t.shape) for name, t in tensors.items()}
     file = TensorFile(tmp_path / "x.safetensors", described, {})
     for name in file.order:
         file.write(name, tensors[name])
@@ -540,7 +540,7 @@ def test_regions_of_a_file_in_a_store(tmp_path: Path) -> None:
     assert torch.equal(read.get_slice("a")[part], tensors["a"][part])
     content = bytearray((tmp_path / "x.safetensors").read_bytes())
     (tmp_path / "x.safetensors").write_bytes(content[:-200])
-    with pytest.raises(ValueError, match="lies outside of the file"):
+    with pytest.raises(ValueError, match="is outside of the file"):
         StoredTensors(where).get_slice("b")
     (tmp_path / "x.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match="no header"):
