@@ -67,7 +67,7 @@ class WeightGather:
     def __init__(self, layers: Iterable[Float8Linear], group: dist.ProcessGroup) -> None:
         require_torchao()
         self.group = group
-        self.shards = [_Shard(layer) for layer in layers]
+        self.shards = [_WeightShard(layer) for layer in layers]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -83,7 +83,7 @@ class WeightGather:
             shard.scale = scale
 
 
-class _Shard:
+class _WeightShard:
     """What FSDP2 gathers of one weight; see `torch.distributed.fsdp.fully_shard`."""
 
     def __init__(self, layer: Float8Linear) -> None:

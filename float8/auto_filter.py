@@ -22,7 +22,7 @@ _WARM_UP, _RUNS, _MARGIN = 3, 20, 0.97
 
 
 @dataclass(frozen=True)
-class Worth:
+class LayerTimes:
     """Seconds of a forward and backward."""
 
     plain: float
@@ -37,7 +37,7 @@ class Worth:
 
 def measure(
     shapes: Iterable[Shape], recipe: Recipe, dtype: torch.dtype, device: torch.device
-) -> dict[Shape, Worth]:
+) -> dict[Shape, LayerTimes]:
     """Time each shape once, on one GPU; neither its memory nor its random state shows it later."""
     found = {}
     with torch.random.fork_rng([device]):
@@ -45,14 +45,14 @@ def measure(
             with device:
                 plain = nn.Linear(shape[1], shape[2], bias=False, dtype=dtype)
             cast = Float8Linear.of(plain, recipe, False, ScaleGroups())
-            found[shape] = Worth(_seconds(plain, shape[0]), _seconds(cast, shape[0]))
+            found[shape] = LayerTimes(_seconds(plain, shape[0]), _seconds(cast, shape[0]))
             torch.compiler.reset()  # each shape is a graph of its own, of which dynamo keeps few
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return found
 
 
-def table(worth: Mapping[Shape, Worth]) -> str:
+def table(worth: Mapping[Shape, LayerTimes]) -> str:
     """A line a shape, for the log."""
     rows = [f"{'tokens x in x out':>24}  {'plain ms':>9}  {'float8 ms':>9}  kept in"]
     for (tokens, inward, outward), times in worth.items():

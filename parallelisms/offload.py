@@ -170,7 +170,7 @@ def _file_cache(root: Path) -> int:
     return stat.get("active_file", 0) + stat.get("inactive_file", 0)
 
 
-class _Lane:
+class _CopyStream:
     """Copies in one direction, in the order in which they are issued."""
 
     def __init__(self, device: torch.device, to_host: bool) -> None:
@@ -211,7 +211,7 @@ class _Copies:
     the host runs ahead of the device.)
     """
 
-    def __init__(self, lane: _Lane, pairs: Sequence[tuple[Buffer, Tensor]]) -> None:
+    def __init__(self, lane: _CopyStream, pairs: Sequence[tuple[Buffer, Tensor]]) -> None:
         self._memory = [memory for _, memory in pairs]
         self._computation = torch.cuda.current_stream() if self._memory[0].is_cuda else None
         self._done: Event = None
@@ -231,7 +231,7 @@ class _Copies:
 class _Storage:
     """A storage that a call saves: on the device, on the host, or both. The graph holds it."""
 
-    def __init__(self, call: "_Call", tensor: Tensor) -> None:
+    def __init__(self, call: "_BlockCall", tensor: Tensor) -> None:
         self.call = call
         self.memory: Tensor | None = _as_bytes(tensor)
         """uint8 (bytes,) on the device; None while it is on the host alone."""
@@ -256,7 +256,7 @@ class _Storage:
 
 
 @dataclass(eq=False)
-class _Call:
+class _BlockCall:
     """One call of a block, and the storages it saves for its backward."""
 
     stage: int
@@ -266,7 +266,7 @@ class _Call:
     """Addresses of storages that stay, as another holds them."""
     units: Sequence[nn.Module]
     """FSDP's units inside of the block, whose parameters are gathered only while they compute."""
-    previous: "_Call | None" = None
+    previous: "_BlockCall | None" = None
     """The block before, in the same forward."""
     caches: list[Mapping[Any, Any]] = field(default_factory=list)
     """What selective recomputation keeps."""
@@ -304,11 +304,14 @@ class Offload:
         self.device, self.smallest = device, smallest
         self.pool = HostPool(pinned=device.type == "cuda")
         self.copied = 0
-        self._to_host, self._to_device = _Lane(device, to_host=True), _Lane(device, to_host=False)
-        self._current: _Call | None = None
-        self._last: _Call | None = None
+        self._to_host, self._to_device = (
+            _CopyStream(device, to_host=True),
+            _CopyStream(device, to_host=False),
+        )
+        self._current: _BlockCall | None = None
+        self._last: _BlockCall | None = None
         """The last one, unless its backward has begun."""
-        self._ends: dict[int, deque[_Call]] = defaultdict(deque)
+        self._ends: dict[int, deque[_BlockCall]] = defaultdict(deque)
         """By stage, the last calls of forwards whose backward has not begun, in their order."""
 
     def attach(self, stage: int, blocks: Iterable[nn.Module]) -> None:
@@ -347,7 +350,7 @@ class Offload:
             self._store(before)
         units = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
         others = _held_by_others(block, args, kwargs)
-        call = self._current = _Call(stage, number, others, units)
+        call = self._current = _BlockCall(stage, number, others, units)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 out = forward(*args, **kwargs)
@@ -362,7 +365,7 @@ class Offload:
             self._add(call)
         return out
 
-    def _add(self, call: _Call) -> None:
+    def _add(self, call: _BlockCall) -> None:
         """Note a call as the last one of its forward."""
         ends, last = self._ends[call.stage], self._last
         if last is not None and last.stage == call.stage and last.number < call.number:
@@ -402,7 +405,7 @@ class Offload:
         if packed is not entry.val:
             entry.val, entry.get_val = None, lambda _may_be_modified: self._unpack(packed)
 
-    def _stays(self, tensor: Tensor, call: _Call) -> bool:
+    def _stays(self, tensor: Tensor, call: _BlockCall) -> bool:
         plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
         if not plain or tensor.device.type != self.device.type:
             return True
@@ -412,7 +415,7 @@ class Offload:
         gathered = (parameter for unit in call.units for parameter in unit.parameters())
         return storage.data_ptr() in _addresses(gathered)
 
-    def _store(self, call: _Call) -> None:
+    def _store(self, call: _BlockCall) -> None:
         """Issue the copies to the host of what is not there."""
         pairs = {
             storage: (self.pool.take(memory.numel()), memory)
@@ -427,7 +430,7 @@ class Offload:
             weakref.finalize(storage, self.pool.give, buffer)
             self.copied += memory.numel()
 
-    def _free(self, call: _Call) -> None:
+    def _free(self, call: _BlockCall) -> None:
         """Free the device's memory of what is on the host."""
         call.wait()
         for storage in list(call.storages.values()):
@@ -453,7 +456,7 @@ class Offload:
         empty = torch.empty(0, dtype=dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), *layout)  # type: ignore[call-overload]
 
-    def _use(self, call: _Call) -> None:
+    def _use(self, call: _BlockCall) -> None:
         """Make ready what a call saved, and issue the copies of what is next."""
         for storage in list(call.storages.values()):
             storage.check()
@@ -470,7 +473,7 @@ class Offload:
         if following is not None:
             self._load(following)
 
-    def _load(self, call: _Call) -> None:
+    def _load(self, call: _BlockCall) -> None:
         """Issue the copies to the device of what is not there."""
         pairs = {
             storage: (buffer, torch.empty_like(buffer.data, device=self.device))
@@ -520,14 +523,14 @@ _UNITS = 4
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Those of the storages."""
-    return {plain.untyped_storage().data_ptr() for x in tensors for plain in _plain(x)}
+    return {plain.untyped_storage().data_ptr() for x in tensors for plain in _plain_parts(x)}
 
 
-def _plain(x: Any) -> Iterator[Tensor]:
+def _plain_parts(x: Any) -> Iterator[Tensor]:
     """What a tensor is made of: itself, or its parts, of which a DTensor's mesh is none."""
     if _wraps(x):
         for name in x.__tensor_flatten__()[0]:
-            yield from _plain(getattr(x, name))
+            yield from _plain_parts(getattr(x, name))
     elif isinstance(x, Tensor):
         yield x
 

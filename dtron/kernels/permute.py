@@ -36,7 +36,7 @@ def repeated(x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
     Returns:
         (R, D).
     """
-    return _Repeated.apply(x, slots, rows, k)  # type: ignore[return-value]
+    return _RepeatRows.apply(x, slots, rows, k)  # type: ignore[return-value]
 
 
 def summed(x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def summed(x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
     Returns:
         (N, D) in the dtype of the weights.
     """
-    return _Summed.apply(x, weights, slots, rows)  # type: ignore[return-value]
+    return _SumRows.apply(x, weights, slots, rows)  # type: ignore[return-value]
 
 
 def reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def inverse_of(order: Tensor) -> Tensor:
     return order.scatter(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Repeated(torch.autograd.Function):
+class _RepeatRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(rows)
@@ -76,7 +76,7 @@ class _Repeated(torch.autograd.Function):
         return added(grad, rows.view(-1, ctx.k), None, grad.dtype), None, None, None
 
 
-class _Summed(torch.autograd.Function):
+class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, slots, rows)

@@ -30,8 +30,8 @@ Collectives run on a stream of their own, so that order is all that is needed fo
 computes in between to run beside them. The backward has the same order by autograd's rule that of
 the nodes that are ready the latest made comes first:
 
-    forward     _Issue: all-to-all     in between                 _Wait: wait
-    backward    _Issue: wait           in between's gradients     _Wait: all-to-all back
+    forward     _IssueExchange: all-to-all     in between                 _WaitExchange: wait
+    backward    _IssueExchange: wait           in between's gradients     _WaitExchange: all-to-all back
 
 With `float8` what goes to experts is in float8 on the wire, rows and in the backward the gradients
 of results: cast before it is sent, and back where it has arrived. What comes from them, results and
@@ -156,12 +156,12 @@ class _Exchange:
     width: int
     """D."""
     returning: Tensor | None = None
-    """Gradients (M, D) from the backward of `_Wait` to that of `_Issue`; autograd would want them
+    """Gradients (M, D) from the backward of `_WaitExchange` to that of `_IssueExchange`; autograd would want them
     to have the shape of what they are gradients of."""
 
 
 @dataclass  # not frozen: torch 2.11 compiles anew for other sizes of what a frozen one holds
-class _Travelling:
+class _InFlight:
     """Rows on their way to experts of this rank. Compiled code hands it on and reads nothing."""
 
     arriving: Tensor
@@ -198,35 +198,35 @@ class AllToAll:
         """See Dispatcher."""
         return fqn
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> _Travelling:
+    def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> _InFlight:
         """See Dispatcher."""
         counts = offsets.diff(prepend=offsets.new_zeros(1))
         mine = counts.long().view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten(0, 1)  # (P, E_r)
         each = [1] * len(mine)
-        theirs = wait_tensor(_sent(mine, each, each, self.group.group_name))
+        theirs = wait_tensor(_start_all_to_all(mine, each, each, self.group.group_name))
         sent, received = self.read(torch.stack([mine.sum(1), theirs.sum(1)]), len(rows))
         cast, width = (self.float8, False), rows.shape[1]
         exchange = _Exchange(received, sent, self.group.group_name, cast, width)
         leaving = self._copies(rows[: sum(sent) // self.etp], sent)
-        return _Travelling(self._issue(leaving, exchange), exchange, theirs, len(rows))
+        return _InFlight(self._issue(leaving, exchange), exchange, theirs, len(rows))
 
-    def finish(self, pending: _Travelling, compute: Compute) -> Tensor:
+    def finish(self, pending: _InFlight, compute: Compute) -> Tensor:
         """See Dispatcher."""
         there, counts = pending.exchange, pending.counts
         order, inverse = _by_expert(counts, sum(there.received))
-        arrived = _Wait.apply(pending.arriving, there)
+        arrived = _WaitExchange.apply(pending.arriving, there)
         results = compute(reordered(arrived, order, inverse), counts.sum(0).cumsum(0).int())
         cast = (False, self.float8)
         back = _Exchange(there.sent, there.received, there.group, cast, there.width)
         returning = self._issue(reordered(results, inverse, order), back)
-        out = self._sums(_Wait.apply(returning, back), there.sent)
+        out = self._sum_partials(_WaitExchange.apply(returning, back), there.sent)
         return F.pad(out, (0, 0, 0, pending.n_rows - len(out)))
 
     def check(self, device: torch.device) -> None:
         """See Dispatcher; nothing is ever lost."""
 
     def _issue(self, rows: Tensor, exchange: _Exchange) -> Tensor:
-        return _Issue.apply(rows, exchange)
+        return _IssueExchange.apply(rows, exchange)
 
     def read(self, sizes: Tensor, _n_rows: int) -> list[list[int]]:
         """Rows to and from each rank, int64 (2, P): the one place where the host waits for the
@@ -240,7 +240,7 @@ class AllToAll:
         parts = rows.split(sent[:: self.etp])
         return torch.cat([part for part in parts for _ in range(self.etp)])
 
-    def _sums(self, rows: Tensor, sent: list[int]) -> Tensor:
+    def _sum_partials(self, rows: Tensor, sent: list[int]) -> Tensor:
         """The parts that etp ranks gave back, summed."""
         if self.etp == 1:
             return rows
@@ -249,9 +249,9 @@ class AllToAll:
         return torch.cat([torch.stack(whole).sum(0) for whole in wholes])
 
 
-class _Issue(torch.autograd.Function):
-    """Rows (M, D) set off; (N, D) that `_Wait` alone may read. Its backward waits for what that of
-    `_Wait` sent."""
+class _IssueExchange(torch.autograd.Function):
+    """Rows (M, D) set off; (N, D) that `_WaitExchange` alone may read. Its backward waits for what that of
+    `_WaitExchange` sent."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
@@ -265,7 +265,7 @@ class _Issue(torch.autograd.Function):
         return _arrived(returning, there.width, there.float8[1]), None
 
 
-class _Wait(torch.autograd.Function):
+class _WaitExchange(torch.autograd.Function):
     """Rows that have arrived, (N, D) -> (N, D). In its backward their gradients set off."""
 
     @staticmethod
@@ -278,7 +278,10 @@ class _Wait(torch.autograd.Function):
         there, rows = ctx.exchange, gradients[0]
         there.returning = _issued(rows, there.sent, there.received, there.group, there.float8[1])
         if rows.shape == ctx.shape:
-            return rows, None  # kept so until `_Issue` has waited, which reads nothing of it
+            return (
+                rows,
+                None,
+            )  # kept so until `_IssueExchange` has waited, which reads nothing of it
         return rows.new_empty(()).expand(ctx.shape), None  # of the float8 rows' shape
 
 
@@ -286,8 +289,8 @@ def _issued(rows: Tensor, received: list[int], sent: list[int], group: str, floa
     """An all-to-all of rows, for `_arrived`. Those in float8 are bytes that have the rows' dtype:
     autograd hands on no others."""
     if not float8:
-        return _sent(rows, received, sent, group)
-    return _sent(packed(rows), received, sent, group).view(rows.dtype)
+        return _start_all_to_all(rows, received, sent, group)
+    return _start_all_to_all(packed(rows), received, sent, group).view(rows.dtype)
 
 
 def _arrived(rows: Tensor, width: int, float8: bool) -> Tensor:
@@ -296,7 +299,7 @@ def _arrived(rows: Tensor, width: int, float8: bool) -> Tensor:
     return unpacked(arrived.view(torch.uint8), width, rows.dtype) if float8 else arrived
 
 
-def _sent(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+def _start_all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
     """An all-to-all that is not waited for; until then the process group keeps what it reads."""
     return all_to_all(rows, received, sent, group)
 
@@ -323,7 +326,7 @@ def _by_expert(counts: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
     return order, inverse_of(order)
 
 
-def stands_apart(mesh: Mesh) -> bool:
+def on_separate_mesh(mesh: Mesh) -> bool:
     """Whether experts are on another mesh than the rest: they are split, or tp ranks share them."""
     return mesh.size("tp") > 1 or mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1
 
@@ -399,14 +402,14 @@ def apply_experts(
         module.own = functools.partial(_local, module)  # type: ignore[assignment]
         held = in_graphs(dispatcher)
         layer = dispatcher.layer(fqn, torch.device(mesh.device_type))
-        elsewhere = _Elsewhere(module.forward, dispatcher, layer)
+        elsewhere = _ShardedExperts(module.forward, dispatcher, layer)
         for name in ("begin", "finish", "forward"):
             call = getattr(elsewhere, name)
             # Left out of compiled graphs where it waits for the host.
             setattr(module, name, call if held else torch.compiler.disable(call))
 
 
-class _Elsewhere:
+class _ShardedExperts:
     """The calls of experts of which this rank has a part."""
 
     def __init__(self, compute: Callable[..., Tensor], dispatcher: Dispatcher, layer: Any) -> None:

@@ -5,7 +5,7 @@ much a message holds before it is sent, so that no count is read by the host.
 
     put      offsets (E,)             rows (M, D)                        results (C, D)
     pulled   all ranks' (P, E)     -> rows by (expert, sender) (C, D) -> results by expert (M, D)
-             `exchange`               `set_off`, `arrived`               `move`
+             `exchange`               `send_rows`, `arrived`               `move`
 
 Each puts, meets all ranks at a barrier on the device, and pulls, on a stream beside (`mailbox.py`):
 what a model computes between `begin` and `finish` runs while rows travel, and its backward while
@@ -54,11 +54,11 @@ from dtron.kernels.peer_gather import LOST, NONE
 from dtron.parallelisms.expert.peer_memory import check_host
 from dtron.parallelisms.expert.symmetric_exchange import (
     Mailbox,
-    Moving,
+    PendingRows,
     arrived,
     exchange,
     move,
-    set_off,
+    send_rows,
 )
 
 LEAST = 4096
@@ -69,7 +69,7 @@ _UNEVEN = 2**62
 """What is noted where ranks have different numbers of rows; above any two."""
 
 
-class Ways(NamedTuple):
+class RowRoutes(NamedTuple):
     """Where rows are, of what all ranks put."""
 
     there: Tensor
@@ -83,7 +83,7 @@ class Ways(NamedTuple):
     """int64 (1,): how many there are, C or more."""
 
 
-def ways_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> Ways:
+def routes_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> RowRoutes:
     """Both ways of a rank's rows, from where the rows of each expert end on each rank.
 
     Args:
@@ -118,7 +118,7 @@ def ways_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> Way
     place = first[expert] + row - starts[expert]
     back = torch.where(place < most, expert // each * (etp * most) + place, LOST)
     back = torch.where(row < mine[-1], back, NONE)
-    return Ways(there, back, offsets, own_after[-1:])
+    return RowRoutes(there, back, offsets, own_after[-1:])
 
 
 def _bucket(ends: Tensor, rows: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def _bucket(ends: Tensor, rows: Tensor) -> Tensor:
     return (rows.unsqueeze(1) >= ends).sum(1)
 
 
-class _Layer(NamedTuple):
+class _LayerTensors(NamedTuple):
     """As tensors what is another layer's or another rank's: one graph serves all of them."""
 
     number: Tensor
@@ -141,12 +141,12 @@ class _Layer(NamedTuple):
     """int64 (P,), all of them."""
 
 
-class _Travelling(NamedTuple):
+class _InFlight(NamedTuple):
     """Rows on their way to experts of this rank."""
 
-    moving: Moving
+    moving: PendingRows
     """(C, D), by expert; zero after the last one's."""
-    ways: Ways
+    ways: RowRoutes
 
 
 def check_device(device: torch.device, float8: bool) -> None:
@@ -186,21 +186,21 @@ class SymmetricMemory:
         self.mailbox = Mailbox(group)
         self._layers: dict[str, int] = {}
 
-    def layer(self, fqn: str, device: torch.device) -> _Layer:
+    def layer(self, fqn: str, device: torch.device) -> _LayerTensors:
         """See Dispatcher."""
         check_device(device, self.float8)
         number = self._layers.setdefault(fqn, len(self._layers))
         self.mailbox.layers = len(self._layers)
         group = self.mailbox.group
         numbers = ([number], [group.rank()], list(range(group.size())))
-        return _Layer(*(torch.tensor(each, device=device) for each in numbers))
+        return _LayerTensors(*(torch.tensor(each, device=device) for each in numbers))
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: _Layer) -> _Travelling:
+    def begin(self, rows: Tensor, offsets: Tensor, layer: _LayerTensors) -> _InFlight:
         """See Dispatcher."""
         most = rows_at_most(len(rows), self.ep, self.etp, self.capacity)
         numbers = torch.cat([offsets, offsets.new_full((1,), len(rows))])
         numbers = exchange(numbers, layer.ranks, self.mailbox.name)
-        ways = ways_of(numbers[:, :-1], layer.rank, self.etp, len(rows), most)
+        ways = routes_of(numbers[:, :-1], layer.rank, self.etp, len(rows), most)
         uneven = (numbers[:, -1] != len(rows)).any()
         ways = ways._replace(  # neither of which may be out of anybody's memory
             there=torch.where(uneven, NONE, ways.there), back=torch.where(uneven, LOST, ways.back)
@@ -209,9 +209,9 @@ class SymmetricMemory:
         exceeded = torch.where(uneven, _UNEVEN, exceeded)
         there = (ways.there, 1, ways.back, self.etp)
         noted = (self.mailbox.name, layer.number, exceeded)
-        return _Travelling(set_off(rows, *there, *noted, float8=self.float8), ways)
+        return _InFlight(send_rows(rows, *there, *noted, float8=self.float8), ways)
 
-    def finish(self, pending: _Travelling, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def finish(self, pending: _InFlight, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """See Dispatcher."""
         ways, rows = pending.ways, arrived(pending.moving)
         results = compute(rows, ways.offsets)

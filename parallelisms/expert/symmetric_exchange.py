@@ -1,8 +1,8 @@
 """Rows from all ranks of a host to all, as operators that graphs can hold.
 
-    set_off     put own rows, and then, on a stream beside: barrier -> pull the rows wanted
+    send_rows     put own rows, and then, on a stream beside: barrier -> pull the rows wanted
     arrived     wait for them                 of gradients the same, set off by the backward of
-                                              `arrived` and waited for by that of `set_off`
+                                              `arrived` and waited for by that of `send_rows`
     exchange    the same at once, of one row of numbers, which every rank pulls of every rank
 
 What is computed between the first two runs while rows travel, forward and backward. What they give
@@ -45,7 +45,7 @@ from dtron.parallelisms.expert.peer_memory import GrowingMemory, PeerMemory
 
 IN_ORDER: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 """Options of torch.compile that graphs with rows on their way need under inductor: what a model
-computes between `set_off` and `arrived` stays there, forward, backward and without gradients. All
+computes between `send_rows` and `arrived` stays there, forward, backward and without gradients. All
 blocks of such a model get them."""
 
 
@@ -76,11 +76,13 @@ class Mailbox:
         self._second = False
         self._noted = torch.zeros(0, dtype=torch.int64)
         self._stream: torch.cuda.Stream | None = None
-        self._pull: _Pull | None = None
+        self._pull: _PendingPull | None = None
         """The last one."""
 
-    def moved(self, rows: Tensor, slots: Tensor, parts: int, float8: bool = False) -> "_Pull":
-        """Set off (N, D); see `set_off`. Rows lie in the memory in float8 where that is asked
+    def moved(
+        self, rows: Tensor, slots: Tensor, parts: int, float8: bool = False
+    ) -> "_PendingPull":
+        """Set off (N, D); see `send_rows`. Rows lie in the memory in float8 where that is asked
         for."""
         if self._pull is not None:
             self._pull.wait()  # nearly always once more
@@ -96,11 +98,11 @@ class Mailbox:
         else:
             own.view(rows.dtype).copy_(rows)
         out = rows.new_empty(len(slots), width)
-        order = _Order(memory, at, n_rows, row, slots.clone(), parts, float8, out)
-        self._pull = self._pulled_beside(order) if rows.is_cuda else self._pulled_late(order)
+        order = _PullOrder(memory, at, n_rows, row, slots.clone(), parts, float8, out)
+        self._pull = self._pulled_on_stream(order) if rows.is_cuda else self._pulled_late(order)
         return self._pull
 
-    def _pulled_beside(self, order: "_Order") -> "_Pull":
+    def _pulled_on_stream(self, order: "_PullOrder") -> "_PendingPull":
         """The barrier and the pull, on a stream of their own."""
         memory, at, n_rows, _, slots, parts, float8, out = order
         if self._stream is None:  # of high priority: its programs are few, and not to queue
@@ -111,9 +113,9 @@ class Mailbox:
             rows_of_pointers(memory.pointers, at, n_rows, slots, out, parts, float8)
             done = torch.cuda.Event()
             done.record()
-        return _Pull(out, done.wait, slots)
+        return _PendingPull(out, done.wait, slots)
 
-    def _pulled_late(self, order: "_Order") -> "_Pull":
+    def _pulled_late(self, order: "_PullOrder") -> "_PendingPull":
         """CPUs have no streams: both where they are waited for."""
         memory, at, n_rows, row, slots, parts, float8, out = order
 
@@ -128,7 +130,7 @@ class Mailbox:
             else:
                 out.copy_(rows_of_peers([rows.view(out.dtype) for rows in peers], slots, parts))
 
-        return _Pull(out, pull, slots)
+        return _PendingPull(out, pull, slots)
 
     def note(self, layer: Tensor, number: Tensor) -> None:
         """Remember the largest number of a layer; both int64 (1,), on the device."""
@@ -142,7 +144,7 @@ class Mailbox:
         return self._noted
 
 
-class _Order(NamedTuple):
+class _PullOrder(NamedTuple):
     """What is to be pulled."""
 
     memory: PeerMemory
@@ -159,7 +161,7 @@ class _Order(NamedTuple):
     """(N, D), to be filled."""
 
 
-class _Pull:
+class _PendingPull:
     """A pull that was set off; it holds what is read and written until it is done.
 
     Args:
@@ -180,11 +182,11 @@ class _Pull:
         return self._out
 
 
-_PULLS: dict[int, _Pull] = {}
+_PULLS: dict[int, _PendingPull] = {}
 """By the address of the memory of one element that their placeholder has."""
 
 
-def _placeholder(pull: _Pull, rows: Tensor, n_rows: int) -> Tensor:
+def _placeholder(pull: _PendingPull, rows: Tensor, n_rows: int) -> Tensor:
     """(N, D) of rows on their way, like `rows`: what `_arrived` takes."""
     found = _without_memory(rows, n_rows)
     storage = found.untyped_storage()
@@ -213,7 +215,7 @@ def _(numbers: Tensor, senders: Tensor, mailbox: str) -> Tensor:
     return numbers.new_empty(senders.shape[0], numbers.shape[0])
 
 
-class Moving(NamedTuple):
+class PendingRows(NamedTuple):
     """Rows on their way, for `arrived`, once, and the way back. Gradients are on their way between
     the two backwards too, where nothing may read them: no hook, and not
     torch.autograd.detect_anomaly."""
@@ -229,7 +231,7 @@ class Moving(NamedTuple):
     back_float8: bool
 
 
-def set_off(
+def send_rows(
     rows: Tensor,
     slots: Tensor,
     parts: int,
@@ -241,7 +243,7 @@ def set_off(
     *,
     float8: bool = False,
     back_float8: bool = False,
-) -> Moving:
+) -> PendingRows:
     """Put rows and begin to pull those of all ranks, by their slots; gradients go back as rows do.
 
     Args:
@@ -257,17 +259,17 @@ def set_off(
             cast back by what pulls them; not where neighbours are summed.
     """
     rows, ticket = _move(rows, slots, parts, mailbox, layer, number, float8)
-    return Moving(rows, ticket, back, back_parts, mailbox, back_float8)
+    return PendingRows(rows, ticket, back, back_parts, mailbox, back_float8)
 
 
-def arrived(moving: Moving) -> Tensor:
+def arrived(moving: PendingRows) -> Tensor:
     """The rows, (N, D), for which the current stream waits. Backward their gradients set off."""
-    return _Arrive.apply(*moving)  # type: ignore[return-value]
+    return _WaitRows.apply(*moving)  # type: ignore[return-value]
 
 
 def move(*args: Any, **kwargs: Any) -> Tensor:
     """Both at once."""
-    return arrived(set_off(*args, **kwargs))
+    return arrived(send_rows(*args, **kwargs))
 
 
 @torch.library.custom_op("dtron::peers_move", mutates_args=())
@@ -326,7 +328,7 @@ def _wait_for_gradients(ctx: Any, _: Any, returning: Tensor) -> tuple[Any, ...]:
 _move.register_autograd(_wait_for_gradients, setup_context=_hold)
 
 
-class _Arrive(torch.autograd.Function):
+class _WaitRows(torch.autograd.Function):
     """It keeps the ways alone: the memory holds something else by the time of its backward."""
 
     @staticmethod

@@ -71,7 +71,7 @@ class Layout:
 
 
 @dataclass
-class _Run:
+class _PassState:
     """What one pass over the action list holds."""
 
     micro_batches: Sequence[MicroBatch]
@@ -124,7 +124,7 @@ class Pipeline:
         self.executed: list[Action] = []
         self._orders: dict[tuple[int, bool], Sequence[Action]] = {}
         self._shapes: dict[tuple[int, torch.Size], tuple[torch.Size, torch.dtype]] = {}
-        self._actions: dict[Kind, Callable[[_Run, Key], None]] = {
+        self._actions: dict[Kind, Callable[[_PassState, Key], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._input,
@@ -178,7 +178,7 @@ class Pipeline:
         train: bool,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        run = _Run(micro_batches, consume, train, total)
+        run = _PassState(micro_batches, consume, train, total)
         run.weights_due = dict.fromkeys(self.parts, len(micro_batches))
         self.executed = []
         for action in self.actions(len(micro_batches), train):
@@ -191,7 +191,7 @@ class Pipeline:
 
     # -- computing --------------------------------------------------------------------------
 
-    def _forward(self, run: _Run, key: Key) -> None:
+    def _forward(self, run: _PassState, key: Key) -> None:
         stage, i = key
         x, others = run.micro_batches[i]
         if stage > 0:
@@ -217,7 +217,7 @@ class Pipeline:
         else:
             run.outputs[key] = out.detach()
 
-    def _backward(self, run: _Run, key: Key) -> None:
+    def _backward(self, run: _PassState, key: Key) -> None:
         part = self._part(key[0])
         last = self._count_weight(run, key[0])
         split = key[0] in self.deferred
@@ -229,20 +229,20 @@ class Pipeline:
         if split:
             accumulate_gradients(self.parts[key[0]])
 
-    def _input(self, run: _Run, key: Key) -> None:
+    def _input(self, run: _PassState, key: Key) -> None:
         self._hold_reduction(self._part(key[0]))
         with self.deferred[key[0]].collect(key[1]):
             self._differentiate(run, key)
 
-    def _weight(self, run: _Run, key: Key) -> None:
+    def _weight(self, run: _PassState, key: Key) -> None:
         self._count_weight(run, key[0])
         self.deferred[key[0]].run(key[1])
         accumulate_gradients(self.parts[key[0]])
 
-    def _reduce(self, run: _Run, key: Key) -> None:
+    def _reduce(self, run: _PassState, key: Key) -> None:
         reduce_gradients(self.parts[key[0]], last=run.weights_due[key[0]] == 0)
 
-    def _differentiate(self, run: _Run, key: Key) -> None:
+    def _differentiate(self, run: _PassState, key: Key) -> None:
         """Backward of a stage from its output's gradient to its input's."""
         stage, i = key
         edge = run.edges.pop(key)
@@ -264,7 +264,7 @@ class Pipeline:
         part.set_reshard_after_backward(not self.policy.keep_gathered)
         part.set_is_last_backward(False)
 
-    def _count_weight(self, run: _Run, stage: int) -> bool:
+    def _count_weight(self, run: _PassState, stage: int) -> bool:
         """Count a micro-batch's weight gradients as done; whether it was the stage's last."""
         run.weights_due[stage] -= 1
         return run.weights_due[stage] == 0
@@ -276,7 +276,7 @@ class Pipeline:
 
     # -- communicating ----------------------------------------------------------------------
 
-    def _send_output(self, run: _Run, key: Key) -> None:
+    def _send_output(self, run: _PassState, key: Key) -> None:
         stage, i = key
         peer, tensor = self._peer(stage + 1), run.outputs.pop(key)
         known = (stage, run.micro_batches[i][0].shape)
@@ -285,7 +285,7 @@ class Pipeline:
             self._post(dist.isend, _header(tensor), peer).wait()
         self._send(run, tensor, peer)
 
-    def _receive_input(self, run: _Run, key: Key) -> None:
+    def _receive_input(self, run: _PassState, key: Key) -> None:
         stage, i = key
         peer = self._peer(stage - 1)
         known = (stage - 1, run.micro_batches[i][0].shape)
@@ -295,17 +295,17 @@ class Pipeline:
             self._shapes[known] = _read_header(header)
         self._receive(run, Kind.RECV_F, run.arrived, key, peer, self._shapes[known])
 
-    def _send_gradient(self, run: _Run, key: Key) -> None:
+    def _send_gradient(self, run: _PassState, key: Key) -> None:
         self._send(run, run.outputs.pop(key), self._peer(key[0] - 1))
 
-    def _receive_gradient(self, run: _Run, key: Key) -> None:
+    def _receive_gradient(self, run: _PassState, key: Key) -> None:
         peer, shape = self._peer(key[0] + 1), run.shapes.pop(key)
         self._receive(run, Kind.RECV_B, run.gradients, key, peer, shape)
 
     def _peer(self, stage: int) -> int:
         return self.peers[self.layout.ranks[stage]]
 
-    def _send(self, run: _Run, tensor: Tensor, peer: int) -> None:
+    def _send(self, run: _PassState, tensor: Tensor, peer: int) -> None:
         while run.sending and run.sending[0][0].is_completed():
             run.sending.popleft()
         tensor = tensor.contiguous()
@@ -313,7 +313,7 @@ class Pipeline:
 
     def _receive(
         self,
-        run: _Run,
+        run: _PassState,
         kind: Kind,
         arrived: dict[Key, Tensor],
         key: Key,
@@ -328,7 +328,7 @@ class Pipeline:
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.group)])
         return work
 
-    def _arrived(self, run: _Run, kind: Kind, arrived: dict[Key, Tensor], key: Key) -> Tensor:
+    def _arrived(self, run: _PassState, kind: Kind, arrived: dict[Key, Tensor], key: Key) -> Tensor:
         work = run.pending.pop((kind, key), None)  # none where the stage before is on this rank
         if work is not None:
             work.wait()

@@ -131,8 +131,8 @@ def build_layout(
     splits = any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in actions for action in row)
     if not parallel.defer_head:
         return Layout(stages, ranks, order, splits)
-    put_off = functools.partial(_deferring, order, p * v - 1, parallel.defer_head)
-    return Layout(stages, ranks, put_off, splits, names.head)
+    deferred = functools.partial(_deferring, order, p * v - 1, parallel.defer_head)
+    return Layout(stages, ranks, deferred, splits, names.head)
 
 
 def stage_modules(stage: "Stage", names: StageNames) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from dtron.parallelisms.compile import compile_blocks
 from dtron.parallelisms.expert import symmetric_dispatch
 from dtron.parallelisms.expert.expert_parallel import AllToAll, Dispatcher, ExpertLayers
 from dtron.parallelisms.expert.peer_memory import PeerMemory
-from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory, rows_at_most, ways_of
+from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory, routes_of, rows_at_most
 from dtron.parallelisms.expert.symmetric_exchange import Mailbox
 from dtron.parallelisms.recompute import recompute
 from tests.gpu_ranks import run_on_gpus
@@ -72,7 +72,7 @@ def test_ways_are_those_of_a_sort(loads: str, ep: int, etp: int, most: int) -> N
     ]
     each = EXPERTS // ep
     for rank in range(ep * etp):
-        ways, mine = ways_of(ends, torch.tensor([rank]), etp, ROWS, most), rank // etp
+        ways, mine = routes_of(ends, torch.tensor([rank]), etp, ROWS, most), rank // etp
         sorted_rows = {
             owner: sorted(
                 (expert, sender, row)

@@ -355,11 +355,11 @@ def test_reductions_by_hand() -> None:
 
 def test_the_heads_weight_gradients_come_last() -> None:
     order = order_of("1F1B", 2, 1, 3)
-    put_off = defer_head(order, last_stage=1, limit=2)
-    check(put_off, (0, 1), 3)
-    assert put_off[0] == order[0]
-    assert " ".join(map(str, put_off[1])) == "1F0 1B0 1F1 1I1 1F2 1I2 1W1 1W2"
-    reduced = add_reductions(add_communication(put_off, (0, 1)), False, stages=[1])
+    deferred = defer_head(order, last_stage=1, limit=2)
+    check(deferred, (0, 1), 3)
+    assert deferred[0] == order[0]
+    assert " ".join(map(str, deferred[1])) == "1F0 1B0 1F1 1I1 1F2 1I2 1W1 1W2"
+    reduced = add_reductions(add_communication(deferred, (0, 1)), False, stages=[1])
     assert str(reduced[1][-1]) == "1REDUCE_GRAD"
     assert not any(action.kind is Kind.REDUCE for action in reduced[0])
 
