@@ -253,8 +253,7 @@ def bench_parser() -> argparse.ArgumentParser:
         "axes",
         nargs="*",
         metavar="section.key=a,b,c",
-        help="values to try, one or several; a TOML list is one value; env.NAME=a,b sets a "
-        "variable of the environment",
+        help="values to try; a TOML list is one value; env.NAME=a,b sets an environment variable",
     )
     add = parser.add_argument
     add("--nproc-per-node", type=_count, metavar="N", help="ranks (default: all GPUs, or 1)")

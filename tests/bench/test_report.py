@@ -1,4 +1,4 @@
-"""RunFigures of recorded runs."""
+"""Figures of recorded runs."""
 
 import ctypes
 import io
