@@ -45,7 +45,7 @@ def unflatten_(gradients: Sequence[Tensor], flat: Tensor) -> None:
 
 @torch.no_grad()
 def reduce_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum gradients over a group, in place, all by one all-reduce a dtype.
+    """Sum gradients over a group, in place, all by one all-reduce per dtype.
 
     Args:
         parameters: the same on all ranks of the group; each holds a part of each sum. One that has

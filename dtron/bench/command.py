@@ -260,7 +260,7 @@ def bench_parser() -> argparse.ArgumentParser:
     add("--steps", type=_count, default=20, metavar="N", help="timed steps (default: 20)")
     add("--warmup", type=_count, default=5, metavar="N", help="steps before (default: 5)")
     add("--repeat", type=_count, default=1, metavar="N", help="run all points N times, in turn")
-    add("--timeout", type=float, default=1800.0, metavar="S", help="seconds a run may take")
+    add("--timeout", type=float, default=1800.0, metavar="S", help="time limit of a run in seconds")
     add("--fresh-cache", action="store_true", help="start each run without compiled graphs")
     add("--no-profile", action="store_true", help="measure no communication, on GPUs")
     add("--breakdown", action="store_true", help="show where a step's time goes, and its ceiling")

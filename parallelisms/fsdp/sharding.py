@@ -7,7 +7,7 @@ whole and when gradients are reduced (N parameters, d ranks, bfloat16 compute):
     zero  sharded                    whole during a step        reduce under accumulation
     3     weights, moments, grads    one unit's weights, grads  every micro-batch (default)
     2     weights, moments, grads    2N bytes of weights        every micro-batch (default)
-    1     weights, moments           2N weights, 4N gradients   once a step
+    1     weights, moments           2N weights, 4N gradients   once per step
 
 fp32 master weights are the shards themselves (4N/d); gathering casts them to the compute dtype.
 Gradients are *summed*: the loss is already divided by the global number of tokens, so FSDP's own

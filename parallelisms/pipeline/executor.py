@@ -1,6 +1,6 @@
 """Pipeline parallelism: executes a schedule's actions on this rank's stages.
 
-The schedule is data (`schedules.py`, `lowering.py`): a list of actions a rank, free of deadlocks by
+The schedule is data (`schedules.py`, `lowering.py`): a list of actions per rank, free of deadlocks by
 construction. Executing it is a loop over that list, one short method an action:
 
     F   forward of a micro-batch through a stage       SEND_F, RECV_F   hidden states onwards

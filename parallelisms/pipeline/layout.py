@@ -90,7 +90,7 @@ def build_layout(
 
     Args:
         parallel: its pp, schedule, stages_per_rank and pp_layout.
-        n_micro_batches: micro-batches a step.
+        n_micro_batches: micro-batches per step.
         head_weight: time of norm, head and loss in layers, for the balance, and of the MTP
             modules, which are on the same stage.
         n_prediction_layers: multi-token-prediction layers of the model.
@@ -193,7 +193,7 @@ def split_layers(
     if n_stages < 1 or n_stages > n_layers + 2:
         raise ConfigError(
             f"parallel.pp x parallel.stages_per_rank = {n_stages} stages, but a model of "
-            f"{n_layers} layers fills 1 to {n_layers + 2}: one a layer, one the embedding and one "
+            f"{n_layers} layers fills 1 to {n_layers + 2}: one per layer, one the embedding and one "
             "the head"
         )
     if embedding_weight < 0 or head_weight < 0:
@@ -224,7 +224,7 @@ def split_layers(
 def parse_layout(
     layout: str | Sequence[int], n_layers: int, n_stages: int, n_prediction_layers: int = 0
 ) -> list[Stage]:
-    """A user's layout: layers a stage such as `[5, 6, 6, 5]`, or a string such as `Ett|tt|ttL`.
+    """A user's layout: layers per stage such as `[5, 6, 6, 5]`, or a string such as `Ett|tt|ttL`.
 
     Args:
         layout: counts or a string in the grammar above. Stages may be empty.

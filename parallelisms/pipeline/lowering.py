@@ -90,7 +90,7 @@ def add_reductions(order: Order, every_micro_batch: bool, stages: Collection[int
 
     Args:
         order: actions of every rank, with or without communication.
-        every_micro_batch: reduce after every weight gradient, not once a step.
+        every_micro_batch: reduce after every weight gradient, not once per step.
         stages: those whose backwards are split; the others reduce inside their backwards.
     """
     return tuple(_reduced(row, every_micro_batch, stages) for row in order)

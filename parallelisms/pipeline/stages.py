@@ -168,7 +168,7 @@ class SharedWeights:
 
     @torch.no_grad()
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
-        """Give both holders the sum of their gradients; one exchange a pair of ranks."""
+        """Give both holders the sum of their gradients; one exchange per pair of ranks."""
         for counted, copied in self.pairs:
             mine, other = local_gradients([counted, copied])
             other.add_(mine)
