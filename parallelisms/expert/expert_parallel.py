@@ -157,7 +157,7 @@ class _Exchange:
     width: int
     """D."""
     returning: Tensor | None = None
-    """Gradients (M, D), passed from `_WaitExchange`'s backward to `_IssueExchange`'s, since autograd
+    """Gradients (M, D), passed from `_WaitExchange`'s backward to `_IssueExchange`'s: autograd
     requires gradients to have the shape of their tensors."""
 
 

@@ -1,16 +1,16 @@
 """Pipeline parallelism: executes a schedule's actions on this rank's stages.
 
-The schedule is data (`schedules.py`, `lowering.py`): a list of actions per rank, free of deadlocks by
-construction. Executing it is a loop over that list, one short method an action:
+The schedule is data (`schedules.py`, `lowering.py`): a list of actions per rank, free of deadlocks
+by construction. Executing it is a loop over that list, one short method an action:
 
     F   forward of a micro-batch through a stage       SEND_F, RECV_F   hidden states onwards
     B   its backward                                   SEND_B, RECV_B   gradients backwards
-    I, W  the backward in two parts (`deferred.py`)    REDUCE           sum over data parallel ranks
+    I, W  the backward in two parts                    REDUCE           sum over data parallel ranks
 
-Sends and receives are posted without waiting and run beside the computation; a receive is waited
-for by the action that reads it. An output is let go once it is sent: the backward needs only its
-place in the graph. Hidden states are plain local tensors, under sequence parallelism the rank's
-part of them. What a stage's output looks like is sent to the next one with the first micro-batch.
+Sends and receives are posted without waiting and overlap computation; the action that reads a
+receive waits for it. An output is freed once it is sent: the backward needs only its node in the
+graph. Hidden states are plain local tensors, under sequence parallelism the rank's part of them.
+The dtype and shape of a stage's output are sent to the next stage with the first micro-batch.
 
 FSDP: parameters are gathered by the first micro-batch of a step and kept (zero 1, 2), or by each
 forward and backward (zero 3). Where the backward is whole, gradients are reduced inside it, layer
@@ -49,7 +49,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """How the stages of a pipeline lie on its ranks, and in which order they compute."""
+    """Placement of a pipeline's stages on its ranks, and the order in which they compute."""
 
     stages: tuple[tuple[str, ...], ...]
     """Patterns of the modules of each stage."""
@@ -60,10 +60,10 @@ class Layout:
     splits_backward: bool
     """Whether the order has I and W for all stages."""
     head: tuple[str, ...] = ()
-    """Modules of the last stage whose weight gradients alone are put off."""
+    """Modules of the last stage that are the only ones with deferred weight gradients."""
 
     def deferred(self, stage: int, part: nn.Module) -> list[nn.Module]:
-        """The modules of a stage whose weight gradients are computed apart."""
+        """Modules of a stage whose weight gradients are deferred."""
         if self.splits_backward:
             return [part]
         is_last = stage == len(self.ranks) - 1
@@ -72,27 +72,27 @@ class Layout:
 
 @dataclass
 class _PassState:
-    """What one pass over the action list holds."""
+    """State of one pass over the action list."""
 
     micro_batches: Sequence[MicroBatch]
     consume: Callable[[Tensor, int], Tensor | None]
     train: bool
     total: Tensor
     arrived: dict[Key, Tensor] = field(default_factory=dict)
-    """Inputs of stages, received or handed over."""
+    """Inputs of stages, received or from a stage on this rank."""
     gradients: dict[Key, Tensor] = field(default_factory=dict)
-    """Gradients of outputs of stages, received or handed over."""
+    """Gradients of outputs of stages, received or from a stage on this rank."""
     pending: dict[tuple[Kind, Key], dist.Work] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
-    """Inputs whose gradient is due."""
+    """Inputs whose gradient is still to be computed."""
     outputs: dict[Key, Tensor] = field(default_factory=dict)
     """Outputs to send."""
     edges: dict[Key, Tensor | GradientEdge] = field(default_factory=dict)
-    """Where each backward starts: the loss, or an output's place in the graph."""
+    """Root of each backward: the loss, or an output's node in the graph."""
     shapes: dict[Key, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     weights_due: dict[int, int] = field(default_factory=dict)
-    """Weight gradients still to come this step, by stage."""
+    """Number of weight gradients left in this step, by stage."""
 
 
 class Pipeline:
@@ -148,7 +148,7 @@ class Pipeline:
         self._run(micro_batches, consume, train=False)
 
     def actions(self, n_micro_batches: int, train: bool) -> Sequence[Action]:
-        """What this rank does in a step, or in an evaluation."""
+        """List this rank's actions in a step, or in an evaluation."""
         key = (n_micro_batches, train)
         if key not in self._orders:
             ranks, n_ranks = self.layout.ranks, len(self.peers)
@@ -163,10 +163,10 @@ class Pipeline:
         return self._orders[key]
 
     def expect(self, tokens: torch.Size, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Take what goes between stages to look like this, so that no stage has to tell.
+        """Set shape and dtype of the tensors between stages, so that no stage sends a header.
 
         Args:
-            tokens: shape of a micro-batch's tokens, to which it belongs.
+            tokens: shape of a micro-batch's tokens, for which they hold.
         """
         for stage in range(self.last_stage):
             self._shapes[stage, tokens] = (shape, dtype)
@@ -208,7 +208,7 @@ class Pipeline:
             return
         out = first_tensor(out)
         if run.train:
-            if not out.requires_grad:  # a first stage of frozen parameters: nothing to compute
+            if not out.requires_grad:  # a first stage with frozen parameters has no gradients
                 out = out.detach().requires_grad_()
             run.edges[key] = get_gradient_edge(out)
             run.shapes[key] = (out.shape, out.dtype)

@@ -1,4 +1,4 @@
-"""Which layers go to which pipeline stage.
+"""Assign layers to pipeline stages.
 
 Stages are numbered in the model's order; which rank holds a stage is the schedule's placement
 (`dtron.parallelisms.pipeline.schedules.stage_ranks`). A layout is balanced by `split_layers`, or
@@ -51,7 +51,7 @@ class StageNames:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds.
+    """Modules of one stage.
 
     Args:
         embedding: the token (and position) embedding; first stage only.
@@ -173,7 +173,7 @@ def split_layers(
     has vocabulary * width weights where a layer has about 12 width² and its attention; 2.1 layers
     for Llama 3 8B at 8192 tokens.
 
-    Where stages cannot be equal, later ones take the layer more: earlier ranks hold the activations
+    If stages cannot be equal, later ones take the extra layer: earlier ranks hold the activations
     of more micro-batches (p - r under 1F1B).
 
     Args:
@@ -193,8 +193,7 @@ def split_layers(
     if n_stages < 1 or n_stages > n_layers + 2:
         raise ConfigError(
             f"parallel.pp x parallel.stages_per_rank = {n_stages} stages, but a model of "
-            f"{n_layers} layers fills 1 to {n_layers + 2}: one per layer, one the embedding and one "
-            "the head"
+            f"{n_layers} layers fills 1 to {n_layers + 2} (each layer, the embedding, the head)"
         )
     if embedding_weight < 0 or head_weight < 0:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do, as data: actions, their dependencies, and a check of an order.
+"""Actions of a pipeline's ranks as data: their dependencies, and a check of an order.
 
 The model's layers are cut into stages 0, 1, ...; a rank holds one or more of them. A step is one
 list of actions per rank, written as torch.distributed.pipelining writes them: `2F1` is stage 2's
@@ -113,7 +113,7 @@ def execute(
     costs: Mapping[Kind, float] = COSTS,
     source: str = "the schedule",
 ) -> list[Span]:
-    """Run the compute actions of an order, each as early as it can, and say when each ran.
+    """Simulate the compute actions of an order, each as early as possible; return when each ran.
 
     Communication takes no time, and reductions are left out.
 

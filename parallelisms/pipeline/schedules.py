@@ -266,7 +266,7 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -> Order:
-    """A schedule of one's own, in the compute-only CSV format of torch.distributed.pipelining.
+    """Read a custom schedule in the compute-only CSV format of torch.distributed.pipelining.
 
     One row per rank, cells such as `0F0`, `1B2`, `0I1`, `0W1`; empty cells and blank lines are
     skipped.
@@ -315,7 +315,7 @@ def _rows(name: str, text: str) -> list[list[str]]:
     try:
         return list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
-        raise ConfigError(f"{name} is no CSV: {error}") from None
+        raise ConfigError(f"{name} is not valid CSV: {error}") from None
 
 
 def write_csv(order: Order) -> str:
@@ -343,7 +343,7 @@ def _cell(cell: str, where: str) -> list[Action]:
         return []
     if not all(found):
         raise ConfigError(
-            f"{where}: {text!r} is no action; write stage, one of F, B, I, W, and micro-batch, as "
+            f"{where}: {text!r} is not an action; write stage, F, B, I or W, and micro-batch, as "
             "in 0F0 (communication and reductions are added, not written)"
         )
     return [Action(int(a[1]), Kind(a[2]), int(a[3])) for a in found if a]

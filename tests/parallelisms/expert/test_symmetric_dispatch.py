@@ -392,7 +392,8 @@ def test_lost_rows_are_nan_and_reported() -> None:
         assert torch.equal(out[fits], 2 * drawn("one expert", rank)[0][fits])
         assert out[~fits].isnan().all()
         assert (
-            "rank 2 was to receive 96 tokens for its experts of some.layer, more than its capacity of 36"
+            "rank 2 was to receive 96 tokens for its experts of some.layer, "
+            "more than its capacity of 36"
             in said
         )
         assert (
@@ -448,7 +449,8 @@ def test_the_first_layer_that_lacks_rows_is_named() -> None:
     """Those behind it get NaN, and what their routers make of it."""
     (said, _) = run_ranks(2, told_of, lose_in_two_layers)
     assert (
-        "rank 0 was to receive 20 tokens for its experts of blocks.9.experts, more than its capacity of 15"
+        "rank 0 was to receive 20 tokens for its experts of blocks.9.experts, "
+        "more than its capacity of 15"
         in said
     )
 

@@ -402,8 +402,8 @@ def test_csv_as_torch_writes_it() -> None:
     ("text", "message"),
     [
         ("0F0,0B0\n", r"mine\.csv has 1 rows, but parallel\.pp = 2"),
-        ("0F0,0X0\n1F0,1B0", r"mine\.csv row 1 \(rank 0\) cell 2: '0X0' is no action"),
-        ("0F0,0B0\n\n1F0,,1SEND_B0,1B0", r"row 3 \(rank 1\) cell 3: '1SEND_B0' is no action"),
+        ("0F0,0X0\n1F0,1B0", r"mine\.csv row 1 \(rank 0\) cell 2: '0X0' is not an action"),
+        ("0F0,0B0\n\n1F0,,1SEND_B0,1B0", r"row 3 \(rank 1\) cell 3: '1SEND_B0' is not an action"),
         ("0F0,0B0\n1F0,0B0", r"row 2 \(rank 1\) cell 2: 0B0: stage 0 is on rank 0"),
         ("0F0,0B0\n1F0,1B7", r"row 2 \(rank 1\) cell 2: 1B7: micro-batches are 0 to 0"),
         ("0F0,0B0\n1F0,1I0", r"mine\.csv has 1B0 never, 1I0 once, 1W0 never"),
