@@ -250,7 +250,7 @@ def test_rows_that_are_none_are_refused(tmp_path: Path) -> None:
 
 def test_arguments_of_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, messages in (
-        (["--out", "row.txt"], "has to end in .toml or .json"),
+        (["--out", "row.txt"], "must end in .toml or .json"),
         (["--out", str(tmp_path / "none" / "row.toml")], "there is no folder"),
         (["--base", "h20"], "did you mean h200"),
     ):

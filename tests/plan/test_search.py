@@ -398,7 +398,7 @@ def test_winners_leave_headroom() -> None:
 @pytest.mark.parametrize("value", ["1", "-0.1", "nan"])
 def test_headroom_is_a_share(value: str) -> None:
     words = ["--config", str(ROOT / "configs/llama3_8b.toml"), "--search", "--headroom", value]
-    with pytest.raises(ConfigError, match="is no share; use 0 to less than 1"):
+    with pytest.raises(ConfigError, match="is not a fraction; use 0 to less than 1"):
         plan_command(words)
 
 
@@ -407,9 +407,9 @@ def test_headroom_is_a_share(value: str) -> None:
     [
         (["--search", "--out", "."], "--out . is a folder; name a file in it"),
         (["--page", "."], "--page . is a folder; name a file in it"),
-        (["--tokens", "nan"], "--tokens nan is no number of tokens"),
-        (["--tokens", "-5"], "--tokens -5 is no number of tokens"),
-        (["--tokens", "inf"], "--tokens inf is no number of tokens"),
+        (["--tokens", "nan"], "--tokens nan is not a number of tokens"),
+        (["--tokens", "-5"], "--tokens -5 is not a number of tokens"),
+        (["--tokens", "inf"], "--tokens inf is not a number of tokens"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(words: list[str], message: str) -> None:

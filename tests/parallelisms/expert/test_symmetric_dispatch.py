@@ -393,8 +393,7 @@ def test_lost_rows_are_nan_and_reported() -> None:
         assert out[~fits].isnan().all()
         assert (
             "rank 2 was to receive 96 tokens for its experts of some.layer, "
-            "more than its capacity of 36"
-            in said
+            "more than its capacity of 36" in said
         )
         assert (
             "parallel.ep_capacity = 4.0 or more, as loads may yet grow (4 is enough for any loads)"
@@ -450,8 +449,7 @@ def test_the_first_layer_that_lacks_rows_is_named() -> None:
     (said, _) = run_ranks(2, told_of, lose_in_two_layers)
     assert (
         "rank 0 was to receive 20 tokens for its experts of blocks.9.experts, "
-        "more than its capacity of 15"
-        in said
+        "more than its capacity of 15" in said
     )
 
 
