@@ -3,7 +3,7 @@
 #
 #     bash examples/own_data.sh
 #
-# The text is this repository's corpus; put your files in its place, one document a line:
+# The text is this repository's corpus; put your files in its place, one document per line:
 # {"text": "..."}.
 set -eu
 out=${OUT:-runs/own-data}

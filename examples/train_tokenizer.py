@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer.")
-parser.add_argument("files", nargs="+", help="JSONL, one document a line")
+parser.add_argument("files", nargs="+", help="JSONL, one document per line")
 parser.add_argument("--text-key", default="text")
 parser.add_argument("--vocab-size", type=int, default=2048)
 parser.add_argument("--out", default="tokenizer.json")

@@ -1,22 +1,21 @@
 """Communication in float8: weights over data-parallel ranks, inputs over the ranks of tp.
 
-Weights. FSDP2 lets a sharded tensor say what is gathered of it: here its float8 numbers, by a scale
-that all ranks know, since one reduction after each update gives the scales of all weights. What is
-gathered is what the layer multiplies by: the numbers are those that it would have cast itself.
+Weights. FSDP2 lets a sharded tensor choose what is gathered: here its float8 values, with a scale
+that all ranks know, since one reduction after each update gives the scales of all weights. The
+gathered values are those that the layer would have cast itself.
 
-    shard (float32) --scale--> float8 --all-gather, 1 byte an element--> weight of the product
+    shard (float32) --scale--> float8 --all-gather, 1 byte per element--> weight of the matmul
 
-The parameter itself stays a plain tensor; hooks are attached to it, which FSDP looks for when it is
-first used.
+The parameter stays a plain tensor; FSDP finds the hooks attached to it when it is first used.
 
-Inputs. Under sequence parallelism each rank holds a part of the tokens. `GatherInput` casts it by
-the scale of the whole input, gathers one byte an element, and hands the layers what the float8
-numbers stand for. They cast it by the same scale to the same numbers, so that nothing is rounded
-twice. Its gradient is summed and split in its own dtype.
+Inputs. Under sequence parallelism each rank holds a part of the tokens. `GatherInput` casts it with
+the scale of the whole input, gathers one byte per element, and gives the layers the dequantised
+values. They cast these with the same scale to the same float8 values, so that nothing is rounded
+twice. The gradient is reduce-scattered in its own dtype.
 
-gloo moves no float8 tensors: all that travels is viewed as uint8.
+gloo does not support float8 tensors: all are sent as uint8 views.
 
-Source: torchao.float8.fsdp_utils, of whose tensor type the gathered weights are.
+Source: torchao.float8.fsdp_utils, whose tensor type the gathered weights have.
 """
 
 import importlib.util
@@ -43,7 +42,7 @@ from dtron.parallelisms.placement import Style
 
 
 def require_torchao() -> None:
-    """Raises ConfigError where torchao is not installed."""
+    """Raise ConfigError if torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             "float8.all_gather = true needs torchao, a dependency of dtron that is not installed; "
@@ -52,10 +51,10 @@ def require_torchao() -> None:
 
 
 class WeightGather:
-    """Gathers the weights of float8 layers in float8.
+    """All-gathers the weights of float8 layers in float8.
 
-    Made once the parameters are sharded and have storage, before the first forward. `refresh` is
-    due before that and after each update or loading of weights.
+    Create it after the parameters are sharded and have storage. Call `refresh` before the first
+    forward and after each update or load of weights.
 
     Args:
         layers: of one rank, with sharded weights, each shard of equal size.
@@ -67,7 +66,7 @@ class WeightGather:
     def __init__(self, layers: Iterable[Float8Linear], group: dist.ProcessGroup) -> None:
         require_torchao()
         self.group = group
-        self.shards = [_Shard(layer) for layer in layers]
+        self.shards = [_WeightShard(layer) for layer in layers]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -83,8 +82,8 @@ class WeightGather:
             shard.scale = scale
 
 
-class _Shard:
-    """What FSDP2 gathers of one weight; see `torch.distributed.fsdp.fully_shard`."""
+class _WeightShard:
+    """FSDP2's hooks of one weight; see `torch.distributed.fsdp.fully_shard`."""
 
     def __init__(self, layer: Float8Linear) -> None:
         assert isinstance(layer.weight, DTensor), "weights are sharded before they are gathered"
@@ -95,11 +94,11 @@ class _Shard:
         self.scale: Tensor | None = None
 
     def check(self) -> None:
-        """The hooks are on the tensor that FSDP gathers; it would else gather float32."""
+        """Check that the hooks are on the tensor that FSDP gathers, or it would gather float32."""
         assert sharded_tensor(self.weight) is self.local, "a float8 weight has been replaced"
 
     def before(self, _mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """(what is gathered, what the other side is to know)."""
+        """Return (tensors to gather, metadata for `after`)."""
         assert self.scale is not None, "scales are computed before weights are gathered"
         data = cast_plain(self.local.detach().contiguous(), self.scale, self.format.dtype)
         return (data.view(torch.uint8),), (self.scale,)
@@ -112,7 +111,8 @@ class _Shard:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """The whole weight, as a tensor that looks like one of `dtype`, and what it holds."""
+        """Return the unsharded weight, as a tensor that appears to have `dtype`, and its inner
+        tensors."""
         from torchao.float8.float8_training_tensor import (
             Float8TrainingTensor,
             GemmInputRole,
@@ -131,12 +131,12 @@ class _Shard:
 
 
 class GatherInput(Style):
-    """In place of a `prepare_input` row: gathers a module's first argument in float8.
+    """Style that gathers a module's first argument in float8, instead of `prepare_input`.
 
-    The module must use it as the input of float8 layers split by rows only.
+    The module may use it only as the input of float8 layers split by rows.
 
     Args:
-        cast: of the layers' input; one scale for all of it.
+        cast: cast of the layers' input, with one scale for the whole input.
         groups: names of the process groups whose ranks hold other parts of the input.
     """
 
@@ -157,7 +157,7 @@ class GatherInput(Style):
 
         for layer in module.modules():
             if isinstance(layer, Float8Linear):
-                # A part of a sum, which passes as it is to `_Gather`, where it is summed up.
+                # A partial sum, which `_Gather` reduces.
                 layer.input_gradient = Replicate()
         module.register_forward_pre_hook(gather)
 

@@ -1,9 +1,10 @@
-"""Which linear layers gain by float8 on this device: each shape is timed both ways.
+"""Auto filter: find the linear layers that are faster in float8 on this device, by timing each
+shape.
 
-Small products take less time than the casts around them. A layer's time is that of its forward and
-backward under torch.compile, as blocks run it, of N tokens, K input and O output features. What it
-shares with others is not in it: scales that ranks reduce, weights that are gathered, the one
-function of gate, up and down.
+Small matmuls take less time than the casts around them. A layer's time is that of its forward and
+backward under torch.compile, as in blocks, for N tokens, K input and O output features. Work that
+layers share is not included: reductions of scales, all-gathers of weights, the fused function of
+gate, up and down.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,43 +18,43 @@ from dtron.float8.linear import Float8Linear, ScaleGroups
 from dtron.float8.recipes import Recipe
 
 Shape = tuple[int, int, int]
-"""N tokens, K input features, O output features, as a rank holds them."""
+"""(N tokens, K input features, O output features) on a rank."""
 _WARM_UP, _RUNS, _MARGIN = 3, 20, 0.97
 
 
 @dataclass(frozen=True)
-class Worth:
-    """Seconds of a forward and backward."""
+class LayerTimes:
+    """Seconds of a layer's forward and backward, in both dtypes."""
 
     plain: float
-    """In the dtype of computation."""
+    """Seconds in the dtype of computation."""
     float8: float
 
     @property
     def gains(self) -> bool:
-        """Whether float8 takes less time, by more than what timings scatter."""
+        """Whether float8 is faster by more than the scatter of timings."""
         return self.float8 < _MARGIN * self.plain
 
 
 def measure(
     shapes: Iterable[Shape], recipe: Recipe, dtype: torch.dtype, device: torch.device
-) -> dict[Shape, Worth]:
-    """Time each shape once, on one GPU; neither its memory nor its random state shows it later."""
+) -> dict[Shape, LayerTimes]:
+    """Time each shape once, on one GPU; the GPU's memory and random state are left unchanged."""
     found = {}
     with torch.random.fork_rng([device]):
         for shape in sorted(set(shapes)):
             with device:
                 plain = nn.Linear(shape[1], shape[2], bias=False, dtype=dtype)
             cast = Float8Linear.of(plain, recipe, False, ScaleGroups())
-            found[shape] = Worth(_seconds(plain, shape[0]), _seconds(cast, shape[0]))
-            torch.compiler.reset()  # each shape is a graph of its own, of which dynamo keeps few
+            found[shape] = LayerTimes(_seconds(plain, shape[0]), _seconds(cast, shape[0]))
+            torch.compiler.reset()  # each shape is a separate graph, and dynamo keeps few
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return found
 
 
-def table(worth: Mapping[Shape, Worth]) -> str:
-    """A line a shape, for the log."""
+def table(worth: Mapping[Shape, LayerTimes]) -> str:
+    """Format the times for the log, one line per shape."""
     rows = [f"{'tokens x in x out':>24}  {'plain ms':>9}  {'float8 ms':>9}  kept in"]
     for (tokens, inward, outward), times in worth.items():
         name = f"{tokens} x {inward} x {outward}"
@@ -63,7 +64,7 @@ def table(worth: Mapping[Shape, Worth]) -> str:
 
 
 def _seconds(layer: nn.Linear, tokens: int) -> float:
-    """Median over some calls, between events of the current stream."""
+    """Median seconds over some calls, between events of the current stream."""
     weight = layer.weight
     x = torch.randn(
         tokens, layer.in_features, dtype=weight.dtype, device=weight.device, requires_grad=True

@@ -1,9 +1,9 @@
-"""Scales, casts to float8 and back, as plain PyTorch that torch.compile fuses.
+"""Scales and casts to float8 and back, in plain PyTorch that torch.compile fuses.
 
     scale = largest float8 / max |x| over the tile        x8 = round(x * scale)       x ~ x8 / scale
 
-A scale is a function of the values alone: computed again, as by recomputation, it is the same. One
-for a whole tensor of which ranks hold parts comes from the maximum over those ranks.
+A scale is a function of the values only, so that recomputation gives the same scale. A per-tensor
+scale of a tensor whose parts are on several ranks uses the maximum over those ranks.
 
 Sources: arXiv:2209.05433; the rule and its rounding are torchao.float8's.
 """
@@ -29,28 +29,29 @@ class Scaled(NamedTuple):
     cast: Cast
 
     def turned(self, after: Tensor) -> "Scaled":
-        """The transposed operand, whose tiles are the same; it waits for the gradient `after`."""
+        """Return the transposed operand, which has the same tiles; computed after the gradient
+        `after`."""
         assert self.cast.turns, f"a tile of {self.cast.tile} does not turn"
         return Scaled(turned(self.data.contiguous(), after), self.scale.t(), self.cast)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What scales are applied in: float32 at least."""
+    """Dtype in which scales are applied: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def quantize(
     x: Tensor, cast: Cast, groups: Sequence[str] = (), scale: Tensor | None = None
 ) -> Scaled:
-    """Cast an operand to float8; what is larger than the dtype's largest value saturates.
+    """Cast an operand to float8; values beyond the dtype's range saturate.
 
     Args:
-        x: (M, S), summed over the last dim by the product.
+        x: (M, S); the matmul sums over the last dim.
         groups: names of the process groups whose ranks hold other parts of the operand; they share
             the scale of a whole tensor, other tiles are the rank's own.
-        scale: the scale, where it is known already.
+        scale: the scale, if it is already known.
     """
-    if cast.whole:  # without views, for which inductor would write a copy for each product
+    if cast.whole:  # without views, for which inductor would write a copy per matmul
         scale = _scale_of_all(x, cast, groups) if scale is None else scale
         return Scaled(rounded(x.to(wide(x.dtype)), scale, cast.dtype), scale, cast)
     tiles = _tiled(x, cast)
@@ -63,7 +64,7 @@ def quantize(
 def quantize_both(
     x: Tensor, cast: Cast, groups: Sequence[str] = (), scale: Tensor | None = None
 ) -> tuple[Scaled, Scaled]:
-    """An operand with one scale, as `quantize` casts it, and the same transposed."""
+    """Cast an operand with a per-tensor scale, like `quantize`, plain and transposed."""
     assert cast.whole, "tiles of parts do not turn"
     scale = _scale_of_all(x, cast, groups) if scale is None else scale
     straight, across = cast_both(x.contiguous(), scale, cast.dtype)
@@ -78,10 +79,10 @@ def quantize_weight(
     groups: Sequence[str] = (),
     known: Tensor | None = None,
 ) -> Scaled:
-    """A weight as `quantize` casts it, or its data and scale, where it comes in float8.
+    """Cast a weight like `quantize`, or return its data and scale if it is already in float8.
 
     Args:
-        known: the scale of a weight that comes in high precision, where it is known already.
+        known: the scale of a weight in high precision, if it is already known.
     """
     if data is None or scale is None:
         return quantize(weight, cast, groups, known)
@@ -89,11 +90,11 @@ def quantize_weight(
 
 
 def turn_weight(weight: Tensor, scale: Tensor, cast: Cast, after: Tensor) -> Scaled:
-    """The transposed weight, once the gradient `after` is there.
+    """Return the transposed weight, computed after the gradient `after`.
 
     Args:
-        weight: (O, K), in float8 already or not.
-        scale: of the tiles of `cast`, which turn.
+        weight: (O, K), in float8 or not.
+        scale: of the tiles of `cast`, which can be transposed.
     """
     if weight.dtype == cast.dtype:
         return Scaled(weight, scale, cast).turned(after)
@@ -104,33 +105,33 @@ def turn_weight(weight: Tensor, scale: Tensor, cast: Cast, after: Tensor) -> Sca
 
 
 def dequantize(operand: Scaled, dtype: torch.dtype) -> Tensor:
-    """(M, S) in a wider dtype."""
+    """Return the values (M, S) in a wider dtype."""
     tiles = _tiled(operand.data.to(dtype), operand.cast)
     return _untiled(tiles / operand.scale[:, None, :, None], operand.data.shape)
 
 
 def scale_of(amax: Tensor, cast: Cast) -> Tensor:
-    """float32 scales by the largest magnitudes of their tiles."""
-    # In float64, since eager and compiled division differ in the last bit of float32.
+    """Compute float32 scales from the largest magnitudes of tiles."""
+    # In float64, since eager and compiled float32 division differ in the last bit.
     ratio = torch.finfo(cast.dtype).max / amax.to(torch.float64).clamp(min=SMALLEST)
     scale = ratio.to(torch.float32)
     return torch.exp2(torch.floor(torch.log2(scale))) if cast.power_of_two else scale
 
 
 def shared(amax: Tensor, groups: Sequence[str]) -> Tensor:
-    """The maximum over the ranks of these process groups."""
+    """Return the maximum over the ranks of process groups."""
     for group in groups:
         amax = wait_tensor(all_reduce(amax, "max", group))
     return amax
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """The largest |x|, () in x's dtype. One pass also where it is not compiled."""
+    """Return the largest |x|, () in x's dtype, in one pass even without compilation."""
     return torch.linalg.vector_norm(x, torch.inf)
 
 
 def scales_together(xs: Sequence[Tensor], cast: Cast, groups: Sequence[str]) -> list[Tensor]:
-    """Scales of several operands with one scale each, (1, 1), by one reduction over the ranks."""
+    """Compute per-tensor scales (1, 1) of several operands with one reduction over the ranks."""
     amax = shared(torch.stack([magnitude(x) for x in xs]), groups)
     return [scale.view(1, 1) for scale in scale_of(amax, cast).unbind()]
 
@@ -140,7 +141,7 @@ def _scale_of_all(x: Tensor, cast: Cast, groups: Sequence[str]) -> Tensor:
 
 
 def _tiled(x: Tensor, cast: Cast) -> Tensor:
-    """(M, S) -> (tiles along M, r, tiles along S, c), zeros beyond the edge."""
+    """Reshape (M, S) to (tiles along M, r, tiles along S, c), padded with zeros."""
     rows, columns = cast.tile[0] or x.shape[0], cast.tile[1] or x.shape[1]
     below, right = -x.shape[0] % rows, -x.shape[1] % columns
     if below or right:
@@ -149,5 +150,5 @@ def _tiled(x: Tensor, cast: Cast) -> Tensor:
 
 
 def _untiled(tiles: Tensor, shape: torch.Size) -> Tensor:
-    """The (M, S) of `_tiled`."""
+    """Invert `_tiled`: return (M, S)."""
     return tiles.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]

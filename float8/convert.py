@@ -1,7 +1,7 @@
-"""Which layers of a model become float8, and the pass that makes them so.
+"""Choose the layers of a model to convert to float8, and convert them.
 
-The choice is made on the whole model, before it is cut or split, so that it is the same in every
-layout. Parameters keep their names and dtypes: checkpoints do not know of float8.
+The choice is made on the whole model, before pipeline stages and sharding, so that it is the same
+in every layout. Parameters keep their names and dtypes: checkpoints do not depend on float8.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,12 +17,12 @@ from dtron.float8.recipes import Recipe
 from dtron.parallelisms.placement import matches, select
 
 MULTIPLE = 16
-"""float8 kernels take matrices whose dims are multiples of this."""
+"""float8 kernels need matrices whose dims are multiples of this."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which linear layers become float8; see the keys of [float8]."""
+    """Settings that choose the linear layers; see the keys of [float8]."""
 
     blocks: str
     """Pattern of the blocks."""
@@ -31,15 +31,15 @@ class Choice:
     skip_first: int = 0
     skip_last: int = 0
     output: str = ""
-    """FQN of the head, if it becomes float8 too."""
+    """FQN of the head, if it is also converted."""
 
 
 def layer_names(model: nn.Module, choice: Choice) -> tuple[str, ...]:
     """FQNs of the linear layers to convert, in the model's order.
 
     Raises:
-        ConfigError: a pattern matches no linear layer, a layer that is named has dims that are no
-            multiples of 16, or nothing is left.
+        ConfigError: a pattern matches no linear layer, the dims of a named layer are not multiples
+            of 16, or no layer is left.
     """
     blocks = list(select(model, choice.blocks))
     if choice.skip_first + choice.skip_last >= len(blocks):
@@ -83,10 +83,11 @@ def convert(
     groups: ScaleGroups = ScaleGroups(),
     kinds: Mapping[str, type[Float8Linear]] = MappingProxyType({}),
 ) -> None:
-    """Replace the named nn.Linear modules by float8 ones with the same parameters, in place.
+    """Replace the named nn.Linear modules with float8 modules that have the same parameters, in
+    place.
 
     Args:
-        kinds: other classes than Float8Linear, by FQN.
+        kinds: classes other than Float8Linear, by FQN.
     """
     for name in names:
         linear = model.get_submodule(name)
@@ -97,9 +98,10 @@ def convert(
 
 
 def fuse(model: nn.Module, names: Collection[str]) -> None:
-    """Make the named gated feed-forward layers, silu(gate) up, one function each, in place.
+    """Fuse each of the named gated feed-forward layers, silu(gate) up, into one function, in place.
 
-    What is no such layer of float8 layers of a recipe with whole tensors stays as it is.
+    Only layers whose linear layers are float8 with per-tensor scales are fused. Other modules are
+    left unchanged.
     """
     for name in names:
         module = model.get_submodule(name)

@@ -1,19 +1,20 @@
-"""Scales that are known before a step: of inputs and gradients by the steps before it.
+"""Delayed scaling: scales of inputs and gradients from earlier steps.
 
     scale = largest / max of the largest magnitudes of the last H steps
 
-What is larger than anything in those steps saturates. A step's largest magnitude is that over its
+Values larger than any in those steps saturate. A step's largest magnitude is the maximum over its
 micro-batches and over all ranks that hold parts of the operand or of the batch, so that every
-layout has the same scales. Weights are there before the step: their scale is that of their values,
-computed once after each update. Both take one reduction a step for all layers.
+layout has the same scales. Weights are known before the step: their scale comes from their values,
+computed once after each update. Both together take one reduction per step for all layers.
 
-Until each operand has been seen once, scales of all are those of the values, as without this: at
-least in the first step. Steps that are not taken, and magnitudes that are zero or not finite, are
-not remembered; an operand that stays zero keeps the run so, with one wait for the device a step.
+Until each operand has been recorded once, at least in the first step, all scales are current
+scales, computed from the values. Skipped steps and magnitudes that are zero or not finite are not
+recorded; while an operand stays zero, the run keeps current scales, with one wait for the device
+per step.
 
-How magnitudes get here: each layer has a leaf whose gradient they are (linear.py). Gradients come
-once a backward: recomputation tells nothing twice, and what has no backward, as evaluation, tells
-nothing. Nothing here changes what is compiled, but for the second step.
+Each layer reports its magnitudes as the gradient of a leaf tensor (linear.py). That gradient is
+computed once per backward, so that recomputation does not record twice and evaluation, without a
+backward, records nothing. Compiled graphs change only in the second step.
 
 Source: arXiv:2209.05433; arXiv:2310.18313, and Transformer Engine's DelayedScaling.
 """
@@ -32,16 +33,16 @@ from dtron.kernels.torch_internals import norms
 
 
 class DelayedScales:
-    """Scales of the float8 layers of a rank's stages.
+    """Delayed scales of the float8 layers of a rank's stages.
 
-    Made once the weights have storage; `update` is due then, after each update of the weights and
-    after loading.
+    Create it when the weights have storage. Call `update` then, after each update of the weights,
+    and after loading.
 
     Args:
-        layers: by FQN, in one order on all ranks of the group; one scale a tensor, all of one
-            recipe.
-        length: H, steps whose magnitudes count.
-        group: all ranks that have these layers; None: this process alone.
+        layers: layers by FQN, in the same order on all ranks of the group; of one recipe, with
+            per-tensor scales.
+        length: H, number of steps whose magnitudes count.
+        group: all ranks that have these layers; None: only this process.
     """
 
     def __init__(
@@ -51,25 +52,25 @@ class DelayedScales:
         device = self.layers[0].weight.device if self.layers else None
         self.seen = torch.zeros(len(layers), 2, device=device)
         self.histories = torch.zeros(len(layers), length, 2, device=device)
-        """Largest magnitudes of input and gradient, the newest first; 0: of no step yet."""
+        """Largest magnitudes of input and gradient, newest first; 0: not recorded yet."""
         self.state = dict(zip(layers, self.histories.unbind(0), strict=True))
-        """The same by FQN, float32 (H, 2): what a checkpoint holds."""
+        """The histories by FQN, float32 (H, 2), as saved in checkpoints."""
         self.table = torch.ones(len(layers), 3, device=device)
         """Scales by layer, of input, weight and gradient."""
         self.scales = self.table.unbind(0)
         self.recorded = self.complete = False
         for layer, seen in zip(self.layers, self.seen.unbind(0), strict=True):
-            assert layer.recipe.shares_scales, "parts of a tensor have no scale for all steps"
+            assert layer.recipe.shares_scales, "delayed scaling needs per-tensor scales"
             leaf = torch.zeros(2, device=device, requires_grad=True)
             leaf.register_post_accumulate_grad_hook(self._recorder(seen))
             layer.delayed = Delayed(leaf)
 
     @torch.no_grad()
     def update(self, taken: Tensor | None = None) -> None:
-        """Compute all scales, from what the step has shown, if there was one.
+        """Compute all scales, with the magnitudes of the last step, if there was one.
 
         Args:
-            taken: bool, whether the step changed the weights; None: it did, or there was none.
+            taken: bool, whether the step changed the weights; None: it did, or there was no step.
         """
         if not self.layers:
             return
@@ -82,7 +83,7 @@ class DelayedScales:
             dist.all_reduce(shown, dist.ReduceOp.MAX, self.group)
         if self.recorded:
             self._remember(shown[:, :2])
-        if not (self.recorded and self.complete):  # histories stay, but for what is loaded
+        if not (self.recorded and self.complete):  # keep histories, except those that are loaded
             self.complete = bool((self.histories > 0).any(1).all().item())
         if self.complete:
             self._compute(self.histories.amax(1), shown[:, 2])
@@ -92,7 +93,8 @@ class DelayedScales:
         self.recorded = False
 
     def _remember(self, newest: Tensor) -> None:
-        """An operand that showed nothing, as in a step that was not taken, keeps its history."""
+        """Add a step's magnitudes to the histories; an operand without a magnitude, as in a skipped
+        step, keeps its history."""
         moved = torch.cat([newest[:, None], self.histories[:, :-1]], 1)
         self.histories.copy_(torch.where((newest > 0)[:, None], moved, self.histories))
         self.seen.zero_()
@@ -106,7 +108,7 @@ class DelayedScales:
         self.table.copy_(torch.where(known, scales, 1))
 
     def _weights(self) -> list[Tensor]:
-        """What this rank holds of each weight; of none, a zero."""
+        """Return this rank's part of each weight; a zero if it has none."""
         parts = [layer.weight for layer in self.layers]
         local = [w.to_local() if isinstance(w, DTensor) else w for w in parts]
         return [w.detach() if w.numel() else w.new_zeros(1) for w in local]

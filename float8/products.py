@@ -1,7 +1,7 @@
-"""The product of two float8 operands: by the GPU's own instructions, or emulated.
+"""Matmul of two float8 operands, by the GPU's float8 instructions or emulated.
 
-Emulation multiplies what the float8 numbers stand for in float32 (float64 for float64): the same
-rounding of the operands, on any device, without any gain in speed.
+Emulation multiplies the dequantised operands in float32 (float64 for float64): the same rounding of
+the operands on any device, without a gain in speed.
 """
 
 from collections.abc import Iterable
@@ -26,10 +26,10 @@ def why_emulated(
     dtype: torch.dtype,
     shapes: Iterable[tuple[int, int, int]] = (),
 ) -> str:
-    """Why products of a recipe are emulated on this device; empty where they are not.
+    """Return why a recipe's matmuls are emulated on this device; empty: they are not.
 
     Args:
-        shapes: tokens, input and output features of the layers.
+        shapes: (tokens, input features, output features) of the layers.
     """
     if device.type != "cuda":
         return "this machine has no GPU"
@@ -55,14 +55,15 @@ def why_emulated(
 def product(
     left: Scaled, right: Scaled, dtype: torch.dtype, emulate: bool, fast_accumulation: bool
 ) -> Tensor:
-    """left right^T.
+    """Compute left right^T.
 
     Args:
         left: (M, S).
         right: (P, S).
         dtype: of the result.
-        emulate: multiply in float32 or float64 what the operands stand for.
-        fast_accumulation: let the kernel add up in its own registers, of less than float32.
+        emulate: multiply the dequantised operands in float32 or float64.
+        fast_accumulation: let the kernel accumulate in tensor-core registers, with less than
+            float32 precision.
     Returns:
         (M, P) in `dtype`.
     """
@@ -73,14 +74,17 @@ def product(
     if left.cast.tile[1] == _BLOCK:
         return blocks_product(a, b, 1.0 / left.scale, 1.0 / right.scale, dtype)
     scales = [1.0 / left.scale, 1.0 / right.scale.t()]
-    if left.cast.whole != right.cast.whole:  # the kernel takes two whole ones, or rows of both
+    if (
+        left.cast.whole != right.cast.whole
+    ):  # the kernel takes two per-tensor scales, or row scales of both operands
         scales = [scales[0].expand(a.shape[0], 1), scales[1].expand(1, b.shape[0])]
     scales = [scale.contiguous() for scale in scales]
     return torch.ops.dtron.float8_product(a, b, *scales, dtype, fast_accumulation)
 
 
-# One operator each, so that torch.compile does not choose strides and needs not know torch's own,
-# whose lowering differs between versions. Not custom_ops, whose calls take the host longer.
+# Separate operators, so that torch.compile does not choose strides and does not need to lower
+# torch's own operators, which differs between versions. Not custom_ops, whose calls cost the host
+# more.
 torch.library.define(
     "dtron::float8_product",
     "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType dtype, bool fast) -> Tensor",
@@ -91,13 +95,13 @@ torch.library.define(
 def multiply(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """a b^T, by the GPU.
+    """Compute a b^T with the GPU's float8 instructions.
 
     Args:
         a: (M, S), contiguous.
         b: (P, S), likewise.
-        scale_a: float32, what a is multiplied by: (1, 1), or (M, 1) of rows.
-        scale_b: likewise (1, 1) or (1, P); of rows where scale_a is.
+        scale_a: float32, factor of a: (1, 1), or (M, 1) for rows.
+        scale_b: likewise (1, 1) or (1, P); both are for rows or neither.
         fast: see `product`.
     Returns:
         (M, P) in `dtype`.
@@ -127,18 +131,18 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: Any, fast: 
 def multiply_blocks(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """a b^T, scales undone for each 128 elements of the sum.
+    """Compute a b^T with scales for each 128 elements of the sum.
 
     Args:
         a: (M, S), E4M3, contiguous; S a multiple of 128.
         b: (P, S), likewise; P a multiple of 128.
-        scale_a: float32 (M, S / 128), what the numbers of a are multiplied by.
+        scale_a: float32 (M, S / 128), factors of a.
         scale_b: float32 (P, S / 128) or (P / 128, S / 128).
     Returns:
         (M, P) in `dtype`.
     """
     rows, missing = a.shape[0], -a.shape[0] % 16
-    if missing:  # as in sampling; what the last rows hold is cut off again
+    if missing:  # as in sampling; the padding rows are removed again
         a = torch.cat([a, a.new_zeros(missing, a.shape[1])])
         scale_a = torch.cat([scale_a, scale_a.new_ones(missing, scale_a.shape[1])])
     lines = scale_b.shape[0] == b.shape[0]
@@ -154,7 +158,7 @@ def multiply_blocks(
     return out.narrow(0, 0, rows).clone() if missing else out
 
 
-# One operator, so that torch.compile does not choose the strides of scales.
+# A separate operator, so that torch.compile does not choose the strides of scales.
 blocks_product = torch.library.custom_op(
     "dtron::float8_blocks_product", multiply_blocks, mutates_args=()
 )
@@ -166,12 +170,12 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
 
 
 def scales_of_lines(scale: Tensor) -> Tensor:
-    """(M, S / 128) -> the same with strides (1, M), as cuBLAS reads scales of 1 x 128."""
+    """Return scales (M, S / 128) with strides (1, M), the layout of cuBLAS for 1 x 128 tiles."""
     return scale.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def scales_of_squares(scale: Tensor) -> Tensor:
-    """(P / 128, S / 128) -> (L, P / 128) with strides (1, L), L being S / 128 rounded up to a
-    multiple of four, as cuBLAS reads scales of 128 x 128."""
+    """Return scales (P / 128, S / 128) as (L, P / 128) with strides (1, L), where L is S / 128
+    rounded up to a multiple of four: the layout of cuBLAS for 128 x 128 tiles."""
     padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
     return padded.clone(memory_format=torch.contiguous_format).t()

@@ -1,16 +1,16 @@
-"""float8 recipes, a row each: which elements of an operand share a scale, and in which dtype.
+"""float8 recipes as a table: which elements of an operand share a scale, and the dtypes.
 
-A linear layer is three products, each a sum over the last dim of two matrices (N tokens, K input
+A linear layer is three matmuls, each a sum over the last dim of two matrices (N tokens, K input
 features, O output features):
 
-    product       left              right            sums over
+    matmul        left              right            sums over
     output        input    (N, K)   weight   (O, K)  input features
     grad_input    grad     (N, O)   weight^T (K, O)  output features
     grad_weight   grad^T   (O, N)   input^T  (K, N)  tokens
 
-A tile (r, c) of an operand shares one scale: r of its rows times c elements along the sum, 0 being
-all. Outside of the sum a scale can be taken out of the product; inside of it the product is a sum
-of products, one for each c elements.
+A tile (r, c) of an operand shares one scale: r rows times c elements along the sum, where 0 means
+all. A scale that is constant along the sum factors out of the matmul; otherwise the matmul is a sum
+of matmuls, one for each c elements.
 
     recipe            input and grad     weight
     tensorwise        whole              whole             E5M2 gradients
@@ -35,29 +35,30 @@ Kernel = Literal["scaled_mm", "blocks", "grouped", "none"]
 
 @dataclass(frozen=True)
 class Cast:
-    """How an operand becomes float8."""
+    """Cast of an operand to float8: dtype, tile and scale."""
 
     dtype: torch.dtype
     tile: tuple[int, int]
-    """(rows, elements along the sum) that share a scale; 0: all."""
+    """(rows, elements along the sum) of a tile, which shares a scale; 0: all."""
     power_of_two: bool = False
-    """Whether scales are rounded down to powers of two, which round nothing themselves."""
+    """Whether scales are rounded down to powers of two, which multiply without rounding."""
 
     @property
     def turns(self) -> bool:
-        """Whether the transposed operand is made of the same tiles, so that one cast serves two
-        products."""
+        """Whether the transposed operand has the same tiles, so that one cast serves two
+        matmuls."""
         return self.tile[0] == self.tile[1]
 
     @property
     def whole(self) -> bool:
-        """Whether all elements share one scale, which ranks that hold parts of a tensor share."""
+        """Whether the whole tensor has one scale, which the ranks that hold its parts share."""
         return self.tile == (0, 0)
 
 
 @dataclass(frozen=True)
 class Product:
-    """Casts of both operands, and whether the kernel may sum in less than float32."""
+    """One matmul of a layer: casts of both operands, and whether the kernel may accumulate in less
+    than float32."""
 
     left: Cast
     right: Cast
@@ -66,18 +67,19 @@ class Product:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row: the products of a linear layer; None: in the dtype of computation."""
+    """The matmuls of a linear layer; None: in the dtype of computation."""
 
     name: str
     output: Product
     grad_input: Product
     grad_weight: Product | None
     kernel: Kernel
-    """What computes its products on a GPU that multiplies float8; `none`: they are emulated."""
+    """Kernel of its matmuls on a GPU with float8; `none`: they are emulated."""
 
     @property
     def shares_scales(self) -> bool:
-        """Whether each operand has one scale, so that every layout gives the same numbers."""
+        """Whether every operand has per-tensor scales, so that every layout gives the same
+        values."""
         products = (self.output, self.grad_input, self.grad_weight)
         return all(p.left.whole and p.right.whole for p in products if p is not None)
 
@@ -136,4 +138,4 @@ EXPERTS = Recipe(
     grad_weight=None,
     kernel="grouped",
 )
-"""Of the grouped products of experts, beside any of the recipes."""
+"""Recipe of the experts' grouped matmuls, in addition to any recipe of linear layers."""

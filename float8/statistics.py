@@ -1,12 +1,12 @@
-"""How accurate the casts of each float8 layer are, measured on demand in a step of a real run.
+"""Accuracy of the casts of each float8 layer, measured on demand in a step of a real run.
 
     sqnr        10 log10(sum x^2 / sum (x - x8 / scale)^2), in dB: signal to quantisation noise
-    underflow   share of the values other than zero that become zero
-    overflow    share of the values that are beyond the largest float8 number, and saturate
+    underflow   fraction of the nonzero values that become zero
+    overflow    fraction of the values beyond the largest float8 number, which saturate
 
-of the input, the weight (unless it comes in float8) and the gradient of the output, as their first
-products cast them. Layers look for a probe in Python alone: a step without one computes and
-compiles as if there were none.
+for the input, the weight (unless it is gathered in float8) and the output's gradient, as cast for
+their first matmul. Layers look for a probe in Python only: a step without one computes and compiles
+as if probes did not exist.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ _SIGNAL, _NOISE, _VANISHED, _NONZERO, _SATURATED, _ALL = range(6)
 
 
 class Statistics:
-    """Sums over all casts of a step, by layer and operand.
+    """Error sums over all casts of a step, by layer and operand.
 
     Args:
-        names: FQNs of all float8 layers of the model, in one order on all ranks.
-        layers: those of this rank, by FQN.
-        device: where sums are kept; nothing waits for it before `read`.
+        names: FQNs of all float8 layers of the model, in the same order on all ranks.
+        layers: this rank's float8 layers, by FQN.
+        device: holds the sums; the host does not wait for it before `read`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Statistics:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Probes in all layers, for a step that runs without compiled graphs."""
+        """Context that sets probes in all layers, for a step without compiled graphs."""
         for name, layer in self.layers.items():
             layer.probe = _Probe(self.sums[self.names.index(name)])
         try:
@@ -53,9 +53,9 @@ class Statistics:
                 layer.probe = None
 
     def read(self) -> dict[str, float]:
-        """Figures by name, over all ranks, which call it together; dB may be infinite.
+        """Return the figures by name, over all ranks; a collective. dB may be infinite.
 
-        What all ranks of tp hold alike counts as often, in all sums of a share.
+        Values replicated over tp count several times, in both sums of a fraction.
         """
         dist.all_reduce(self.sums)
         figures: dict[str, float] = {}
@@ -70,7 +70,7 @@ class Statistics:
 
 
 class _Probe:
-    """Adds to the sums of one layer, (3 operands, 6)."""
+    """Probe that adds to the sums of one layer, (3 operands, 6)."""
 
     def __init__(self, sums: Tensor) -> None:
         self.sums = sums
@@ -85,12 +85,12 @@ class _Probe:
 def measure(
     x: Tensor, cast: Cast, groups: Sequence[str] = (), scale: Tensor | None = None
 ) -> Tensor:
-    """Sums of one cast of (M, S), float64 (6,): signal, noise, values that vanish, values other
-    than zero, values that saturate, all values.
+    """Compute the sums of one cast of (M, S), float64 (6,): signal, noise, number of values that
+    underflow, of nonzero values, of values that saturate, of all values.
 
     Args:
-        groups: who shares the scale, as in `quantize`.
-        scale: the one that it is cast by; by default that of its own values.
+        groups: ranks that share the scale, as in `quantize`.
+        scale: the scale of the cast; default: computed from the values.
     """
     x = x.to(wide(x.dtype))
     done = quantize(x, cast, groups, scale)
@@ -103,7 +103,7 @@ def measure(
         (x - seen).double().square().sum(),
         (nonzero & (seen == 0)).sum().double(),
         nonzero.sum().double(),
-        (x.abs() > limit * (1 + 2**-20)).sum().double(),  # but for the rounding of the scale
+        (x.abs() > limit * (1 + 2**-20)).sum().double(),  # apart from the rounding of the scale
         torch.full((), float(x.numel()), dtype=torch.float64, device=x.device),
     ]
     return torch.stack(counts)

@@ -30,8 +30,8 @@ from dtron.parallelisms.expert.expert_parallel import (
     breaks_graph,
     in_graphs,
     make_dispatcher,
+    on_separate_mesh,
     refuse_half_compiled,
-    stands_apart,
 )
 from dtron.parallelisms.expert.symmetric_exchange import IN_ORDER
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy, free_gathered, shard
@@ -426,7 +426,7 @@ def _experts(
     model: nn.Module, mesh: Mesh, passes: Passes, units: Sequence[Collection[str]]
 ) -> list[str]:
     """FQNs of the experts; none where they are sharded as all else is."""
-    if passes.experts is None or not stands_apart(mesh):
+    if passes.experts is None or not on_separate_mesh(mesh):
         return []
     _ = mesh.experts, mesh.expert_group()  # made by all ranks together, whatever their stages have
     found = list(select(model, passes.experts.experts))

@@ -1,9 +1,8 @@
 """torch.compile, block by block: all blocks share one compiled graph, so that start-up stays short.
 
 The graph must be whole (`fullgraph`): a break would be silent and slow. Only experts on other ranks
-break it, and these only where the host reads how many rows travel (`Dispatcher.in_graphs`); of what
-they compute there the elementwise part is compiled by itself. FSDP's hooks stay outside, around the
-block.
+break it, and only if the host reads the number of tokens to send (`Dispatcher.in_graphs`); their
+elementwise part is then compiled separately. FSDP's hooks stay outside, around the block.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -26,10 +25,10 @@ def compile_blocks(
 
     Args:
         inductor_options: options of the inductor backend; no other backend has them.
-        broken: FQNs of blocks whose rows leave the rank outside of graphs, where theirs breaks.
+        broken: FQNs of blocks whose graph breaks at a dispatcher that no graph can hold.
         forward_only: compile the block's `forward`, which may then be wrapped, not its call.
     Returns:
-        FQNs of what was compiled, for the log.
+        FQNs of the compiled modules, for the log.
     """
     if not options.enable:
         return []
@@ -44,8 +43,8 @@ def compile_blocks(
 
 
 def compile_activations(experts: Iterable[nn.Module], options: Compile) -> None:
-    """Compile what experts that no graph holds compute element by element, their `activate`, in
-    place: a kernel in the forward and one in the backward, for any number of rows."""
+    """Compile the elementwise `activate` of experts outside of graphs, in place: one kernel in the
+    forward and one in the backward, for any number of rows."""
     for module in experts if options.enable else ():
         if hasattr(module, "activate"):
             module.activate = _for_any_rows(module.activate, options)  # type: ignore[assignment]
@@ -55,7 +54,7 @@ def _for_any_rows(function: Callable[..., Tensor], options: Compile) -> Callable
     compiled = torch.compile(function, dynamic=True, fullgraph=True, **_settings(options))
 
     def call(*tensors: Tensor) -> Tensor:
-        # No row or one would compile anew, in the middle of a run, while other ranks wait.
+        # Zero rows or one would recompile in the middle of a run, while other ranks wait.
         return compiled(*tensors) if len(tensors[0]) > 1 else function(*tensors)
 
     return call

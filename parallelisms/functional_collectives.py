@@ -33,11 +33,11 @@ __all__ = [
 
 _ops = torch.ops._c10d_functional
 wait_tensor = _ops.wait_tensor
-"""The tensor of a collective, when it is there: GPUs' current stream waits, on CPUs the host."""
+"""Wait for the tensor of a collective: on GPUs the current stream waits, on CPUs the host."""
 
 
 def all_reduce(x: Tensor, operation: Literal["sum", "max"], group: str) -> Tensor:
-    """The sum or maximum over the ranks, in x's shape.
+    """Compute the sum or maximum over ranks, in x's shape.
 
     Args:
         group: name of the process group.
@@ -46,23 +46,23 @@ def all_reduce(x: Tensor, operation: Literal["sum", "max"], group: str) -> Tenso
 
 
 def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    """(N, ...) of each rank -> (ranks * N, ...), in order."""
+    """All-gather along dim 0, in rank order: (N, ...) -> (ranks * N, ...)."""
     return _ops.all_gather_into_tensor(x.contiguous(), ranks, group)
 
 
 def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    """(ranks * N, ...) -> the rank's (N, ...) of the sum."""
+    """Reduce-scatter along dim 0: (ranks * N, ...) -> (N, ...)."""
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group)
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Rows to and from each rank, (sum of sent, ...) -> (sum of received, ...). The process group
-    holds what it reads until it is waited for."""
+    """Exchange rows with each rank: (sum of sent, ...) -> (sum of received, ...). The process group
+    keeps its input alive until the wait."""
     return _ops.all_to_all_single(x.contiguous(), received, sent, group)
 
 
 def all_to_all_even(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same number of rows to and from each rank, waited for; its gradient goes back likewise.
+    """Exchange the same number of rows with each rank and wait; differentiable.
 
     Args:
         x: (ranks * N, ...).
@@ -87,14 +87,14 @@ def _exchanged(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def is_pending(x: Any) -> bool:
-    """Whether x is DTensor's tensor of a collective that is waited for when it is first used."""
+    """Whether x is a pending collective of DTensor, which waits when it is first used."""
     return hasattr(x, "trigger_wait")
 
 
 class NamedGroup:
-    """A process group that operators find by its name, as they take tensors and numbers only.
+    """A process group that operators find by its name, since they take only tensors and numbers.
 
-    It can be found as long as somebody holds what `of` returned.
+    It can be found as long as the object returned by `of` exists.
     """
 
     _held: ClassVar[MutableMapping[str, "NamedGroup"]] = WeakValueDictionary()
@@ -104,7 +104,7 @@ class NamedGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "NamedGroup":
-        """The one of a group; a group that was destroyed may have had the same name."""
+        """Return the object of a group; a destroyed group may have had the same name."""
         found = cls._held.get(group.group_name)
         if found is None or found.group is not group:
             found = cls._held[group.group_name] = cls(group)
@@ -112,5 +112,5 @@ class NamedGroup:
 
     @classmethod
     def find(cls, name: str) -> dist.ProcessGroup:
-        """The group of a name."""
+        """Return the process group of a name."""
         return cls._held[name].group

@@ -1,4 +1,4 @@
-"""Completing gradients, their global norm, and what follows from it, all on the device.
+"""Complete gradients, compute their global norm, clip or skip; all on the device.
 
 `reduce_replicas` completes what FSDP leaves open: sums over tp of parameters that see a part of the
 tokens or heads. From then on every gradient is a shard of a complete sum. Each rank adds up the
@@ -19,22 +19,23 @@ from dtron.parallelisms.mesh import Mesh, axes_of
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, the same memory."""
+    """Return this rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Local shards of all gradients that exist; writing to them writes to the gradients."""
+    """Return the local shards of all existing gradients; writing to them writes to the
+    gradients."""
     return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def flatten(gradients: Sequence[Tensor]) -> Tensor:
-    """Gradients of one dtype as one 1-D tensor, for one collective."""
+    """Flatten gradients of one dtype into one 1-D tensor, for one collective."""
     return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def unflatten_(gradients: Sequence[Tensor], flat: Tensor) -> None:
-    """Write back what `flatten` gave, after the collective."""
+    """Write a flattened tensor back to the gradients, after the collective."""
     sizes = [gradient.numel() for gradient in gradients]
     if all(gradient.is_contiguous() for gradient in gradients):  # by one kernel
         torch.split_with_sizes_copy(flat, sizes, out=[g.view(-1) for g in gradients])
@@ -45,7 +46,7 @@ def unflatten_(gradients: Sequence[Tensor], flat: Tensor) -> None:
 
 @torch.no_grad()
 def reduce_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum gradients over a group, in place, all by one all-reduce a dtype.
+    """Sum gradients over a group, in place, all by one all-reduce per dtype.
 
     Args:
         parameters: the same on all ranks of the group; each holds a part of each sum. One that has
@@ -66,7 +67,8 @@ def reduce_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> N
 def global_norm(
     parameters: Sequence[Tensor], mesh: Mesh, copies: Collection[Tensor] = ()
 ) -> Tensor:
-    """2-norm over all gradients of all ranks: a scalar on the device, equal on every rank.
+    """Compute the 2-norm of all gradients of all ranks: a scalar on the device, equal on every
+    rank.
 
     float32, or float64 for float64 gradients. Not finite if any gradient is not.
 
@@ -75,7 +77,7 @@ def global_norm(
     """
     elsewhere = {id(p) for p in copies}
     counted = [p for p in parameters if p.grad is not None and id(p) not in elsewhere]
-    wide = any(p.dtype == torch.float64 for p in parameters)  # alike on all ranks, owners or not
+    wide = any(p.dtype == torch.float64 for p in parameters)  # equal on all ranks, owners or not
     dtype = torch.float64 if wide else torch.float32
     gradients = local_gradients(p for p in counted if _owned(p, mesh))
     squares = torch.zeros((), dtype=dtype, device=mesh.device_type)
@@ -101,21 +103,21 @@ def _owned(parameter: Tensor, mesh: Mesh) -> bool:
         if any(c > 0 and p.is_replicate() for c, p in axes):
             return False
     covered = {axis for name in names for axis in axes_of(name)}
-    if "edp_shard" in covered:  # with ep and etp, which have what it leaves
+    if "edp_shard" in covered:  # together with ep and etp, which divide the rest
         covered |= {"dp_shard", "cp", "tp"}
     return all(mesh.rank(axis) == 0 for axis in DEGREES if axis not in covered)
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """Factor for all gradients: min(1, max_norm / norm), 1 where max_norm is 0, NaN where the norm
-    is not finite. A scalar on the device."""
+    """Compute the factor for all gradients: min(1, max_norm / norm); 1 if max_norm is 0, NaN if the
+    norm is not finite. A scalar on the device."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
     return torch.where(norm.isfinite(), scale, torch.nan)
 
 
 @torch.no_grad()
 def scale_or_zero_(parameters: Iterable[Tensor], scale: Tensor) -> None:
-    """Multiply gradients by `scale`, or set them to zero where `scale` is not finite."""
+    """Multiply gradients by `scale`, or set them to zero if `scale` is not finite."""
     finite = scale.isfinite()
     for gradient in local_gradients(parameters):
         gradient.copy_(torch.where(finite, gradient * scale, 0.0))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dtron.errors import ConfigError
 
 Initializer = Callable[[str, Tensor, torch.Generator], None]
-"""Fills one whole plain tensor in place, given its FQN."""
+"""Fills one unsharded plain tensor in place, given its FQN."""
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

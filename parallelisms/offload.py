@@ -1,28 +1,29 @@
-"""Activation offload: what a block saves for its backward waits in host memory meanwhile.
+"""Activation offload: tensors that a block saves for its backward wait in host memory.
 
     forward    block 0 | block 1    | block 2    | head
     to host            | saved by 0 | saved by 1 |
     backward                                     | head | block 2    | block 1    | block 0
     to device                                           | saved by 1 | saved by 0 |
 
-Copies run on two streams beside the computation. What a block saves is copied while the block after
-it computes, and freed when that one is done; it comes back while the block after it is in backward.
-So two blocks' worth is on the device, whatever the depth. A block whose backward follows at once
-stays. Each call of a block has storages and buffers of its own, so that micro-batches in flight are
-kept apart; the first block's backward fetches the last block of the stage's next micro-batch.
+Copies run on two separate streams, overlapped with computation. A block's saved tensors are copied
+while the next block computes, freed when that one is done, and loaded while the next block is in
+backward. So the device holds those of two blocks, whatever the depth. A block whose backward
+follows at once is not offloaded. Each call of a block has separate storages and buffers, so that
+micro-batches in flight do not mix; the first block's backward prefetches for the last block of the
+stage's next micro-batch.
 
 `saved_tensors_hooks` around the block's forward see what autograd saves: under full recomputation
 the block's inputs, in a compiled block what its graph saves. What selective recomputation keeps
-eagerly is in a cache of its own, which `Offload.watch` gets.
+eagerly is in a separate cache, which `Offload.watch` gets.
 
-Storages are copied, each once a call, whatever views of it are saved. What another holds anyway
-stays: parameters (FSDP's gathered ones too) and buffers of the block, inputs that are leaves of the
-graph (rotary tables, masks), and all that is smaller than a limit. On a CPU the same copies go to
-other CPU memory, at once.
+Storages are copied once per call, however many views of them are saved. Some are not offloaded:
+those that other objects hold anyway, which are parameters (FSDP's gathered ones too) and buffers of
+the block and inputs that are leaves of the graph (rotary tables, masks); and small ones. On a CPU
+the same copies go to other CPU memory, synchronously.
 
-Memory is reused only when its copies are done. On the device `_Copies` holds it until the
-computation waits for them; on the host a buffer's next copy waits for its last one, and torch's
-allocator of pinned memory waits for copies from and into what is given up.
+Memory is reused only when its copies are done. On the device, `_Copies` holds it until the
+computation has waited for them; on the host, a buffer's next copy waits for its last one, and
+torch's allocator of pinned memory waits for copies from and to freed memory.
 
 Undocumented, tested with torch 2.11, 2.13 and 2.15: the cache of selective recomputation is
 `storage` of the context that torch.utils.checkpoint makes; its entries have `val` and `get_val`.
@@ -50,12 +51,12 @@ from dtron.parallelisms.functional_collectives import is_pending
 from dtron.parallelisms.placement import leaves
 
 SMALLEST = 2**20
-"""Storages of fewer bytes stay on the device: a copy costs more than its memory is worth."""
+"""Storages of fewer bytes are not offloaded: a copy costs more than the memory saved."""
 CHUNK, ALIGNED = 2**32, 2**12
-"""Bytes that are pinned at once, unless a buffer is larger; multiples at which buffers begin."""
+"""Bytes pinned at once, unless a buffer is larger; alignment of buffers."""
 
 Event = torch.cuda.Event | None
-"""The end of some copies; None on a CPU, where they are done at once."""
+"""Event at the end of copies; None on a CPU, where copies are synchronous."""
 
 
 @dataclass
@@ -65,14 +66,14 @@ class Buffer:
     data: Tensor
     """uint8 (bytes,)"""
     last: Event = None
-    """The copy from it or into it that was issued last."""
+    """The last issued copy from it or to it."""
 
 
 class HostPool:
-    """Host buffers by size. They are kept and reused, since pinning memory is slow.
+    """Pool of host buffers by size, which are kept and reused, since pinning memory is slow.
 
-    Buffers are cut from chunks whose sizes are powers of two, to which torch would round up each of
-    them. A chunk is at most a quarter of all before it, and CHUNK, which bounds what is left over.
+    Buffers are parts of chunks whose sizes are powers of two, to which torch would round up each
+    buffer. To bound the unused rest, a chunk is at most a quarter of all earlier chunks, or CHUNK.
 
     Attributes:
         allocated: bytes of all buffers, used and free.
@@ -84,7 +85,7 @@ class HostPool:
         self._pinned = pinned
         self._free: dict[int, list[Buffer]] = defaultdict(list)
         self._rests: list[Tensor] = []
-        """What is left of each chunk."""
+        """The unused rest of each chunk."""
 
     def take(self, size: int) -> Buffer:
         """A buffer of this many bytes; its last copy may still run.
@@ -103,7 +104,7 @@ class HostPool:
         self._free[buffer.data.numel()].append(buffer)
 
     def _cut(self, size: int) -> Tensor:
-        """uint8 (size,), from the first chunk of which enough is left."""
+        """Return uint8 (size,) from the first chunk with enough left."""
         end = -(-size // ALIGNED) * ALIGNED
         found = next((i for i, rest in enumerate(self._rests) if len(rest) >= end), None)
         if found is None:
@@ -114,7 +115,7 @@ class HostPool:
         return rest[:size]
 
     def _reserve(self, least: int) -> Tensor:
-        """A new chunk."""
+        """Allocate a chunk."""
         size = max(_power_of_two(least), min(CHUNK, _power_of_two(self.reserved // 8)))
         _check_host_memory(size, self.reserved)
         chunk = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
@@ -123,13 +124,13 @@ class HostPool:
 
 
 def _power_of_two(least: int) -> int:
-    """The smallest one that is not less."""
+    """Return the smallest power of two that is not less."""
     return 1 << max(0, least - 1).bit_length()
 
 
 def _check_host_memory(size: int, reserved: int) -> None:
-    """Refuse to take so much that less than a twentieth of the host's memory would be left: the
-    kernel would end a process, without saying why."""
+    """Raise ConfigError if less than a twentieth of the host's memory would be left, before the
+    kernel kills a process without an explanation."""
     total, available = host_memory()
     if available - size < total / 20:
         have, more, left, whole = (n / 2**30 for n in (reserved, size, available, total))
@@ -142,8 +143,8 @@ def _check_host_memory(size: int, reserved: int) -> None:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[float, float]:
-    """Bytes of memory that this process may use: all, and available; of the host, or of a container
-    that is given less. Without end where Linux does not tell."""
+    """Return total and available bytes of memory for this process, of the host or of a container
+    with a lower limit; infinity if Linux does not report it."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         kibibytes = {key: int(value.split()[0]) for key, value in (x.split(":") for x in lines)}
@@ -161,7 +162,7 @@ def host_memory(root: Path = Path("/")) -> tuple[float, float]:
 
 
 def _file_cache(root: Path) -> int:
-    """Bytes that a container's memory.current counts and that are given up when they are needed."""
+    """Reclaimable bytes that a container's memory.current includes."""
     try:
         lines = (root / "sys/fs/cgroup/memory.stat").read_text().splitlines()
     except OSError:
@@ -170,16 +171,16 @@ def _file_cache(root: Path) -> int:
     return stat.get("active_file", 0) + stat.get("inactive_file", 0)
 
 
-class _Lane:
-    """Copies in one direction, in the order in which they are issued."""
+class _CopyStream:
+    """Stream for copies in one direction, which run in the order of issue."""
 
     def __init__(self, device: torch.device, to_host: bool) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.to_host = to_host
 
     def copy(self, pairs: Sequence[tuple[Buffer, Tensor]]) -> Event:
-        """Copy between buffers and memory of the device, uint8 (bytes,): after what the current
-        stream has been given so far, and after the last copies of the buffers."""
+        """Copy between buffers and device memory, uint8 (bytes,), after all work issued so far on
+        the current stream and after the last copies of the buffers."""
         if self.stream is None:
             for buffer, memory in pairs:
                 self._copy(buffer, memory)
@@ -202,23 +203,23 @@ class _Lane:
 
 
 class _Copies:
-    """Issued copies, and the device's memory that they read or write.
+    """Issued copies, and the device memory that they read or write.
 
-    Memory that nobody refers to is given to the next tensor of the stream for which it was
-    allocated, the computation's, whatever other streams do with it. Hence it is held here until
-    that stream waits for the copies, also where the graph is dropped or an error ends the step
-    before. (After record_stream it would be free only once the host has seen the copies' end, and
-    the host runs ahead of the device.)
+    Unreferenced memory is reused for the next tensor of the stream that allocated it, the
+    computation's, even if other streams still use it. So it is held here until that stream waits
+    for the copies, even if the graph is dropped or an error ends the step earlier. (With
+    record_stream, it would be free only after the host has seen the copies' end, and the host runs
+    ahead of the device.)
     """
 
-    def __init__(self, lane: _Lane, pairs: Sequence[tuple[Buffer, Tensor]]) -> None:
+    def __init__(self, lane: _CopyStream, pairs: Sequence[tuple[Buffer, Tensor]]) -> None:
         self._memory = [memory for _, memory in pairs]
         self._computation = torch.cuda.current_stream() if self._memory[0].is_cuda else None
         self._done: Event = None
         self._done = lane.copy(pairs)
 
     def wait(self) -> None:
-        """Let the computation's stream wait for the copies; the host does not."""
+        """Make the computation's stream, not the host, wait for the copies."""
         if self._done is not None:
             self._done.wait(self._computation)
             self._done = None
@@ -229,19 +230,19 @@ class _Copies:
 
 
 class _Storage:
-    """A storage that a call saves: on the device, on the host, or both. The graph holds it."""
+    """A saved storage: on the device, on the host, or both. The autograd graph owns it."""
 
-    def __init__(self, call: "_Call", tensor: Tensor) -> None:
+    def __init__(self, call: "_BlockCall", tensor: Tensor) -> None:
         self.call = call
         self.memory: Tensor | None = _as_bytes(tensor)
-        """uint8 (bytes,) on the device; None while it is on the host alone."""
+        """uint8 (bytes,) on the device; None while it is only on the host."""
         self.buffer: Buffer | None = None
         """Its copy on the host."""
         self._tensor: Tensor | None = tensor.detach()  # shares the version counter
         self._saved_at = version(tensor)
 
     def check(self) -> None:
-        """As autograd does for what it saves itself."""
+        """Check for in-place modification, as autograd does for the tensors it saves."""
         if self._tensor is not None and version(self._tensor) != self._saved_at:
             raise RuntimeError(
                 f"a tensor {tuple(self._tensor.shape)} that a block saved for its backward was "
@@ -249,51 +250,51 @@ class _Storage:
             )
 
     def free(self) -> None:
-        """Let go of the device's memory."""
+        """Free the device memory."""
         self.check()
         assert self.buffer is not None, "it is copied before it is freed"
         self.memory = self._tensor = None
 
 
 @dataclass(eq=False)
-class _Call:
-    """One call of a block, and the storages it saves for its backward."""
+class _BlockCall:
+    """One call of a block, and the storages that it saves for its backward."""
 
     stage: int
     number: int
-    """Of the block in its stage."""
+    """Index of the block in its stage."""
     others: set[int]
-    """Addresses of storages that stay, as another holds them."""
+    """Addresses of storages that are not offloaded, as other objects hold them."""
     units: Sequence[nn.Module]
-    """FSDP's units inside of the block, whose parameters are gathered only while they compute."""
-    previous: "_Call | None" = None
-    """The block before, in the same forward."""
+    """FSDP units inside the block, whose parameters are gathered only while they compute."""
+    previous: "_BlockCall | None" = None
+    """Call of the previous block, in the same forward."""
     caches: list[Mapping[Any, Any]] = field(default_factory=list)
-    """What selective recomputation keeps."""
+    """Cache of selective recomputation."""
     storages: "weakref.WeakValueDictionary[int, _Storage]" = field(
         default_factory=weakref.WeakValueDictionary
     )
-    """By address in the forward, those that the graph has not let go."""
+    """Storages that the graph still holds, by address in the forward."""
     copies: _Copies | None = None
     """Those issued last."""
     is_used: bool = False
     """Whether its backward has begun."""
 
     def wait(self) -> None:
-        """Let the computation wait for the copies."""
+        """Make the computation wait for the copies."""
         if self.copies is not None:
             self.copies.wait()
 
 
 class Offload:
-    """Offloads what blocks save for their backward; one for all stages of a rank.
+    """Offloads tensors that blocks save for their backward; one object for all stages of a rank.
 
         offload = Offload(torch.device("cuda"))
         offload.attach(0, model.blocks)          # after recompute and compile, before FSDP
 
     Args:
-        device: where the blocks are.
-        smallest: storages of fewer bytes stay.
+        device: device of the blocks.
+        smallest: storages of fewer bytes are not offloaded.
 
     Attributes:
         pool: the host memory.
@@ -304,15 +305,18 @@ class Offload:
         self.device, self.smallest = device, smallest
         self.pool = HostPool(pinned=device.type == "cuda")
         self.copied = 0
-        self._to_host, self._to_device = _Lane(device, to_host=True), _Lane(device, to_host=False)
-        self._current: _Call | None = None
-        self._last: _Call | None = None
-        """The last one, unless its backward has begun."""
-        self._ends: dict[int, deque[_Call]] = defaultdict(deque)
-        """By stage, the last calls of forwards whose backward has not begun, in their order."""
+        self._to_host, self._to_device = (
+            _CopyStream(device, to_host=True),
+            _CopyStream(device, to_host=False),
+        )
+        self._current: _BlockCall | None = None
+        self._last: _BlockCall | None = None
+        """The last call, unless its backward has begun."""
+        self._ends: dict[int, deque[_BlockCall]] = defaultdict(deque)
+        """By stage, the last calls of forwards whose backward has not begun, in order."""
 
     def attach(self, stage: int, blocks: Iterable[nn.Module]) -> None:
-        """Offload what these blocks save, in place: only their `forward` is replaced.
+        """Offload the saved tensors of blocks, in place: only their `forward` is replaced.
 
         Args:
             blocks: in the order of their forward.
@@ -321,12 +325,12 @@ class Offload:
             block.forward = functools.partial(self._call, block, block.forward, stage, number)
 
     def watch(self, caching: Any) -> None:
-        """For `recompute`: offload the cache of the block that is called now, too.
+        """Also offload the recomputation cache of the currently called block; see `recompute`.
 
         Args:
             caching: the context of the first forward under selective recomputation.
         """
-        if self._current is not None:  # none without gradients
+        if self._current is not None:  # no call without gradients
             self._current.caches.append(caching.storage)
 
     # -- forward ----------------------------------------------------------------------------
@@ -347,7 +351,7 @@ class Offload:
             self._store(before)
         units = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
         others = _held_by_others(block, args, kwargs)
-        call = self._current = _Call(stage, number, others, units)
+        call = self._current = _BlockCall(stage, number, others, units)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 out = forward(*args, **kwargs)
@@ -362,8 +366,8 @@ class Offload:
             self._add(call)
         return out
 
-    def _add(self, call: _Call) -> None:
-        """Note a call as the last one of its forward."""
+    def _add(self, call: _BlockCall) -> None:
+        """Record a call as the last one of its forward."""
         ends, last = self._ends[call.stage], self._last
         if last is not None and last.stage == call.stage and last.number < call.number:
             call.previous = last
@@ -375,7 +379,8 @@ class Offload:
         self._last = call
 
     def _pack(self, tensor: Any) -> Any:
-        """What to save instead of a tensor: itself, if it stays, or a call that gives it back."""
+        """Return what to save instead of a tensor: the tensor, if it is not offloaded, or a
+        function that returns it."""
         if is_pending(tensor):
             return self._pack(tensor.trigger_wait())
         if _wraps(tensor):
@@ -397,12 +402,12 @@ class Offload:
         return functools.partial(self._view, storage, tensor.dtype, *layout)
 
     def _pack_entry(self, entry: Any) -> None:
-        """The same in a cache of selective recomputation, which reads an entry once."""
+        """Replace an entry in a cache of selective recomputation, which reads an entry once."""
         packed = self._pack(entry.val)
         if packed is not entry.val:
             entry.val, entry.get_val = None, lambda _may_be_modified: self._unpack(packed)
 
-    def _stays(self, tensor: Tensor, call: _Call) -> bool:
+    def _stays(self, tensor: Tensor, call: _BlockCall) -> bool:
         plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
         if not plain or tensor.device.type != self.device.type:
             return True
@@ -412,8 +417,8 @@ class Offload:
         gathered = (parameter for unit in call.units for parameter in unit.parameters())
         return storage.data_ptr() in _addresses(gathered)
 
-    def _store(self, call: _Call) -> None:
-        """Issue the copies to the host of what is not there."""
+    def _store(self, call: _BlockCall) -> None:
+        """Issue copies to the host of storages that are not there."""
         pairs = {
             storage: (self.pool.take(memory.numel()), memory)
             for storage in call.storages.values()
@@ -427,8 +432,8 @@ class Offload:
             weakref.finalize(storage, self.pool.give, buffer)
             self.copied += memory.numel()
 
-    def _free(self, call: _Call) -> None:
-        """Free the device's memory of what is on the host."""
+    def _free(self, call: _BlockCall) -> None:
+        """Free the device memory of storages that are on the host."""
         call.wait()
         for storage in list(call.storages.values()):
             storage.free()
@@ -436,16 +441,16 @@ class Offload:
     # -- backward ---------------------------------------------------------------------------
 
     def _unpack(self, packed: Any) -> Any:
-        """The tensor that was saved."""
+        """Return the saved tensor."""
         return packed() if isinstance(packed, functools.partial) else packed
 
     def _rewrap(self, kind: Any, parts: Mapping[str, Any], *layout: Any) -> Tensor:
-        """A tensor made of others, as a DTensor is of its local part."""
+        """Rebuild a wrapper tensor, such as a DTensor from its local part."""
         unpacked = {name: self._unpack(part) for name, part in parts.items()}
         return kind.__tensor_unflatten__(unpacked, *layout)
 
     def _view(self, storage: _Storage, dtype: torch.dtype, *layout: Any) -> Tensor:
-        """A tensor in a saved storage."""
+        """Return a view of a saved storage."""
         if not storage.call.is_used:
             self._use(storage.call)
         memory = storage.memory
@@ -453,8 +458,8 @@ class Offload:
         empty = torch.empty(0, dtype=dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), *layout)  # type: ignore[call-overload]
 
-    def _use(self, call: _Call) -> None:
-        """Make ready what a call saved, and issue the copies of what is next."""
+    def _use(self, call: _BlockCall) -> None:
+        """Make a call's storages available, and prefetch those of the next backward."""
         for storage in list(call.storages.values()):
             storage.check()
         self._load(call)
@@ -470,8 +475,8 @@ class Offload:
         if following is not None:
             self._load(following)
 
-    def _load(self, call: _Call) -> None:
-        """Issue the copies to the device of what is not there."""
+    def _load(self, call: _BlockCall) -> None:
+        """Issue copies to the device of storages that are not there."""
         pairs = {
             storage: (buffer, torch.empty_like(buffer.data, device=self.device))
             for storage in call.storages.values()
@@ -485,22 +490,22 @@ class Offload:
 
 
 def _entries(cache: Mapping[Any, Any]) -> Iterator[Any]:
-    """The cached values: lists by operator in torch 2.11, numbered in 2.13."""
+    """Return the cached values: lists by operator in torch 2.11, numbered in 2.13."""
     for values in cache.values():
         numbered = values.values() if isinstance(values, Mapping) else values
         yield from (leaf for leaf in leaves(list(numbered)) if hasattr(leaf, "val"))
 
 
 def _held_by_others(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
-    """Addresses of storages of the block's parameters and buffers, and of inputs that are leaves of
-    the graph: whoever made those holds them, as a pipeline does a stage's input."""
+    """Return addresses of storages of the block's parameters and buffers, and of inputs that are
+    leaves of the graph: their maker holds them, as a pipeline does a stage's input."""
     inputs = (x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and _is_of_leaf(x))
     return _addresses([*block.parameters(), *block.buffers(), *inputs])
 
 
 def _is_of_leaf(x: Tensor) -> bool:
-    """Whether x is a leaf, or a view of one: FSDP hands inputs on through functions that return
-    views of them, one for each unit that begins with this block."""
+    """Whether x is a leaf, or a view of one: FSDP passes inputs through functions that return
+    views, one for each unit that begins with this block."""
     node, output = x.grad_fn, x.output_nr
     for _ in range(_UNITS):
         if node is None:
@@ -515,28 +520,28 @@ def _is_of_leaf(x: Tensor) -> bool:
 
 
 _UNITS = 4
-"""At most, that begin with one block."""
+"""Maximum number of units that begin with one block."""
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Those of the storages."""
-    return {plain.untyped_storage().data_ptr() for x in tensors for plain in _plain(x)}
+    """Return the addresses of the storages of tensors."""
+    return {plain.untyped_storage().data_ptr() for x in tensors for plain in _plain_parts(x)}
 
 
-def _plain(x: Any) -> Iterator[Tensor]:
-    """What a tensor is made of: itself, or its parts, of which a DTensor's mesh is none."""
+def _plain_parts(x: Any) -> Iterator[Tensor]:
+    """Return the plain tensors in a tensor: itself, or a wrapper's inner tensors."""
     if _wraps(x):
         for name in x.__tensor_flatten__()[0]:
-            yield from _plain(getattr(x, name))
+            yield from _plain_parts(getattr(x, name))
     elif isinstance(x, Tensor):
         yield x
 
 
 def _wraps(x: Any) -> bool:
-    """Whether x is a tensor made of others."""
+    """Whether x is a wrapper of other tensors."""
     return hasattr(type(x), "__tensor_flatten__")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage: uint8 (bytes,), sharing its memory."""
+    """View all of a tensor's storage as uint8 (bytes,)."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]

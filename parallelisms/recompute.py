@@ -1,10 +1,10 @@
 """Activation recomputation: keep less in forward, compute it again in backward.
 
     mode         kept of a block                         computed again
-    full         its input                               all of it, about a third more compute
-    attention    and the outputs of attention            all else, matrix products too
-    selective    and the results of matrix products,     norms, rotary embedding, activations, sums
-                 and rows pulled from other ranks
+    full         its input                               everything, about a third more compute
+    attention    also the outputs of attention           everything else, matmuls too
+    selective    also the results of matmuls,            norms, rotary embedding, activations, sums
+                 and tokens received from other ranks
 
 `attention` is for long sequences: attention's compute grows with the square of the length, its
 output only with the length. What `selective` recomputes costs memory traffic alone. The dropout of
@@ -57,21 +57,24 @@ PRODUCTS = (
 )
 
 CHOICES = ("aten.topk.default", "aten.sort.stable", "dtron.peers_exchange.default")
-"""Which experts tokens take, and the order of their rows, here and on other ranks: chosen twice, by
-kernels that round otherwise, they could differ from what other results were kept for."""
+"""Operators that choose experts and the order of token copies, here and on other ranks: recomputed
+by kernels that round differently, they could differ from the choice that other kept results belong
+to."""
 
 MOVES = ("dtron.peers_move.default", "dtron.peers_arrived.default")
-"""Rows at the experts that they have reached, which gradients of matrices need, and results that
-have come back, which gradients of weights need. Moved again they cost as much time as a product,
-kept they cost the bounded rows of a layer, in `attention` the larger part of what it would keep.
-Both or none: what the first returns serves the second once."""
+"""Operators of dispatch and combine: token copies received by experts, which gradients of matrices
+need, and combined results, which gradients of router weights need. Repeating them takes as much
+time as a matmul; keeping them takes the bounded token buffer of a layer, the larger part of what
+`attention` would keep. Keep both or none: the result of the first operator can be used only once by
+the second."""
 
 SAVED_OPS = {
     "attention": (*ATTENTION, *CHOICES),
     "selective": (*ATTENTION, *PRODUCTS, *CHOICES, *MOVES),
 }
-"""Operators whose results a mode keeps; those that this torch lacks are left out. Where attention
-is written out (the `math` backend) its products are what `selective` keeps, `attention` nothing."""
+"""Operators whose results a mode keeps; those that this torch lacks are left out. With the `math`
+backend, attention is several operators: `selective` keeps its matmuls, `attention` keeps
+nothing."""
 
 
 def recompute(

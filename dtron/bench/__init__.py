@@ -1,2 +1,2 @@
-"""What measures speed: sweeps over a run's settings, other frameworks beside it, kernels alone, and
-where the time of a step goes. `dtron bench --help`; docs/benchmarking.md."""
+"""Benchmarks: sweeps over a run's settings, other frameworks, single kernels, and a step's time by
+part. See `dtron bench --help` and docs/benchmarking.md."""

@@ -1,39 +1,38 @@
-"""Where the time of a step goes, from profiler traces, and how far that is from a ceiling.
+"""Breakdown of a step's time from profiler traces, and its distance from a ceiling.
 
-Budget of one rank. In the window of a step (trace.py), with C the times at which some kernel
-computes and M those at which some kernel communicates:
+Budget of one rank. In the window of a step (trace.py), let C be the times at which a compute kernel
+runs and M those at which a communication kernel runs:
 
     class of computation    times of C at which a kernel of that class runs, and none of a class
                             before it in `trace.COMPUTE`
-    exposed                 |M - C|: communication beside which nothing is computed
+    exposed                 |M - C|: communication without overlapping computation
     host gaps               window - |C or M|: the device does nothing (a late host, or a wait)
 
-These add up to the window. Inside them, and not to be added:
+These add up to the window. The following are parts of them:
 
     overlapped              |M and C|: communication that is hidden
-    slow-down               what computation lost by it: over kernels of which more than 5% is
-                            overlapped, duration - median duration of spans that do the same
-                            work (name, grid, block, shapes) with less than 5%. Kernels that
-                            never run alone have no such median and add nothing; `compared` is
-                            the share of the overlapped kernels' time that has one. On a CPU it is
-                            not known.
+    slow-down               time that overlap costs computation: over kernels with more than 5%
+                            overlap, duration minus the median duration of spans with the same work
+                            (name, grid, block, shapes) and less than 5% overlap. Kernels that never
+                            run alone have no such median and add nothing; `compared` is the
+                            fraction of the overlapped kernels' time that has one. Unknown on a CPU.
 
 The time of communication includes waiting for ranks that are late: NCCL's kernels spin. All
 numbers are means over the traced steps; then mean, smallest and largest of the ranks.
 
-Ceiling. A floor replaces a class's time where it can be measured alone on one device, right after
-the run, without anything beside it (roofline.py):
+Ceiling. A class's time is replaced by a floor if that can be measured on one idle device right
+after the run (roofline.py):
 
-    GEMM            each product of the model's forward and backward at the rank's own shapes,
+    GEMM            each matmul of the model's forward and backward at the rank's own shapes,
                     once, without recomputation: its FLOPs at the rate measured for that shape;
                     none where layers multiply in float8
     attention       the backend's forward and backward at the rank's own shape
-    optimizer       the bytes that AdamW reads and writes, 28 a float32 parameter of the rank, 20
+    optimizer       the bytes that AdamW reads and writes, 28 per float32 parameter of the rank, 20
                     with bfloat16 moments, at the measured rate of a copy
     communication, host gaps    0
 
-Elementwise, loss and copies, and what has no floor, keep their measured time. The sum is the step
-that these kernels would take without communication, recomputation, pipeline bubbles and gaps.
+Elementwise, loss, copies and classes without a floor keep their measured time. The sum is the time
+of a step with these kernels but without communication, recomputation, pipeline bubbles and gaps.
 """
 
 import bisect
@@ -59,26 +58,26 @@ class Budget:
 
     step: float
     parts: dict[str, float]
-    """By class of COMPUTE, EXPOSED and GAPS."""
+    """Milliseconds by class of COMPUTE, EXPOSED and GAPS."""
     overlapped: float
     slow_down: float | None
     compared: float | None
-    """Share of the overlapped kernels' time whose slow-down is known."""
+    """Fraction of the overlapped kernels' time whose slow-down is known."""
 
     @property
     def hidden(self) -> float | None:
-        """Share of the communication that is overlapped; None where there is none."""
+        """Fraction of communication that is overlapped; None: no communication."""
         whole = self.overlapped + self.parts[EXPOSED]
         return self.overlapped / whole if whole else None
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Of all ranks."""
+    """Budgets of all ranks."""
 
     device: str
     steps: int
-    """Traced steps that are counted, a rank."""
+    """Number of counted steps per rank."""
     ranks: list[Budget]
 
     @property
@@ -88,7 +87,7 @@ class Breakdown:
 
     @property
     def hidden(self) -> float | None:
-        """Share of all ranks' communication that is overlapped."""
+        """Fraction of all ranks' communication that is overlapped."""
         return self.mean.hidden
 
     def as_json(self) -> dict[str, Any]:
@@ -97,13 +96,13 @@ class Breakdown:
 
     @classmethod
     def of_json(cls, written: Mapping[str, Any]) -> Self:
-        """What `as_json` gave."""
+        """Restore a breakdown from `as_json`."""
         ranks = [Budget(**rank) for rank in written["ranks"]]
         return cls(written["device"], written["steps"], ranks)
 
 
 def read_breakdown(directory: Path) -> Breakdown:
-    """Of a run's trace/ directory.
+    """Read the breakdown of a run's trace/ directory.
 
     Raises:
         DataError: there are no traces, or one holds no whole step.
@@ -117,7 +116,7 @@ def read_breakdown(directory: Path) -> Breakdown:
 
 
 def budget(trace: Trace) -> Budget:
-    """Mean over the steps of one rank's trace."""
+    """Compute the budget of one rank's trace, as the mean over its steps."""
     slow_down = _slow_down(trace) if trace.device == "cuda" else None
     steps = [_of_window(trace.spans, window) for window in trace.windows]
     mean = _mean(steps)
@@ -152,31 +151,31 @@ def _of_window(spans: Sequence[Span], window: tuple[float, float]) -> Budget:
 
 
 def _slow_down(trace: Trace) -> tuple[float, float | None]:
-    """Milliseconds that overlapped kernels took longer in all windows, and how much of their time
-    could be compared (None: nothing was overlapped)."""
+    """Milliseconds that overlap added to kernels in all windows, and the fraction of their time
+    that could be compared (None: no overlap)."""
     first, last = trace.windows[0][0], trace.windows[-1][1]
     inside = [span for span in trace.spans if first <= span.begin and span.end <= last]
     communication = union((s.begin, s.end) for s in inside if s.kind == COMMUNICATION)
     alone: dict[tuple[Any, ...], list[float]] = {}
-    beside: list[Span] = []
+    overlapped: list[Span] = []
     for span in inside:
         duration = span.end - span.begin
         if span.kind == COMMUNICATION or duration <= 0:
             continue
-        shared = length(intersection([(span.begin, span.end)], _near(communication, span)))
+        shared = length(intersection([(span.begin, span.end)], _candidates(communication, span)))
         if shared > _ALONE * duration:
-            beside.append(span)
+            overlapped.append(span)
         else:
             alone.setdefault(span.work, []).append(duration)
     medians = {work: statistics.median(durations) for work, durations in alone.items()}
-    known = [span for span in beside if span.work in medians]
+    known = [span for span in overlapped if span.work in medians]
     lost = sum(span.end - span.begin - medians[span.work] for span in known)
-    time = sum(span.end - span.begin for span in beside)
+    time = sum(span.end - span.begin for span in overlapped)
     return lost / 1e3, sum(s.end - s.begin for s in known) / time if time else None
 
 
-def _near(intervals: Intervals, span: Span) -> Intervals:
-    """The disjoint intervals that may overlap a span."""
+def _candidates(intervals: Intervals, span: Span) -> Intervals:
+    """Return the disjoint intervals that may overlap a span."""
     first = max(bisect.bisect_right(intervals, (span.begin, float("inf"))) - 1, 0)
     return intervals[first : bisect.bisect_left(intervals, (span.end,))]
 
@@ -196,17 +195,18 @@ def _mean(budgets: Sequence[Budget]) -> Budget:
 
 
 def ceiling(found: Budget, floors: Mapping[str, float]) -> dict[str, float]:
-    """Milliseconds of each part where nothing holds it up.
+    """Milliseconds of each part at its floor.
 
     Args:
-        floors: measured alone, by class (roofline.py).
+        floors: milliseconds measured without overlap, by class (roofline.py).
     """
     nothing = {EXPOSED: 0.0, GAPS: 0.0}
     return {name: {**nothing, **floors}.get(name, value) for name, value in found.parts.items()}
 
 
 def breakdown_table(found: Breakdown, floors: Mapping[str, float], title: str) -> Table:
-    """Milliseconds a step by class: mean, least and most of the ranks, share, ceiling."""
+    """Build the table of milliseconds per step by class: mean, minimum and maximum over ranks,
+    share, ceiling."""
     mean, own = found.mean, found.ranks
     limit = ceiling(mean, floors) if floors else {}
     table = Table(title=title, title_justify="left")
@@ -236,10 +236,10 @@ def breakdown_table(found: Breakdown, floors: Mapping[str, float], title: str) -
 
 
 def notes(found: Breakdown) -> list[str]:
-    """What has to be said beside the table."""
+    """Return the notes printed under the table."""
     lines = []
     if found.hidden is not None:
-        lines.append(f"{found.hidden:.1%} of the time of communication lies under computation")
+        lines.append(f"{found.hidden:.1%} of communication time is overlapped with computation")
     if found.mean.compared is not None:
         lines.append(
             f"the slow-down is known for {found.mean.compared:.1%} of the overlapped kernels' time"

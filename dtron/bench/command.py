@@ -34,15 +34,15 @@ from dtron.bench.run import (
     run_point,
     wait_for,
 )
-from dtron.bench.sweep import Point, points
+from dtron.bench.sweep import SweepPoint, points
 from dtron.errors import ArgumentParser, ConfigError, DataError
 
-_Row = tuple[str, report.Figures | None, str]  # label, figures, why there are none
-_PROFILED = 3  # steps of the window; on GPUs the first only says where the second begins
+_Row = tuple[str, report.RunFigures | None, str]  # label, figures, reason for having none
+_PROFILED = 3  # profiled steps; on GPUs the first only marks where the second begins
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `dtron bench`; returns the exit status: 0 if a point gave figures.
+    """Run `dtron bench`; return the exit status: 0 if any point has figures.
 
     Raises:
         ConfigError: the arguments are wrong.
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     rows: list[_Row] = []
     for outcome in run_all(given.config, sweep, options, given.repeat, out, console, against):
         outcomes.append(outcome)
-        # After each run: what breaks off a sweep leaves the runs before it.
+        # Written after each run, so that an interrupted sweep keeps its finished runs.
         rows, written = _report(sweep, outcomes, options)
         report.write_json(out / "bench.json", command, options, written)
     report.print_report(console, rows, _title(given, options, outcomes))
@@ -75,9 +75,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report(
-    sweep: Sequence[Point], outcomes: Sequence[Outcome], options: Options
+    sweep: Sequence[SweepPoint], outcomes: Sequence[Outcome], options: Options
 ) -> tuple[list[_Row], list[dict[str, Any]]]:
-    """Of every point a row of the table, and what bench.json holds."""
+    """Make a table row per point, and the content of bench.json."""
     rows, written = [], []
     for point in sweep:
         own = [outcome for outcome in outcomes if outcome.label == point.label]
@@ -89,35 +89,34 @@ def _report(
 
 
 @dataclass(frozen=True)
-class Against:
-    """A peer, run behind each run of dtron."""
+class PeerComparison:
+    """A peer framework, which runs after each run of dtron."""
 
     peer: Peer
     extra: Sequence[str]
-    """Arguments added to its own."""
+    """Extra command-line arguments of the peer."""
 
-    def refuse(self, config: Path, point: Point, options: Options) -> Outcome | None:
-        """The outcome of a point that the peer has no equal of; None for others."""
+    def refuse(self, config: Path, point: SweepPoint, options: Options) -> Outcome | None:
+        """Return the outcome of a point that the peer cannot match; None: it can."""
         try:
             resolved, _ = bench_config(config, point.overrides, options, Path())
         except ConfigError:
-            return None  # running it tells why
+            return None  # running it gives the reason
         why = refusal(self.peer, resolved, options)
         return Outcome(point.label, "refused", f"against {self.peer.name}: {why}") if why else None
 
 
 def run_all(
     config: Path,
-    sweep: Sequence[Point],
+    sweep: Sequence[SweepPoint],
     options: Options,
     repeats: int,
     out: Path,
     console: Console,
-    against: Against | None = None,
+    against: PeerComparison | None = None,
 ) -> Iterator[Outcome]:
-    """Run every point `repeats` times: all points, then all of them again, so that a machine that
-    drifts is seen as different repeats and not as different points. What was refused once is not
-    tried again."""
+    """Run every point `repeats` times: all points, then all again, so that drift of the machine
+    shows as differences between repeats and not between points. Refused points are not repeated."""
     jobs = [(repeat, point) for repeat in range(repeats) for point in sweep]
     refused: set[str] = set()
     for order, (repeat, point) in enumerate(jobs):
@@ -134,8 +133,8 @@ def run_all(
         if outcome.status == "ok" and options.profile_steps:
             add_breakdown(outcome, options, with_ceiling=options.shapes and repeat == 0)
         if outcome.status == "ok" and against:
-            beside = out / f"{order:03}-{against.peer.name}"
-            outcome.against = run_peer(against.peer, outcome, against.extra, options, beside)
+            peer_out = out / f"{order:03}-{against.peer.name}"
+            outcome.against = run_peer(against.peer, outcome, against.extra, options, peer_out)
         # The reason is printed once, under the table.
         summary = outcome.status if outcome.reason else _brief(outcome, options)
         console.print(
@@ -145,12 +144,12 @@ def run_all(
 
 
 def add_breakdown(outcome: Outcome, options: Options, with_ceiling: bool) -> None:
-    """Read the traces of a run and, if asked, measure on the now empty device what its classes take
-    alone."""
+    """Read the traces of a run and, if asked, measure the floors of its classes on the now idle
+    device."""
     run = Path(outcome.directory) / "run"
     try:
         outcome.breakdown = read_breakdown(run / "trace").as_json()
-    except DataError as error:  # the times of the run stand without it
+    except DataError as error:  # the run's times are valid without it
         outcome.breakdown = {"unread": one_line(str(error))}
         return
     if not with_ceiling:
@@ -168,7 +167,7 @@ def add_breakdown(outcome: Outcome, options: Options, with_ceiling: bool) -> Non
 
 
 def print_breakdowns(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """The step budget of each point's first run."""
+    """Print the step budget of each point's first run."""
     for outcome in outcomes:
         if outcome.repeat or not outcome.breakdown:
             continue
@@ -187,7 +186,7 @@ def print_breakdowns(console: Console, outcomes: Sequence[Outcome]) -> None:
         elif floors:
             limit = sum(ceiling(found.mean, floors).values())
             console.print(
-                f"ceiling: {limit:.4g} ms, measured alone on {measured['device']}; "
+                f"ceiling: {limit:.4g} ms, measured without overlap on {measured['device']}; "
                 f"the profiled step is at {limit / found.mean.step:.1%} of its speed",
                 markup=False,
                 soft_wrap=True,
@@ -225,7 +224,7 @@ def _options(given: argparse.Namespace) -> Options:
     )
 
 
-def _against(given: argparse.Namespace) -> Against | None:
+def _against(given: argparse.Namespace) -> PeerComparison | None:
     if given.against is None:
         if given.peer_args:
             raise ConfigError("--peer-args needs --against")
@@ -233,7 +232,7 @@ def _against(given: argparse.Namespace) -> Against | None:
     if given.steps < LOG_STEPS:
         raise ConfigError(f"--steps {given.steps} with --against: use at least {LOG_STEPS}")
     require(PEERS[given.against])
-    return Against(PEERS[given.against], shlex.split(given.peer_args))
+    return PeerComparison(PEERS[given.against], shlex.split(given.peer_args))
 
 
 def _count(text: str) -> int:
@@ -243,7 +242,7 @@ def _count(text: str) -> int:
 
 
 def bench_parser() -> argparse.ArgumentParser:
-    """Of the command's arguments."""
+    """Build the argument parser of `dtron bench`."""
     parser = ArgumentParser(
         prog="dtron bench",
         description="Measure a run's speed, for every combination of settings. "
@@ -254,15 +253,14 @@ def bench_parser() -> argparse.ArgumentParser:
         "axes",
         nargs="*",
         metavar="section.key=a,b,c",
-        help="values to try, one or several; a TOML list is one value; env.NAME=a,b sets a "
-        "variable of the environment",
+        help="values to try; a TOML list is one value; env.NAME=a,b sets an environment variable",
     )
     add = parser.add_argument
     add("--nproc-per-node", type=_count, metavar="N", help="ranks (default: all GPUs, or 1)")
     add("--steps", type=_count, default=20, metavar="N", help="timed steps (default: 20)")
     add("--warmup", type=_count, default=5, metavar="N", help="steps before (default: 5)")
     add("--repeat", type=_count, default=1, metavar="N", help="run all points N times, in turn")
-    add("--timeout", type=float, default=1800.0, metavar="S", help="seconds a run may take")
+    add("--timeout", type=float, default=1800.0, metavar="S", help="time limit of a run in seconds")
     add("--fresh-cache", action="store_true", help="start each run without compiled graphs")
     add("--no-profile", action="store_true", help="measure no communication, on GPUs")
     add("--breakdown", action="store_true", help="show where a step's time goes, and its ceiling")

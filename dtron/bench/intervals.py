@@ -1,4 +1,4 @@
-"""Arithmetic of sets of times, as sorted lists of disjoint (begin, end)."""
+"""Set operations on times, as sorted lists of disjoint (begin, end)."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ Intervals = list[Interval]
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
-    """Any intervals as disjoint ones; empty ones are dropped."""
+    """Merge intervals into disjoint ones; empty ones are dropped."""
     joined: Intervals = []
     for begin, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if joined and begin <= joined[-1][1]:
@@ -18,7 +18,7 @@ def union(intervals: Iterable[Interval]) -> Intervals:
 
 
 def intersection(first: Intervals, second: Intervals) -> Intervals:
-    """Times in both."""
+    """Return the times in both."""
     found, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
@@ -32,7 +32,7 @@ def intersection(first: Intervals, second: Intervals) -> Intervals:
 
 
 def difference(first: Intervals, second: Intervals) -> Intervals:
-    """Times in the first and not in the second."""
+    """Return the times in the first but not in the second."""
     found, j = [], 0
     for begin, end in first:
         while j < len(second) and second[j][1] <= begin:
@@ -49,5 +49,5 @@ def difference(first: Intervals, second: Intervals) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """Sum of lengths of disjoint intervals."""
+    """Return the total length of disjoint intervals."""
     return sum(end - begin for begin, end in intervals)

@@ -1,4 +1,4 @@
-"""What `dtron bench kernels` times, a problem each: a reference, and the kernels that compute it.
+"""Problems of `dtron bench kernels`: references, and the kernels that compute the same.
 
 A new kernel adds a row, a new kind of kernel a problem.
 """
@@ -33,7 +33,7 @@ from dtron.models.attention import AttentionNeeds
 Tensors = Sequence[Tensor]
 Shape = tuple[int, ...]
 Figures = tuple[float, ...]
-"""One number a part of the problem."""
+"""One number per part of the problem."""
 
 
 def _as_drawn(drawn: Tensors) -> Tensors:
@@ -41,51 +41,51 @@ def _as_drawn(drawn: Tensors) -> Tensors:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One kernel."""
+class KernelRow:
+    """One kernel of a problem."""
 
     name: str
     forward: Callable[[Tensors], Tensors]
     """Inputs -> outputs."""
     backward: Callable[[Tensors, Tensors], Tensors] | None
-    """(inputs, outputs) -> gradients; the first output's gradient is the last input. None where
-    the problem has one part."""
+    """(inputs, outputs) -> gradients; the first output's gradient is the last input. None if the
+    problem has one part."""
     unavailable: Callable[[torch.device, torch.dtype, Shape], str | None]
-    """Why it cannot run there, or None."""
+    """Reason why the kernel cannot run on a device, or None."""
     inputs: Callable[[Tensors], Tensors] = _as_drawn
-    """What is drawn -> what it takes: a copy of its own, if it writes to that."""
+    """Maps drawn inputs to the kernel's inputs; copies those that it writes to."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What some kernels compute."""
+    """A computation with its reference and kernels."""
 
     modules: tuple[str, ...]
-    """Files of dtron/kernels whose kernels it times."""
+    """Files of dtron/kernels that it times."""
     dims: str
-    """What a shape's numbers are."""
+    """Meaning of a shape's numbers."""
     shapes: Mapping[str, Shape]
-    """The usual shape by device type."""
+    """Default shape by device type."""
     draw: Callable[[Shape, torch.dtype, torch.device], Tensors]
-    """Inputs, and the gradient of the first output if there is a backward."""
+    """Draws the inputs, and the first output's gradient if there is a backward."""
     flops: Callable[[Shape], Figures]
     """Operations."""
     n_bytes: Callable[[Tensors], Figures]
-    """Bytes read and written, of a row's inputs."""
+    """Bytes read and written, from a kernel's inputs."""
     reference: str
-    rows: tuple[Row, ...]
+    rows: tuple[KernelRow, ...]
     parts: tuple[str, ...] = ("forward", "backward")
-    """What is timed: the forward by its name, and the backward unless there is none."""
+    """Names of the timed parts: the forward, and the backward if there is one."""
     compared: int | None = 1
-    """How many outputs are compared; None: all."""
+    """Number of outputs to compare; None: all."""
     dtype: torch.dtype | None = None
-    """Of what is drawn; None: as --dtype says."""
+    """Dtype of the drawn tensors; None: that of --dtype."""
 
 
 # -- attention -------------------------------------------------------------------------------------
 
 
-def _attention_row(name: str) -> Row:
+def _attention_row(name: str) -> KernelRow:
     kernel = KERNELS[name]
     (backend,) = (row for row in BACKENDS.values() if row.kernel == name)
 
@@ -103,7 +103,7 @@ def _attention_row(name: str) -> Row:
     def unavailable(device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
         return backend.unavailable(AttentionNeeds(device.type, dtype, shape[-1]))
 
-    return Row(name, forward, backward, unavailable)
+    return KernelRow(name, forward, backward, unavailable)
 
 
 def _draw_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
@@ -116,14 +116,15 @@ def _draw_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> T
 
 
 def _attention_flops(shape: Shape) -> tuple[float, float]:
-    """Two products over half of the square; five in the backward, which computes scores again."""
+    """FLOPs of two matmuls over half of the square; five in the backward, which recomputes
+    scores."""
     batch, length, heads, _, size = shape
     product = 2 * batch * heads * size * length**2 / 2
     return 2 * product, 5 * product
 
 
 def _attention_bytes(inputs: Tensors) -> tuple[float, float]:
-    """q, k, v -> out and its log-sum-exp; with both and out's gradient -> three gradients."""
+    """Bytes: q, k, v -> out and log-sum-exp; with both and out's gradient -> three gradients."""
     q, k, _, _ = inputs
     lse = q.numel() // q.shape[-1] * 4
     forward = 2 * q.nbytes + 2 * k.nbytes + lse
@@ -138,13 +139,14 @@ _UPDATES = 9.0  # before the first that is timed
 
 
 def _columns(inputs: Tensors) -> list[list[Tensor]]:
-    """Parameters, gradients, first moments, second moments, counts."""
+    """Split inputs into parameters, gradients, first moments, second moments, counts."""
     n = len(inputs) // 5
     return [list(inputs[i : i + n]) for i in range(0, 5 * n, n)]
 
 
 def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Parameters are as small as an update is, so that what an update loses shows in them."""
+    """Draw inputs; parameters are as small as an update, so that rounding errors of updates
+    show."""
     count, size = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -158,7 +160,7 @@ def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _own_state(moments: torch.dtype) -> Callable[[Tensors], Tensors]:
-    """A copy of all that is updated, moments in that dtype; gradients are shared."""
+    """Copy all updated tensors, with moments in the given dtype; gradients are shared."""
 
     def inputs(drawn: Tensors) -> Tensors:
         parameters, gradients, firsts, squares, counts = _columns(drawn)
@@ -173,7 +175,7 @@ def _own_state(moments: torch.dtype) -> Callable[[Tensors], Tensors]:
 
 
 def _formula(inputs: Tensors) -> Tensors:
-    """The update as it is written (dtron/kernels/adamw.py), an operator at a time."""
+    """The update's formula (dtron/kernels/adamw.py), one operator at a time."""
     columns = _columns(inputs)
     beta1, beta2 = _RATES.beta1, _RATES.beta2
     for p, g, m, v, t in zip(*columns, strict=True):
@@ -202,20 +204,21 @@ def _dtron_adamw(inputs: Tensors) -> Tensors:
 
 
 def _needs_triton(device: torch.device, _dtype: torch.dtype, _shape: Shape) -> str | None:
-    """On a CPU there is no kernel to time: `adamw_` is the formula there."""
+    """Reason why there is no Triton kernel: on a CPU `adamw_` is the formula."""
     if device.type != "cuda":
         return "needs a CUDA device"
     return None if importlib.util.find_spec("triton") else "needs the package triton"
 
 
 def _adamw_flops(shape: Shape) -> Figures:
-    """3 for the first moment, 4 for the second, 8 for the parameter."""
+    """FLOPs per element: 3 for the first moment, 4 for the second, 8 for the parameter."""
     count, size = shape
     return (15.0 * count * size,)
 
 
 def _adamw_bytes(inputs: Tensors) -> Figures:
-    """Gradients are read, all else is read and written: 28 an element, 20 with bfloat16 moments."""
+    """Bytes: gradients are read once, parameters and moments are read and written; 28 per element,
+    20 with bfloat16 moments."""
     parameters, gradients, firsts, squares, _ = _columns(inputs)
     state = sum(x.nbytes for x in (*parameters, *firsts, *squares))
     return (2.0 * state + sum(x.nbytes for x in gradients),)
@@ -228,14 +231,14 @@ _WIDE, _NARROW = _own_state(torch.float32), _own_state(torch.bfloat16)
 
 
 def _draw_matrix(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """A matrix, and its scale."""
+    """Draw a matrix and its scale."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(shape, generator=generator, device=device).to(dtype)
     return [x, scale_of(x.abs().amax().view(1, 1), _GRADIENT)]
 
 
 def _cast_formula(inputs: Tensors) -> Tensors:
-    """As it is and transposed."""
+    """Cast a matrix, plain and transposed."""
     x, scale = inputs
     done = quantize(x, _GRADIENT, scale=scale).data
     return done, done.t().contiguous()
@@ -246,7 +249,7 @@ def _cast_kernel(inputs: Tensors) -> Tensors:
 
 
 def _draw_gated(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """gate, up, and the gradient of what they are multiplied to."""
+    """Draw gate, up, and the gradient of their gated product."""
     generator = torch.Generator(device).manual_seed(0)
     return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(3)]
 
@@ -258,7 +261,7 @@ def _gated_formula(inputs: Tensors) -> Tensors:
 
 
 def _gated_formula_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
-    """Gradients of gate and up, and the output transposed."""
+    """Gradients of gate and up, and the transposed output."""
     gate, up, grad = (x.float() for x in inputs)
     s = gate.sigmoid()
     both = (grad * up * s * (1 + gate * (1 - s)), grad * gate * s)
@@ -281,23 +284,26 @@ def _gated_kernel_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
 
 
 def _gated_flops(shape: Shape) -> Figures:
-    """6 for the output and its cast; 20 for both gradients, the output and their casts."""
+    """FLOPs per element: 6 for the output and its cast; 20 for both gradients, the output and their
+    casts."""
     size = shape[0] * shape[1]
     return 6.0 * size, 20.0 * size
 
 
 def _gated_bytes(inputs: Tensors) -> Figures:
-    """What is read twice, for the largest and for the cast, and one byte for each result."""
+    """Bytes: inputs are read twice, for the maximum and for the cast; each result takes one byte
+    per element."""
     gate, up, grad = inputs
     forward = 2.0 * (gate.nbytes + up.nbytes)
     return forward + gate.numel(), forward + 2 * grad.nbytes + 3 * gate.numel()
 
 
-# -- rows in the order of their experts ------------------------------------------------------------
+# -- token copies sorted by expert -----------------------------------------------------------------
 
 
 def _draw_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Rows, where each of their copies goes, the inverse of that, and the copies' gradient."""
+    """Draw rows, the destination of each copy, the inverse permutation, and the copies'
+    gradient."""
     tokens, width, k = shape
     generator = torch.Generator(device).manual_seed(0)
     order = torch.randperm(tokens * k, generator=generator, device=device)
@@ -328,16 +334,17 @@ def _repeated_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
 
 
 def _rows_bytes(inputs: Tensors) -> Figures:
-    """Rows and their copies; orders are small beside them."""
+    """Bytes of rows and their copies; index tensors are negligible."""
     x, _, _, grad = inputs
     return (float(x.nbytes + grad.nbytes),) * 2
 
 
-# -- rows out of the memory of several ranks -------------------------------------------------------
+# -- rows gathered from the memory of several ranks ------------------------------------------------
 
 
 def _draw_peers(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Rows of each rank, here all of one device, where those of the result lie, and addresses."""
+    """Draw rows of each rank (here all on one device), slots of the result's rows, and
+    addresses."""
     ranks, rows, width = shape
     generator = torch.Generator(device).manual_seed(0)
     held = torch.randn(ranks, rows, width, generator=generator, device=device).to(dtype)
@@ -358,16 +365,16 @@ def _pulled(inputs: Tensors) -> Tensors:
 
 
 def _pulled_bytes(inputs: Tensors) -> Figures:
-    """Rows, read and written."""
+    """Bytes of rows, read and written."""
     held, slots, _ = inputs
     return (2.0 * len(slots) * held[0, 0].nbytes,)
 
 
-# -- rows in float8 for a wire ---------------------------------------------------------------------
+# -- rows packed in float8 -------------------------------------------------------------------------
 
 
 def _carried_formula(inputs: Tensors) -> Tensors:
-    """Cast and back, in the dtype of the inputs; by `quantize` of the same tiles."""
+    """Cast to float8 and back by `quantize` with the same tiles, in the dtype of the inputs."""
     (x,) = inputs
     cast = RECIPES["blockwise"].output.left
     return [dequantize(quantize(x, cast), torch.float32).to(x.dtype)]
@@ -384,13 +391,14 @@ def _draw_carried(shape: Shape, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def _carried_bytes(inputs: Tensors) -> Figures:
-    """Rows read and written, and between them a byte an element, twice; scales are small."""
+    """Bytes of rows read and written, and of float8 rows written and read; scales are
+    negligible."""
     (x,) = inputs
     return (2.0 * x.nbytes + 2.0 * x.numel(),)
 
 
 def _draw_packed_peers(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """As `_draw_peers`, but of rows in float8; and of their width and dtype a row."""
+    """Draw like `_draw_peers`, with rows in float8, and a row of their width and dtype."""
     held, slots, _ = _draw_peers(shape, dtype, device)
     wire = packed(held.flatten(0, 1)).unflatten(0, held.shape[:2])
     pointers = torch.tensor([part.data_ptr() for part in wire], device=device)
@@ -410,16 +418,16 @@ def _packed_pulled(inputs: Tensors) -> Tensors:
 
 
 def _packed_pulled_bytes(inputs: Tensors) -> Figures:
-    """Bytes read, and rows written."""
+    """Bytes of float8 rows read, and of rows written."""
     wire, slots, _, row = inputs
     return (float(len(slots) * (wire.shape[2] + row.nbytes)),)
 
 
-# -- products of experts ---------------------------------------------------------------------------
+# -- grouped matmuls of experts --------------------------------------------------------------------
 
 
 def _draw_experts(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Rows, of which experts have equally many, matrices, where rows end, the output's gradient."""
+    """Draw rows, equally many per expert, matrices, offsets, and the output's gradient."""
     rows, experts, inward, outward = shape
     generator = torch.Generator(device).manual_seed(0)
     x, weight, grad = (
@@ -456,7 +464,7 @@ def _experts_flops(shape: Shape) -> Figures:
 
 
 def _experts_bytes(inputs: Tensors) -> Figures:
-    """Operands and results, once each."""
+    """Bytes of operands and results, once each."""
     x, weight, _, grad = inputs
     forward = float(x.nbytes + weight.nbytes + grad.nbytes)
     return forward, forward + x.nbytes + weight.nbytes
@@ -486,10 +494,10 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_adamw_bytes,
         reference="formula",
         rows=(
-            Row("formula", _formula, None, lambda *_: None, _WIDE),
-            Row("torch, fused", _torch_fused, None, lambda *_: None, _WIDE),
-            Row("dtron, float32 moments", _dtron_adamw, None, _needs_triton, _WIDE),
-            Row("dtron, bfloat16 moments", _dtron_adamw, None, _needs_triton, _NARROW),
+            KernelRow("formula", _formula, None, lambda *_: None, _WIDE),
+            KernelRow("torch, fused", _torch_fused, None, lambda *_: None, _WIDE),
+            KernelRow("dtron, float32 moments", _dtron_adamw, None, _needs_triton, _WIDE),
+            KernelRow("dtron, bfloat16 moments", _dtron_adamw, None, _needs_triton, _NARROW),
         ),
         parts=("update",),
         compared=None,
@@ -504,8 +512,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=lambda inputs: (inputs[0].nbytes + 2.0 * inputs[0].numel(),),
         reference="formula",
         rows=(
-            Row("formula", _cast_formula, None, lambda *_: None),
-            Row("dtron", _cast_kernel, None, _needs_triton),
+            KernelRow("formula", _cast_formula, None, lambda *_: None),
+            KernelRow("dtron", _cast_kernel, None, _needs_triton),
         ),
         parts=("cast",),
         compared=None,
@@ -519,8 +527,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_gated_bytes,
         reference="formula",
         rows=(
-            Row("formula", _gated_formula, _gated_formula_backward, lambda *_: None),
-            Row("dtron", _gated_kernel, _gated_kernel_backward, _needs_triton),
+            KernelRow("formula", _gated_formula, _gated_formula_backward, lambda *_: None),
+            KernelRow("dtron", _gated_kernel, _gated_kernel_backward, _needs_triton),
         ),
     ),
     "permute": Problem(
@@ -532,8 +540,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_rows_bytes,
         reference="indexing",
         rows=(
-            Row("indexing", _indexed, _indexed_backward, lambda *_: None),
-            Row("dtron", _repeated, _repeated_backward, lambda *_: None),
+            KernelRow("indexing", _indexed, _indexed_backward, lambda *_: None),
+            KernelRow("dtron", _repeated, _repeated_backward, lambda *_: None),
         ),
     ),
     "peers": Problem(
@@ -545,8 +553,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_pulled_bytes,
         reference="formula",
         rows=(
-            Row("formula", _chosen, None, lambda *_: None),
-            Row("dtron", _pulled, None, _needs_triton),
+            KernelRow("formula", _chosen, None, lambda *_: None),
+            KernelRow("dtron", _pulled, None, _needs_triton),
         ),
         parts=("pull",),
         compared=None,
@@ -560,8 +568,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_carried_bytes,
         reference="formula",
         rows=(
-            Row("formula", _carried_formula, None, lambda *_: None),
-            Row("dtron", _carried, None, lambda *_: None),
+            KernelRow("formula", _carried_formula, None, lambda *_: None),
+            KernelRow("dtron", _carried, None, lambda *_: None),
         ),
         parts=("both casts",),
     ),
@@ -574,8 +582,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_packed_pulled_bytes,
         reference="formula",
         rows=(
-            Row("formula", _packed_chosen, None, lambda *_: None),
-            Row("dtron", _packed_pulled, None, _needs_triton),
+            KernelRow("formula", _packed_chosen, None, lambda *_: None),
+            KernelRow("dtron", _packed_pulled, None, _needs_triton),
         ),
         parts=("pull",),
         compared=None,
@@ -589,8 +597,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_experts_bytes,
         reference="batched",
         rows=(
-            Row("batched", _batched, _batched_backward, lambda *_: None),
-            Row("grouped", _grouped, _grouped_backward, lambda *_: None),
+            KernelRow("batched", _batched, _batched_backward, lambda *_: None),
+            KernelRow("grouped", _grouped, _grouped_backward, lambda *_: None),
         ),
     ),
 }

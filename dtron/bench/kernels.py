@@ -1,17 +1,16 @@
-"""Kernels alone: time, error and limit of every row of dtron/kernels, part by part: forward and
-backward, or an optimizer's update.
+"""Benchmark single kernels: time, error and limit of every kernel in dtron/kernels, by part:
+forward and backward, or an optimizer's update.
 
-A problem (kernel_cases.py) is what kernels compute, with a reference in plain PyTorch and the
-operations and bytes it takes at least; its rows are the kernels that compute it. Each row is
-compared with
+A problem (kernel_cases.py) has a reference in plain PyTorch, the minimum of operations and bytes,
+and rows: the kernels that compute it. Each row is compared with
 
-    the reference             as it stands, and under torch.compile
-    the device's limit        the larger of operations / measured rate of a square product and
-                              bytes / measured rate of a copy (measure.py)
+    the reference             in eager mode, and under torch.compile
+    the device's limit        the larger of operations / measured rate of a square matmul and bytes
+                              / measured rate of a copy (measure.py)
 
-Bytes count each input once and each output once; what is updated in place is both. Error is
-|x - reference| / |reference| over outputs, or over gradients, in the dtype of the inputs; of an
-update in place, over what the first of all calls left.
+Bytes count each input once and each output once; tensors updated in place count twice. Error is |x
+- reference| / |reference| over outputs, or over gradients, in the dtype of the inputs; for an
+in-place update, over the result of the first call.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from dtron.bench.kernel_cases import PROBLEMS, Figures, Problem, Row, Shape, Tensors
+from dtron.bench.kernel_cases import PROBLEMS, Figures, KernelRow, Problem, Shape, Tensors
 from dtron.bench.measure import copy_rate, device_name, gemm_rate, seconds
 from dtron.bench.report import bench_console, share, versions
 from dtron.bench.run import one_line
@@ -33,31 +32,31 @@ from dtron.parallelisms.fsdp.sharding import DTYPES
 
 
 @dataclass(frozen=True)
-class Limit:
-    """What the device can do."""
+class DeviceLimit:
+    """Measured rates of the device."""
 
     flops_per_second: float
     bytes_per_second: float
 
     def seconds(self, flops: float, n_bytes: float) -> float:
-        """Least time of so many operations on so many bytes."""
+        """Minimum time for a number of operations and bytes."""
         return max(flops / self.flops_per_second, n_bytes / self.bytes_per_second)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one row, part by part."""
+    """Timing of one kernel, by part."""
 
     name: str
     reason: str = ""
-    """Why there are no figures."""
+    """Reason for having no figures."""
     seconds: Figures | None = None
     tflops: Figures | None = None
     """TFLOP/s."""
     of_limit: Figures | None = None
-    """The limit's time over its own."""
+    """The limit's time divided by the kernel's."""
     error: Figures | None = None
-    """Relative to the reference; None where that did not run."""
+    """Error relative to the reference; None: the reference did not run."""
 
 
 def time_problem(
@@ -65,10 +64,10 @@ def time_problem(
     shape: Shape,
     dtype: torch.dtype,
     device: torch.device,
-    limit: Limit,
+    limit: DeviceLimit,
     backend: str = "inductor",
 ) -> list[Timing]:
-    """Time the reference, its version compiled by `backend`, then every other row."""
+    """Time the reference, the reference compiled by `backend`, then every other row."""
     drawn = problem.draw(shape, dtype, device)
     (reference,) = (row for row in problem.rows if row.name == problem.reference)
     compiled = _compiled(reference, backend)
@@ -81,7 +80,7 @@ def time_problem(
         if not reason:
             try:
                 timing, results = _time(row, problem, drawn, shape, limit, device, truth)
-            except Exception as error:  # of memory, or whatever a package of kernels raises
+            except Exception as error:  # out of memory, or any error of a kernel package
                 timing = Timing(row.name, reason=one_line(str(error)))
         if row is reference:
             truth = results
@@ -89,7 +88,7 @@ def time_problem(
     return found
 
 
-def _compiled(row: Row, backend: str) -> Row:
+def _compiled(row: KernelRow, backend: str) -> KernelRow:
     def compiled(part: Callable[..., Tensors]) -> Callable[..., Tensors]:
         return torch.compile(part, backend=backend, dynamic=False)
 
@@ -102,18 +101,18 @@ def _compiled(row: Row, backend: str) -> Row:
 
 
 def _time(
-    row: Row,
+    row: KernelRow,
     problem: Problem,
     drawn: Tensors,
     shape: Shape,
-    limit: Limit,
+    limit: DeviceLimit,
     device: torch.device,
     truth: list[Tensors] | None,
 ) -> tuple[Timing, list[Tensors]]:
-    """Figures, and what is compared of each part."""
+    """Return the figures, and each part's results to compare."""
     inputs, backward = row.inputs(drawn), row.backward
     outputs = row.forward(inputs)
-    # Copies, since further calls of an update in place go on changing its outputs.
+    # Copies, since later calls of an in-place update change its outputs.
     results: list[Tensors] = [[x.clone() for x in outputs[: problem.compared]]]
     calls: list[Callable[[], Tensors]] = [lambda: row.forward(inputs)]
     if backward:
@@ -133,7 +132,7 @@ def _time(
 
 
 def _error(found: Tensors, wanted: Tensors) -> float:
-    """Of all tensors together; float64 copies of one pair at a time."""
+    """Relative error over all tensors, computed in float64 for one pair at a time."""
     off = size = 0.0
     for a, b in zip(found, wanted, strict=True):
         off += (a.double() - b.double()).square().sum().item()
@@ -145,7 +144,7 @@ def _error(found: Tensors, wanted: Tensors) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `dtron bench kernels`; returns the exit status.
+    """Run `dtron bench kernels`; return the exit status.
 
     Raises:
         ConfigError: the arguments are wrong.
@@ -155,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
     console = bench_console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[given.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    limit = Limit(gemm_rate(device, dtype), copy_rate(device))
+    limit = DeviceLimit(gemm_rate(device, dtype), copy_rate(device))
     written: dict[str, Any] = {
         "device": device_name(device),
         "dtype": str(dtype),
@@ -183,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Before anything is measured."""
+    """Check the arguments before measuring."""
     for name in given.problems:
         if name not in PROBLEMS:
             hint = nearest(name, PROBLEMS)
@@ -191,7 +190,7 @@ def _check(given: argparse.Namespace) -> None:
     if given.shape is None:
         return
     if len(given.problems) != 1:
-        raise ConfigError(f"--shape is of one problem: name it, one of {', '.join(PROBLEMS)}")
+        raise ConfigError(f"--shape needs one problem; name one of {', '.join(PROBLEMS)}")
     _shape(given.shape, PROBLEMS[given.problems[0]])
 
 
@@ -231,15 +230,15 @@ def timings_table(timings: Sequence[Timing], parts: Sequence[str], title: str) -
 
 
 def kernels_parser() -> argparse.ArgumentParser:
-    """Of the command's arguments."""
+    """Build the argument parser of `dtron bench kernels`."""
     parser = ArgumentParser(
         prog="dtron bench kernels",
-        description="Time kernels alone, beside their reference, that compiled, and the device's "
+        description="Time single kernels, their eager and compiled reference, and the device's "
         "limit.",
     )
     parser.add_argument("problems", nargs="*", help=f"{', '.join(PROBLEMS)} (default: all)")
     parser.add_argument("--shape", metavar="A,B,...", help="sizes, as the table's title names them")
-    dtype = "of inputs (default: bfloat16; float32 on a CPU); what adamw updates is float32"
+    dtype = "dtype of inputs (default: bfloat16; float32 on a CPU); adamw updates float32"
     parser.add_argument("--dtype", choices=list(DTYPES), help=dtype)
     backends = ("inductor", "aot_eager")
     parser.add_argument("--backend", choices=backends, default=backends[0], help="of torch.compile")

@@ -1,4 +1,4 @@
-"""How long a function takes on one device, and what the device can do."""
+"""Measure the time of a function and the rates of a device."""
 
 import statistics
 import time
@@ -13,11 +13,11 @@ _BUDGET_SECONDS = 0.5
 
 
 def seconds(call: Callable[[], Any], device: torch.device, runs: int = 0) -> float:
-    """Median time of a call: `runs` of them, or 5 to 100 in about half a second, after 3 that do
-    not count. Ranks that call together have to say how often.
+    """Median seconds per call over `runs` calls, or over 5 to 100 calls in about half a second,
+    after 3 warm-up calls. Ranks that call a collective must give `runs`.
 
-    On GPUs between two events of the current stream, so that a call shorter than its launch
-    reads as the launch; caches stay warm from call to call.
+    On GPUs, time is measured between two events of the current stream, so that a call shorter than
+    its launch shows the launch time; caches stay warm between calls.
     """
     for _ in range(_WARM_UP):
         call()
@@ -47,8 +47,7 @@ def _once(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second, read and written, of a copy inside the device's memory: 1 GiB (64 MiB on a
-    CPU)."""
+    """Bytes per second, read plus written, of a copy in device memory: 1 GiB (64 MiB on a CPU)."""
     size = 2**30 if device.type == "cuda" else 2**26
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -56,15 +55,15 @@ def copy_rate(device: torch.device) -> float:
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
-    """FLOP a second of a square product, 8192 wide (512 on a CPU) if `size` is not given."""
+    """FLOP/s of a square matmul, 8192 wide (512 on a CPU) if `size` is not given."""
     size = size or (8192 if device.type == "cuda" else 512)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b, device)
 
 
 def launch_seconds(device: torch.device) -> float:
-    """From one small kernel of a stream to the next, where the host is ahead of the device; on a
-    CPU the time of a small operation."""
+    """Seconds from one small kernel of a stream to the next, with the host ahead of the device; on
+    a CPU the time of a small operation."""
     x, count = torch.zeros(1, device=device), 200
 
     def small() -> None:
@@ -77,7 +76,7 @@ def launch_seconds(device: torch.device) -> float:
     target, times = torch.empty_like(source), []
     for _ in range(_WARM_UP + _AT_LEAST):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(10):  # milliseconds, in which the host queues what follows
+        for _ in range(10):  # takes milliseconds, in which the host queues the next calls
             target.copy_(source)
         begin.record()
         small()
@@ -88,8 +87,8 @@ def launch_seconds(device: torch.device) -> float:
 
 
 def host_link_rate(device: torch.device) -> float:
-    """Bytes a second between a GPU and pinned memory of its host, the slower way; on a CPU those of
-    a copy in its memory, one way."""
+    """Bytes per second between a GPU and its host's pinned memory, in the slower direction; on a
+    CPU those of a copy in its memory, in one direction."""
     size = 2**28 if device.type == "cuda" else 2**24
     near = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     far = torch.empty(size, dtype=torch.uint8, device=device)
@@ -98,7 +97,7 @@ def host_link_rate(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """As torch has it; on a CPU with the threads that compute."""
+    """The device's name from torch; for a CPU with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {torch.get_num_threads()} threads"

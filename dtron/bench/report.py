@@ -1,22 +1,22 @@
-"""Figures of outcomes, as a table and as JSON.
+"""Report the figures of runs, as a table and as JSON.
 
 All figures of a run come from its timed steps. The time of a step is the mean over ranks of the
-time between the ends of two updates on the device; ranks wait for each other, so theirs differ by
+time between the ends of two updates on the device; as ranks wait for each other, theirs differ
 little.
 
     step            median of the timed steps of all repeats
-    p10, p90        of the same steps
+    p10, p90        percentiles of the same steps
     tok/s/GPU       global_batch x seq_len / step / ranks; padding counts
-    TFLOP/s         tok/s/GPU x FLOPs a token (models/flops.py) in both conventions
-    MFU             that over the device's data-sheet peak; none on unknown hardware
-    memory          peak that the allocator had reserved by the end of the timed steps, of the rank
-                    with most (on CPU: resident memory of the process)
-    hidden          time of communication that lay under computation, of all of it, in a profiled
-                    window after the timed steps (breakdown.py); none where that was not measured
+    TFLOP/s         tok/s/GPU x FLOPs per token (models/flops.py) in both conventions
+    MFU             TFLOP/s over the device's data-sheet peak; none on unknown hardware
+    memory          peak of the allocator's reserved memory until the end of the timed steps, on the
+                    worst rank (on CPU: resident memory of the process)
+    hidden          fraction of communication time overlapped with computation, in a profiled window
+                    after the timed steps (breakdown.py); none if not measured
     cold start      from the launch to the end of the first step: imports, data, weights,
                     compilation
-    first step      of that the first step: compilation, and a step
-    drift           largest over smallest median of a repeat, less 1; none without --repeat
+    first step      the part of it for the first step, with compilation
+    drift           largest over smallest median of the repeats, minus 1; none without --repeat
 """
 
 import ctypes
@@ -38,7 +38,7 @@ from torch.cuda import nccl
 
 import dtron
 from dtron.bench.run import Options, Outcome
-from dtron.bench.sweep import Point
+from dtron.bench.sweep import SweepPoint
 from dtron.config import RunConfig
 from dtron.models import model_config
 from dtron.models.flops import Convention, FlopsModel, flops_per_token, peak_flops
@@ -47,34 +47,35 @@ CONVENTIONS: tuple[Convention, ...] = ("full", "causal")
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Of one point, over its repeats; None: not measured."""
+class RunFigures:
+    """Figures of one point over its repeats; None: not measured."""
 
     step_seconds: float
     p10_seconds: float
     p90_seconds: float
     tokens_per_second_per_device: float
     tflops: dict[str, float]
-    """TFLOP/s a device by convention."""
+    """TFLOP/s per device, by convention."""
     mfu: dict[str, float | None]
     memory_gib: float
     hidden: float | None
     cold_start_seconds: float
     first_step_seconds: float
     cache_hits: int
-    """Compiled graphs that were in a cache at the first repeat's cold start, on the first rank."""
+    """Number of compiled graphs found in a cache at the first repeat's cold start, on the first
+    rank."""
     drift: float | None
     repeat_seconds: tuple[float, ...]
-    """Median of each repeat."""
+    """Median step time of each repeat."""
 
 
 def step_seconds(outcome: Outcome) -> list[float]:
-    """Every step of a run, its warm-up and profiled steps too: means over ranks."""
+    """Seconds of every step of a run, including warm-up and profiled steps: means over ranks."""
     return [statistics.fmean(ranks) for ranks in zip(*outcome.times["seconds"], strict=True)]
 
 
-def figures(outcomes: Sequence[Outcome], options: Options) -> Figures | None:
-    """Figures of one point's runs; None where all of them failed."""
+def figures(outcomes: Sequence[Outcome], options: Options) -> RunFigures | None:
+    """Compute the figures of one point's runs; None: all of them failed."""
     good = [outcome for outcome in outcomes if outcome.status == "ok"]
     if not good:
         return None
@@ -87,7 +88,7 @@ def figures(outcomes: Sequence[Outcome], options: Options) -> Figures | None:
     flops = _flops(config, good, options)
     peak = peak_flops(good[0].times["devices"][0])
     first = good[0]
-    return Figures(
+    return RunFigures(
         step_seconds=step,
         p10_seconds=percentile(steps, 0.1),
         p90_seconds=percentile(steps, 0.9),
@@ -107,14 +108,14 @@ def figures(outcomes: Sequence[Outcome], options: Options) -> Figures | None:
 
 
 def _hidden(runs: Sequence[Outcome]) -> float | None:
-    """Share of communication hidden; None on CPUs, whose overlap is none of kernels."""
+    """Fraction of communication that is hidden; None on CPUs, which have no kernels."""
     found = [run.breakdown["hidden"] for run in runs if run.breakdown.get("device") == "cuda"]
     shares = [share for share in found if share is not None]
     return statistics.fmean(shares) if shares else None
 
 
 def _flops(config: RunConfig, runs: Sequence[Outcome], options: Options) -> dict[str, float]:
-    """FLOPs a token by convention, for the length that the timed steps attended over."""
+    """FLOPs per token by convention, for the attended length of the timed steps."""
     model = model_config(config.model.name, config.model.size, config.model.override)
     attended = statistics.fmean(x for run in runs for x in run.times["attended"][options.timed])
     sizes = FlopsModel.of(model)
@@ -122,15 +123,15 @@ def _flops(config: RunConfig, runs: Sequence[Outcome], options: Options) -> dict
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of ascending values, interpolated between neighbours."""
+    """Percentile of ascending values, interpolated between neighbours."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-# Titles of tables, headings of their columns, and what a column shows of a point's figures.
-_TABLES: tuple[tuple[str, tuple[tuple[str, Callable[[Figures], str]], ...]], ...] = (
+# Titles of tables, column headings, and the function that formats a column from a point's figures.
+_TABLES: tuple[tuple[str, tuple[tuple[str, Callable[[RunFigures], str]], ...]], ...] = (
     (
         "speed",
         (
@@ -158,17 +159,17 @@ WIDTH = 120
 
 
 def bench_console() -> Console:
-    """The terminal, or WIDTH columns of a file or pipe."""
+    """Console of the terminal, or of WIDTH columns for a file or pipe."""
     return Console(width=None if Console().is_terminal else WIDTH)
 
 
 def share(value: float | None) -> str:
-    """A ratio as a percentage; a dash for None."""
+    """Format a ratio as a percentage; None as a dash."""
     return "–" if value is None else f"{value:.1%}"
 
 
-def tables(rows: Sequence[tuple[str, Figures | None, str]], title: str) -> Iterator[Table]:
-    """Tables with one row per point: (label, figures, why there are none)."""
+def tables(rows: Sequence[tuple[str, RunFigures | None, str]], title: str) -> Iterator[Table]:
+    """Build tables with one row per point: (label, figures, reason for having none)."""
     for name, columns in _TABLES:
         made = Table(title=f"{title}: {name}", title_justify="left")
         made.add_column("point", overflow="fold")
@@ -181,9 +182,9 @@ def tables(rows: Sequence[tuple[str, Figures | None, str]], title: str) -> Itera
 
 
 def print_report(
-    console: Console, rows: Sequence[tuple[str, Figures | None, str]], title: str
+    console: Console, rows: Sequence[tuple[str, RunFigures | None, str]], title: str
 ) -> None:
-    """Print the tables, then each point that has no figures with its reason."""
+    """Print the tables, then the reason of each point without figures."""
     for each in tables(rows, title):
         console.print(each)
     for label, found, why in rows:
@@ -192,14 +193,14 @@ def print_report(
         elif found is not None and found.cache_hits:
             console.print(
                 f"{label}: {found.cache_hits} compiled graphs came from a cache; --fresh-cache "
-                "shows the start without",
+                "shows a start without it",
                 markup=False,
                 soft_wrap=True,
             )
 
 
 def versions() -> dict[str, str]:
-    """Of what decides speed; those that are installed."""
+    """Versions of the installed software that affects speed."""
     found = {
         "dtron": dtron.__version__,
         "commit": _commit(),
@@ -221,8 +222,8 @@ def versions() -> dict[str, str]:
 
 
 def loaded_nccl() -> str:
-    """Version of the NCCL library that is loaded, which LD_PRELOAD may have chosen; `nccl.version`
-    is that of torch's build. Empty if there is none."""
+    """Version of the loaded NCCL library, which LD_PRELOAD may have replaced (`nccl.version` is
+    that of torch's build); empty: none."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
@@ -233,8 +234,7 @@ def loaded_nccl() -> str:
 
 
 def _commit() -> str:
-    """Commit of the checkout dtron is imported from, with + if it was changed; empty if there is
-    none."""
+    """Commit of the checkout that dtron is imported from, with + if it has changes; empty: none."""
     root = str(Path(dtron.__file__).parent)
     try:
         run = ["git", "-C", root, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
@@ -243,8 +243,10 @@ def _commit() -> str:
         return ""
 
 
-def point_json(point: Point, found: Figures | None, runs: Sequence[Outcome]) -> dict[str, Any]:
-    """What bench.json holds of a point."""
+def point_json(
+    point: SweepPoint, found: RunFigures | None, runs: Sequence[Outcome]
+) -> dict[str, Any]:
+    """Return a point's entry in bench.json."""
     return {
         "point": dict(point.settings),
         "figures": None if found is None else asdict(found),
@@ -253,8 +255,8 @@ def point_json(point: Point, found: Figures | None, runs: Sequence[Outcome]) -> 
 
 
 def write_json(path: Path, command: str, options: Options, points: Sequence[dict]) -> None:
-    """Write everything: `command` that was given, options, versions, and of each point its figures
-    and its runs with their resolved config, facts, every step's time and their own command."""
+    """Write bench.json: command, options, versions, and for each point its figures and its runs
+    with resolved config, metadata, time of every step and command."""
     whole = {
         "command": command,
         "options": asdict(options),

@@ -1,12 +1,12 @@
-"""What a step's classes take alone on one device: the floors of breakdown.py.
+"""Measure the floors of breakdown.py: the time of a step's classes on one idle device.
 
     python -m dtron.bench.roofline CONFIG.toml RUN.json
 
-measures them for a run's config (resolved) and its run.json, and prints JSON. It is a process of
-its own, so that the runs of a sweep find the device empty.
+measures them for a run's resolved config and its run.json, and prints JSON. It is a separate
+process, so that a sweep's runs find the device empty.
 
-Sizes are those of a rank: M = micro_batch x seq_len / cp tokens a product (in chunks, if the loss
-has them), widths over tp, layers and head over pp as a mean of the pipeline's ranks. Products are
+Sizes are those of a rank: M = micro_batch x seq_len / cp tokens per matmul (fewer with a chunked
+loss), widths over tp, layers and head over pp as a mean of the pipeline's ranks. Matmuls are
 measured one by one, each shape once: y = x w^T, its gradients g w and g^T x. Those of a float8 run,
 of experts and of latent attention have no floor.
 """
@@ -28,13 +28,14 @@ from dtron.models.attention import modifies_scores
 from dtron.models.matmuls import layer_matmuls
 from dtron.parallelisms.fsdp.sharding import DTYPES
 
-# A float32 parameter: gradient read; weight and two moments, of either dtype, read and written.
+# Bytes per float32 parameter: gradient read; weight and two moments, by dtype, read and written.
 _ADAMW_BYTES = {"float32": 28, "bfloat16": 20}
 
 
 @dataclass(frozen=True)
 class StepMatmul:
-    """x (m, k) times a weight (n, k), forward and backward, `count` times a step and rank."""
+    """Matmul of x (m, k) and a weight (n, k), forward and backward, `count` times per step and
+    rank."""
 
     m: int
     k: int
@@ -43,12 +44,12 @@ class StepMatmul:
 
     @property
     def flops(self) -> float:
-        """Of all of them, forward and both gradients."""
+        """FLOPs of all of them, forward and both gradients."""
         return 3 * 2 * self.m * self.k * self.n * self.count
 
 
 def matmuls(config: RunConfig, model: DecoderConfig, ranks: int) -> list[StepMatmul]:
-    """The matmuls of a rank's step, each shape once; of a model without experts and latent
+    """List the matmuls of a rank's step, each shape once; for models without experts and latent
     attention."""
     parallel, train = config.parallel, config.train
     micro_batches = config.micro_batches(ranks)
@@ -65,7 +66,7 @@ def matmuls(config: RunConfig, model: DecoderConfig, ranks: int) -> list[StepMat
 def matmul_seconds(
     matmul: StepMatmul, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float, float]:
-    """One forward, and of one backward the gradient of x, and that of the weight."""
+    """Seconds of one forward, of the gradient of x, and of the gradient of the weight."""
 
     def draw(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, dtype=dtype, device=device)
@@ -84,8 +85,8 @@ def matmul_seconds(
 def attention_seconds(
     config: RunConfig, model: DecoderConfig, backend: str, device: torch.device
 ) -> float | None:
-    """One forward and backward of all queries over all keys before them; None for documents,
-    windows, caps and sinks, whose work depends on more than the shape."""
+    """Seconds of one causal forward and backward; None with documents, windows, caps or sinks,
+    whose work depends on more than the shape."""
     if config.data.mask_documents or modifies_scores(model) or model.attention_dropout:
         return None
     dtype, size = DTYPES[config.train.dtype], model.head_size
@@ -109,12 +110,12 @@ def attention_seconds(
 
 
 def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Floors of a run.
+    """Measure the floors of a run.
 
     Args:
-        facts: its run.json.
+        facts: content of its run.json.
     Returns:
-        `floors`: milliseconds a step by class; `device`; `copy_bytes_per_second`; and `products`,
+        `floors`: milliseconds per step by class; `device`; `copy_bytes_per_second`; and `products`,
         each with its sizes, its count and its FLOP/s.
     """
     model = model_config(config.model.name, config.model.size, config.model.override)
@@ -147,7 +148,7 @@ def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> d
 
 
 def main() -> None:
-    """Print the floors of the run that the arguments name."""
+    """Print the floors of the run given by the arguments."""
     config = RunConfig.load(sys.argv[1])
     facts = json.loads(Path(sys.argv[2]).read_text())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

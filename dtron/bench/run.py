@@ -1,8 +1,8 @@
-"""One point of a sweep: a fresh torchrun of `dtron train`, timed by its own step times.
+"""Run one point of a sweep: a fresh torchrun of `dtron train`, with the step times that it records.
 
-The run trains as any other: warm-up steps, timed steps, then, if asked, a few profiled ones, which
-are not timed. Nothing is saved, validated or sampled in between, nor logged, unless a peer that
-logs is run beside it. A point that is refused or fails gives a reason in one line.
+The run is normal training: warm-up steps, timed steps, then, if asked, a few profiled steps, which
+are not timed. It does not save, validate or sample, and logs only if it is compared with a peer
+that logs. A point that is refused or fails has a reason of one line.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from dtron.errors import ConfigError, DtronError
 Status = Literal["ok", "refused", "failed"]
 NEVER = 10**9
 
-# What a bench point always has: it trains, and does nothing else.
+# Settings of every point: it only trains.
 FORCED: dict[str, Any] = {
     "train.eval_sequences": 0,
     "train.eval_interval": 0,
@@ -35,11 +35,11 @@ FORCED: dict[str, Any] = {
     "checkpoint.last": False,
     "checkpoint.resume": "",
     "float8.report_interval": 0,
-    "metrics.log_interval": NEVER,  # or as `Options` says
+    "metrics.log_interval": NEVER,  # or that of `Options`
     "metrics.tensorboard": False,
     "metrics.step_times": True,
 }
-# Keys that an option of the command sets, and that one.
+# Keys that an option of the command sets, and the option.
 _OPTIONS = {
     "run.dir": "--out",
     "train.steps": "--steps and --warmup",
@@ -47,11 +47,11 @@ _OPTIONS = {
     "metrics.profile_steps": "--breakdown or --no-profile",
     "metrics.profile_shapes": "--breakdown",
 }
-# Without effect beside what is forced, so that a file's value would be refused.
+# Keys without effect under the forced settings: a value in the file would be refused.
 _IDLE = ("train.sample_prompt", *(key for key in _OPTIONS if key.startswith("metrics.")))
 
 _ERROR = "error: "
-# What a log says -> what the table says; the first that is found.
+# Pattern in a log -> text in the table; the first match counts.
 _FAILURES = (
     (r"^error(?: on rank \d+)?: (.*)$", _ERROR + "{}"),
     (r"OutOfMemoryError: (.*?)(?:\. GPU|\n|$)", "out of memory: {}"),
@@ -64,34 +64,34 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Options:
-    """How points are run."""
+    """Options of the runs."""
 
     ranks: int
-    """Ranks of the torchrun, all on this host."""
+    """Number of ranks, all on this host."""
     warmup: int = 5
-    """Steps before the timed ones."""
+    """Number of steps before the timed ones."""
     steps: int = 20
     """Timed steps."""
     profile_steps: int = 0
-    """Profiled steps behind the timed ones."""
+    """Number of profiled steps after the timed ones."""
     shapes: bool = False
-    """Keep shapes in the trace."""
+    """Whether the trace records shapes."""
     timeout_seconds: float = 1800.0
-    """Longest time of a point, from launch to end."""
+    """Time limit of a run, from launch to end."""
     fresh_cache: bool = False
-    """Give each run of a point an empty cache of compiled graphs."""
+    """Whether each run starts with an empty cache of compiled graphs."""
     log_interval: int = NEVER
-    """Steps between log rows, for each of which the host waits for the device."""
+    """Steps between log rows; the host waits for the device at each."""
 
     @property
     def timed(self) -> slice:
-        """Which steps are timed."""
+        """The timed steps."""
         return slice(self.warmup, self.warmup + self.steps)
 
 
 @dataclass
 class Outcome:
-    """What a run of a point gave."""
+    """Result of one run of a point."""
 
     label: str
     status: Status
@@ -99,37 +99,37 @@ class Outcome:
     command: str = ""
     """Shell command that repeats it."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that the point sets, for all that runs on its behalf."""
+    """Environment variables that the point sets for all of its processes."""
     directory: str = ""
     order: int = 0
-    """Position among all runs of the sweep."""
+    """Index among all runs of the sweep."""
     repeat: int = 0
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved config."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """run.json of the run."""
+    """Content of the run's run.json."""
     times: dict[str, Any] = field(default_factory=dict)
-    """steps.json of the run: every step of every rank."""
+    """Content of the run's steps.json: every step of every rank."""
     breakdown: dict[str, Any] = field(default_factory=dict)
     """Budgets of the profiled steps; with `ceiling`, if it was measured."""
     against: dict[str, Any] = field(default_factory=dict)
-    """A peer's run behind this one, and how they compare (frameworks.py)."""
+    """The peer's run after this one, and their comparison (frameworks.py)."""
     launched_at: float = 0.0
-    """Seconds of the epoch."""
+    """Unix time of the launch, seconds."""
     wall_seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for the report."""
+        """Return all fields, for the report."""
         return asdict(self)
 
 
 def bench_config(
     config: Path, overrides: Sequence[str], options: Options, run_dir: Path
 ) -> tuple[RunConfig, list[str]]:
-    """The config of a point, and the overrides that make it of the file.
+    """Return a point's config, and the overrides that turn the file's config into it.
 
     Raises:
-        ConfigError: the file or a key is wrong, or a key is one that the bench sets itself.
+        ConfigError: the file or a key is wrong, or the bench itself sets a key.
     """
     for override in overrides:
         key = override.partition("=")[0]
@@ -157,7 +157,7 @@ def run_point(
     directory: Path,
     label: str,
 ) -> Outcome:
-    """Run one point; never raises for what the point itself does wrong."""
+    """Run one point; errors of the point are returned in the outcome, not raised."""
     run_dir = directory / "run"
     outcome = Outcome(label, "ok", directory=str(directory), environment=dict(environment))
     try:
@@ -174,7 +174,7 @@ def run_point(
     outcome.command = shell_command(["torchrun", *torchrun(options.ranks), *arguments], environment)
     launch(outcome, torchrun(options.ranks) + arguments, environment, options, directory)
     if outcome.status == "failed" and not (run_dir / "run.json").exists():
-        refused = outcome.reason.startswith(_ERROR)  # before training: by the checks before it
+        refused = outcome.reason.startswith(_ERROR)  # refused before training, by its checks
         outcome.status = "refused" if refused else "failed"
     outcome.reason = outcome.reason.removeprefix(_ERROR)
     if outcome.status == "ok":
@@ -184,7 +184,7 @@ def run_point(
 
 
 def torchrun(ranks: int) -> list[str]:
-    """Arguments of torchrun for all ranks of this host."""
+    """Return the torchrun command for all ranks on this host."""
     return ["--standalone", "--nproc-per-node", str(ranks)]
 
 
@@ -195,7 +195,7 @@ def launch(
     options: Options,
     directory: Path,
 ) -> str:
-    """Run torchrun to its end, its output in `directory`/log.txt, and set the outcome's status.
+    """Run torchrun to its end with output in `directory`/log.txt; set the outcome's status.
 
     Returns:
         The log.
@@ -216,7 +216,7 @@ def launch(
 def wait_for(
     command: Sequence[str], log: Path, environment: Mapping[str, str], timeout_seconds: float
 ) -> int | None:
-    """Exit status of a command whose output goes to `log`; None if its time was over."""
+    """Run a command with output to `log` and return its exit status; None: it timed out."""
     with log.open("w") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}
@@ -230,9 +230,10 @@ def wait_for(
 
 
 def end(process: subprocess.Popen) -> None:
-    """End torchrun and all its ranks at once, if they still run.
+    """Kill torchrun and all its ranks, if they still run.
 
-    Not by SIGTERM: a trainer answers it with a checkpoint, and ranks are in sessions of their own.
+    SIGTERM would not do: a trainer answers it with a checkpoint, and ranks are in separate
+        sessions.
     """
     if process.poll() is not None:
         return
@@ -243,7 +244,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below one, by /proc; children before their own children."""
+    """List the descendants of a process from /proc; parents before children."""
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -255,11 +256,11 @@ def descendants(pid: int) -> list[int]:
 
 
 def reason(log: str, status: int | None, timeout_seconds: float) -> str:
-    """Why a run did not end well, in one line.
+    """Return why a run failed, on one line.
 
     Args:
-        log: what it printed.
-        status: its exit status; None if it was ended after `timeout_seconds`.
+        log: the run's output.
+        status: its exit status; None: it was killed after `timeout_seconds`.
     """
     if status is None:
         return f"timed out after {timeout_seconds:g} s"
@@ -270,13 +271,13 @@ def reason(log: str, status: int | None, timeout_seconds: float) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks, cut where it is long."""
+    """Return text without line breaks, truncated if long."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
 
 
 def shell_command(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What to paste into a shell."""
+    """Quote a command for a shell."""
     set_first = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     return " ".join([*set_first, *(shlex.quote(word) for word in words)])
 

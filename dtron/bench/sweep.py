@@ -1,8 +1,7 @@
-"""Axes of a sweep: `section.key=a,b,c` -> the points of their product.
+"""Parse axes of a sweep: `section.key=a,b,c` -> the points of their product.
 
-Values are separated by the commas that stand outside of brackets, braces and quotes, so that a TOML
-list is one value: `pp_layout=[3,5],[4,4]` has two. `env.NAME=a,b` sweeps a variable of the
-environment.
+Commas outside of brackets, braces and quotes separate values, so that a TOML list is one value:
+`pp_layout=[3,5],[4,4]` has two. `env.NAME=a,b` sweeps an environment variable.
 """
 
 import itertools
@@ -16,34 +15,34 @@ ENV = "env."
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One combination of values."""
 
     settings: tuple[tuple[str, str], ...]
-    """(key, value as written) of every axis, in their order."""
+    """(key, value as written) of every axis, in order."""
     varies: tuple[str, ...]
-    """The axes with several values."""
+    """Keys of the axes with several values."""
 
     @property
     def overrides(self) -> list[str]:
-        """`section.key=value` of the run's settings."""
+        """The run's overrides, `section.key=value`."""
         return [f"{key}={value}" for key, value in self.settings if not key.startswith(ENV)]
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that differ from those of this process."""
+        """Environment variables that the point sets."""
         found = [(key, value) for key, value in self.settings if key.startswith(ENV)]
         return {key.removeprefix(ENV): value for key, value in found}
 
     @property
     def label(self) -> str:
-        """What tells the point from the others, as the table shows it."""
+        """Short name of the point in tables: the values that differ between points."""
         shown = [f"{key}={value}" for key, value in self.settings if key in self.varies]
         return " ".join(shown) or "as given"
 
 
 def split_values(text: str) -> list[str]:
-    """Values of an axis, in their order.
+    """Split the values of an axis, in order.
 
     Raises:
         ConfigError: a bracket or a quote is not closed, or a value is empty.
@@ -67,8 +66,8 @@ def split_values(text: str) -> list[str]:
     return values
 
 
-def points(axes: Sequence[str]) -> list[Point]:
-    """The product of all axes, the last one varying fastest; one point where there are none.
+def points(axes: Sequence[str]) -> list[SweepPoint]:
+    """Return the product of all axes, the last one varying fastest; without axes, one point.
 
     Raises:
         ConfigError: an axis is not of the form section.key=a,b,c, or it or a value of it is given
@@ -83,9 +82,11 @@ def points(axes: Sequence[str]) -> list[Point]:
             raise ConfigError(f"axis {key} is given twice; write {key}=a,b")
         values[key] = split_values(text)
         if len(set(values[key])) < len(values[key]):
-            raise ConfigError(f"axis {axis!r} has a value twice; --repeat runs each again")
+            raise ConfigError(
+                f"axis {axis!r} lists a value twice; use --repeat to run points several times"
+            )
     varies = tuple(key for key, found in values.items() if len(found) > 1)
     return [
-        Point(tuple(zip(values, combination, strict=True)), varies)
+        SweepPoint(tuple(zip(values, combination, strict=True)), varies)
         for combination in itertools.product(*values.values())
     ]

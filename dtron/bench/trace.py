@@ -1,15 +1,15 @@
-"""A profiler's trace as spans of classes of work, and the windows of its steps.
+"""Read a profiler's trace as spans of classes of work, and the windows of its steps.
 
-GPU traces. A span is a kernel or a copy on the device. Its class comes from its name (CLASSES);
-where the name does not tell, from the phase (`dtron.run.profiler.phase`) in which the host launched
-it, found by the correlation of launch and kernel. A step's window goes from the end of the last
-kernel that the step before launched to the end of its own last one, so that the windows of steps
-join without gaps; the first step of a trace has no step before it and is left out.
+GPU traces. A span is a kernel or a copy on the device. Its class comes from its name (CLASSES), or
+else from the phase (`dtron.run.profiler.phase`) in which the host launched it, found by the
+correlation of launch and kernel. A step's window lasts from the end of the previous step's last
+kernel to the end of its own last kernel, so that windows join without gaps; the first step of a
+trace has no previous step and is left out.
 
 CPU traces. There are no kernels: a span is the time an operator spends in itself, without the
-operators it calls. It gets the class of an operator around it where that is attention, else its
-own. Communication is what gloo's threads mark; it shares the cores with computation, so that
-overlap on a CPU says little of a GPU. A step's window is the host's.
+operators it calls. Its class is attention inside an attention operator, else its own. Communication
+is the time marked by gloo's threads; it shares the cores with computation, so that overlap on a CPU
+says little about a GPU. A step's window is the host's.
 
 Times are in microseconds. Names of kernels: cuBLAS (nvjet, gemm, xmma, splitK), CUTLASS, cuDNN and
 FlashAttention (flash, fmha, sdpa; cuDNN's before and after its backward), NCCL, symmetric memory
@@ -31,15 +31,15 @@ from dtron.run.profiler import MARK
 
 COMMUNICATION = "communication"
 COMPUTE = ("GEMM", "attention", "loss", "optimizer", "copies", "elementwise")
-"""Classes of computation; where kernels run at once, the time belongs to the first."""
+"""Classes of computation; if kernels run concurrently, their time counts for the first class."""
 
-# The first row whose pattern is in the name decides; what none names is elementwise.
+# The first row whose pattern matches the name decides; other kernels are elementwise.
 CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
         (COMMUNICATION, r"nccl|^gloo:|symm_mem|multimem|(one|two)_shot_all_reduce|PtoP|p2p"),
         (COMMUNICATION, r"symmetric_memory|barrier_kernel|(put|wait)_signal_kernel"),
-        (COMMUNICATION, r"memcpy (HtoD|DtoH)"),  # with the host, as offload's
+        (COMMUNICATION, r"memcpy (HtoD|DtoH)"),  # copies to or from the host, such as offload's
         ("attention", r"flash|fmha|attention|sdpa"),
         ("attention", r"cudnn::fusion::(compute_dot_do_o|convert_dq)"),
         ("loss", r"log_?softmax|prepare_softmax|nll_loss|cross_entropy"),
@@ -51,17 +51,17 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("GEMM", r"aten::(mm|bmm|addmm|baddbmm|_(scaled_)?(grouped_)?mm(_v2)?)(_out)?$"),
     )
 )
-# A phase decides where the name gives one of these.
+# The phase decides for names of these classes.
 _UNTOLD = ("elementwise", "copies")
 _PHASES = ("optimizer", "loss")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH = ("cuda_runtime", "cuda_driver")
-_DISPATCH = re.compile(r"^_?c10d")  # operators that hand a collective to another thread
+_DISPATCH = re.compile(r"^_?c10d")  # operators that pass a collective to another thread
 
 
 @dataclass(frozen=True)
 class Span:
-    """Work of one class."""
+    """A time span of work of one class."""
 
     begin: float
     end: float
@@ -74,26 +74,26 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's."""
+    """Spans and windows of one rank's trace."""
 
     device: str
     """`cuda` or `cpu`."""
     spans: list[Span]
     windows: list[tuple[float, float]]
-    """Of steps, in their order, disjoint."""
+    """Disjoint windows of the steps, in order."""
 
 
 def classify(name: str, phase: str = "") -> str:
-    """Class of a kernel or operator, launched in a phase of the step."""
+    """Return the class of a kernel or operator launched in a phase of the step."""
     kind = next((kind for kind, pattern in CLASSES if pattern.search(name)), "elementwise")
     return phase if kind in _UNTOLD and phase in _PHASES else kind
 
 
 def read_trace(path: Path) -> Trace:
-    """Read what `metrics.profile_start` wrote.
+    """Read a trace written by `metrics.profile_start`.
 
     Raises:
-        DataError: the file is no trace, or holds too few steps.
+        DataError: the file is not a trace, or has too few steps.
     """
     try:
         events = parse(read_bytes(path, TRACE_BYTES))["traceEvents"]
@@ -110,8 +110,8 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
-class _Marks:
-    """Phases of the host, to be looked up by time."""
+class _PhaseMarks:
+    """The host's phases and steps, for lookup by time."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
         marks = [
@@ -126,12 +126,12 @@ class _Marks:
         self._step_begins = [begin for begin, _ in self.steps]
 
     def phase(self, time: float) -> str:
-        """The phase that decides classes at a time; empty if there is none. They do not nest."""
+        """Return the phase at a time; empty: none. Phases do not nest."""
         i = bisect.bisect_right(self._begins, time) - 1
         return self._inner[i][2] if i >= 0 and time <= self._inner[i][1] else ""
 
     def step(self, time: float) -> int | None:
-        """Which step a time of the host lies in."""
+        """Return the step at a host time."""
         i = bisect.bisect_right(self._step_begins, time) - 1
         return i if i >= 0 and time <= self.steps[i][1] else None
 
@@ -140,7 +140,7 @@ class _Marks:
 
 
 def _device_trace(events: list[dict[str, Any]]) -> Trace:
-    marks = _Marks(events)
+    marks = _PhaseMarks(events)
     launches = {
         event["args"]["correlation"]: event["ts"]
         for event in events
@@ -177,7 +177,7 @@ def _device_trace(events: list[dict[str, Any]]) -> Trace:
 
 
 def _host_trace(events: list[dict[str, Any]]) -> Trace:
-    marks = _Marks(events)
+    marks = _PhaseMarks(events)
     collectives = [
         event
         for event in events
@@ -193,14 +193,14 @@ def _host_trace(events: list[dict[str, Any]]) -> Trace:
         if event.get("cat") == "cpu_op" and not _DISPATCH.match(event["name"]):
             threads.setdefault(event["tid"], []).append(event)
     for thread, operators in threads.items():
-        # gloo's threads also sum: that is communication, and marked as such.
+        # gloo's threads also compute sums: these count as communication and are marked as such.
         if thread not in elsewhere:
             spans += _own_times(operators, marks)
     return Trace("cpu", spans, marks.steps)
 
 
-def _own_times(operators: list[dict[str, Any]], marks: _Marks) -> list[Span]:
-    """What each operator of a thread spends in itself: nested ones are cut out of those around."""
+def _own_times(operators: list[dict[str, Any]], marks: _PhaseMarks) -> list[Span]:
+    """Yield each operator's own time in a thread: nested operators are excluded."""
     spans: list[Span] = []
     around: list[tuple[float, str, str]] = []  # (end, name, class) of the open operators
     at = 0.0
@@ -227,8 +227,8 @@ def _own_times(operators: list[dict[str, Any]], marks: _Marks) -> list[Span]:
 
 
 def _inner_class(own: str, around: str) -> str:
-    """Class of an operator inside another: attention's products are attention, a product's copies
-    are its own."""
+    """Return the class of an operator inside another: matmuls inside attention count as
+    attention, elementwise operators as the operator around them."""
     if around in ("attention", "loss", "optimizer"):
         return around
     return around if own == "elementwise" and around else own

@@ -5,11 +5,11 @@ For each element, with gradient g = scale * gradient, step t (1 at the first upd
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
     p = p (1 - a decay) - a (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-computed in float32 and rounded to nearest when m and v are stored. Where `scale` is not finite,
-nothing changes. In bfloat16, v follows only changes of more than 1/512 to 1/256 of it, so b2 should
-be 0.99 at most.
+computed in float32 and rounded to nearest when m and v are stored. If `scale` is not finite,
+nothing changes. In bfloat16, v changes only by relative steps above 1/512 to 1/256, so b2 should be
+0.99 at most.
 
-Bytes an element: 28 with float32 moments, 20 with bfloat16. A Triton kernel on GPUs, the same
+Bytes per element: 28 with float32 moments, 20 with bfloat16. A Triton kernel on GPUs, the same
 formula in torch elsewhere.
 
 Sources: AdamW, arXiv:1711.05101; bfloat16 moments, DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
@@ -27,7 +27,7 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Rates:
-    """The scalars of an update, known on the host."""
+    """Scalars of an update that the host knows."""
 
     lr: float
     beta1: float
@@ -37,15 +37,15 @@ class Rates:
 
 
 class Counts:
-    """Counts of several tensors as one tensor, so that one addition serves all."""
+    """Update counts of several parameters as one tensor, incremented by one addition."""
 
     def __init__(self) -> None:
         self._members: list[Tensor] = []
         self._all = torch.empty(0)
 
     def together(self, members: list[Tensor]) -> Tensor:
-        """(n,), of which the members, scalars, are views from now on; their values stay. The same
-        members, as in most steps, give the same tensor."""
+        """Return a tensor (n,) of which the members, scalars, become views; their values stay. The
+        same members, as in most steps, give the same tensor."""
         known = self._members
         if len(known) != len(members) or any(map(operator.is_not, known, members)):
             self._all, self._members = torch.stack(members), list(members)
@@ -68,9 +68,9 @@ def adamw_(
     Args:
         parameters: float32, contiguous, of any shape.
         gradients: of the same shapes.
-        firsts: m, in any floating dtype.
+        firsts: m, of any floating dtype.
         seconds: v, likewise.
-        steps: float32 (n,), updates so far of each parameter.
+        steps: float32 (n,), number of updates of each parameter so far.
         scale: factor of all gradients, a float32 scalar on the device.
     """
     if not parameters:
@@ -105,7 +105,7 @@ def _reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, rate
 
 
 def _triton(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, rates: Rates) -> None:
-    from dtron.kernels.adamw_triton import adamw_kernel  # Triton is a GPU's
+    from dtron.kernels.adamw_triton import adamw_kernel  # Triton is needed on GPUs only
 
     n = p.numel()
     adamw_kernel[(-(-n // BLOCK),)](

@@ -1,17 +1,17 @@
-"""Casts to float8 in one pass over memory: plain, transposed, both, and of gated units.
+"""Casts to float8 in one pass over memory: plain, transposed, both, and fused with gated units.
 
-The float8 products of Hopper sum over the contiguous dim of both operands, so that what is an
-operand of two products is needed as it is and transposed. torch.compile writes both from one
-kernel, at half the bandwidth or less where one of them is transposed; these do it by tiles.
+Hopper's float8 matmuls sum over the contiguous dim of both operands, so an operand of two matmuls
+is needed both plain and transposed. torch.compile writes both from one kernel at half the bandwidth
+or less, because of the transposed store; these kernels work by tiles.
 
 A gated unit, with gradient c of its output h:
 
     h = silu(a) b      a' = c b s (1 + a (1 - s)),  b' = c a s,   s = sigmoid(a)
 
-has a pass for the largest magnitude, from which the scale comes, and a pass that casts. h, a' and
-b' are computed in both, in float32, and never stored in another dtype.
+takes one pass for the largest magnitude, which gives the scale, and one pass that casts. Both
+compute h, a' and b' in float32; these are never stored in a dtype other than float8.
 
-Bytes an element, with operands of two bytes:
+Bytes per element, with operands of two bytes:
 
     cast_plain         2 + 1          gated_amax               4
     turned             1 + 1          gated_cast               4 + 1
@@ -19,8 +19,8 @@ Bytes an element, with operands of two bytes:
     cast_both          2 + 2          gated_backward_cast      6 + 3
 
 Triton kernels on GPUs with float8, the same formulas in torch elsewhere. Values are x * scale,
-limited to what the dtype holds and rounded to nearest; NaN stays NaN, which the kernels' largest
-magnitudes leave out: it is the cast that keeps a bad step from passing.
+clamped to the range of the dtype and rounded to nearest. NaN stays NaN in casts; the kernels'
+maxima ignore it, so it is the cast that makes a bad step non-finite.
 
 Shapes: M rows, N columns; all operands are contiguous.
 Source: gated units, arXiv:2002.05202.
@@ -33,17 +33,17 @@ import torch
 from torch import Tensor
 
 TILE = (32, 128)
-"""Rows and columns of a program's tile: rows are the sectors of 32 bytes of a transposed store."""
+"""Rows and columns of a program's tile: 32 rows make the 32-byte sectors of a transposed store."""
 BLOCK, BLOCKS = 1024, 16
 SMALLEST = 2.0**-100
-"""Maxima below are taken for this, so that a scale and its inverse are finite in float32. Far below
-the gradients of a loss that is divided by the tokens of a large batch."""
+"""Lower bound of maxima, so that a scale and its inverse are finite in float32. It is far below the
+gradients of a loss that is divided by the tokens of a large batch."""
 _BYTES_TILE = (64, 256)
 _WARPS = 8
 
 
 def _by_triton(x: Tensor) -> bool:
-    """Kernels compute in float32, and Triton knows E4M3 from Ada on."""
+    """Whether to use Triton: its kernels compute in float32, and need Ada or newer for E4M3."""
     return x.is_cuda and x.dtype != torch.float64 and torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -52,13 +52,14 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in float8, for any scale that broadcasts; plain PyTorch, which inductor fuses."""
+    """Return x * scale in float8, for any scale that broadcasts; plain PyTorch, which inductor
+    fuses."""
     largest = torch.finfo(dtype).max
     return (x * scale).clamp(-largest, largest).to(dtype)
 
 
 def _gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of gate and up, and what they are multiplied to."""
+    """Gradients of gate and up, and the gated product."""
     a, b, c = _wide(gate), _wide(up), _wide(grad)
     s = a.sigmoid()
     return c * b * s * (1 + a * (1 - s)), c * a * s, a * s * b
@@ -74,7 +75,7 @@ def _empty_turned(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("dtron::float8_cast", mutates_args=())
 def cast_plain(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast where nothing is compiled, such as the shards of weights that are gathered.
+    """Cast in eager code, such as weight shards before their all-gather.
 
     Args:
         x: (M, N).
@@ -90,12 +91,12 @@ def cast_plain(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("dtron::float8_turned", mutates_args=())
 def turned(x: Tensor, after: Tensor) -> Tensor:
-    """The transposed matrix, contiguous.
+    """Transpose a float8 matrix into contiguous memory.
 
     Args:
         x: (M, N), float8.
-        after: not read. What depends on a gradient cannot be computed in the forward: without it
-            torch.compile keeps a transposed copy of each weight until the backward.
+        after: not read. A dependence on a gradient keeps torch.compile from transposing in the
+            forward, which would keep a transposed copy of each weight until the backward.
     Returns:
         (N, M), float8.
     """
@@ -123,7 +124,7 @@ def cast_turned(x: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor) -> 
 
 @torch.library.custom_op("dtron::float8_cast_both", mutates_args=())
 def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cast; arguments as `cast_turned`.
+    """Cast, plain and transposed; arguments as for `cast_turned`.
 
     Returns:
         (M, N) and the transposed (N, M), float8.
@@ -136,7 +137,7 @@ def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 @torch.library.custom_op("dtron::float8_gated_amax", mutates_args=())
 def gated_amax(gate: Tensor, up: Tensor) -> Tensor:
-    """The largest |silu(gate) up|.
+    """Largest magnitude of silu(gate) up.
 
     Args:
         gate: (M, N).
@@ -152,7 +153,7 @@ def gated_amax(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("dtron::float8_gated_cast", mutates_args=())
 def gated_cast(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """silu(gate) up in float8; arguments as `gated_amax` and `cast_turned`.
+    """Compute silu(gate) up in float8; arguments as for `gated_amax` and `cast_turned`.
 
     Returns:
         (M, N), float8.
@@ -165,7 +166,7 @@ def gated_cast(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> T
 
 @torch.library.custom_op("dtron::float8_gated_backward_amax", mutates_args=())
 def gated_backward_amax(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
-    """The largest magnitudes of the gradients of gate and up.
+    """Largest magnitudes of the gradients of gate and up.
 
     Args:
         gate: (M, N).
@@ -189,7 +190,7 @@ def gated_backward_cast(
     dtype: torch.dtype,
     hidden_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate and up in float8, and silu(gate) up once more.
+    """Compute the gradients of gate and up in float8, and silu(gate) up again.
 
     Args:
         gate: (M, N).
@@ -200,7 +201,7 @@ def gated_backward_cast(
         dtype: of the gradients.
         hidden_dtype: of silu(gate) up.
     Returns:
-        Of gate (M, N), of up (M, N), silu(gate) up transposed (N, M).
+        Gradient of gate (M, N), gradient of up (M, N), transposed silu(gate) up (N, M).
     """
     if _by_triton(gate):
         types = (dtype, hidden_dtype)
@@ -261,7 +262,7 @@ def _(
 
 
 # -- GPUs ------------------------------------------------------------------------------------------
-# Triton is imported where it is used: it is a GPU's.
+# Triton is imported on use: it is needed on GPUs only.
 
 
 def _cast_plain_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

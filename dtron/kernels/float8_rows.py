@@ -1,22 +1,23 @@
-"""Rows in float8 with their scales, packed so that a row is one message.
+"""Pack rows in float8 together with their scales, so that a row is one message.
 
     a row of D elements -> uint8 (W,):  [ D numbers, E4M3 | ceil(D / 128) scales, float32 | - ]
 
     scale = max |x| of 1 x 128 elements / 448       x8 = round(x / scale)       x ~ x8 scale
 
-The last scale is of what is left of the row. Scales begin at a multiple of 4 bytes, and W is one of
-16. What is between and behind is anything. A row is rounded by itself: its bytes are the same
-on every rank, independently of other rows.
+The last scale is that of the row's remainder. Scales begin at a multiple of 4 bytes, and W is a
+multiple of 16. Padding bytes are undefined. A row is rounded independently of other rows, so that
+its bytes are the same on every rank.
 
-Where all 128 are zero, or as small as nothing, the scale is that of `SMALLEST`, so that nothing is
-divided by zero. Where one is infinite or NaN the scale is too, and all 128 are NaN on arrival: a
-step that is not finite stays so. So are finite ones of float64 that no float32 scale reaches, above
-448 x 3.4e38.
+If all 128 elements are zero or tiny, the scale is that of `SMALLEST`, to avoid a division by zero.
+If one is infinite or NaN, so is the scale, and all 128 are NaN when unpacked: a non-finite step
+stays non-finite. The same holds for finite float64 values above 448 x 3.4e38, beyond any float32
+scale.
 
 Triton kernels on GPUs with float8, which read and write every row once; the same formula in torch
-elsewhere and in float64. `peer_gather.py` has one that casts rows back as it pulls them.
+on other devices and in float64. `peer_gather.py` has a kernel that unpacks rows while it reads them
+from peers.
 
-Shapes: N rows, D width, W bytes of a row on the wire.
+Shapes: N rows, D width, W bytes per packed row.
 Source: the tiles of DeepSeek-V3's activations, arXiv:2412.19437, section 3.3.
 """
 
@@ -29,28 +30,28 @@ from dtron.kernels.float8 import SMALLEST, rounded
 
 E4M3 = torch.float8_e4m3fn
 TILE = 128
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 TILES, WARPS = 16, 4
-"""Of a program, which has so many scales of one row at most."""
+"""Maximum number of a row's scales per Triton program."""
 
 
 def scales_at(width: int) -> int:
-    """Where in a row of `width` elements its scales begin, in bytes."""
+    """Byte offset of the scales in a packed row of `width` elements."""
     return -(-width // 4) * 4
 
 
 def wire_bytes(width: int) -> int:
-    """W: bytes on the wire of a row of `width` elements."""
+    """W, the bytes of a packed row of `width` elements."""
     return -(-(scales_at(width) + 4 * -(-width // TILE)) // 16) * 16
 
 
 def converts(device: torch.device) -> bool:
-    """Whether kernels know E4M3 there: GPUs from Ada on."""
+    """Whether kernels support E4M3 on a device: GPUs from Ada on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def packed(rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows as they go.
+    """Pack rows in float8.
 
     Args:
         rows: (N, D).
@@ -73,7 +74,7 @@ def packed(rows: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def unpacked(wire: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Rows as they have come, uint8 (N, W), contiguous: (N, D) in `dtype`."""
+    """Unpack contiguous rows, uint8 (N, W), to (N, D) in `dtype`."""
     out = wire.new_empty(len(wire), width, dtype=dtype)
     if _by_triton(out):
         return _unpacked_on_gpu(wire, out)
@@ -83,13 +84,13 @@ def unpacked(wire: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def _scales(wire: Tensor, width: int) -> Tensor:
-    """float32 (N, ceil(D / 128)), where they lie."""
+    """View the scales in packed rows: float32 (N, ceil(D / 128))."""
     first = scales_at(width)
     return wire[:, first : first + 4 * -(-width // TILE)].view(torch.float32)
 
 
 def _by_triton(rows: Tensor) -> bool:
-    """Kernels compute in float32."""
+    """Whether to use Triton, whose kernels compute in float32."""
     return rows.dtype != torch.float64 and converts(rows.device)
 
 
@@ -108,7 +109,7 @@ def _unpacked_on_gpu(wire: Tensor, out: Tensor) -> Tensor:
 
 
 def _launch(kernel: Any, rows: Tensor, wire: Tensor, *limits: float) -> None:
-    """A program for each row and each TILES of its scales."""
+    """Launch a program for each row and each TILES of its scales."""
     if not rows.numel():
         return
     width = rows.shape[1]

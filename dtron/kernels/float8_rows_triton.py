@@ -17,12 +17,12 @@ def packed_kernel(
     TILE: tl.constexpr,  # noqa: N803
     BLOCKS: tl.constexpr,  # noqa: N803
 ):
-    """BLOCKS tiles of one row -> their float8 bits and scales."""
+    """Pack BLOCKS tiles of one row into their float8 bits and scales."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     values = tl.load(rows + row * width + at, mask=at < width, other=0.0).to(tl.float32)
-    # Magnitudes are in the order of their bits, NaN above all: a maximum of floats leaves it out.
+    # Magnitudes are ordered like their bits, with NaN above all; a float maximum would ignore NaN.
     bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     amax = tl.cast(bits, tl.float32, bitcast=True)
     floor = tl.maximum(amax, smallest, propagate_nan=tl.PropagateNan.ALL)
@@ -46,7 +46,7 @@ def unpacked_kernel(
     TILE: tl.constexpr,  # noqa: N803
     BLOCKS: tl.constexpr,  # noqa: N803
 ):
-    """BLOCKS tiles of one row, from their float8 bits and scales."""
+    """Unpack BLOCKS tiles of one row from their float8 bits and scales."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def _round(x, scale, largest, DTYPE: tl.constexpr):  # noqa: N803
-    """float32 -> the bits of float8; NaN stays NaN, so that it is seen at the end of the step."""
+    """Round float32 to the bits of float8; NaN stays NaN, so that the step's check finds it."""
     limited = tl.clamp(x * scale, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     return limited.to(DTYPE).to(tl.uint8, bitcast=True)
 
@@ -22,7 +22,7 @@ def flat_cast_kernel(
     DTYPE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One block of x -> its float8 bits."""
+    """Cast one block of x to its float8 bits."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -38,7 +38,7 @@ def turn_kernel(
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """One tile of x (rows, columns) of bytes -> y (columns, rows)."""
+    """Transpose one tile of bytes x (rows, columns) into y (columns, rows)."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (i < rows)[:, None] & (j < columns)[None, :]
@@ -61,7 +61,8 @@ def cast_kernel(
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """One tile of x (rows, columns) -> its float8 bits, transposed, and as they are if STRAIGHT."""
+    """Cast one tile of x (rows, columns) to its float8 bits, transposed, and also plain if
+    STRAIGHT."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (i < rows)[:, None] & (j < columns)[None, :]
@@ -83,7 +84,7 @@ def gated_amax_kernel(
     BLOCK: tl.constexpr,  # noqa: N803
     BLOCKS: tl.constexpr,  # noqa: N803
 ):
-    """The largest |silu(gate) up| of BLOCKS blocks, into amax, float32 (1,)."""
+    """Reduce the largest |silu(gate) up| of BLOCKS blocks into amax, float32 (1,)."""
     start = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     largest = tl.zeros((BLOCK,), tl.float32)
     for block in range(BLOCKS):
@@ -106,7 +107,7 @@ def gated_cast_kernel(
     DTYPE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One block of silu(gate) up -> its float8 bits."""
+    """Compute the float8 bits of one block of silu(gate) up."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
@@ -117,7 +118,7 @@ def gated_cast_kernel(
 
 @triton.jit
 def _gradients(a, b, c):
-    """Of silu(a) b with the gradient c: those of a and b; and sigmoid(a)."""
+    """Gradients of a and b of silu(a) b, given its gradient c; and sigmoid(a)."""
     s = tl.sigmoid(a)
     return c * b * s * (1 + a * (1 - s)), c * a * s, s
 
@@ -132,7 +133,7 @@ def gated_backward_amax_kernel(
     BLOCK: tl.constexpr,  # noqa: N803
     BLOCKS: tl.constexpr,  # noqa: N803
 ):
-    """The largest magnitudes of both gradients of BLOCKS blocks, into amax, float32 (2,)."""
+    """Reduce the largest magnitudes of both gradients of BLOCKS blocks into amax, float32 (2,)."""
     start = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     of_gate = tl.zeros((BLOCK,), tl.float32)
     of_up = tl.zeros((BLOCK,), tl.float32)
@@ -168,9 +169,9 @@ def gated_backward_cast_kernel(
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """One tile: float8 bits of both gradients, and of silu(gate) up, transposed.
+    """Compute for one tile the float8 bits of both gradients, and of silu(gate) up, transposed.
 
-    Triton 3.6 writes every fourth row wrong where this kernel stores the gradients transposed too.
+    Triton 3.6 writes every fourth row wrong if this kernel also stores the transposed gradients.
     """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,7 +1,7 @@
-"""Products of experts: each expert's matrix by its own rows, which are sorted by expert.
+"""Grouped matmuls of experts: each expert's matrix times its own rows, which are sorted by expert.
 
-Row r belongs to expert e where offsets[e - 1] <= r < offsets[e], with offsets[-1] = 0. Offsets are
-on the device: nothing waits for it.
+Row r belongs to expert e if offsets[e - 1] <= r < offsets[e], with offsets[-1] = 0. Offsets are on
+the device, so that the host does not wait.
 
 Shapes: N rows, E experts, K input and M output features.
 Source: MegaBlocks, arXiv:2211.15841.
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_BYTES = 16  # rows of operands of grouped_mm are multiples of this
+_BYTES = 16  # bytes; row sizes of grouped_mm's operands are multiples of it
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         weight: (E, M, K), of x's dtype.
         offsets: int32 (E,), where each expert's rows end.
     Returns:
-        (N, M). Rows after the last expert's are anything, NaN too, and so are their gradients.
+        (N, M). Rows after the last expert's and their gradients are undefined, possibly NaN.
     """
     if _groupable(x, weight):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
@@ -30,8 +30,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _groupable(x: Tensor, weight: Tensor) -> bool:
-    """Whether grouped_mm takes these: of torch 2.11 and 2.13 its kernels know no float64, and what
-    torch.compile knows of it bfloat16 alone."""
+    """Whether grouped_mm supports these operands: in torch 2.11 and 2.13 its kernels lack float64,
+    and under torch.compile it supports only bfloat16."""
     if any(size * x.element_size() % _BYTES for size in weight.shape[1:]):
         return False
     if torch.compiler.is_compiling():
@@ -40,8 +40,8 @@ def _groupable(x: Tensor, weight: Tensor) -> bool:
 
 
 def looped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """The same in any dtype, an expert after the other over all rows: the reference. Rows after the
-    last expert's are zero."""
+    """Reference of `grouped_matmul` in any dtype, one expert after the other over all rows. Rows
+    after the last expert's are zero."""
     rows = torch.arange(x.shape[0], device=x.device)
     starts = F.pad(offsets[:-1], (1, 0))
     out = x.new_zeros(x.shape[0], weight.shape[1])
@@ -52,12 +52,12 @@ def looped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """grad_e^T x_e of each expert e: the gradient of the weight of `grouped_matmul`.
+    """Compute grad_e^T x_e for each expert e: the weight's gradient of `grouped_matmul`.
 
     Args:
         grad: (N, M), of x's dtype.
         x: (N, K), sorted by expert.
-        offsets: int32 (E,), where each expert's rows end; rows after the last one's are left out.
+        offsets: int32 (E,), where each expert's rows end; rows after the last expert's are ignored.
     Returns:
         (E, M, K).
     """

@@ -1,13 +1,13 @@
-"""Rows out of the memory of several ranks, which this rank reads where it lies.
+"""Gather rows from the memory of several ranks, which this rank reads directly.
 
-Each of P ranks has (R, D) rows. Row r of rank p is slot p R + r, so that a table of slots says for
-each row of the result where it comes from, or that there is none:
+Each of P ranks has (R, D) rows. Row r of rank p is slot p R + r; a table of slots gives the source
+of each row of the result, or says that there is none:
 
     out[i] = sum over j < parts of row slots[i] + j R      0 where slots[i] = NONE, NaN where LOST
 
-The sum is one of `parts` neighbouring ranks, in float32 at least. A Triton kernel on GPUs, which
-reads peers' memory by its address; the same in torch elsewhere. Rows may lie there in float8, as
-`float8_rows.py` packs them, and are cast back on the way: those are not summed.
+The sum is over `parts` neighbouring ranks, in float32 at least. A Triton kernel on GPUs reads
+peers' memory by address; other devices use the same formula in torch. Rows may be stored in float8,
+packed by `float8_rows.py`, and are then unpacked while they are read; those are not summed.
 
 Shapes: P ranks, R rows each, N rows of the result, D width.
 """
@@ -22,18 +22,18 @@ from dtron.kernels.float8_rows import TILE, scales_at, unpacked, wire_bytes
 
 NONE, LOST = -1, -2
 PROGRAMS, WARPS, ROWS, BLOCK = 64, 32, 16, 2048
-"""Of the kernel, which runs beside products: programs, each as large as half a multiprocessor
-holds, so that they leave most of the others alone; rows, and columns at most, that each reads at a
-time, which keep NVLink busy in spite of its latency.
+"""Launch options of the kernel, which overlaps with matmuls: the number of programs, each filling
+half a multiprocessor, so that most multiprocessors stay free; and the rows and columns that a
+program reads at a time, enough to hide NVLink's latency.
 
-A program has neighbouring rows of the result: these are often one rank's, and programs that run at
-a time so read from different ones. On two H200, 98,304 rows of 2,048 bfloat16: 0.61 ms, beside
-products of 0.72 ms both in 0.97 ms; a program for each half of a row takes as long alone, and hides
-nothing."""
+A program computes neighbouring rows of the result, which often come from one rank, so that
+concurrent programs read from different ranks. On two H200, 98,304 rows of 2,048 bfloat16 take 0.61
+ms; overlapped with matmuls of 0.72 ms, both take 0.97 ms. A program per half row takes as long
+alone, and hides nothing."""
 
 
 def rows_of_peers(peers: Sequence[Tensor], slots: Tensor, parts: int = 1) -> Tensor:
-    """The formula.
+    """Gather rows by the formula, in plain torch.
 
     Args:
         peers: (R, D) of each rank.
@@ -57,7 +57,7 @@ def rows_of_peers(peers: Sequence[Tensor], slots: Tensor, parts: int = 1) -> Ten
 def packed_rows_of_peers(
     peers: Sequence[Tensor], slots: Tensor, width: int, dtype: torch.dtype
 ) -> Tensor:
-    """The same of rows in float8, without sums.
+    """Gather rows in float8 by the formula, without sums.
 
     Args:
         peers: uint8 (R, W) of each rank, of `dtron/kernels/float8_rows.py`.
@@ -79,10 +79,10 @@ def rows_of_pointers(
     parts: int = 1,
     float8: bool = False,
 ) -> None:
-    """The same by one kernel.
+    """Gather rows with one Triton kernel.
 
     Args:
-        pointers: int64 (P,), addresses of memory of each rank.
+        pointers: int64 (P,), address of each rank's memory.
         offset: bytes from there to its rows.
         n_rows: R.
         out: (N, D), to be filled; rows have its dtype.

@@ -20,7 +20,7 @@ def pulled_kernel(
     ROWS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """`each` rows of the result, ROWS x BLOCK at a time."""
+    """Gather `each` rows of the result, ROWS x BLOCK elements at a time."""
     program = tl.program_id(0).to(tl.int64)
     end = tl.minimum((program + 1) * each, n)
     kind = tl.pointer_type(out.dtype.element_ty)
@@ -66,8 +66,8 @@ def pulled_packed_kernel(
     TILE: tl.constexpr,  # noqa: N803
     BLOCKS: tl.constexpr,  # noqa: N803
 ):
-    """`each` rows of the result out of float8 rows, ROWS x BLOCKS tiles at a time. A tile's scale
-    is read once: peers' memory is far."""
+    """Gather `each` rows of the result from float8 rows, ROWS x BLOCKS tiles at a time. A tile's
+    scale is read once, as peers' memory is slow."""
     program = tl.program_id(0).to(tl.int64)
     end = tl.minimum((program + 1) * each, n)
     for first in range(program * each, end, ROWS):
@@ -80,7 +80,7 @@ def pulled_packed_kernel(
         for column in range(0, width, BLOCKS * TILE):
             tile = column // TILE + tl.arange(0, BLOCKS)
             at = tile[None, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
-            read = (slot >= 0)[:, None, None] & (at < width)  # as it is: wide loads
+            read = (slot >= 0)[:, None, None] & (at < width)  # row by row as stored, for wide loads
             bits = tl.load(numbers + at, mask=read, other=0)
             inside = (slot >= 0)[:, None] & (tile * TILE < width)[None, :]
             scale = tl.load(scales + tile[None, :], mask=inside, other=0.0)

@@ -1,20 +1,19 @@
-"""Rows in the order of their experts, and weighted sums of what comes back, with gradients that are
-gatherings too.
+"""Copy tokens to rows sorted by expert, and sum the experts' results by weight.
 
-Token n's j-th choice is slot n k + j. A row holds one slot's copy of its token, or nothing and is
-zero; a slot has one row, or none. Both ways are known, slots by row and rows by slot:
+Token n's j-th choice is slot n k + j. A row holds one slot's copy of its token, or is empty and
+zero; a slot has one row, or none. Both maps are known, slots by row and rows by slot:
 
     repeated    y[r] = x[slots[r] // k]              x'[n] = sum_j y'[rows[n k + j]]
     summed      y[n] = sum_j w[n, j] x[rows[n k + j]]
                 x'[r] = w[slots[r]] y'[slots[r] // k],  w'[n, j] = y'[n] . x[rows[n k + j]]
 
-so that nothing is added up atomically, in any order. Sums are in float32 at least. Autograd's own
-gradient of an indexing adds rows up one by one.
+so that gradients are gathers too, without atomic additions in arbitrary order. Sums are in float32
+at least. Autograd's own gradient of indexing adds up rows one by one.
 
-Triton kernels on GPUs, of which each reads and writes every row once, the same formulas in torch
-elsewhere and in float64.
+Triton kernels on GPUs each read and write every row once; other devices, and float64, use the same
+formulas in torch.
 
-Shapes: N tokens, k slots a token, R rows, D width.
+Shapes: N tokens, k slots per token, R rows, D width.
 Source: MegaBlocks, arXiv:2211.15841, section 5.1.
 """
 
@@ -27,20 +26,20 @@ BLOCK = 1024
 
 
 def repeated(x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
-    """Each token's row, for each of its slots.
+    """Copy each token to the rows of its slots.
 
     Args:
         x: (N, D).
-        slots: int64 (R,), by row; -1 where a row is zero.
-        rows: int64 (N k,), by slot; -1 where a slot has no row.
+        slots: int64 (R,), slot of each row; -1: the row is zero.
+        rows: int64 (N k,), row of each slot; -1: the slot has no row.
     Returns:
         (R, D).
     """
-    return _Repeated.apply(x, slots, rows, k)  # type: ignore[return-value]
+    return _RepeatRows.apply(x, slots, rows, k)  # type: ignore[return-value]
 
 
 def summed(x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """The sum of each token's rows by weight.
+    """Sum each token's rows by weight.
 
     Args:
         x: (R, D).
@@ -49,11 +48,11 @@ def summed(x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
     Returns:
         (N, D) in the dtype of the weights.
     """
-    return _Summed.apply(x, weights, slots, rows)  # type: ignore[return-value]
+    return _SumRows.apply(x, weights, slots, rows)  # type: ignore[return-value]
 
 
 def reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """x[order] for a permutation int64 (N,) whose inverse is given: (N, D) -> (N, D)."""
+    """Return x[order] for a permutation int64 (N,) whose inverse is given: (N, D) -> (N, D)."""
     return repeated(x, order, inverse, 1)
 
 
@@ -62,7 +61,7 @@ def inverse_of(order: Tensor) -> Tensor:
     return order.scatter(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Repeated(torch.autograd.Function):
+class _RepeatRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(rows)
@@ -76,7 +75,7 @@ class _Repeated(torch.autograd.Function):
         return added(grad, rows.view(-1, ctx.k), None, grad.dtype), None, None, None
 
 
-class _Summed(torch.autograd.Function):
+class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, slots, rows)
@@ -97,7 +96,8 @@ def _by_triton(x: Tensor) -> bool:
 def gathered(
     x: Tensor, slots: Tensor, weights: Tensor | None, k: int, dtype: torch.dtype
 ) -> Tensor:
-    """Row r is x[slots[r] // k], times the slot's weight if there are any; see `repeated`."""
+    """Gather row r = x[slots[r] // k], times the slot's weight if weights are given; see
+    `repeated`."""
     if _by_triton(x):
         return _gathered_on_gpu(x.contiguous(), slots, weights, k, dtype)
     held = slots.clamp(min=0)
@@ -108,7 +108,7 @@ def gathered(
 
 
 def added(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(N, D): the sum of y[rows[n, j]] over j, by weight (N, k) if there are any."""
+    """Sum y[rows[n, j]] over j, by weight (N, k) if weights are given: (N, D)."""
     if _by_triton(y):
         return _added_on_gpu(y.contiguous(), rows, weights, dtype)
     picked = _picked(y, rows)
@@ -118,20 +118,20 @@ def added(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -
 
 
 def dots(grad: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-    """(N, k): grad[n] . y[rows[n, j]], in grad's dtype."""
+    """Compute grad[n] . y[rows[n, j]], (N, k) in grad's dtype."""
     if _by_triton(grad):
         return _dots_on_gpu(grad, y.contiguous(), rows)
     return (_picked(y, rows).to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
 
 
 def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Without a call that converts nothing: compiled by torch 2.11, a Function that ends in one has
-    gradients of zero."""
+    """Convert x to a dtype, without a call if it has that dtype: compiled by torch 2.11, a Function
+    that ends in a no-op conversion has zero gradients."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def _picked(y: Tensor, rows: Tensor) -> Tensor:
-    """(N, k, D): y[rows], zero where a slot has none."""
+    """Return y[rows], (N, k, D), with zeros for slots without a row."""
     return torch.where((rows >= 0).unsqueeze(-1), y[rows.clamp(min=0)], 0)
 
 
@@ -149,11 +149,11 @@ def _gathered_on_gpu(
 def _launch(
     kernel: Any, source: Tensor, places: Tensor, weights: Tensor | None, to: Tensor, k: int
 ) -> None:
-    """A program for each row of `to` and each BLOCK of its width."""
+    """Launch a program for each row of `to` and each BLOCK of its width."""
     if not to.numel():
         return
     n, width = to.shape
-    factors = source if weights is None else weights.contiguous()  # else not read
+    factors = source if weights is None else weights.contiguous()  # not read without weights
     kernel[n, -(-width // BLOCK)](
         *(source, places, factors, to, k, width), WEIGHTED=weights is not None, BLOCK=BLOCK
     )

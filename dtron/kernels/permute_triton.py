@@ -16,7 +16,8 @@ def gathered_kernel(
     WEIGHTED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One block of one row of y: the slot's token, times its weight if WEIGHTED, or zeros."""
+    """Compute one block of one row of y: the slot's token, times its weight if WEIGHTED, or
+    zeros."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row)
@@ -39,7 +40,7 @@ def added_kernel(
     WEIGHTED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One block of one token: the sum of its rows, in float32."""
+    """Compute one block of one token: the sum of its rows, in float32."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -56,7 +57,7 @@ def added_kernel(
 
 @triton.jit
 def dots_kernel(grad, y, rows, out, k, width, BLOCK: tl.constexpr):  # noqa: N803
-    """One slot: its token's gradient times its row, in float32."""
+    """Compute for one slot its token's gradient times its row, in float32."""
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + slot)
     held = tl.maximum(row, 0)

@@ -31,27 +31,27 @@ __all__ = [
 def norms(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The norm of each tensor, scalars computed in `dtype`, by default their own.
+    """Return the norm of each tensor, a scalar computed in `dtype` (default: the tensor's own).
 
-    A call for each tensor would take the host a few microseconds each, in every step.
+    A separate call per tensor would cost the host a few microseconds each in every step.
     """
     return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
 
 
 def version(tensor: Tensor) -> int:
-    """How often the tensor's memory was modified in place."""
+    """Return how often the tensor's memory was modified in place."""
     return tensor._version
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
-    """Compile one graph for all sizes of this dim."""
+    """Let torch.compile use one graph for all sizes of this dim."""
     torch._dynamo.mark_dynamic(tensor, dim)
 
 
 def compile_cache() -> dict[str, int]:
-    """How many graphs this process found in inductor's cache, and how many not."""
-    from torch._dynamo.utils import counters  # loads the compiler
+    """Count the graphs that this process found in inductor's cache, and those that it did not."""
+    from torch._dynamo.utils import counters  # importing it loads the compiler
 
-    # Those of aot_autograd would count again: its hit is followed by one of each graph's code.
+    # aot_autograd's hits would count twice: each is followed by a hit for the graph's code.
     graphs = counters["inductor"]
     return {"hits": graphs["fxgraph_cache_hit"], "misses": graphs["fxgraph_cache_miss"]}

@@ -1,1 +1,1 @@
-"""What a run needs and how fast it will be, estimated without a GPU; `dtron plan` prints it."""
+"""Estimates of a run's memory and speed, made without a GPU; `dtron plan` prints them."""

@@ -1,11 +1,12 @@
-"""What torch's caching allocator takes from a device for the tensors of one stream.
+"""Model of torch's caching allocator: the device memory it reserves for the tensors of one stream.
 
-It asks the device for segments, cuts from them what tensors need, joins what they leave, and gives
-nothing back: a tensor that finds no free block as large takes a new segment, whatever is free in
-smaller ones. The rules are those of c10/cuda/CUDACachingAllocator.cpp by default: blocks are whole
-512 bytes; up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of 20 MiB,
-and larger ones get segments of their own size in whole 2 MiB; the smallest block that is large
-enough is taken, and what it has over is cut off.
+The allocator requests segments from the device, splits them into blocks for tensors, merges freed
+blocks, and never returns memory: a tensor for which no free block is large enough takes a new
+segment, however much memory is free in smaller blocks. The rules are those of
+c10/cuda/CUDACachingAllocator.cpp by default: blocks are whole 512 bytes; up to 1 MiB they are split
+from segments of 2 MiB, below 10 MiB from segments of 20 MiB, and larger ones get segments of their
+own size in whole 2 MiB; the smallest block that is large enough is taken, and the rest is split
+off.
 
 Under `PYTORCH_ALLOC_CONF=expandable_segments:True` there are one segment for blocks up to 1 MiB and
 one for larger ones, which grow at their ends (`Expandable`).
@@ -20,19 +21,19 @@ _UNIT = 512
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A part of a segment."""
+    """A contiguous part of a segment."""
 
     nbytes: int
     small: bool
-    """Of a segment for blocks up to 1 MiB."""
+    """Whether it is in a segment for blocks up to 1 MiB."""
     free: bool = False
     before: "Block | None" = None
     after: "Block | None" = None
-    """Neighbours in the segment."""
+    """The neighbouring blocks in the segment."""
 
 
 class Pool:
-    """Memory of one stream.
+    """The allocator's memory pool of one stream.
 
     Attributes:
         reserved: bytes that were taken from the device.
@@ -40,7 +41,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._large, self._small = _Free(), _Free()
+        self._large, self._small = _FreeBlocks(), _FreeBlocks()
 
     def take(self, nbytes: int) -> Block:
         """Memory of a tensor."""
@@ -55,7 +56,7 @@ class Pool:
                 self.reserved += block.nbytes
             else:
                 block = free.first(found)
-        elif len(same) > 1:  # as `first`, which is called too often to be a call
+        elif len(same) > 1:  # `first`, inlined: this is the inner loop
             block = same.pop(0)
             block.free = False
             return block
@@ -89,8 +90,8 @@ class Pool:
             same.append(block)
 
 
-class _Free:
-    """Free blocks, those of a size in the order in which they came."""
+class _FreeBlocks:
+    """Free blocks by size; blocks of one size in the order in which they were freed."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -107,12 +108,12 @@ class _Free:
             same.append(block)
 
     def larger(self, size: int) -> int | None:
-        """The smallest size of a block that holds so many bytes."""
+        """The smallest block size that holds so many bytes."""
         place = bisect.bisect_left(self._sizes, size)
         return self._sizes[place] if place < len(self._sizes) else None
 
     def first(self, size: int) -> Block:
-        """Take out the first block of a size."""
+        """Remove and return the first block of a size."""
         same = self.blocks[size]
         block = same.pop(0)
         block.free = False
@@ -133,7 +134,7 @@ class _Free:
 
 
 def _join(first: Block, second: Block) -> None:
-    """Neighbours become one, the first."""
+    """Merge the second block into its neighbour, the first."""
     first.nbytes += second.nbytes
     first.after = second.after
     if first.after is not None:
@@ -141,21 +142,21 @@ def _join(first: Block, second: Block) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class _Placed(Block):
+class _PlacedBlock(Block):
     at: int = 0
-    """Where in its segment it begins."""
+    """Its offset in the segment."""
 
 
 class Expandable:
-    """As `Pool`, of segments that grow. Given what tensors of a run on a GPU took and gave back, it
-    reserves what the GPU's allocator did, to the byte.
+    """Memory pool with expandable segments; methods as `Pool`. Replaying the allocations of a run
+    on a GPU, it reserves what the GPU's allocator did, to the byte.
 
     Attributes:
         reserved: bytes that were taken from the device.
     """
 
     def __init__(self) -> None:
-        self._small, self._large = _Growing(2 * _MIB), _Growing(20 * _MIB)
+        self._small, self._large = _GrowingSegment(2 * _MIB), _GrowingSegment(20 * _MIB)
 
     @property
     def reserved(self) -> int:
@@ -166,30 +167,30 @@ class Expandable:
         size = -(-nbytes // _UNIT) * _UNIT or _UNIT
         small = size <= _MIB
         at = (self._small if small else self._large).take(size)
-        return _Placed(size, small, at=at)
+        return _PlacedBlock(size, small, at=at)
 
     def give(self, block: Block) -> None:
         """What a tensor leaves."""
-        assert isinstance(block, _Placed)
+        assert isinstance(block, _PlacedBlock)
         (self._small if block.small else self._large).give(block.at, block.nbytes)
 
 
 @dataclass
-class _Growing:
-    """A segment that grows by whole pages. The smallest free block that is large enough is taken,
-    of those the first; the one at the end, which can be as large as need be, as the last."""
+class _GrowingSegment:
+    """A segment that grows by whole pages. It takes the smallest free block that is large enough,
+    of equal ones the first; the block at the end, which can grow, is taken last."""
 
     page: int
     end: int = 0
     free: list[tuple[int, int]] = field(default_factory=list)
-    """Bytes and beginning of free blocks, ascending."""
+    """(bytes, offset) of free blocks, ascending."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """Their bytes by beginning."""
+    """Bytes of free blocks, by the offset of their first byte."""
     begins: dict[int, int] = field(default_factory=dict)
-    """Their beginning by end."""
+    """Offset of free blocks, by the offset of their end."""
 
     def take(self, size: int) -> int:
-        """Where a block of so many bytes begins."""
+        """Allocate a block; return its offset."""
         place = bisect.bisect_left(self.free, (size, 0))
         for nbytes, at in self.free[place : place + 2]:
             if at + nbytes < self.end:
@@ -208,7 +209,7 @@ class _Growing:
         return at
 
     def give(self, at: int, nbytes: int) -> None:
-        """Join a block with free ones before and after it."""
+        """Free a block, merging it with free blocks before and after it."""
         if at + nbytes in self.sizes:
             nbytes += self._remove(at + nbytes)
         if at in self.begins:
@@ -227,11 +228,12 @@ class _Growing:
         return nbytes
 
 
-class Held:
-    """As `Pool`, of an allocator that leaves no holes and rounds nothing: no real one needs less.
+class HolelessPool:
+    """Memory pool without fragmentation or rounding: a lower bound of any real allocator; methods
+    as `Pool`.
 
     Attributes:
-        reserved: the most bytes that tensors had at once.
+        reserved: the largest number of bytes allocated at once.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
-"""`dtron plan calibrate`: measures the machine it runs on and writes a row of hardware.py.
+"""`dtron plan calibrate`: measure this machine and write a hardware row for `dtron plan`.
 
     dtron plan calibrate --out mine.toml                                  one GPU, or a CPU
     torchrun --nproc-per-node 4 -m dtron plan calibrate --out mine.toml   and links between ranks
     dtron plan --config FILE --hardware mine.toml
 
-What is not measured is kept from the row that --base names, and marked so in the file: the peak of
-the data sheet, how many GPUs a host and an NVLink domain have, bytes outside of the allocator,
-prices of the host's calls, and links over which no two ranks of this run are. What is written is
-what the first rank saw.
+Fields that are not measured are copied from the row that --base names and marked in the file: the
+data-sheet peak, the number of GPUs per host and per NVLink domain, bytes outside the allocator, the
+host's time per call, and links that no two ranks of this run use. The file has the measurements of
+the first rank.
 """
 
 import argparse
@@ -28,15 +28,15 @@ from dtron.config import toml_value
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.plan.hardware import FILES, Hardware, hardware, of_device
 from dtron.plan.measure_hardware import Calibration, link_fields, measure_device, measure_links
-from dtron.plan.overlap import beside_fields, measure_beside
+from dtron.plan.overlap import measure_overlap, overlap_fields
 from dtron.plan.report import table
 from dtron.run.process import Place, process_group
 from dtron.run.rendezvous import meet
 
 
 def row_of(made: Calibration, base: Hardware, name: str, source: str) -> tuple[Hardware, list[str]]:
-    """The row, and which of its fields are the base's."""
-    found = {**made.found, **link_fields(made.collectives, base), **beside_fields(made.beside)}
+    """Return the row, and the fields that are the base row's."""
+    found = {**made.found, **link_fields(made.collectives, base), **overlap_fields(made.overlap)}
     kept = [each.name for each in fields(Hardware) if each.name not in {*found, "name", "source"}]
     pairs = {"latency[0]": "nvlink", "latency[1]": "network"}
     if "latency" in found:
@@ -48,12 +48,12 @@ _SHAPE = ("kind", "bytes", "ranks", "inside")
 
 
 def as_text(row: Hardware, made: Calibration, base: str, kept: Sequence[str], suffix: str) -> str:
-    """The file's text: fields of the row first, then what was measured."""
+    """Format the file: fields of the row, then the measurements."""
     values = {key: _rounded(value) for key, value in asdict(row).items()}
     origin = {"base": base, "kept": list(kept), "versions": versions()}
-    lists = {key: getattr(made, key) for key in ("products", "attention", "collectives", "beside")}
+    lists = {key: getattr(made, key) for key in ("matmuls", "attention", "collectives", "overlap")}
     lists["collectives"] = [
-        each | {"row_says": row.alone(*(each[name] for name in _SHAPE))}
+        each | {"predicted_seconds": row.alone(*(each[name] for name in _SHAPE))}
         for each in made.collectives
     ]
     measured = {
@@ -85,7 +85,7 @@ def as_text(row: Hardware, made: Calibration, base: str, kept: Sequence[str], su
 
 
 def _rounded(value: Any) -> Any:
-    """4 digits: more are noise."""
+    """Round floats to 4 digits: more are noise."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, tuple | list):
@@ -94,7 +94,7 @@ def _rounded(value: Any) -> Any:
 
 
 def calibrate_parser() -> argparse.ArgumentParser:
-    """Arguments of `dtron plan calibrate`."""
+    """Build the argument parser of `dtron plan calibrate`."""
     parser = ArgumentParser(
         prog="dtron plan calibrate",
         description="Measure this machine and write a row for dtron plan --hardware FILE; under "
@@ -107,14 +107,14 @@ def calibrate_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, and write or print the row.
+    """Measure this machine, and write or print the row.
 
     Raises:
         ConfigError: the arguments are wrong.
     """
     given = calibrate_parser().parse_args(arguments)
     if given.out and given.out.suffix not in FILES:
-        raise ConfigError(f"--out {given.out}: its name has to end in {' or '.join(FILES)}")
+        raise ConfigError(f"--out {given.out}: the file's name must end in {' or '.join(FILES)}")
     if given.out and not given.out.parent.is_dir():
         raise ConfigError(
             f"--out {given.out}: there is no folder {given.out.parent}; make it first"
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure_machine(base: Hardware, place: Place) -> Calibration:
-    """Measure the machine. All ranks call it; times are those of each."""
+    """Measure this machine; a collective. Each rank returns its own times."""
     device = place.device
     with process_group(place, 600, meet(place, 600).store):
         if device.type == "cuda":
@@ -145,7 +145,7 @@ def measure_machine(base: Hardware, place: Place) -> Calibration:
         made = measure_device(base, device)
         if place.world_size > 1:
             near = measure_links(made, place, device)
-            measure_beside(made, near, device)
+            measure_overlap(made, near, device)
     return made
 
 
@@ -168,16 +168,16 @@ def _show(row: Hardware, made: Calibration, kept: Sequence[str], base: Hardware)
 
 
 def tables(row: Hardware, made: Calibration) -> list[Table]:
-    """Everything that was measured, with the error of the row that was fitted to it."""
+    """Build tables of all measurements, with the error of the fitted row."""
     matmuls = (
         (
             each["dtype"],
             "{m} x {k} x {n}".format(**each),
             f"{each['seconds'] * 1e3:.4g}",
             f"{each['flops_per_second'] / 1e12:.4g}",
-            f"{each['row_says'] / each['seconds'] - 1:+.0%}",
+            f"{each['predicted_seconds'] / each['seconds'] - 1:+.0%}",
         )
-        for each in made.products
+        for each in made.matmuls
     )
     attention = (
         (
@@ -207,10 +207,10 @@ def tables(row: Hardware, made: Calibration) -> list[Table]:
             each["collective"],
             f"{each['bytes'] / 1e6:.4g}",
             f"{each['collective_alone'] * 1e3:.4g}",
-            f"{each['beside'] / each['alone'] - 1:+.0%}",
-            f"{each['collective_beside'] / each['collective_alone'] - 1:+.0%}",
+            f"{each['overlapped'] / each['alone'] - 1:+.0%}",
+            f"{each['collective_overlapped'] / each['collective_alone'] - 1:+.0%}",
         )
-        for each in made.beside
+        for each in made.overlap
     )
     sent = ("kind", "ranks", "MB", "ms", "GB/s of the bus", "row's error")
     both = (

@@ -28,10 +28,10 @@ from dtron.setup.preflight import preflight
 
 
 def plan_parser() -> argparse.ArgumentParser:
-    """Arguments of `dtron plan`."""
+    """Build the argument parser of `dtron plan`."""
     parser = ArgumentParser(
         prog="dtron plan",
-        description="What a run needs and how fast it will be, without a GPU. `dtron plan "
+        description="Estimate a run's memory and speed, without a GPU. `dtron plan "
         "calibrate` measures this machine for --hardware.",
     )
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="a TOML file")
@@ -45,14 +45,14 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--headroom", type=float, metavar="SHARE", help=free)
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --search writes its winner")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the plan as an HTML page")
-    parser.add_argument("--exact", action="store_true", help="trace the real code beside it")
+    parser.add_argument("--exact", action="store_true", help="also trace the real code")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a plan; 0 if the run is legal and fits, else 1.
+    """Print a plan; return 0 if the run is legal and fits, else 1.
 
     Raises:
         ConfigError: the arguments are wrong, or the file is no config.
@@ -63,12 +63,14 @@ def main(arguments: Sequence[str]) -> int:
         return calibrate(arguments[1:])
     given = plan_parser().parse_intermixed_args(arguments)
     if given.world_size < 1:
-        raise ConfigError(f"--world-size {given.world_size} is no number of GPUs; use at least 1")
+        raise ConfigError(
+            f"--world-size {given.world_size} is not a number of GPUs; use at least 1"
+        )
     if given.headroom is not None and not 0 <= given.headroom < 1:
-        raise ConfigError(f"--headroom {given.headroom:g} is no share; use 0 to less than 1")
+        raise ConfigError(f"--headroom {given.headroom:g} is not a fraction; use 0 to less than 1")
     if not 0 <= given.tokens < math.inf:
         raise ConfigError(
-            f"--tokens {given.tokens:g} is no number of tokens; use one such as 15e12"
+            f"--tokens {given.tokens:g} is not a number of tokens; use a number such as 15e12"
         )
     for option, path in (("--out", given.out), ("--page", given.page)):
         _check_target(option, path)
@@ -102,12 +104,12 @@ def main(arguments: Sequence[str]) -> int:
         found["exact"] = exact(config, given.world_size)
     if given.page and found["legal"]:
         if not found["time"]:
-            raise ConfigError(f"--page shows times, and none are predicted: {found['no_time']}")
+            raise ConfigError(f"--page needs predicted times: {found['no_time']}")
         run = Resolved.of(config, given.world_size)
         given.page.write_text(page(run, found, row, searched))
         _tell(given, f"the page is in {given.page}")
     elif given.page:
-        _tell(given, "no page is written of a layout that is not legal")
+        _tell(given, "no page is written, since the layout is not legal")
     _tell(given, f"for {given.world_size} GPUs (--world-size), {row.name} (--hardware)")
     if given.json:
         print(json.dumps(found, indent=1))
@@ -119,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_target(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work that it is for."""
+    """Raise ConfigError if a file cannot be written, before the work starts."""
     if path is None:
         return
     if not path.parent.is_dir():
@@ -131,7 +133,7 @@ def _check_target(option: str, path: Path | None) -> None:
 
 
 def _progress(line: str) -> None:
-    """Apart from what the command prints."""
+    """Print progress to stderr, separate from the command's output."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -141,11 +143,11 @@ def _tell(given: argparse.Namespace, line: str) -> None:
 
 
 def dry_run(config: RunConfig, name: str) -> int:
-    """The plan for the number of ranks that start here and all reasons why they cannot, by the
-    first of them; then the checks of a start. Returns the exit status.
+    """Print the plan for this launch's ranks and every reason why they cannot start, on the first
+    rank; then run the checks of a start. Returns the exit status.
 
     Args:
-        name: of a hardware row, or its file; empty: this machine's.
+        name: hardware row, or its file; empty: this machine's row.
     Raises:
         DtronError: what a start would raise.
     """
@@ -165,7 +167,7 @@ def dry_run(config: RunConfig, name: str) -> int:
 
 
 def _assumed(device: torch.device, row: str) -> str:
-    """Which row nobody asked for, and why it is that one."""
+    """Describe the hardware row that was chosen without --hardware, and why."""
     if device.type != "cuda":
         return f"no GPU is here: planned for {row}, the default row"
     gpu = torch.cuda.get_device_name(device)
@@ -180,5 +182,5 @@ class _Console(Console):
 
 
 def _console() -> Console:
-    """Never so narrow that figures of a table are cut: a terminal breaks lines instead."""
+    """Make a console wide enough for all columns of a table: a terminal breaks lines instead."""
     return _Console(width=max(200, Console().width))

@@ -1,4 +1,4 @@
-"""The collectives of a rank's step: which, how many, how large, over which axis and link.
+"""Collectives of a rank's step: kind, number, size, mesh axis and link.
 
 Sizes are those of `dtron.run.collective_counter`: the larger of what goes in and what comes out of
 one rank. tests/plan/test_communication.py compares some with real runs, tests/plan/test_exact.py
@@ -19,7 +19,7 @@ from dtron.plan.run_shape import ELEMENT, Resolved, Stage, expert_rows
 
 @dataclass(frozen=True)
 class Collective:
-    """So many collectives of one kind and size in a step of a pipeline rank."""
+    """Collectives of one kind and size in a pipeline rank's step, with their number."""
 
     axis: str
     kind: str
@@ -27,23 +27,24 @@ class Collective:
     """Bytes of each."""
     count: float
     purpose: str
-    """fsdp, tp, cp, ep, pp, loss, or step: once a step, and small."""
+    """fsdp, tp, cp, ep, pp, loss, or step (small, once per step)."""
     ranks: int
     inside: int
-    """Of the group's ranks, those in one NVLink domain."""
+    """Number of the group's ranks in one NVLink domain."""
 
     @property
     def link(self) -> str:
-        """What the slowest part of it goes over."""
+        """The slowest link it uses."""
         return "nvlink" if self.inside >= self.ranks else "network"
 
     def seconds(self, hardware: Hardware) -> float:
-        """Of all of them, one after another."""
+        """Total seconds, if they run one after another."""
         return self.count * hardware.collective(self.kind, self.size, self.ranks, self.inside)
 
 
 def group(run: Resolved, axes: Sequence[str], domain: int) -> tuple[int, int]:
-    """Ranks of a group over neighbouring axes, and of these in one NVLink domain of GPUs."""
+    """Number of ranks of a group over neighbouring mesh axes, and how many are in one NVLink
+    domain."""
     stride = 1
     for axis in reversed(DEGREES):
         if axis in axes:
@@ -66,20 +67,21 @@ def _expert_group(run: Resolved, axis: str, domain: int) -> tuple[int, int]:
 def sharing(run: Resolved, domain: int) -> Iterator[tuple[str, int, int]]:
     """(what, ranks of a group that shares it, of these in one domain of GPUs) of parameters."""
     yield "parameters", *group(run, FSDP_AXES, domain)
-    if run.model.n_experts and run.experts_apart:
+    if run.model.n_experts and run.separate_experts:
         yield "experts", *_expert_group(run, "edp_shard", domain)
 
 
 def exchanging(run: Resolved, domain: int) -> tuple[int, int]:
-    """Ranks of a group whose rows go to each other's experts, of these in one domain of GPUs."""
+    """Number of ranks that exchange token copies for experts, and how many are in one NVLink
+    domain."""
     return _expert_group(run, "ep", domain)
 
 
 def collectives(run: Resolved, rank: int, domain: int = 8) -> list[Collective]:
-    """Of a pipeline rank's step.
+    """List the collectives of a pipeline rank's step.
 
     Args:
-        domain: GPUs that reach each other by NVLink.
+        domain: number of GPUs connected by NVLink.
     """
     found: list[Collective] = []
     for stage in run.stages_of(rank):
@@ -91,7 +93,7 @@ def collectives(run: Resolved, rank: int, domain: int = 8) -> list[Collective]:
 
 
 def activation_collectives(run: Resolved, stage: Stage, domain: int) -> list[Collective]:
-    """Those that a stage's computation waits for: of tp, cp and ep."""
+    """List the collectives that a stage's computation waits for: those of tp, cp and ep."""
     found = list(_tensor(run, stage, domain)) if run.tp > 1 else []
     found += _context(run, stage, domain) if run.degrees["cp"] > 1 else []
     found += _experts(run, stage, domain)
@@ -116,8 +118,8 @@ def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
 
 
 def gathers(run: Resolved, unit: Unit, last: bool) -> int:
-    """How often a unit is gathered: by each forward and backward, or once a step; the last one of a
-    model that is no stage, and the root, once a micro-batch."""
+    """How often a unit is gathered per step: in each forward and backward, or once; without a
+    pipeline, the last unit and the root once per micro-batch."""
     if run.policy.keep_gathered:
         return 1
     stays = unit.name == "root" or (run.layout is None and last)
@@ -148,8 +150,8 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     def both(
         widths_in: list[int], widths_out: list[int], layers: Sequence[int], again: int
     ) -> Iterator[Collective]:
-        """Gathered on the way in, reduced on the way out; the backward mirrors it. `again` is what
-        recomputation repeats: all but a layer's last product, which nothing before it needs."""
+        """Gather the input and reduce the output; the backward mirrors it. `again` counts what
+        recomputation repeats: all but a layer's last matmul, whose result no gradient needs."""
         times = len(layers)
         size_in, size_out = (_share_gathered(run, layers, names) for names in _ENDS)
         repeated = widths_out[:1]  # attention's
@@ -203,18 +205,18 @@ def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collecti
 
 
 _ENDS = (("attn", "ffn"), ("attn.wo", "ffn.down"))
-"""What of a block gathers its input, and what the gradient of its output."""
+"""Modules of a block that gather their input, and those that gather their output's gradient."""
 
 
 def _share_gathered(run: Resolved, layers: Sequence[int], names: Sequence[str]) -> float:
-    """Bytes of what these modules gather, over those without float8."""
+    """Bytes that these modules gather, as a fraction of the bytes without float8."""
     small = run.float8.communicated if run.float8 else frozenset()
     found = [f"blocks.{i}.{name}" in small for i in layers for name in names]
     return sum(1 / run.element if one else 1.0 for one in found) / len(found)
 
 
 def _widths(run: Resolved, mixture: bool) -> tuple[list[int], list[int]]:
-    """Widths a token that a layer gathers, and that it reduces, forward."""
+    """Elements per token that a layer's forward gathers, and that it reduces."""
     model = run.model
     inward, outward = [model.dim], [model.dim]
     if model.kv_lora_rank:
@@ -225,8 +227,8 @@ def _widths(run: Resolved, mixture: bool) -> tuple[list[int], list[int]]:
 
 
 def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """Keys and values; of ulysses queries and outputs too. Gradients of keys and values that a ring
-    sends, or that go back with halos, are float32."""
+    """Collectives of context parallelism: keys and values, under ulysses queries and outputs too.
+    Gradients of keys and values in a ring, or returned with halos, are float32."""
     cp = run.degrees["cp"]
     ranks, inside = group(run, ("cp",), domain)
     model, m = run.model, run.micro_batches
@@ -237,9 +239,9 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         again = int(run.recomputes(layer))
         times = 2 if again and run.config.recompute.mode == "full" else 1
         if shape.inner > 1:
-            # Modes that keep what attention gives repeat all-to-alls nevertheless.
+            # Recompute modes that keep attention's output still repeat the all-to-alls.
             near = min(shape.inner, inside)
-            for width in (q / 2 + kv, q / 2):  # queries, keys and values; what attention gives
+            for width in (q / 2 + kv, q / 2):  # queries, keys and values; attention's output
                 size, count = float(width * run.element), (2 + again) * m
                 yield Collective("cp", "all_to_all", size, count, "cp", shape.inner, near)
         if run.exchanges_halos(layer):
@@ -262,8 +264,8 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
 
 
 def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """Rows and results' gradients to the experts, results and rows' gradients from them, after how
-    many there are."""
+    """Collectives of expert parallelism: counts, then dispatch and combine, and their mirror images
+    in the backward."""
     layers = [i for i in stage.layers if run.has_experts(i)]
     again = sum(run.recomputes(i) and run.config.recompute.mode != "none" for i in layers)
     ranks, inside = exchanging(run, domain)
@@ -273,15 +275,15 @@ def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     element = dim * run.element
     for row in (wire_bytes(dim) if run.config.float8.dispatch else element, element):
         yield Collective(name, "all_to_all", float(rows * row), count, "ep", ranks, inside)
-    sizes = 8.0 * run.model.n_experts * run.experts["etp"]  # int64: how many rows come
+    sizes = 8.0 * run.model.n_experts * run.experts["etp"]  # int64: number of tokens to receive
     times = (len(layers) + again) * run.micro_batches
     yield Collective(name, "all_to_all", sizes, times, "ep", ranks, inside)
     yield from _balance(run, times, domain)
 
 
 def _balance(run: Resolved, times: int, domain: int) -> Iterator[Collective]:
-    """Loads of the ranks that share a micro-batch, for the loss that evens them; with padding the
-    numbers of tokens too, of which z-loss takes the mean."""
+    """Collectives of the balance loss: loads of the ranks that share a micro-batch; with padding
+    also their numbers of tokens, for the mean of the z-loss."""
     padded = run.config.data.packing != "cut"
     if not (run.model.balance_coefficient or (padded and run.model.z_loss)):
         return
@@ -294,7 +296,8 @@ def _balance(run: Resolved, times: int, domain: int) -> Iterator[Collective]:
 
 
 def _pipeline(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """Hidden states onwards and gradients backwards, where the neighbour is another rank."""
+    """Collectives of the pipeline: hidden states forward and gradients backward, where the
+    neighbouring stage is on another rank."""
     ranks, inside = group(run, ("pp",), domain)
     for other in (stage.index - 1, stage.index + 1):
         if 0 <= other < len(run.stages) and run.stages[other].rank != stage.rank:
@@ -303,8 +306,8 @@ def _pipeline(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
 
 
 def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
-    """Once a step: labels are counted, gradients of which tp ranks have parts are summed, so are
-    those of tied weights and the norm, and loads of experts for their biases."""
+    """Collectives once per step: counting labels, summing partial gradients of tp ranks, gradients
+    of tied weights, the norm, and expert loads for router biases."""
     found: list[tuple[Sequence[Degree], str, float]] = [
         (LOSS_AXES, "all_reduce", 8.0 * (1 + run.model.mtp)),
         (("tp",), "all_reduce", 4.0 * sum(u.partial_shard for u in held(run, rank))),
@@ -320,7 +323,7 @@ def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
 
 
 def _tied(run: Resolved, rank: int) -> float:
-    """Bytes of gradients that another rank's copies need: of a tied head, and of the embedding that
+    """Bytes of gradients exchanged for tied weights: a tied head, and the embedding that
     multi-token prediction reads."""
     if not (run.model.tied or run.model.mtp):
         return 0.0

@@ -1,4 +1,4 @@
-"""What a rank computes of one micro-batch: matrix products and attention of each layer, as data."""
+"""Computation of a rank per micro-batch: matmuls, attention and elementwise work of each layer."""
 
 import functools
 from dataclasses import dataclass
@@ -10,24 +10,24 @@ from dtron.plan.run_shape import Resolved, expert_rows
 
 PASSES = 8
 """How often a block's saved bytes are read or written by elementwise kernels, forward and backward;
-fitted to a block of Llama-3-8B alone (benchmarks/RESULTS.md). Without torch.compile: 18."""
+fitted to a single block of Llama-3-8B (benchmarks/RESULTS.md). Without torch.compile: 18."""
 EAGER_PASSES = 18
 FORWARD, EAGER_FORWARD = 0.4, 1 / 3
-"""Share of these bytes that the forward moves. The first, and what is computed again, is counted in
-the graphs that inductor fuses of dense blocks, in the proportions of Llama-3-8B and Qwen3-8B."""
+"""Fraction of these bytes that the forward moves. It and the fractions of recomputation are counted
+in inductor's fused graphs of dense blocks with the proportions of Llama-3-8B and Qwen3-8B."""
 AGAIN = {"selective": 0.2, "attention": 0.23, "full": FORWARD}
-"""Share that a compiled backward adds to them where it computes again, by mode: what is recomputed
-is fused with what reads it. A full one calls the forward's graph once more."""
+"""Fraction that recomputation adds in a compiled backward, by mode: recomputed values are fused
+with the kernels that read them. Mode `full` calls the forward's graph once more."""
 CAST, CAST_WEIGHT, TURN_WEIGHT = 6, 8, 2
-"""Bytes an element of casts to float8. An input or gradient is read for its largest value and again
-to be cast, and written as it is and transposed; a weight the same, and once more for the backward;
-one that is gathered in float8 is turned alone."""
+"""Bytes per element of casts to float8. An input or gradient is read for its largest magnitude and
+again to be cast, and is written both as it is and transposed; a weight likewise, and again in the
+backward; a weight gathered in float8 is only transposed."""
 
 
 @dataclass(frozen=True)
 class ShardedMatmul:
-    """(m, k) x (k, n) of a rank, `groups` of them with m tokens in all; the backward is two of
-    this size."""
+    """A rank's matmul (m, k) x (k, n), or `groups` of them with m tokens in total; the backward is
+    two matmuls of this size."""
 
     module: str
     m: int
@@ -39,13 +39,13 @@ class ShardedMatmul:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one layer or head and one micro-batch."""
+    """Seconds of one layer or head per micro-batch."""
 
     forward: float
     inputs: float
-    """Of the backward, the gradient of the input."""
+    """The backward's part for the gradient of the input."""
     weights: float
-    """And those of the weights."""
+    """The backward's part for the gradients of the weights."""
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(
@@ -56,12 +56,12 @@ class Seconds:
 
 
 Work = dict[str, Seconds]
-"""By kind: product, grouped (products of experts), attention, and copy, for which elementwise
-kernels are taken."""
+"""Seconds by kind: matmul, grouped_matmul (experts), attention, and copy, which stands for
+elementwise kernels."""
 
 
 def together(*parts: Work) -> Work:
-    """Sums by kind."""
+    """Add up seconds by kind."""
     found: Work = {}
     for part in parts:
         for kind, seconds in part.items():
@@ -70,12 +70,12 @@ def together(*parts: Work) -> Work:
 
 
 def total(work: Work) -> Seconds:
-    """Of all kinds."""
+    """Add up the seconds of all kinds."""
     return sum(work.values(), Seconds(0.0, 0.0, 0.0))
 
 
 def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
-    """Matmuls of the forward of a layer, by `Resolved.kind`, on a rank."""
+    """List a rank's matmuls in the forward of a layer, by `Resolved.kind`."""
     own, eight = -(-run.tokens // run.between), bool(run.config.float8.recipe)
     groups = run.model.n_experts // run.experts["ep"] if kind != "dense" else 1
     found = []
@@ -91,7 +91,8 @@ def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
 
 
 def attention_flops(run: Resolved, layer: int) -> float:
-    """Of a layer's forward, of the half that a causal mask leaves, on a rank."""
+    """A rank's attention FLOPs in a layer's forward, counting the half that a causal mask
+    leaves."""
     model, length = run.model, run.config.train.seq_len
     window = run.window(layer)
     seen = min(length, 2 * window) if window else length
@@ -100,8 +101,8 @@ def attention_flops(run: Resolved, layer: int) -> float:
 
 
 def value_width(run: Resolved) -> int:
-    """Of a head, as attention's kernel gets them: context parallelism pads values to the width of
-    keys."""
+    """Width of a head's values as attention's kernel gets them: context parallelism pads values to
+    the width of keys."""
     return run.model.head_size if run.degrees["cp"] > 1 else run.model.v_head_size
 
 
@@ -111,7 +112,7 @@ def _product(hardware: Hardware, p: ShardedMatmul) -> Seconds:
     return Seconds(
         hardware.product(p.m, p.k, p.n, *shape),
         hardware.product(p.m, p.n, p.k, *shape),
-        # The weight's gradient is deep where rows are many; of experts each has its own rows.
+        # The weight's gradient sums over tokens; for experts, over each expert's own tokens.
         hardware.product(p.n, p.m, p.k, 1, p.float8)
         if p.groups == 1
         else hardware.product(p.m, p.n, p.k, *shape),
@@ -119,8 +120,8 @@ def _product(hardware: Hardware, p: ShardedMatmul) -> Seconds:
 
 
 def cast_seconds(run: Resolved, listed: list[ShardedMatmul], hardware: Hardware) -> Seconds:
-    """Casts of float8 products, each of its own input, weight and gradient: bytes over the rate of
-    a copy, in the forward those of inputs and half of the weights'."""
+    """Seconds of float8 casts; each matmul casts its own input, weight and gradient. Time is bytes
+    over the rate of a copy; inputs and half of the weights' bytes count for the forward."""
     eight = [p for p in listed if p.float8]
     weight = TURN_WEIGHT if run.config.float8.all_gather else CAST_WEIGHT
     forward = sum(CAST * p.m * p.k + weight * p.k * p.n / 2 for p in eight)
@@ -129,7 +130,7 @@ def cast_seconds(run: Resolved, listed: list[ShardedMatmul], hardware: Hardware)
 
 
 def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
-    """A layer's computation alone."""
+    """Computation of a layer, without communication."""
     listed = matmuls(run, run.kind(index))
     mode, casts = run.config.recompute.mode, cast_seconds(run, listed, hardware)
     flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
@@ -155,19 +156,19 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
 
 def _kinds(listed: list[ShardedMatmul], hardware: Hardware) -> Work:
     return together(
-        *({"grouped" if p.groups > 1 else "product": _product(hardware, p)} for p in listed)
+        *({"grouped_matmul" if p.groups > 1 else "matmul": _product(hardware, p)} for p in listed)
     )
 
 
 def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
-    """Products that the backward of a layer computes again, where a mode keeps none: all but those
-    whose results nobody reads.
+    """Matmuls that a layer's backward recomputes in a mode that keeps none: all whose results are
+    read.
 
-    The last one of a feed-forward, or of a shared expert, is added to the layer's output and needed
-    by no gradient; what experts give is, by those of their weights. A compiled block that holds its
-    recomputation leaves it out, and autograd, which stops at the last tensor that it lacks, where
-    it is the layer's last product. A block that is compiled inside of its recomputation is called
-    as it is.
+    The last matmul of a feed-forward or shared expert is only added to the layer's output, and no
+    gradient reads its result; the gradients of combine weights read experts' results. A compiled
+    block that contains its recomputation omits that matmul. Eager recomputation, which stops at the
+    last tensor that autograd lacks, omits it if it is the layer's last. A block compiled inside its
+    recomputation runs whole.
     """
     kind, options = run.kind(index), run.config
     listed = matmuls(run, kind)
@@ -180,8 +181,9 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
 
 
 def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
-    """Seconds that a layer and micro-batch wait for copies to the host and back: what it keeps over
-    the host link, less the forward and the backward of a layer, beside which they run."""
+    """Seconds that a layer waits per micro-batch for copies to the host and back: kept bytes over
+    the rate of the host link, minus the forward and backward of a layer, which overlap the
+    copies."""
     if not run.config.recompute.offload:
         return 0.0
     copied = sum(activations.kept(run, index).values()) / hardware.host_link
@@ -190,9 +192,9 @@ def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
 
 
 def head(run: Resolved, hardware: Hardware) -> Work:
-    """Norm, head and loss, of each prediction."""
+    """Computation of norm, head and loss, for each prediction."""
     vocabulary = -(-run.model.vocab_size // run.tp)
     once = _product(hardware, ShardedMatmul("head", run.tokens, run.model.dim, vocabulary))
     moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy
-    each: Work = {"product": once, "copy": Seconds(moved / 2, moved / 2, 0.0)}
+    each: Work = {"matmul": once, "copy": Seconds(moved / 2, moved / 2, 0.0)}
     return together(*[each] * (1 + run.model.mtp))

@@ -1,9 +1,9 @@
-"""`dtron plan --exact`: what the real code allocates and sends, beside what is predicted of it.
+"""`dtron plan --exact`: memory and collectives traced from the real code, next to the predictions.
 
-Each distinct rank is traced (`tracing.py`) in a process of its own, so that no process group, mesh
-or cache of one is seen by another, or is left. Ranks of a pipeline differ; of those between the
-first and the last one, the first and the last are traced. Others differ by their index in data,
-context or tensor parallelism alone: the first stands for all, as shards are largest there.
+Each distinct rank is traced (`tracing.py`) in a separate process, so that no process group, mesh or
+cache is shared or left over. Pipeline ranks differ; of those between the first and the last, the
+first and the last are traced. Ranks that differ only in their data, context or tensor parallel
+index are represented by the first, whose shards are largest.
 """
 
 import multiprocessing
@@ -26,21 +26,22 @@ from dtron.plan.communication import collectives
 from dtron.plan.memory import RankMemory, memory
 from dtron.plan.report import GIB, table
 from dtron.plan.run_shape import Resolved, shortened
-from dtron.plan.tracing import Traced, trace
+from dtron.plan.tracing import RankTrace, trace
 
 MICRO_BATCHES = 3
-"""Of a step without a pipeline: the first, one in between and the last differ."""
+"""Number of traced micro-batches without a pipeline: the first, one in between and the last
+differ."""
 
 Counts = defaultdict[tuple[str, str], list[float]]
-"""(axis, collective) -> [calls, bytes]."""
+"""Mapping (axis, collective) -> [calls, bytes]."""
 
 
 def exact(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Trace a legal run: {notes, micro_batches, ranks, seconds}; each of `ranks` has pairs of what
-    the code does and what is predicted, by name.
+    """Trace a legal run: {notes, micro_batches, ranks, seconds}; each entry of `ranks` has pairs of
+    traced and predicted values, by name.
 
     Raises:
-        ConfigError: it cannot be traced.
+        ConfigError: the run cannot be traced.
     """
     if found := refusals(config):
         raise ConfigError(f"--exact cannot trace {'; nor '.join(found)}; leave --exact out")
@@ -58,13 +59,13 @@ def exact(config: RunConfig, world_size: int) -> dict[str, Any]:
 
 
 def refusals(config: RunConfig) -> list[str]:
-    """What in a run cannot be traced."""
+    """List the settings of a run that cannot be traced."""
     asked = {
-        "float8.recipe: its kernels are for GPUs, and what is emulated allocates otherwise": bool(
+        "float8.recipe: its kernels need GPUs, and emulation allocates differently": bool(
             config.float8.recipe
         ),
-        "recompute.offload: it copies by streams, which a CPU has not": config.recompute.offload,
-        'mixtures in train.dtype = "float32": torch traces grouped products in bfloat16 alone': (
+        "recompute.offload: it copies on streams, which CPUs do not have": config.recompute.offload,
+        'mixtures in train.dtype = "float32": torch traces grouped matmuls in bfloat16 only': (
             config.train.dtype == "float32" and Resolved.model_of(config).n_experts > 0
         ),
     }
@@ -72,7 +73,7 @@ def refusals(config: RunConfig) -> list[str]:
 
 
 def traceable(config: RunConfig, world_size: int) -> RunConfig:
-    """The run as it is traced: eager, on no stream of its own, with fewer micro-batches."""
+    """Return the run to trace: eager, on one stream, with fewer micro-batches."""
     plain = {"async_tp": False, "high_priority": [], "copy_engines": False}
     plain |= {"dispatcher": "all_to_all", "ep_capacity": Parallel().ep_capacity}
     parallel = config.parallel.model_copy(update=plain)
@@ -87,26 +88,26 @@ def traceable(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def notes(config: RunConfig, traced: RunConfig, world_size: int) -> Iterator[str]:
-    """What is otherwise in the trace than in the run."""
+    """List the differences between the trace and the run."""
     if config.compile.enable:
         yield "traced and predicted without compile.enable: eager blocks and losses keep more"
     if config.parallel.async_tp:
         yield "traced and predicted without parallel.async_tp, which fuses tp's collectives"
     if config.parallel.copy_engines:
-        yield "traced and predicted without parallel.copy_engines, whose memory torch does not see"
+        yield "traced and predicted without parallel.copy_engines, as torch does not see its memory"
     if config.parallel.dispatcher == "symmetric_memory":
-        yield 'traced and predicted with parallel.dispatcher = "all_to_all": nothing is bounded'
+        yield 'traced and predicted with parallel.dispatcher = "all_to_all", without a capacity'
     if config.parallel.dispatcher == "deepep":
-        yield 'traced and predicted with parallel.dispatcher = "all_to_all": no buffers of DeepEP'
+        yield 'traced and predicted with parallel.dispatcher = "all_to_all", not DeepEP'
     rings = {"ring", "hierarchical"} & set(config.parallel.cp_methods())
     if config.parallel.cp > 2 and rings and Resolved.model_of(config).window:
-        yield "what rings send for windows is predicted of the rank that receives most"
+        yield "halos of rings with windows are predicted for the rank that receives most"
     if config.data.mask_documents:
         yield "each sequence is one document"
     if Resolved.model_of(config).n_experts:
         yield (
-            "loads of experts are even; rows are sorted by torch's formulas, which hold more than "
-            "the kernels of GPUs"
+            "expert loads are even; token copies are sorted by plain torch, in more memory "
+            "than the GPU kernels"
         )
     whole, part = (each.micro_batches(world_size) for each in (config, traced))
     if whole != part:
@@ -114,16 +115,16 @@ def notes(config: RunConfig, traced: RunConfig, world_size: int) -> Iterator[str
 
 
 def distinct(run: Resolved) -> list[int]:
-    """The ranks to trace, in the world."""
+    """List the global ranks to trace."""
     pp = run.degrees["pp"]
     indices = {0, min(1, pp - 1), max(pp - 2, 0), pp - 1}
     return [index * (run.world_size // pp) for index in sorted(indices)]
 
 
-def traces(config: RunConfig, world_size: int, ranks: Sequence[int]) -> list[Traced]:
-    """Each in a process of its own, as many at once as there are processors."""
+def traces(config: RunConfig, world_size: int, ranks: Sequence[int]) -> list[RankTrace]:
+    """Trace each rank in a separate process, as many at once as there are processors."""
     at_once = os.cpu_count() or 1
-    found: list[Traced] = []
+    found: list[RankTrace] = []
     for first in range(0, len(ranks), at_once):
         started = [_start(config, world_size, rank) for rank in ranks[first : first + at_once]]
         try:
@@ -149,11 +150,11 @@ def _send_trace(pipe: Connection, config: RunConfig, world_size: int, rank: int)
     torch.set_num_threads(1)
     try:
         pipe.send(trace(config, world_size, rank))
-    except Exception:  # those of torch may not be sent
+    except Exception:  # torch's own exceptions may not be picklable
         pipe.send(f"rank {rank} could not be traced:\n{traceback.format_exc()}")
 
 
-def _receive(pipe: Connection) -> Traced:
+def _receive(pipe: Connection) -> RankTrace:
     try:
         found = pipe.recv()
     except EOFError:
@@ -163,9 +164,9 @@ def _receive(pipe: Connection) -> Traced:
     return found
 
 
-def compared(run: Resolved, estimate: RankMemory, found: Traced) -> dict[str, Any]:
-    """A rank's figures, each a pair {exact, predicted}."""
-    # Sums over micro-batches are whole, and reduced into shards as large as the parameters'.
+def compared(run: Resolved, estimate: RankMemory, found: RankTrace) -> dict[str, Any]:
+    """A rank's values, each a pair {exact, predicted}."""
+    # Sums over micro-batches are unsharded; they are reduced into shards of the parameters' size.
     pairs = {
         "parameters": (found.parameters, estimate.classes["parameters"]),
         "gradients": (found.gradients, estimate.classes["parameters"]),
@@ -195,18 +196,18 @@ def _pair(exact: float, predicted: float) -> dict[str, float]:
     return {"exact": exact, "predicted": predicted}
 
 
-def counted(run: Resolved, found: Traced) -> Counts:
-    """What the code sent. What is received is what others send."""
+def counted(run: Resolved, found: RankTrace) -> Counts:
+    """Collectives that the code issued; of point-to-point transfers, the sends."""
     sums: Counts = defaultdict(lambda: [0.0, 0.0])
     for label, kinds in found.collectives.items():
         for kind, figures in kinds.items():
-            if kind != "recv" and (axis := axis_of(run, label)):  # not among one rank alone
+            if kind != "recv" and (axis := axis_of(run, label)):  # not in groups of one rank
                 _add(sums, (axis, kind), figures["count"], figures["bytes"])
     return sums
 
 
 def predicted(run: Resolved, rank: int) -> Counts:
-    """The planner's collectives of a pipeline rank."""
+    """The collectives that the planner predicts for a pipeline rank."""
     sums: Counts = defaultdict(lambda: [0.0, 0.0])
     for each in collectives(run, rank):
         key = (axis_of(run, each.axis), each.kind)
@@ -220,8 +221,8 @@ def _add(sums: Counts, key: tuple[str, str], count: float, size: float) -> None:
 
 
 def axis_of(run: Resolved, label: str) -> str:
-    """One name for a group of ranks that several axes may name: without axes of one rank, `world`
-    if it has all ranks. The parts of cp are all cp."""
+    """Canonical name of a group of ranks: axes with one rank are dropped, a group of all ranks is
+    `world`, and the parts of cp are `cp`."""
     sizes: Mapping[str, int] = {**run.degrees, **run.experts}
     names = [name.partition("_outer")[0].partition("_inner")[0] for name in label.split("+")]
     if label != "world" and not sizes.keys() >= set(names):
@@ -234,7 +235,7 @@ def axis_of(run: Resolved, label: str) -> str:
 
 
 def print_exact(console: Console, found: dict[str, Any]) -> None:
-    """What was traced, as tables: memory of each rank, collectives of the first."""
+    """Print tables of the trace: memory of each rank, collectives of the first."""
     for note in found["notes"]:
         console.print(f"exact: {note}", markup=False, soft_wrap=True)
     console.print(_memory_table(found["ranks"]))

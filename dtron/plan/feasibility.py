@@ -1,10 +1,10 @@
-"""Whether a run is legal on a number of ranks, why not, and which layouts near it are.
+"""Check whether a run is legal on a number of ranks, why not, and which similar layouts are.
 
-The reasons are a start's own, but for those that depend on the machine: the choice of an attention
-backend, whether there are GPUs, what these can, and `unchecked`. Of hosts of a hardware row copy
-engines and the dispatch by symmetric memory are refused, where a run would find that ranks cannot
-read each other's memory. Near layouts differ in one or two degrees, by as small a factor as
-possible; the rest of the world goes to dp_shard.
+The reasons are those of a start, except for checks of the machine: the choice of an attention
+backend, the presence and features of GPUs, and `unchecked`. With a hardware row, copy engines and
+dispatch by symmetric memory are refused between hosts, whose ranks cannot read each other's memory.
+Similar layouts differ in one or two degrees, by the smallest possible factor; dp_shard takes the
+remaining ranks.
 """
 
 import math
@@ -29,7 +29,7 @@ _TRIES = 120
 
 @dataclass(frozen=True)
 class Legality:
-    """Of a run on a number of ranks."""
+    """Whether a run is legal on a number of ranks, and what to change if not."""
 
     reasons: tuple[str, ...]
     nearest: tuple[dict[str, Any], ...]
@@ -38,15 +38,15 @@ class Legality:
 
     @property
     def legal(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no reasons against the run."""
         return not self.reasons
 
 
 def check(config: RunConfig, world_size: int, hardware: Hardware | None = None) -> Legality:
-    """All that is wrong, and what near is right.
+    """Check a run: all reasons against it, and similar runs that are legal.
 
     Args:
-        hardware: what the ranks' hosts are; None: not known.
+        hardware: row of the ranks' hosts; None: unknown.
     """
     found = tuple(reasons(shortened(config, world_size), world_size))
     if not found and hardware is not None:
@@ -56,26 +56,27 @@ def check(config: RunConfig, world_size: int, hardware: Hardware | None = None) 
 
 
 def unchecked(config: RunConfig) -> Iterator[str]:
-    """What a run needs of its machine, and nobody looks for before it starts there."""
+    """List requirements on the machine that only a start there can check."""
     if config.parallel.dispatcher == "deepep":
-        yield 'the package deep_ep, which parallel.dispatcher = "deepep" needs; a start does'
+        yield 'the package deep_ep, which parallel.dispatcher = "deepep" needs; the start checks it'
 
 
 def far_memory(run: Resolved, hardware: Hardware) -> Iterator[str]:
-    """Why ranks cannot reach each other's memory (`peer_memory.check_host` asks the hosts)."""
+    """List reasons why ranks cannot read each other's memory; at a start, `peer_memory.check_host`
+    finds them."""
     parallel = run.config.parallel
     if parallel.copy_engines:
         for what, ranks, inside in sharing(run, hardware.host):
             fix = "share them inside a host (parallel.dp_shard, dp_replicate)"
-            yield from _apart("parallel.copy_engines", what, ranks, inside, fix, hardware)
+            yield from _split_hosts("parallel.copy_engines", what, ranks, inside, fix, hardware)
     if parallel.dispatcher in ("symmetric_memory", "deepep"):
         ranks, inside = exchanging(run, hardware.host)
         fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
         key = f'parallel.dispatcher = "{parallel.dispatcher}"'
-        yield from _apart(key, "experts", ranks, inside, fix, hardware)
+        yield from _split_hosts(key, "experts", ranks, inside, fix, hardware)
 
 
-def _apart(
+def _split_hosts(
     key: str, what: str, ranks: int, inside: int, fix: str, hardware: Hardware
 ) -> Iterator[str]:
     if inside < ranks:
@@ -114,12 +115,12 @@ def _changed(config: RunConfig, change: dict[str, Any]) -> RunConfig:
 def _batches(
     config: RunConfig, world_size: int, found: tuple[str, ...]
 ) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Batches around the run's own, where it is a reason of refusal."""
+    """List values near the run's train.global_batch, if that is a reason against the run."""
     if not any(BATCH in reason for reason in found):
         return
     try:
         degrees = config.degrees(world_size)
-    except ConfigError:  # another reason, without which nothing is known of the batch
+    except ConfigError:  # the batch can be checked only once other reasons are gone
         return
     ranks = degrees["dp_replicate"] * degrees["dp_shard"] * config.train.micro_batch
     batch = config.train.global_batch
@@ -132,9 +133,9 @@ def _batches(
 def _inside_hosts(
     config: RunConfig, world_size: int, found: tuple[str, ...]
 ) -> Iterator[tuple[float, dict[str, Any]]]:
-    """What needs no memory of other hosts: more copies of fewer shards each, where copy engines are
-    refused, or none of them; all-to-alls, where rows are pulled."""
-    bounded = "ep_capacity" in config.parallel.model_fields_set  # has no effect on all-to-alls
+    """List changes that avoid reading other hosts' memory: more replicas of fewer shards or no copy
+    engines, and all-to-all dispatch."""
+    bounded = "ep_capacity" in config.parallel.model_fields_set  # all-to-all dispatch ignores it
     if not bounded and any(reason.startswith("parallel.dispatcher") for reason in found):
         yield 1.0, {"dispatcher": "all_to_all"}
     if not any(reason.startswith("parallel.copy_engines:") for reason in found):
@@ -150,10 +151,10 @@ def _inside_hosts(
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[float, dict[str, Any]]]:
-    """(size of the change, keys) of one degree and of two."""
+    """List (size of the change, keys) for changes of one degree and of two."""
     parallel = config.parallel
     free = {} if parallel.dp_shard == -1 else {"dp_shard": -1}
-    options = {key: _near(key, getattr(parallel, key)) for key in _VARIED}
+    options = {key: _nearby(key, getattr(parallel, key)) for key in _VARIED}
     if free:
         yield 0.5, dict(free)
     if parallel.pp_layout:
@@ -166,7 +167,7 @@ def _changes(config: RunConfig) -> Iterator[tuple[float, dict[str, Any]]]:
                     abs(math.log2(value / (getattr(parallel, key) or 1)))
                     for key, value in changed.items()
                 )
-                # A layout of stages by hand fits one number of stages alone.
+                # A given pp_layout fits only one number of stages.
                 by_hand = parallel.pp_layout and {"pp", "stages_per_rank"} & changed.keys()
                 yield (
                     moved + 2 * count,
@@ -174,8 +175,9 @@ def _changes(config: RunConfig) -> Iterator[tuple[float, dict[str, Any]]]:
                 )
 
 
-def _near(key: str, value: int) -> list[int]:
-    """Degrees some factors away; stages_per_rank = 0 is the schedule's own choice and stays."""
+def _nearby(key: str, value: int) -> list[int]:
+    """Yield values of a degree some factors away; stages_per_rank = 0, the schedule's default, is
+    kept."""
     if key == "stages_per_rank" and value == 0:
         return []
     near = {int(value * factor) for factor in _FACTORS} | {1}

@@ -1,4 +1,4 @@
-"""Memory of the stream on which FSDP gathers parameters, by the allocator's rules."""
+"""Memory of the stream on which FSDP gathers parameters, under the allocator's rules."""
 
 import functools
 from collections.abc import Sequence
@@ -6,27 +6,27 @@ from collections.abc import Sequence
 from dtron.plan.allocator import Block, Pool
 
 Gather = tuple[int, int]
-"""Bytes of what is gathered, and of a rank's share of it in the dtype of computation."""
+"""Bytes of a unit's gathered parameters, and of this rank's shard in the dtype of computation."""
 
 
 @functools.lru_cache(maxsize=1024)
 def gathered_through(
     sizes: Sequence[Sequence[Gather]], depth: int, again: bool, stays: bool
 ) -> int:
-    """Bytes that the stream of gathers takes in steps over units.
+    """Bytes that the stream of all-gathers reserves over steps.
 
-    In the forward a gather's buffer is given back when the next one is copied out of its own, in
-    the backward when it is copied itself. Large ones of embedding and head do not share a block
-    where a layer's lies in it.
+    In the forward, a gather's buffer is freed when the next gather is copied out of its own; in the
+    backward, when it is itself copied out. The large buffers of embedding and head cannot share a
+    block while a layer's buffer lies in it.
 
     Args:
-        sizes: gathers of each unit, in the order of the forward.
-        depth: units that are gathered ahead.
-        again: whether the backward gathers units again.
-        stays: whether it finds the last one there.
+        sizes: all-gathers of each unit, in the order of the forward.
+        depth: number of units gathered ahead.
+        again: whether the backward gathers units a second time.
+        stays: whether the last unit is still gathered in the backward.
     """
     pool = Pool()
-    for _ in range(2):  # what the first left over is cut otherwise
+    for _ in range(2):  # the second step splits the first one's free blocks differently
         _forward_gathers(pool, sizes, depth)
         if again:
             _backward_gathers(pool, sizes[: len(sizes) - stays], depth)

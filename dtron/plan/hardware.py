@@ -1,15 +1,15 @@
-"""What GPUs and the links between them do, as a table; every row says where it is from.
+"""Rates of GPUs and the links between them, as a table; each row names its source.
 
-    products     time = max(FLOPs / (ceiling x tiles x sums), bytes / bandwidth) + launch
+    matmuls time = max(FLOPs / (ceiling x tiles x sums), bytes / bandwidth) + launch
                  tiles: 128 x 256 tiles fill the multiprocessors in whole waves
                  sums: k / (k + depth)
     attention    FLOPs of the causal half over measured rates
     elementwise  bytes over the rate of a copy
     collectives  latency x hops + bytes on the busiest link / its rate
 
-Rates of collectives are bus bandwidths: what a rank sends of an all-gather of n bytes over r ranks
-is n (r - 1) / r. A group that spans hosts is as fast as its hosts' network: every GPU has an
-adapter of its own, and those of a group in one host share the way out.
+Rates of collectives are bus bandwidths: a rank sends n (r - 1) / r bytes of an all-gather of n
+bytes over r ranks. A group that spans hosts runs at the speed of their network: every GPU has its
+own adapter, and the GPUs of a group in one host share the group's traffic.
 
 `dtron plan calibrate` writes a row as a file, which `hardware` reads.
 """
@@ -27,7 +27,7 @@ from dtron.io.untrusted import TOML_BYTES, parse, parse_toml, read_text
 
 _TILE = (128, 256)
 FILES = (".toml", ".json")
-"""How a row's file ends."""
+"""File name extensions of a row's file."""
 DEFAULT = "h100"
 HOST = (
     ("graph", 324e-6),
@@ -40,92 +40,92 @@ HOST = (
     ("counts", 1.13e-3),
     ("update", 82.5e-6),
 )
-"""Seconds of the host by kind of call, of an H200 server, torch 2.11.0+cu130, 2026-11-22. From a
-trace of two steps of the 16B mixture on 2 GPUs that the host bounds (tp 2, ep 2, zero 3, full
-recomputation, micro-batches of 1 x 4,096): a kind's own time over its number. The profiler makes a
-step of 1.547 s one of 2.159 s; each time is taken times 0.717, as if it slowed all kinds alike. It
-was a virtual machine; rows whose hosts were not measured count none."""
+"""Host seconds per call, by kind, on an H200 server (a virtual machine) with torch 2.11.0+cu130,
+2026-11-22. From a trace of two host-bound steps of the 16B mixture on 2 GPUs (tp 2, ep 2, zero 3,
+full recomputation, micro-batches of 1 x 4,096): each kind's own time over its number of calls. The
+profiler slows a step from 1.547 s to 2.159 s; all times are multiplied by 0.717, assuming that all
+kinds slow down alike. Rows of hosts that were not measured have none."""
 
 
-BESIDE = (
-    ("product", "all_gather", 0.737, 0.582),
-    ("product", "reduce_scatter", 0.741, 0.559),
-    ("grouped", "all_gather", 0.670, 0.637),
-    ("grouped", "reduce_scatter", 0.669, 0.620),
+OVERLAP = (
+    ("matmul", "all_gather", 0.737, 0.582),
+    ("matmul", "reduce_scatter", 0.741, 0.559),
+    ("grouped_matmul", "all_gather", 0.670, 0.637),
+    ("grouped_matmul", "reduce_scatter", 0.669, 0.620),
     ("attention", "all_gather", 0.931, 0.261),
     ("attention", "reduce_scatter", 0.933, 0.267),
     ("copy", "all_gather", 0.837, 0.516),
     ("copy", "reduce_scatter", 0.850, 0.531),
 )
-"""Of two H200, torch 2.11.0+cu130, 2026-11-23, by `dtron.plan.overlap`: means of the table in
-benchmarks/PLANNING.md. Taken for other rows too, which were not measured."""
+"""Rates under overlap on two H200, torch 2.11.0+cu130, 2026-11-23, measured by
+`dtron.plan.overlap`: means of the table in benchmarks/PLANNING.md. Other rows, which were not
+measured, use them too."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of machine. Rates are in units a second, of one GPU."""
+    """One kind of machine. Rates are per second and GPU."""
 
     name: str
     source: str
     peak: PositiveFloat
-    """FLOP/s, dense bfloat16, of the data sheet."""
+    """Dense bfloat16 FLOP/s of the data sheet."""
     ceiling: PositiveFloat
-    """FLOP/s of large bfloat16 products, as measured."""
+    """Measured FLOP/s of large bfloat16 matmuls."""
     ceiling_float8: NonNegativeFloat
-    """The same with tensor-wise float8 operands; 0: it has none."""
+    """Measured FLOP/s of large matmuls with tensor-wise float8 operands; 0: no float8."""
     multiprocessors: PositiveInt
     memory: PositiveFloat
-    """Bytes of the device."""
+    """Bytes of device memory."""
     outside: NonNegativeFloat
-    """Bytes of it that the allocator does not get: context, NCCL, libraries."""
+    """Bytes of device memory outside the allocator: CUDA context, NCCL, libraries."""
     copy: PositiveFloat
-    """Bytes read and written a second by a copy."""
+    """Bytes per second that a copy reads and writes."""
     attention: tuple[PositiveFloat, PositiveFloat]
-    """FLOP/s forward and backward of causal attention, its best kernel, head width 128; those of
-    the backward are counted as twice the forward's."""
+    """FLOP/s of causal attention, forward and backward, with its fastest kernel and head width 128;
+    the backward's FLOPs are counted as twice the forward's."""
     host: PositiveInt
-    """GPUs of a host."""
+    """GPUs per host."""
     domain: PositiveInt
-    """GPUs that reach each other by NVLink."""
+    """GPUs per NVLink domain."""
     nvlink: PositiveFloat
-    """Bytes a second of bus bandwidth of a large all-gather inside of the domain."""
+    """Bus bandwidth of a large all-gather inside the NVLink domain, bytes per second."""
     network: PositiveFloat
-    """Bytes a second of a GPU's adapter, as collectives reach it."""
+    """Bandwidth of a GPU's network adapter that collectives reach, bytes per second."""
     latency: tuple[NonNegativeFloat, NonNegativeFloat]
-    """Seconds a hop by NVLink and by network."""
+    """Latency per hop over NVLink and over the network, seconds."""
     launch: NonNegativeFloat
-    """Seconds between two kernels of a stream."""
+    """Seconds between two kernels on a stream."""
     host_link: PositiveFloat
-    """Bytes a second between a GPU and its host's pinned memory, one way."""
+    """Bandwidth between a GPU and its host's pinned memory in one direction, bytes per second."""
     host_memory: PositiveFloat
-    """Bytes of a host."""
+    """Bytes of host memory."""
     depth: NonNegativeFloat = 96
-    """Of a product whose sums have this length, half of the rate is left."""
+    """Length of a matmul's sums at which it reaches half of its rate."""
     narrow: PositiveFloat = 0.75
-    """Share of attention's rates that heads below 128 reach."""
+    """Fraction of attention's rates that heads narrower than 128 reach."""
     wide: tuple[PositiveFloat, PositiveFloat] = (0.71, 0.57)
-    """And heads above 128, forward and backward together, whose values are narrower than keys, and
-    as wide. Those of an H200 with cuDNN (benchmarks/RESULTS.md): keys of 192 with values of 128;
-    the mean of 192 with values padded to it, and of 256."""
+    """Fractions that heads wider than 128 reach, forward and backward together: with values
+    narrower than keys, and with equal widths. From an H200 with cuDNN (benchmarks/RESULTS.md): keys
+    of 192 with values of 128; the mean of 192 with padded values and of 256."""
     kinds: tuple[tuple[str, PositiveFloat], ...] = ()
-    """Shares of `nvlink` that collectives of a kind reach; those not named reach all of it."""
+    """Fraction of `nvlink` that collectives reach, by kind; kinds not listed reach all of it."""
     issue: NonNegativeFloat = 50e-6
-    """Seconds that the host takes to issue a collective: a small one takes as long, alone."""
-    beside: tuple[tuple[str, str, PositiveFloat, PositiveFloat], ...] = BESIDE
-    """What work of a kind (`dtron.plan.compute_time.Work`) and a collective leave of each other's
-    rates while both run: (kind, collective, share of its rate that the work has, and the
-    collective)."""
+    """Seconds that the host takes to issue a collective, which is the time of a small one."""
+    overlap: tuple[tuple[str, str, PositiveFloat, PositiveFloat], ...] = OVERLAP
+    """Rates under overlap: (kind of `dtron.plan.compute_time.Work`, collective, fraction of its
+    rate that the work keeps, fraction that the collective keeps)."""
     calls: tuple[tuple[str, NonNegativeFloat], ...] = ()
-    """Seconds of the host by kind of call (`dtron.plan.host_overhead`); none: not measured, and the
-    host is taken to keep up."""
+    """Host seconds per call, by kind (`dtron.plan.host_overhead`); empty: not measured, the host is
+    assumed to keep up."""
 
     @property
     def room(self) -> float:
-        """Bytes that the allocator can have."""
+        """Bytes available to the allocator."""
         return self.memory - self.outside
 
     def product(self, m: int, k: int, n: int, groups: int = 1, float8: bool = False) -> float:
-        """Seconds of an (m, k) by (k, n) product, or of `groups` products that share the m rows."""
+        """Seconds of a matmul (m, k) x (k, n), or of `groups` matmuls that share the m rows."""
         if min(m, k, n) == 0:
             return 0.0
         flops, rows = 2.0 * m * k * n, -(-m // groups)
@@ -134,45 +134,45 @@ class Hardware:
         filled = waves / -(-tiles // self.multiprocessors)
         used = m * n / (tiles * _TILE[0] * _TILE[1])
         rate = self.ceiling_float8 if float8 and self.ceiling_float8 else self.ceiling
-        # Deep schedulers split the last wave: half of what it leaves idle is won back.
+        # For deep sums schedulers split the last wave, which recovers half of its idle time.
         filled = 0.5 + 0.5 * filled
         compute = flops / (rate * filled * max(used, 0.05) * k / (k + self.depth))
         traffic = 2.0 * (m * k + groups * k * n + m * n) / self.copy
         return max(compute, traffic) + self.launch
 
     def attend(self, flops: float, backward: bool, width: int, values: int) -> float:
-        """Seconds of causal attention.
+        """Seconds of causal attention, forward or backward.
 
         Args:
-            flops: of the half that is computed.
-            width: of a head's keys.
-            values: of its values, as the kernel gets them.
+            flops: of the half that the causal mask leaves.
+            width: width of a head's keys.
+            values: width of a head's values, as the kernel gets them.
         """
         share = self.narrow if width < 128 else 1.0 if width == 128 else self.wide[values == width]
         return flops / (self.attention[backward] * share) + self.launch
 
     def left(self, work: str, collective: str) -> tuple[float, float]:
-        """Shares of their rates that work of a kind and a collective have beside each other.
+        """Fractions of their rates that a kind of work and a collective keep while overlapped.
 
         Raises:
-            ConfigError: the row has none of these two.
+            ConfigError: the row has no such pair.
         """
-        for kind, sent, own, other in self.beside:
+        for kind, sent, own, other in self.overlap:
             if (kind, sent) == (work, collective):
                 return own, other
         raise ConfigError(
-            f"the hardware row {self.name} has nothing of {work} beside {collective}; measure it "
-            "by dtron plan calibrate"
+            f"the hardware row {self.name} has no rates for {work} overlapped with {collective}; "
+            "measure them with dtron plan calibrate"
         )
 
     def collective(self, kind: str, size: float, ranks: int, inside: int) -> float:
-        """Seconds of one collective.
+        """Seconds of one collective, without the host's time to issue it.
 
         Args:
             kind: all_gather, reduce_scatter, all_reduce, all_to_all or send.
-            size: bytes of the larger of what goes in and what comes out, of one rank.
-            ranks: of the group.
-            inside: of these, in one NVLink domain.
+            size: bytes of a rank's input or output, whichever is larger.
+            ranks: number of ranks of the group.
+            inside: how many of them are in one NVLink domain.
         """
         if ranks == 1 or size == 0:
             return 0.0
@@ -184,12 +184,12 @@ class Hardware:
         return hop * hops(kind, ranks, inside) + moved(kind, size, ranks, inside) / rate
 
     def alone(self, kind: str, size: float, ranks: int, inside: int) -> float:
-        """Seconds of one collective that the host issues and nothing covers."""
+        """Seconds of one collective that nothing overlaps, at least the host's time to issue it."""
         return max(self.issue, self.collective(kind, size, ranks, inside))
 
 
 def hops(kind: str, ranks: int, inside: int) -> float:
-    """Latencies that a collective takes."""
+    """Number of hops whose latencies a collective pays."""
     if kind == "send":
         return 1
     if inside >= ranks:
@@ -198,7 +198,7 @@ def hops(kind: str, ranks: int, inside: int) -> float:
 
 
 def moved(kind: str, size: float, ranks: int, inside: int) -> float:
-    """Bytes that a rank sends over the slowest link; `Hardware.collective` has the arguments."""
+    """Bytes that a rank sends over the slowest link; arguments as for `Hardware.collective`."""
     if kind == "send":
         return size
     if kind == "all_to_all" and inside < ranks:
@@ -207,7 +207,8 @@ def moved(kind: str, size: float, ranks: int, inside: int) -> float:
 
 
 def adapters(kind: str, inside: int) -> int:
-    """Adapters of a host that serve what `moved` counts: rings and trees enter a host once."""
+    """Number of a host's adapters that carry what `moved` counts: rings and trees enter a host
+    once."""
     return 1 if kind in ("send", "all_to_all") else inside
 
 
@@ -284,16 +285,17 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def of_device(device: torch.device) -> Hardware:
-    """The row of this machine's GPUs; without any, or of others, the default one."""
+    """Return the row of this machine's GPUs, or the default row without GPUs or for unknown
+    ones."""
     name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     return HARDWARE[next((row for row in HARDWARE if row in name), DEFAULT)]
 
 
 def hardware(name: str, **changed: Any) -> Hardware:
-    """A row of HARDWARE, or of a file that `dtron plan calibrate` wrote.
+    """Return a row of HARDWARE, or of a file written by `dtron plan calibrate`.
 
     Raises:
-        ConfigError: there is none of this name, or the file is no row.
+        ConfigError: there is no row of this name, or the file holds none.
     """
     if name.endswith(FILES):
         return replace(_of_file(Path(name)), **changed)
@@ -309,14 +311,14 @@ def _of_file(path: Path) -> Hardware:
     try:
         text = read_text(path, TOML_BYTES)
         values = parse(text) if path.suffix == ".json" else parse_toml(text)
-        assert isinstance(values, dict), "it is no table"
+        assert isinstance(values, dict), "it is not a table"
     except FileNotFoundError:
         raise ConfigError(
             f"--hardware {path}: no such file; dtron plan calibrate writes it"
         ) from None
     except (OSError, ValueError, AssertionError) as error:
         raise ConfigError(f"--hardware {path}: {cause_of(error, path)}") from None
-    values.pop("calibration", None)  # what was measured, for people
+    values.pop("calibration", None)  # measurements, for human readers
     known = [field.name for field in fields(Hardware)]
     for key in values:
         if key not in known:

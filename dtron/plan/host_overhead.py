@@ -1,25 +1,25 @@
-"""How long the host needs to issue a step.
+"""Time that the host needs to issue a step.
 
-A GPU computes what the host has queued; where its work is shorter than the host's, it waits. The
-host's work is counted in calls, each of which has a price, whatever its size:
+A GPU computes what the host has queued, and idles if the host is slower. The host's work is counted
+in calls, each of which costs a fixed time, whatever its size:
 
-    graph       a call of a compiled graph: by the forward, by recomputation, by the backward
-    parameter   of such a call, each that is a DTensor: torch's runtime takes it apart, and puts its
-                gradient together
-    kernel      one that a graph launches
+    graph       a call of a compiled graph: in the forward, recomputation or backward
+    parameter   a DTensor parameter of such a call: torch's runtime unwraps it and wraps its
+                gradient
+    kernel      a kernel launched by a graph
     operation   an eager operation, or the backward of one
-    collective  one that computation waits for, with the wait
-    unit        a FSDP unit's hooks, forward and backward, with its gathers and the Python around it
-    reduction   of a unit's gradients; those of what one rank has alone are an operation each
-    counts      the host waits for how many rows there are for each expert
-    update      of one parameter
+    collective  a collective that computation waits for, including the wait
+    unit        an FSDP unit's hooks, forward and backward, with its gathers and Python code
+    reduction   a reduction of a unit's gradients; for unshared parameters, an operation each
+    counts      a wait of the host for the number of tokens per expert
+    update      the optimizer's update of one parameter
 
-A block is one graph. Where rows of experts leave the rank by a dispatcher that no graph holds it is
-CUT graphs, with ROUTED eager operations between them. `recompute.mode = "full"`, and every mode of
-an eager block, calls all of them once more.
-KERNELS, ROUTING and ROUTED are what a trace of the 16B mixture launches; other models are counted
-by their products. Copies between host and device, data, logging and a pipeline's own work are left
-out. Prices are of a row of `dtron.plan.hardware`, which says how they were measured.
+A block is one graph. If its experts' dispatcher cannot be in a graph, it is CUT graphs with ROUTED
+eager operations between them. `recompute.mode = "full"`, and every mode of an eager block, calls
+all of them once more. KERNELS, ROUTING and ROUTED are counted in a trace of the 16B mixture and
+scaled to other models by their number of matmuls. Copies between host and device, data, logging and
+the pipeline executor are not counted. Times per call are in the rows of `dtron.plan.hardware`,
+which says how they were measured.
 """
 
 from collections.abc import Mapping
@@ -42,36 +42,36 @@ CALLS = (
     "update",
 )
 CUT = 4
-"""Graphs of a block with experts on other ranks: before rows leave, beside them, what experts
-compute element by element, and after rows are back."""
+"""Graphs of a block with experts on other ranks: before dispatch, overlapped with dispatch, the
+experts' elementwise part, and after combine."""
 ROUTED = (32, 18)
-"""Eager operations of such a block, forward and backward: sorting, sizes of messages, experts'
-products."""
+"""Eager operations of such a block, forward and backward: sorting, message sizes, experts'
+matmuls."""
 KERNELS = (3, 6)
-"""Kernels of a graph for each of its products, which are among them, forward and backward."""
+"""Kernels of a graph per matmul, including the matmul, forward and backward."""
 ROUTING = 39
-"""And of the forward of a router: scores, choice, loads, order of rows."""
+"""Kernels of a router's forward: scores, choice, loads, order of token copies."""
 
 
 def host_seconds(run: Resolved, rank: int, prices: Mapping[str, float]) -> float:
-    """The host's time of a pipeline rank's step."""
+    """Seconds that the host of a pipeline rank needs to issue a step."""
     return sum(prices.get(name, 0.0) * count for name, count in calls(run, rank).items())
 
 
 def calls(run: Resolved, rank: int) -> dict[str, float]:
-    """How many calls of each kind a step of a pipeline rank has."""
+    """Count the calls of each kind in a pipeline rank's step."""
     m = run.micro_batches
     reduces = m if run.policy.reduce_each_micro_batch else 1
     found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
     for stage in run.stages_of(rank):
         every = [unit.kind for unit in units(run, stage)]
-        apart = sum(run.experts_apart and run.has_experts(i) for i in stage.layers)
-        found["unit"] += m * (len(every) + apart)
-        for hooked, keeps in ((len(every), run.keeps_dense), (apart, run.keeps_experts)):
+        separate = sum(run.separate_experts and run.has_experts(i) for i in stage.layers)
+        found["unit"] += m * (len(every) + separate)
+        for hooked, keeps in ((len(every), run.keeps_dense), (separate, run.keeps_experts)):
             found["reduction"] += 0 if keeps else reduces * hooked
         held = [each for kind in every for each in sizes(run, kind)]
-        kept = [run.keeps_experts if each.apart else run.keeps_dense for each in held]
-        # Casts and sums before a reduction are a unit's, whoever has it.
+        kept = [run.keeps_experts if each.separate else run.keeps_dense for each in held]
+        # Every unit casts and sums before its reduction.
         found["operation"] += reduces * sum(kept)
         found["update"] += len(held)
         for name, count in _of_stage(run, stage).items():
@@ -83,7 +83,7 @@ def calls(run: Resolved, rank: int) -> dict[str, float]:
 
 
 def _of_stage(run: Resolved, stage: Stage) -> dict[str, float]:
-    """Calls of a micro-batch through blocks and loss."""
+    """Count the calls per micro-batch through blocks and loss."""
     found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
     alike: dict[tuple[str, bool], dict[str, float]] = {}
     for index in stage.layers:
@@ -99,8 +99,8 @@ def _of_stage(run: Resolved, stage: Stage) -> dict[str, float]:
 
 def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
     mixture, compiled = run.has_experts(layer), run.config.compile.enable
-    apart = run.experts["ep"] * run.experts["etp"] > 1
-    leaves = mixture and apart and not in_graphs(run.config.parallel.dispatcher)
+    separate = run.experts["ep"] * run.experts["etp"] > 1
+    leaves = mixture and separate and not in_graphs(run.config.parallel.dispatcher)
     again = run.recomputes(layer) and (run.config.recompute.mode == "full" or not compiled)
     forwards = 2 if again else 1
     inside = [p for p in matmuls(run, run.kind(layer)) if not (leaves and p.module == "experts")]

@@ -22,7 +22,7 @@ from dtron.plan.report import (
     part_rows,
 )
 from dtron.plan.run_shape import Resolved
-from dtron.plan.search import Point, Searched, pareto
+from dtron.plan.search import LayoutPoint, SearchResult, pareto
 from dtron.plan.steptime import timeline
 
 COLOURS = (
@@ -35,7 +35,7 @@ _LEGEND = 6
 
 
 def page(
-    run: Resolved, plan: dict[str, Any], hardware: Hardware, searched: Searched | None = None
+    run: Resolved, plan: dict[str, Any], hardware: Hardware, searched: SearchResult | None = None
 ) -> str:
     """The page.
 
@@ -157,7 +157,7 @@ def _pipeline(times: Timeline, run: Resolved, time: dict[str, Any]) -> str:
     return draw(times, f"{run.config.parallel.schedule}, times of each stage as predicted", caption)
 
 
-def _front(searched: Searched, room: float) -> str:
+def _front(searched: SearchResult, room: float) -> str:
     """Every layout a dot that tells which it is; those that none beats in both are joined, and a
     line stands where the device ends. Below, the best ones by name."""
     height, points = 320, searched.seen
@@ -188,6 +188,6 @@ def _front(searched: Searched, room: float) -> str:
     return _svg(height, parts) + f"<ol>{listed}</ol>"
 
 
-def _named(point: Point) -> str:
+def _named(point: LayoutPoint) -> str:
     size, speed = f"{point.n_bytes / GIB:.1f} GiB", f"{point.speed:,.0f} tok/s/GPU"
     return f"{html.escape(point.label)}: {size}, {speed}"

@@ -1,12 +1,12 @@
-"""What `dtron plan calibrate` measures, and which fields of a hardware row follow.
+"""Measurements of `dtron plan calibrate`, and the fields of a hardware row they determine.
 
-    products      shapes of transformers' layers, forward and both gradients: the ceiling is the
-                  median of what shapes imply, `depth` what makes them agree best
-    attention     every kernel that runs here; the fastest forward and backward together
-    collectives   seconds = max(issue, hops x latency + bytes moved / rate): small ones take as long
-                  as the host needs to issue them, whatever their size. Of each kind least squares
-                  of relative errors over the sizes above; latency and issue are medians of kinds,
-                  rates are fitted again to the one latency
+    matmuls       shapes of transformers' layers, forward and both gradients: the ceiling is the
+                  median of the ceilings that they imply; `depth` makes these agree best
+    attention     every kernel available here; the one with the fastest forward plus backward
+    collectives   seconds = max(issue, hops x latency + bytes moved / rate): small ones take the
+                  time that the host needs to issue them, whatever their size. Each kind is fitted
+                  by least squares of relative errors over larger sizes; latency and issue are
+                  medians over kinds, and rates are refitted with that latency
 
 Every rank measures at the same time, as ranks compute at the same time in training.
 """
@@ -37,9 +37,9 @@ from dtron.run.process import Place
 
 Shapes = tuple[tuple[int, ...], ...]
 DTYPE = torch.bfloat16
-PRODUCTS: Mapping[str, Shapes] = {
-    # Tokens, input and output features: Llama-3-8B's layers, a part of its head, less of its
-    # tokens, its layers over tp 4, an expert's; and a square.
+MATMULS: Mapping[str, Shapes] = {
+    # (tokens, input features, output features): Llama-3-8B's layers, a part of its head, fewer
+    # tokens, its layers under tp 4, an expert's layer, and a square.
     "cuda": (
         (16384, 4096, 4096),
         (16384, 4096, 1024),
@@ -57,7 +57,7 @@ PRODUCTS: Mapping[str, Shapes] = {
     "cpu": ((256, 128, 256), (256, 256, 256), (512, 256, 128)),
 }
 ATTENTION: Mapping[str, Shapes] = {
-    # As dtron bench kernels has them: heads of 128, and narrower ones.
+    # Shapes of dtron bench kernels: heads of 128, and narrower ones.
     "cuda": ((1, 8192, 32, 8, 128), (1, 8192, 32, 8, 64)),
     "cpu": ((1, 128, 4, 2, 128), (1, 128, 4, 2, 64)),
 }
@@ -66,31 +66,31 @@ SIZES: Mapping[str, tuple[int, ...]] = {
     "cpu": (2**12, 2**18, 2**24),
 }
 CALLS: Mapping[str, int] = {"cuda": 20, "cpu": 5}
-"""Of a collective and size; all ranks have to call as often."""
+"""Number of calls per collective and size; all ranks must make the same number."""
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 DEPTHS = range(0, 513, 16)
 
 
 @dataclass
 class Calibration:
-    """What was measured, as lists of rows for people, and the fields of a row that follow."""
+    """Measurements as lists for human readers, and the resulting fields of a hardware row."""
 
     found: dict[str, Any] = field(default_factory=dict)
-    """Fields of Hardware, but for those of links."""
-    products: list[dict[str, Any]] = field(default_factory=list)
+    """Fields of Hardware, except those of links."""
+    matmuls: list[dict[str, Any]] = field(default_factory=list)
     attention: list[dict[str, Any]] = field(default_factory=list)
     collectives: list[dict[str, Any]] = field(default_factory=list)
-    beside: list[dict[str, Any]] = field(default_factory=list)
-    """What work and collectives take alone and together."""
+    overlap: list[dict[str, Any]] = field(default_factory=list)
+    """Seconds of work and collectives, alone and overlapped."""
 
 
 # -- one device ------------------------------------------------------------------------------------
 
 
 def measure_device(base: Hardware, device: torch.device) -> Calibration:
-    """Products, attention, copies and launches of one device."""
+    """Measure matmuls, attention, copies and launches on one device."""
     made = Calibration()
-    made.found |= _facts(device)
+    made.found |= _driver_fields(device)
     made.found["copy"] = copy_rate(device)
     made.found["launch"] = launch_seconds(device)
     made.found["host_link"] = host_link_rate(device)
@@ -99,19 +99,19 @@ def measure_device(base: Hardware, device: torch.device) -> Calibration:
         if float8 and why_emulated(RECIPES["tensorwise"], device, DTYPE):
             made.found["ceiling_float8"] = 0.0
             continue
-        times = [t for shape in PRODUCTS[device.type] for t in _products(shape, float8, device)]
+        times = [t for shape in MATMULS[device.type] for t in _layer_matmuls(shape, float8, device)]
         if not float8:
             made.found["depth"] = fitted_depth(row, times)
             row = replace(row, depth=made.found["depth"])
         made.found["ceiling_float8" if float8 else "ceiling"] = fitted_ceiling(row, times)
         row = replace(row, **made.found)
-        made.products += [_compared(row, shape, time, float8) for shape, time in times]
+        made.matmuls += [_compared(row, shape, time, float8) for shape, time in times]
     _attention(made, device)
     return made
 
 
-def _facts(device: torch.device) -> dict[str, Any]:
-    """Of the driver; a CPU's threads are taken for multiprocessors."""
+def _driver_fields(device: torch.device) -> dict[str, Any]:
+    """Fields that the driver reports; a CPU's threads count as multiprocessors."""
     host = host_memory()[0]
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -123,11 +123,11 @@ def _facts(device: torch.device) -> dict[str, Any]:
 
 
 _Times = tuple[tuple[int, int, int], float]
-"""(m, k, n) of one product, and its seconds."""
+"""(m, k, n) of a matmul, and its seconds."""
 
 
-def _products(shape: Sequence[int], float8: bool, device: torch.device) -> Iterator[_Times]:
-    """A layer's three products."""
+def _layer_matmuls(shape: Sequence[int], float8: bool, device: torch.device) -> Iterator[_Times]:
+    """Time a layer's three matmuls: forward and both gradients."""
     m, k, n = shape
     times = _float8_seconds if float8 else matmul_seconds
     parts = times(StepMatmul(m, k, n, 1), DTYPE, device)
@@ -137,7 +137,7 @@ def _products(shape: Sequence[int], float8: bool, device: torch.device) -> Itera
 def _float8_seconds(
     matmul: StepMatmul, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float, float]:
-    """As `matmul_seconds`, of operands that are cast already, by the tensorwise recipe."""
+    """Like `matmul_seconds`, for operands already cast by the tensorwise recipe."""
     recipe, (m, k, n) = RECIPES["tensorwise"], (matmul.m, matmul.k, matmul.n)
     assert recipe.grad_weight is not None
     found = []
@@ -155,18 +155,18 @@ def _float8_seconds(
 
 
 def _implied(row: Hardware, times: Sequence[_Times]) -> list[float]:
-    """The ceiling at which the row has each product's own time."""
+    """The ceiling at which the row predicts each matmul's measured time."""
     unit = replace(row, ceiling=1.0, ceiling_float8=0.0, launch=0.0)
     return [unit.product(*shape) / max(time - row.launch, 0.1 * time) for shape, time in times]
 
 
 def fitted_ceiling(row: Hardware, times: Sequence[_Times]) -> float:
-    """FLOP/s: half of the products imply more."""
+    """Median over matmuls of the implied ceilings, FLOP/s."""
     return statistics.median(_implied(row, times))
 
 
 def fitted_depth(row: Hardware, times: Sequence[_Times]) -> float:
-    """The depth with which products imply ceilings that scatter least."""
+    """The depth at which the implied ceilings scatter least."""
 
     def scatter(depth: int) -> float:
         return statistics.pstdev(map(math.log, _implied(replace(row, depth=depth), times)))
@@ -179,7 +179,7 @@ def _compared(row: Hardware, shape: tuple[int, int, int], time: float, float8: b
     said = row.product(m, k, n, float8=float8)
     rate = 2 * m * k * n / time
     what = {"dtype": "float8" if float8 else "bfloat16", "m": m, "k": k, "n": n}
-    return what | {"seconds": time, "flops_per_second": rate, "row_says": said}
+    return what | {"seconds": time, "flops_per_second": rate, "predicted_seconds": said}
 
 
 def _attention(made: Calibration, device: torch.device) -> None:
@@ -188,7 +188,7 @@ def _attention(made: Calibration, device: torch.device) -> None:
         drawn = problem.draw(shape, DTYPE, device)
         flops, _ = problem.flops(shape)
         able = [r for r in problem.rows if not r.unavailable(device, DTYPE, shape)]
-        # The reference writes all scores: it is timed where there is nothing else.
+        # The reference stores all scores: it is timed only if there is no other kernel.
         able = [r for r in able if r.name != problem.reference] or able
         for row in able:
             inputs, backward = row.inputs(drawn), row.backward
@@ -207,7 +207,7 @@ def _attention(made: Calibration, device: torch.device) -> None:
         rates[shape] = (flops / best["forward"], 2 * flops / best["backward"])
     wide, narrow = rates.values()
     made.found["attention"] = wide
-    # As much time for a forward and backward as the rates of narrow heads take.
+    # One fraction that gives the measured time of forward plus backward of narrow heads.
     made.found["narrow"] = _together(narrow) / _together(wide)
 
 
@@ -221,7 +221,8 @@ def _together(rates: tuple[float, float]) -> float:
 def collective_call(
     kind: str, size: int, group: Any, device: torch.device, dtype: torch.dtype = DTYPE
 ) -> Callable[[], Any]:
-    """A collective of `size` bytes, as `Hardware.collective` counts them."""
+    """Return a function that issues a collective of `size` bytes, as `Hardware.collective` counts
+    them."""
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=device)
     part = torch.zeros(len(whole) // ranks, dtype=dtype, device=device)
@@ -233,7 +234,7 @@ def collective_call(
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
             "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         }[kind]
-    # The first half of a group sends to the second, which is on other hosts if any are.
+    # The first half of a group sends to the second, on other hosts if there are several.
     half = ranks // 2
     if own < half:
         return lambda: dist.send(whole, group=group, group_dst=own + half)
@@ -243,10 +244,11 @@ def collective_call(
 
 
 def measure_links(made: Calibration, place: Place, device: torch.device) -> Any:
-    """Collectives of the ranks of each host, and of all ranks if there are several hosts.
+    """Measure collectives among the ranks of each host, and among all ranks if there are several
+    hosts.
 
     Returns:
-        The group of this host's ranks, or of all where it has one.
+        The group of this host's ranks, or of all ranks if this host has one.
     """
     inside = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
     starts = range(0, place.world_size, inside)
@@ -270,7 +272,7 @@ def _links(made: Calibration, group: Any, inside: int, device: torch.device) -> 
 
 
 def link_fields(rows: Sequence[Mapping[str, Any]], base: Hardware) -> dict[str, Any]:
-    """Fields of Hardware that rows of `Calibration.collectives` give.
+    """Fit the fields of Hardware to rows of `Calibration.collectives`.
 
     Raises:
         TrainingError: larger sizes do not take longer.
@@ -308,18 +310,18 @@ def link_fields(rows: Sequence[Mapping[str, Any]], base: Hardware) -> dict[str, 
 
 @dataclass(frozen=True)
 class Fit:
-    """Of collectives of one kind by size: max(floor, start + bytes / rate)."""
+    """Fitted time of one kind of collective by size: max(floor, start + bytes / rate)."""
 
     floor: float
     start: float
     rate: float
     small: int
-    """How many sizes, from the smallest, the floor was fitted to."""
+    """Number of sizes, from the smallest, that the floor was fitted to."""
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Fit:
-    """A floor and a line of ascending (bytes, seconds): the floor is the median of as many small
-    sizes, the line that of the others, as leave the least squares of relative errors.
+    """Fit a floor and a line to ascending (bytes, seconds): the floor is the median of the smallest
+    sizes, the line is fitted to the others; the split has the least squares of relative errors.
 
     Raises:
         TrainingError: larger sizes do not take longer.
@@ -332,7 +334,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
             fits.append(Fit(floor, start, rate, small))
     if not fits:
         raise TrainingError(
-            "larger collectives took no longer than smaller ones; calibrate an idle machine"
+            "larger collectives took no longer than smaller ones; calibrate on an idle machine"
         )
 
     def off(each: Fit) -> float:
@@ -344,19 +346,19 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
-    """(seconds at 0 bytes, bytes a second) by least squares of the relative errors; None where
-    larger sizes take no longer."""
+    """Fit (seconds at 0 bytes, bytes per second) by least squares of relative errors; None: larger
+    sizes take no longer."""
     n_bytes, times = np.array(points).T
     columns = np.stack([1 / times, n_bytes / times], axis=1)
     start, slope = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
-    if start < 0:  # no latency is negative: the line goes through 0
+    if start < 0:  # a latency is never negative: the line goes through 0
         return 0.0, rate_of(points, 0.0)
     return float(start), float(1 / slope) if slope > 0 else None
 
 
 def rate_of(points: Sequence[tuple[float, float]], start: float) -> float | None:
-    """Bytes a second above a given start, by least squares of the relative errors; None where
-    larger sizes take no longer than that."""
+    """Fit bytes per second for a given start by least squares of relative errors; None: larger
+    sizes take no longer than the start."""
     n_bytes, times = np.array(points).T
     share = n_bytes / times
     slope = (share * (1 - start / times)).sum() / (share**2).sum()

@@ -1,24 +1,24 @@
-"""Bytes that a rank of each pipeline stage needs, by class, and its peak over a step.
+"""Memory of each pipeline rank by class, and its peak over a step.
 
-    parameters   float32 master weights, a shard
-    optimizer    moments, a shard; none before the first update, but room for them is needed then
-    gathered     weights in the dtype of computation: all of them (zero 1 and 2, and where none
-                 shares them), or those of the unit that computes and of those fetched ahead
-    gradients    a shard in float32, or under accumulation to the end of the step whole ones
-    foreign rows of an embedding, whose gradient tp ranks have whole until it is reduced
-    reduction    the gradient of one unit in the dtype of computation, and as it is sent
-    activations  what blocks keep, of as many micro-batches as the schedule has in flight
-    working      of one block what it computes again, and gradients of its widest hidden rows
-    logits       of the rank with the head
-    waiting      what the reduction of a micro-batch sent last, until the next one reduces
-    buffers      what collectives gather into and sum in, on streams of their own
+    parameters   shards of the float32 master weights
+    optimizer    shards of the moments, allocated in the first update
+    gathered     weights in the dtype of computation: all (zero 1 and 2, or unshared), or those of
+                 the computing unit and the prefetched ones
+    gradients    float32 shards, or unsharded gradients while they accumulate over the step
+    foreign rows of an embedding's gradient, which tp ranks hold unsplit until it is reduced
+    reduction    one unit's gradients in the dtype of computation, and the buffer they are sent from
+    activations  tensors kept by blocks, for all micro-batches in flight
+    working      one block's recomputed tensors, and gradients of its widest hidden states
+    logits       logits and their gradient, on the rank with the head
+    waiting      the last reduction's send buffer, until the next reduction
+    buffers      outputs and sums of collectives, on separate streams
 
-`peak` is what the allocator has handed out at the worst point of the step. `reserved` is what it
-holds, and what has to fit: of the stream of computation by a replay of its tensors
-(`dtron.plan.replay`). Memory of another stream is not given to this one, so shards of gradients,
-made on the stream of reductions, come on top of the activations which they follow in time; but for
-those of what one rank has alone, which are made on this one.
-`outside` the allocator are the context, NCCL's channels and libraries; hardware rows say how much.
+`peak` is the allocated memory at the worst point of the step. `reserved` is what the allocator
+holds, and what must fit; for the computation stream it is found by replaying its tensors
+(`dtron.plan.replay`). The allocator does not share memory between streams: gradient shards, made on
+the reduction stream, come on top of the activations freed before them. Gradients of unshared
+parameters are made on the computation stream. The CUDA context, NCCL's channels and libraries are
+`outside` the allocator; hardware rows give their size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,24 +51,25 @@ MOMENTS = {"adamw": 2, "sgd": 0}
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of one pipeline rank; its data, context and tensor parallel neighbours are alike."""
+    """Memory of one pipeline rank; its data, context and tensor parallel neighbours need the
+    same."""
 
     rank: int
     elements: int
-    """Parameters of its stages, after tp and ep."""
+    """Number of parameters of its stages, after tp and ep."""
     classes: Mapping[str, float]
-    """Bytes by class, the most that each takes."""
+    """Bytes by class, at each class's maximum."""
     modules: Mapping[str, float]
     """Bytes of activations by module."""
     in_flight: Mapping[int, int]
-    """Micro-batches of each of its stages whose activations it holds at the worst moment."""
+    """Number of micro-batches in flight at the worst moment, per stage."""
     points: Mapping[str, float]
-    """Bytes at points of the step."""
+    """Allocated bytes at points of the step."""
     reserved: float
 
     @property
     def peak(self) -> float:
-        """The most that is allocated at once."""
+        """Maximum of allocated bytes."""
         return max(self.points.values())
 
     @property
@@ -79,26 +80,26 @@ class RankMemory:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all values as JSON objects."""
         return {**asdict(self), "peak": self.peak, "state": self.state}
 
 
 def memory(run: Resolved) -> tuple[RankMemory, ...]:
-    """Of every pipeline rank."""
+    """Compute the memory of every pipeline rank."""
     return tuple(_of_rank(run, rank) for rank in range(run.degrees["pp"]))
 
 
 def expandable(run: Resolved, rank: int) -> float:
-    """What `reserved` of a pipeline rank is under `PYTORCH_ALLOC_CONF=expandable_segments:True`."""
-    return replay.reserved(*_replayed(run, rank), Expandable) + _elsewhere(run, rank)
+    """`reserved` of a pipeline rank under `PYTORCH_ALLOC_CONF=expandable_segments:True`."""
+    return replay.reserved(*_replayed(run, rank), Expandable) + _on_other_streams(run, rank)
 
 
 def least(run: Resolved, hardware: Hardware) -> tuple[float, ...]:
-    """What `reserved` of each pipeline rank cannot be below, computed much faster; empty if the run
+    """Lower bound of `reserved` for each pipeline rank, computed much faster; empty if the run
     cannot fit."""
     found: list[float] = []
     for rank in range(run.degrees["pp"]) if _host_fits(run, hardware) else ():
-        found.append(replay.least(*_replayed(run, rank)) + _elsewhere(run, rank))
+        found.append(replay.least(*_replayed(run, rank)) + _on_other_streams(run, rank))
         if found[-1] > hardware.room:
             return ()
     return tuple(found)
@@ -107,11 +108,11 @@ def least(run: Resolved, hardware: Hardware) -> tuple[float, ...]:
 def fitting(
     run: Resolved, hardware: Hardware, bounds: Sequence[float], part: int = 0, of: int = 1
 ) -> tuple[RankMemory, ...] | None:
-    """`memory` of a run that fits; None at the first rank that does not.
+    """Return `memory` of a run that fits; None as soon as a rank does not.
 
     Args:
-        bounds: `least`; the fullest ranks are looked at first.
-        part: which of so many parts of the ranks to look at.
+        bounds: result of `least`; the fullest ranks are checked first.
+        part: (index, number): which part of the ranks to check.
     """
     found: list[RankMemory] = []
     for rank in sorted(range(len(bounds)), key=lambda rank: -bounds[rank])[part::of]:
@@ -122,12 +123,12 @@ def fitting(
 
 
 def worst(ranks: Sequence[RankMemory]) -> RankMemory:
-    """The rank that holds most."""
+    """The rank that reserves most memory."""
     return max(ranks, key=lambda each: each.reserved)
 
 
 def offloaded(run: Resolved) -> float:
-    """Bytes of activations that a rank has in host memory, at most."""
+    """Maximum bytes of activations that a rank offloads to host memory."""
     if not run.config.recompute.offload:
         return 0.0
     most = 0.0
@@ -142,12 +143,12 @@ def offloaded(run: Resolved) -> float:
 
 
 def offloaded_by_host(run: Resolved, hardware: Hardware) -> float:
-    """The same of all ranks of a host."""
+    """Maximum bytes of activations that all ranks of a host offload."""
     return offloaded(run) * min(hardware.host, run.world_size)
 
 
 def fits(run: Resolved, ranks: Sequence[RankMemory], hardware: Hardware) -> bool:
-    """Whether a device holds the worst rank, and a host what its ranks offload."""
+    """Whether the worst rank fits a device, and its ranks' offloaded activations fit a host."""
     return worst(ranks).reserved <= hardware.room and _host_fits(run, hardware)
 
 
@@ -178,7 +179,7 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
         points = _points_of_parts(run, rank)
     else:
         points = _points(run, rank, classes, flying)
-    reserved = replay.reserved(*_replayed(run, rank)) + _elsewhere(run, rank)
+    reserved = replay.reserved(*_replayed(run, rank)) + _on_other_streams(run, rank)
     return RankMemory(rank, elements, classes, modules, flying, points, reserved)
 
 
@@ -191,8 +192,8 @@ def _has_head(run: Resolved, rank: int) -> bool:
 
 
 def _gathered(run: Resolved, rank: int, own: list[Unit]) -> float:
-    """FSDP gathers a unit and `prefetch` more. The root, experts that no ranks share and, without a
-    pipeline, the last unit stay gathered."""
+    """Bytes of gathered weights: those of a unit and `prefetch` more. The root, unshared experts
+    and, without a pipeline, the last unit stay gathered."""
     if run.policy.keep_gathered:
         return float(run.element * sum(u.gathered for u in own))
     window = 1 + run.config.parallel.prefetch
@@ -209,7 +210,7 @@ def _gathered(run: Resolved, rank: int, own: list[Unit]) -> float:
 
 
 def _unshared(unit: Unit) -> list[int]:
-    """Elements of what no ranks share."""
+    """Elements of parameters that are not sharded."""
     return [whole for whole, shard in unit.groups if shard == whole]
 
 
@@ -219,26 +220,26 @@ def _sent_at_once(run: Resolved, own: list[Unit]) -> int:
 
 
 def _accumulates(run: Resolved) -> bool:
-    """Whether whole gradients are summed over micro-batches and reduced once."""
+    """Whether unsharded gradients are summed over micro-batches and reduced once."""
     return not run.policy.reduce_each_micro_batch and run.micro_batches > 1
 
 
 def _gradients(run: Resolved, own: list[Unit]) -> float:
     reduced = ELEMENT[run.config.parallel.reduce_dtype]
     shard, whole = (sum(getattr(u, key) for u in own) for key in ("shard", "gathered"))
-    # The shards appear unit by unit while the whole gradients go.
+    # Shards are allocated unit by unit while the unsharded gradients are freed.
     return max(4.0 * shard, float(reduced * whole)) if _accumulates(run) else 4.0 * shard
 
 
 def _foreign(run: Resolved, own: list[Unit]) -> float:
-    """Of sums over micro-batches, rows of other tp ranks."""
+    """Bytes of other tp ranks' rows in sums over micro-batches."""
     reduced = ELEMENT[run.config.parallel.reduce_dtype]
     return float(reduced * _unsplit(own)) if _accumulates(run) else 0.0
 
 
 def _unsplit(own: list[Unit]) -> int:
     """Elements of other tp ranks in an embedding's gradient: DTensor's backward of a lookup makes
-    all rows on each rank, which are split when they are reduced."""
+    all rows on each rank; they are split when they are reduced."""
     return sum(u.whole - u.gathered for u in own if u.kind == "embedding")
 
 
@@ -252,24 +253,23 @@ def _exchanges(run: Resolved) -> bool:
 
 
 def _sent(run: Resolved) -> int:
-    """Bytes an element of what a reduction takes of the allocator to send from. Gradients that are
-    exchanged go as they are, and by copy engines out of memory that is not the allocator's."""
+    """Bytes per element of a reduction's send buffer in the allocator's memory. Exchanged gradients
+    are sent in their own dtype; copy engines send from memory outside the allocator."""
     if _exchanges(run):
         return 0 if run.config.parallel.copy_engines else run.element
     return ELEMENT[run.config.parallel.reduce_dtype]
 
 
 def _reduction(run: Resolved, own: list[Unit]) -> float:
-    """Of the largest unit: gradients as the backward makes them, and as they are sent, of experts
-    that are apart before the others."""
+    """Bytes of the largest unit's gradients, as computed and as sent; separate experts' are sent
+    first."""
     sizes = (u.gathered * run.element + _sent(run) * _sent_at_once(run, [u]) for u in own)
     return float(max(sizes, default=0))
 
 
 def _waiting(run: Resolved, rank: int) -> float:
-    """FSDP keeps what it sent of a unit until the next one is reduced, and at the end of a step:
-    between micro-batches that of the first unit, without experts that are apart, through the
-    forward and the loss."""
+    """Bytes of the last send buffer: FSDP keeps a unit's until the next unit is reduced. Between
+    micro-batches, the first unit's (without separate experts) is kept through forward and loss."""
     if not _reduces_each(run) or run.keeps_dense:
         return 0.0
     firsts = [units(run, stage)[:1] for stage in run.stages_of(rank)]
@@ -277,12 +277,12 @@ def _waiting(run: Resolved, rank: int) -> float:
 
 
 def _gather(run: Resolved, own: list[Unit]) -> float:
-    """The buffer of the largest gather alone."""
+    """Bytes of the buffer of the largest all-gather."""
     return float(run.element * max((u.gathered for u in own), default=0))
 
 
 def _context(run: Resolved) -> float:
-    """Keys and values that context parallelism sends and receives."""
+    """Bytes of context parallelism's buffers for keys and values."""
     if run.degrees["cp"] == 1:
         return 0.0
     width = 2 * run.model.local_kv_heads(run.tp) * run.model.head_size
@@ -302,28 +302,29 @@ def _all_buffers(run: Resolved, rank: int) -> float:
 
 
 def _buffers(run: Resolved, rank: int) -> float:
-    """Of FSDP's streams, which each stage has of its own, over shards of gradients."""
-    if run.shards == 1:  # weights are cast where they are read, sums are shards
-        return float(sum(_sums(run, stage) for stage in run.stages_of(rank)))
+    """Bytes of buffers on FSDP's streams, which each stage has separately, without gradient
+    shards."""
+    if run.shards == 1:  # weights are cast where they are used; sums are shards
+        return float(sum(_reduction_sums(run, stage) for stage in run.stages_of(rank)))
     depth, again = run.config.parallel.prefetch, not run.policy.keep_gathered
     found = 0.0
     for stage in run.stages_of(rank):
         sizes = tuple(_parts(run, unit) for unit in units(run, stage))
         stays = run.layout is None  # the last unit
-        found += gathered_through(sizes, depth, again, stays) + _sums(run, stage)
+        found += gathered_through(sizes, depth, again, stays) + _reduction_sums(run, stage)
     return found
 
 
 def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
-    """A unit's gathers, of its dense part and of its experts."""
-    cast = run.element if run.element < 4 else 0  # what needs no cast is sent as it is
+    """A unit's all-gathers: its dense part and its experts."""
+    cast = run.element if run.element < 4 else 0  # sent without a cast
     shared = [(whole, part) for whole, part in unit.groups if part < whole]
     return tuple((run.element * whole, cast * part) for whole, part in shared)
 
 
-def _sums(run: Resolved, stage: Stage) -> int:
-    """Of a stage's largest unit, what its reduction holds beside shards of gradients that are there
-    already: new sums before they are added, sums before they are cast, what others have sent."""
+def _reduction_sums(run: Resolved, stage: Stage) -> int:
+    """Bytes that the largest unit's reduction holds in addition to existing gradient shards: new
+    sums before they are added, sums before they are cast, and received gradients."""
     listed, each = units(run, stage), 0
     if _reduces_each(run):
         each += 4
@@ -335,9 +336,9 @@ def _sums(run: Resolved, stage: Stage) -> int:
 
 
 def _peers(run: Resolved, rank: int) -> float:
-    """What peers read, for good: rows of experts; by copy engines, of each stage, dense and experts
-    apart, a share of the largest unit's parameters, and all of its gradients where they are
-    exchanged."""
+    """Bytes of memory that peers read, allocated for the whole run: token copies for experts; for
+    copy engines, per stage and separately for dense part and experts, a shard of the largest unit's
+    parameters, and all of its gradients if they are exchanged."""
     parallel, found = run.config.parallel, _mailbox(run)
     if not parallel.copy_engines:
         return found
@@ -351,8 +352,8 @@ def _peers(run: Resolved, rank: int) -> float:
 
 
 def _mailbox(run: Resolved) -> float:
-    """Rows that experts' ranks pull from each other, twice as many as one has room for: results,
-    which are not in float8 where rows are."""
+    """Bytes of the mailbox that experts' ranks pull from: two halves, each with room for a rank's
+    results, which are never in float8."""
     if run.config.parallel.dispatcher != "symmetric_memory":
         return 0.0
     rows = expert_room(run) * expert_rows(run) / run.experts["etp"]
@@ -360,8 +361,9 @@ def _mailbox(run: Resolved) -> float:
 
 
 def _activations(run: Resolved, flying: Mapping[int, int]) -> dict[str, float]:
-    """By module, of all micro-batches in flight. Offloaded ones are in host memory, but for two
-    blocks of a stage, and inputs of stages, which the schedule holds."""
+    """Bytes of activations by module, for all micro-batches in flight. Offloaded ones are in host
+    memory, except those of two blocks of a stage and the stages' inputs, which the executor
+    holds."""
     found: dict[str, float] = {}
     for stage in run.stages:
         layers = stage.layers
@@ -375,13 +377,13 @@ def _activations(run: Resolved, flying: Mapping[int, int]) -> dict[str, float]:
         for layer in layers:
             for module, size in activations.kept(run, layer).items():
                 found[module] = found.get(module, 0.0) + times * size
-        if stage.head:  # the last norm: its input, and what the head reads
+        if stage.head:  # the last norm: its input, and the head's input
             found["head"] = 2 * activations.boundary(run) * flies
     return found
 
 
 def _working(run: Resolved, rank: int) -> float:
-    """While a block's backward runs: what it computed again, and gradients of its hidden rows."""
+    """Bytes during a block's backward: recomputed tensors, and gradients of its hidden states."""
     most = 0.0
     for layer in {layer for stage in run.stages_of(rank) for layer in stage.layers}:
         again = 0.0
@@ -395,8 +397,8 @@ def _working(run: Resolved, rank: int) -> float:
 def _points(
     run: Resolved, rank: int, classes: Mapping[str, float], flying: Mapping[int, int]
 ) -> dict[str, float]:
-    """Allocated bytes at the worst moments, as traces of the real code find them
-    (tests/plan/test_exact.py). Gradients are there once a micro-batch's backward has made them."""
+    """Allocated bytes at the worst moments, as found by traces of the real code
+    (tests/plan/test_exact.py). Gradients exist after a micro-batch's backward."""
     peers = _peers(run, rank)
     fixed = classes["parameters"] + classes["optimizer"] + peers
     made = classes["gradients"] + classes["foreign rows"]
@@ -426,7 +428,7 @@ def _points(
 
 
 def _reduced(run: Resolved, own: list[Unit]) -> float:
-    """As `_reduction`, beside the gradients that are summed over micro-batches."""
+    """Like `_reduction`, in addition to gradients summed over micro-batches."""
     largest = max((u.gathered for u in own), default=0)
     made = 0 if _accumulates(run) else run.element * (largest + _unsplit(own))
     return float(_sent_at_once(run, own) * _sent(run) + made)
@@ -438,35 +440,36 @@ def _replayed(run: Resolved, rank: int) -> tuple[Resolved, int, int, int, int]:
 
 
 def _points_of_parts(run: Resolved, rank: int) -> dict[str, float]:
-    """Of split backwards: micro-batches are between the two parts of theirs at many moments, which
-    are replayed. Shards of gradients are there then if micro-batches are reduced one by one."""
+    """Allocated bytes with split backwards, from a replay, since many micro-batches can be between
+    the two parts of their backward. Gradient shards exist meanwhile if each micro-batch is
+    reduced."""
     shards = _shards(run, rank) if _reduces_each(run) else 0.0
-    return {"step": replay.least(*_replayed(run, rank)) + _apart(run, rank) + shards}
+    return {"step": replay.least(*_replayed(run, rank)) + _separate_buffers(run, rank) + shards}
 
 
-def _elsewhere(run: Resolved, rank: int) -> float:
-    """Not of the stream of computation."""
-    return _apart(run, rank) + _shards(run, rank)
+def _on_other_streams(run: Resolved, rank: int) -> float:
+    """Bytes allocated on other streams than the computation's."""
+    return _separate_buffers(run, rank) + _shards(run, rank)
 
 
-def _apart(run: Resolved, rank: int) -> float:
-    """Foreign rows, and buffers, which are of streams of their own."""
+def _separate_buffers(run: Resolved, rank: int) -> float:
+    """Bytes of foreign rows, and of buffers on separate streams."""
     return _foreign(run, list(held(run, rank))) + _all_buffers(run, rank)
 
 
 def _shards(run: Resolved, rank: int) -> float:
-    """Of gradients, as large as the parameters', on the stream of reductions; those of what one
-    rank has alone are of the stream of computation."""
+    """Bytes of gradient shards on the reduction stream, as large as the parameters'; those of
+    unshared parameters are on the computation stream."""
     return 4.0 * sum(shard for u in held(run, rank) for _, shard in reductions(run, u))
 
 
 def in_flight(run: Resolved, rank: int) -> dict[int, int]:
-    """By stage, at the moment when the rank holds most activations."""
+    """Number of micro-batches in flight per stage, when the rank holds most activations."""
     if run.layout is None:
         return {0: 1}
     weights = {stage.index: len(stage.layers) + 0.5 * stage.head for stage in run.stages_of(rank)}
     heaviest, best = -1.0, {}
-    # Where the head's weight gradients alone are put off, I frees the blocks' activations.
+    # If only the head's weight gradients are deferred, I frees the blocks' activations.
     ends = Kind.WEIGHT if run.layout.splits_backward else Kind.INPUT
     for counts in _counts(run.order, rank, ends):
         load = sum(weights[stage] * n for stage, n in counts)
@@ -476,10 +479,11 @@ def in_flight(run: Resolved, rank: int) -> dict[int, int]:
 
 
 def _counts(order: Order, rank: int, ends: Kind) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Micro-batches in flight by stage after every forward of a rank, each combination once.
+    """Yield each distinct combination of micro-batches in flight per stage, after a rank's
+    forwards.
 
     Args:
-        ends: the part of a backward that does away with a micro-batch.
+        ends: the part of a backward that frees a micro-batch's activations.
     """
     live: dict[int, int] = {action.stage: 0 for action in order[rank]}
     found: dict[tuple[tuple[int, int], ...], None] = {}

@@ -1,11 +1,11 @@
-"""What work and collectives that run at the same time take from each other.
+"""Measure how much overlapped computation and collectives slow each other down.
 
-Each kind of work is called again and again on one stream and a collective on another, both queued
-before either begins, and both for the whole of a window. Of calls that lie inside of the other's
-window the mean is compared with that of calls alone. All ranks measure at the same time.
+Each kind of work is called repeatedly on one stream and a collective on another; both are queued
+before either begins, and both fill a window of time. The mean time of calls inside the other
+stream's window is compared with that of calls that run alone. All ranks measure at the same time.
 
-The collectives are FSDP's: gathers in bfloat16 and reductions in float32, on a stream of the
-priority that FSDP gives its own.
+The collectives are FSDP's: all-gathers in bfloat16 and reduce-scatters in float32, on a stream of
+FSDP's priority.
 """
 
 import functools
@@ -29,24 +29,24 @@ from dtron.plan.measure_hardware import Calibration, collective_call
 Kinds = tuple[tuple[str, tuple[int, ...]], ...]
 DTYPE = torch.bfloat16
 WORK: Mapping[str, Kinds] = {
-    # Products (m, k, n): a feed-forward of Llama-3-8B, a narrow one. Grouped ones (groups, rows of
-    # each, k, n): experts with few rows and with more. Attention as dtron bench kernels has it.
-    # Copies: elements.
+    # Matmuls (m, k, n): a feed-forward of Llama-3-8B, a narrow one. Grouped matmuls (groups, tokens
+    # per group, k, n): experts with few tokens and with more. Attention has the shapes of dtron
+    # bench kernels. Copies: elements.
     "cuda": (
-        ("product", (8192, 4096, 14336)),
-        ("product", (2048, 2048, 1408)),
-        ("grouped", (32, 384, 2048, 1408)),
-        ("grouped", (32, 1536, 2048, 1408)),
-        ("grouped_gradient", (32, 384, 2048, 1408)),
-        ("grouped_gradient", (32, 1536, 2048, 1408)),
+        ("matmul", (8192, 4096, 14336)),
+        ("matmul", (2048, 2048, 1408)),
+        ("grouped_matmul", (32, 384, 2048, 1408)),
+        ("grouped_matmul", (32, 1536, 2048, 1408)),
+        ("grouped_matmul_gradient", (32, 384, 2048, 1408)),
+        ("grouped_matmul_gradient", (32, 1536, 2048, 1408)),
         ("attention", (1, 8192, 32, 8, 128)),
         ("attention_backward", (1, 8192, 32, 8, 128)),
         ("copy", (2**28,)),
     ),
     "cpu": (
-        ("product", (256, 128, 256)),
-        ("grouped", (2, 32, 64, 64)),
-        ("grouped_gradient", (2, 32, 64, 64)),
+        ("matmul", (256, 128, 256)),
+        ("grouped_matmul", (2, 32, 64, 64)),
+        ("grouped_matmul_gradient", (2, 32, 64, 64)),
         ("attention", (1, 128, 4, 2, 64)),
         ("attention_backward", (1, 128, 4, 2, 64)),
         ("copy", (2**20,)),
@@ -54,29 +54,30 @@ WORK: Mapping[str, Kinds] = {
 }
 SENT = (("all_gather", torch.bfloat16), ("reduce_scatter", torch.float32))
 SIZES: Mapping[str, tuple[int, ...]] = {"cuda": (2**26, 2**28), "cpu": (2**16,)}
-"""Bytes of a collective, as `Hardware.collective` counts them."""
+"""Sizes of the collectives in bytes, as `Hardware.collective` counts them."""
 WINDOW: Mapping[str, float] = {"cuda": 0.02, "cpu": 0.002}
-"""Seconds of work alone; of collectives twice as many."""
+"""Seconds that the work takes alone; collectives are queued for twice as long."""
 REPEATS = 3
 _CALLS = range(8, 301)
-_HELD = (8192, 40)
-"""Rows of square matrices in bfloat16, and products of them that keep a GPU busy for 50 ms or more,
-in which the host queues a window."""
+_FILLER = (8192, 40)
+"""Size of square bfloat16 matrices and number of their matmuls: they keep a GPU busy for 50 ms or
+more, in which the host queues a window."""
 
 Call = Callable[[], Any]
 Marks = list[float]
-"""Seconds when a lane's first call began, and when each ended."""
+"""Times in seconds: when a stream's first call began, and when each call ended."""
 
 
-def measure_beside(made: Calibration, group: Any, device: torch.device) -> None:
-    """Rows of `Calibration.beside`: seconds a call of each work and collective, alone and together.
+def measure_overlap(made: Calibration, group: Any, device: torch.device) -> None:
+    """Measure rows of `Calibration.overlap`: seconds per call, alone and overlapped.
 
     Args:
-        group: the ranks that send, each of which calls this.
+        group: the ranks that communicate; each of them calls this.
     Raises:
-        TrainingError: a collective is over before a call of the work is, however many there are.
+        TrainingError: the collectives end before one call of the work does, however many
+            are queued.
     """
-    lanes = _Lanes(group, device)
+    lanes = _ConcurrentCalls(group, device)
     sends = [
         (kind, size, collective_call(kind, size, group, device, dtype))
         for kind, dtype in SENT
@@ -89,35 +90,39 @@ def measure_beside(made: Calibration, group: Any, device: torch.device) -> None:
         for (sent, size, call), sent_alone in zip(sends, apart, strict=True):
             both = lanes.together(work, alone, call, sent_alone)
             what = {"work": kind, "shape": shape, "collective": sent, "bytes": size}
-            times = {"alone": alone, "beside": both[0]}
-            times |= {"collective_alone": sent_alone, "collective_beside": both[1]}
-            made.beside.append({**what, "ranks": dist.get_world_size(group), **times})
+            times = {"alone": alone, "overlapped": both[0]}
+            times |= {"collective_alone": sent_alone, "collective_overlapped": both[1]}
+            made.overlap.append({**what, "ranks": dist.get_world_size(group), **times})
 
 
-POOLED = {"grouped_gradient": "grouped", "attention_backward": "attention"}
-"""Kinds of work that are one to the planner (`dtron.plan.compute_time.Work`)."""
+POOLED = {"grouped_matmul_gradient": "grouped_matmul", "attention_backward": "attention"}
+"""Kinds of work that the planner counts as one (`dtron.plan.compute_time.Work`)."""
 
 
-def beside_fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The field of Hardware that rows of `Calibration.beside` give: means over shapes and sizes of
-    the shares of their rates that work and collectives have beside each other, 1 at most."""
+def overlap_fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average rows of `Calibration.overlap` into a field of Hardware: the fraction of their rates,
+    at most 1, that work and collectives keep while overlapped, as means over shapes and sizes."""
     shares: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
         work = str(row["work"])
         kind = POOLED.get(work, work)
-        both = row["alone"] / row["beside"], row["collective_alone"] / row["collective_beside"]
+        both = (
+            row["alone"] / row["overlapped"],
+            row["collective_alone"] / row["collective_overlapped"],
+        )
         shares.setdefault((kind, row["collective"]), []).append(both)
     found = tuple(
         (*key, *(min(1.0, statistics.fmean(each)) for each in zip(*pairs, strict=True)))
         for key, pairs in shares.items()
     )
-    return {"beside": found} if found else {}
+    return {"overlap": found} if found else {}
 
 
 def _work(
     kind: str, shape: Sequence[int], device: torch.device, kernels: Sequence[Mapping[str, Any]]
 ) -> Call:
-    """One call of a kind of work; of attention by the kernel that took least time of `kernels`."""
+    """Return a function that does one call of a kind of work; attention uses the fastest of
+    `kernels`."""
     if kind.startswith("attention"):
         return _attention(kind, tuple(shape), device, kernels)
     draw = functools.partial(torch.randn, dtype=DTYPE, device=device)
@@ -125,14 +130,14 @@ def _work(
         source = draw(*shape)
         target = torch.empty_like(source)
         return lambda: torch.mul(source, 2, out=target)
-    if kind == "product":
+    if kind == "matmul":
         m, k, n = shape
         x, weight, out = draw(m, k), draw(n, k), draw(m, n)
         return lambda: torch.mm(x, weight.t(), out=out)
     groups, each, k, n = shape
     ends = torch.arange(1, groups + 1, dtype=torch.int32, device=device) * each
     rows, gradient = draw(groups * each, k), draw(groups * each, n)
-    if kind == "grouped_gradient":
+    if kind == "grouped_matmul_gradient":
         return lambda: grouped_gradient(gradient, rows, ends)
     weights = draw(groups, n, k)
     return lambda: grouped_matmul(rows, weights, ends)
@@ -156,26 +161,26 @@ def _attention(
     return lambda: backward(inputs, outputs)
 
 
-class _Lanes:
-    """Calls of work and of a collective, one after another each and at the same time."""
+class _ConcurrentCalls:
+    """Time calls of work and of a collective, alone and overlapped."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group, self.device = group, device
         self.window = WINDOW[device.type]
 
     def alone(self, call: Call) -> float:
-        """Seconds of a call that nothing runs beside, as the slowest rank has it."""
-        # Collectives too: all ranks call as often.
+        """Seconds per call without overlap, on the slowest rank."""
+        # The number of calls is the same on all ranks, as collectives need.
         once = self._slowest(seconds(call, self.device, 5))
         calls = self._calls(self.window / once)
         # The first collective waits for the last rank.
-        found = (_each(self._run(call, calls, None, 0)[0][1:]) for _ in range(REPEATS))
+        found = (_inside_window(self._run(call, calls, None, 0)[0][1:]) for _ in range(REPEATS))
         return self._slowest(statistics.median(map(statistics.fmean, found)))
 
     def together(
         self, work: Call, alone: float, send: Call, sent_alone: float
     ) -> tuple[float, float]:
-        """Seconds of a call of each, of calls that are inside of the other's window."""
+        """Seconds per call of each, over calls inside the other's window."""
         calls = self._calls(self.window / alone)
         sends = 2 * math.ceil(calls * alone / sent_alone) + 2
         found = [self._inside(work, calls, send, sends) for _ in range(REPEATS)]
@@ -185,11 +190,11 @@ class _Lanes:
     def _inside(self, work: Call, calls: int, send: Call, sends: int) -> tuple[float, float]:
         for times in (1, 2, 4, 8):
             worked, sent = self._run(work, calls * times, send, sends * times)
-            means = _each(worked, sent[1:]), _each(sent[1:], worked)
+            means = _inside_window(worked, sent[1:]), _inside_window(sent[1:], worked)
             if self._slowest(float(not all(means))) == 0:
                 return statistics.fmean(means[0]), statistics.fmean(means[1])
         raise TrainingError(
-            "no call of work lies inside of a window of collectives; calibrate an idle machine"
+            "no call of work lies inside a window of collectives; calibrate on an idle machine"
         )
 
     def _run(self, work: Call, calls: int, send: Call | None, sends: int) -> tuple[Marks, Marks]:
@@ -206,8 +211,10 @@ class _Lanes:
         return float(most)
 
 
-def _each(marks: Sequence[float], other: Sequence[float] = (-math.inf, math.inf)) -> list[float]:
-    """Seconds of each call that lies inside of the other lane's marks."""
+def _inside_window(
+    marks: Sequence[float], other: Sequence[float] = (-math.inf, math.inf)
+) -> list[float]:
+    """Seconds of each call that lies inside the other stream's window."""
     pairs = itertools.pairwise(marks)
     return [end - begin for begin, end in pairs if other[0] <= begin and end <= other[-1]]
 
@@ -216,7 +223,7 @@ def _on_streams(
     work: Call, calls: int, send: Call | None, sends: int, device: torch.device
 ) -> tuple[Marks, Marks]:
     own, other = torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1)
-    _hold(device)
+    _keep_busy(device)
     gate = _mark(own)
     other.wait_event(gate)
     lanes = ((own, work, calls), (other, send, sends))
@@ -233,9 +240,9 @@ def _on_streams(
     return first, second
 
 
-def _hold(device: torch.device) -> None:
-    """Keep the current stream busy for a while."""
-    rows, products = _HELD
+def _keep_busy(device: torch.device) -> None:
+    """Keep the current stream busy for 50 ms or more."""
+    rows, products = _FILLER
     x = torch.zeros(rows, rows, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(x)
     for _ in range(products):
@@ -251,7 +258,8 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
 def _on_threads(
     work: Call, calls: int, send: Call | None, sends: int, _device: torch.device
 ) -> tuple[Marks, Marks]:
-    """What a thread sends lasts as long as other ranks let it: work goes on until then."""
+    """Run both on threads; work continues until the collectives, which wait for other ranks, are
+    done."""
     first, second = [time.perf_counter()], [time.perf_counter()]
     thread = threading.Thread(target=_repeat, args=(send, sends, second))
     thread.start()

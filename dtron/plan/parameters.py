@@ -1,11 +1,12 @@
-"""Which parameters a rank holds, and how many of their elements: whole, gathered, shared.
+"""Parameters of a rank, and their numbers of elements: whole, gathered and sharded.
 
-Shapes are those of the model itself, built with one layer of each kind on meta; splits are those
-of its own table of placements. What FSDP pads counts, since it is allocated:
+Shapes come from the model itself, built on meta with one layer of each kind; splits from its table
+of placements. FSDP's padding counts, since it is allocated:
 
     whole      elements of the unsharded parameter
-    gathered   after tp, or ep and etp: what a FSDP unit gathers
-    shard      of that, one of dp_shard x cp ranks (of experts edp_shard): dim 0 in equal chunks
+    gathered   elements after tp, or ep and etp: what an FSDP unit gathers
+    shard      elements of the gathered part on one of dp_shard x cp ranks (experts: edp_shard),
+               which hold equal chunks of dim 0
 """
 
 import functools
@@ -30,11 +31,11 @@ class Parameter:
     """One parameter of a part of the model.
 
     Args:
-        name: FQN inside of the part.
-        shape: whole, its vocabulary padded.
-        split: the dim that tp splits; None: all ranks have it.
-        expert: whether it is of stacked experts.
-        padded: whether its vocabulary is padded, so that width is shared instead of rows.
+        name: FQN inside the part.
+        shape: unsharded shape, with the padded vocabulary.
+        split: the dim that tp splits; None: replicated.
+        expert: whether it stacks experts.
+        padded: whether its vocabulary is padded, so that FSDP shards columns instead of rows.
         partial: whether each tp rank computes a part of its gradient.
     """
 
@@ -48,7 +49,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered together: elements of a rank."""
+    """Elements per rank of parameters that are gathered together."""
 
     name: str
     kind: str
@@ -57,27 +58,27 @@ class Unit:
     gathered: int
     shard: int
     experts_gathered: int = 0
-    """Of the elements before, those of experts that have a mesh of their own."""
+    """Of the elements above, those of experts on a separate mesh."""
     experts_shard: int = 0
     partial_shard: int = 0
-    """Of the shard, parameters of which each tp rank computes a part of the gradient."""
+    """Elements of the shard whose gradient is a partial sum on each tp rank."""
     columns: int = 0
-    """Of those gathered, parameters that ranks share along another dim than the first: FSDP copies
-    them once more, out of a gather and before a reduction."""
+    """Gathered elements sharded along another dim than the first: FSDP copies them once more, after
+    a gather and before a reduction."""
 
     @property
     def dense(self) -> tuple[int, int]:
-        """(gathered, shard) of all but experts that have a mesh of their own."""
+        """(gathered, shard) of all but experts on a separate mesh."""
         return self.gathered - self.experts_gathered, self.shard - self.experts_shard
 
     @property
     def experts(self) -> tuple[int, int]:
-        """(gathered, shard) of those."""
+        """(gathered, shard) of experts on a separate mesh."""
         return self.experts_gathered, self.experts_shard
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """(gathered, shard) of what FSDP gathers and reduces apart."""
+        """(gathered, shard) of the parts that FSDP gathers and reduces separately."""
         return tuple(each for each in (self.dense, self.experts) if each[0])
 
     def __add__(self, other: "Unit") -> "Unit":
@@ -95,12 +96,12 @@ class Unit:
 
 
 Parts = dict[str, tuple[Parameter, ...]]
-"""Parameters of embedding, the kinds of blocks (`Resolved.kind`) and head (norm and head)."""
+"""Parameters by part: embedding, the kinds of blocks (`Resolved.kind`) and head (norm and head)."""
 
 
 @functools.lru_cache(maxsize=64)
 def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True) -> Parts:
-    """Parameters of each part of a model; a tied weight is in embedding and head."""
+    """List the parameters of each part of a model; a tied weight is in embedding and head."""
     spec, small = MODELS[name], _smallest(model)
     with torch.device("meta"):
         built = build_model(
@@ -130,7 +131,7 @@ def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = Tr
 
 
 def _smallest(model: DecoderConfig) -> DecoderConfig:
-    """The model with one layer of each kind."""
+    """Return the config with one layer of each kind."""
     dense, mixture = min(model.n_dense_layers, 1), min(model.n_expert_layers, 1)
     first = dense if model.n_experts else 0
     layers = {"n_layers": dense + mixture, "first_dense_layers": first}
@@ -148,7 +149,7 @@ def _part(fqn: str, small: DecoderConfig) -> tuple[str, str]:
 
 
 def _splits(model: nn.Module, rows: Mapping[str, Sequence[Any]]) -> dict[str, int]:
-    """The dim that tp splits, by FQN of the parameter."""
+    """Map the FQN of each parameter to the dim that tp splits."""
     found = {}
     for name, of_module in rows.items():
         module = model.get_submodule(name)
@@ -158,13 +159,13 @@ def _splits(model: nn.Module, rows: Mapping[str, Sequence[Any]]) -> dict[str, in
             by_rows = (row.kind == "colwise") == isinstance(module, nn.Linear)
             for child, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() == 1 and not by_rows:
-                    continue  # the bias of a row-wise product is whole on each rank
+                    continue  # the bias of a row-wise linear layer is replicated
                 found[f"{name}.{child}"] = 0 if by_rows else 1
     return found
 
 
 def unit(run: Resolved, part: str, name: str) -> Unit:
-    """A part's elements on a rank of a run."""
+    """A part's elements on one rank of a run."""
     if part not in run.memo:
         run.memo[part] = _unit(run, part)
     return replace(run.memo[part], name=name)
@@ -173,7 +174,7 @@ def unit(run: Resolved, part: str, name: str) -> Unit:
 def _unit(run: Resolved, part: str) -> Unit:
     total = Unit("", part, 0, 0, 0)
     for parameter in _parts(run).get(part, ()):
-        total += _of(run, part, parameter)
+        total += _sizes_of(run, part, parameter)
     return total
 
 
@@ -182,8 +183,8 @@ def _parts(run: Resolved) -> Parts:
     return parts(run.config.model.name, run.model, run.tp, split)
 
 
-def _of(run: Resolved, part: str, parameter: Parameter) -> Unit:
-    """One parameter alone."""
+def _sizes_of(run: Resolved, part: str, parameter: Parameter) -> Unit:
+    """Elements of a single parameter."""
     sizes = _sizes(run, parameter)
     return Unit(
         "root",
@@ -191,8 +192,8 @@ def _of(run: Resolved, part: str, parameter: Parameter) -> Unit:
         math.prod(parameter.shape),
         sizes.gathered,
         sizes.shard,
-        sizes.gathered * sizes.apart,
-        sizes.shard * sizes.apart,
+        sizes.gathered * sizes.separate,
+        sizes.shard * sizes.separate,
         sizes.shard * parameter.partial,
         sizes.gathered * sizes.columns,
     )
@@ -205,20 +206,20 @@ class Sizes:
     gathered: int
     shard: int
     columns: bool
-    """Shared along another dim than the first."""
-    apart: bool
-    """Of experts that have a mesh of their own."""
+    """Whether FSDP shards another dim than the first."""
+    separate: bool
+    """Whether it belongs to experts on a separate mesh."""
 
 
 def _sizes(run: Resolved, parameter: Parameter) -> Sizes:
-    apart = parameter.expert and run.experts_apart
-    shape, dim, ranks = (_expert_part if apart else _dense_part)(run, parameter)
+    separate = parameter.expert and run.separate_experts
+    shape, dim, ranks = (_expert_part if separate else _dense_part)(run, parameter)
     shard = [-(-size // ranks) if i == dim else size for i, size in enumerate(shape)]
-    return Sizes(math.prod(shape), math.prod(shard), dim > 0 and ranks > 1, apart)
+    return Sizes(math.prod(shape), math.prod(shard), dim > 0 and ranks > 1, separate)
 
 
 def _dense_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, int]:
-    """(a rank's part after tp, the dim that FSDP shares, ranks that share it)."""
+    """Return (shape after tp, the dim that FSDP shards, number of ranks that shard it)."""
     shape = list(parameter.shape)
     if parameter.split is not None:
         shape[parameter.split] //= run.tp
@@ -226,7 +227,7 @@ def _dense_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, in
 
 
 def _expert_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, int]:
-    """The same after ep and etp."""
+    """Return the same as `_dense_part`, after ep and etp."""
     ep, etp, ranks = (run.experts[axis] for axis in ("ep", "etp", "edp_shard"))
     shape = list(parameter.shape)
     shape[0] //= ep
@@ -237,9 +238,9 @@ def _expert_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, i
 
 
 def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
-    """FSDP's units of a stage in the order of its forward; a tied weight is in the root, gathered
-    for as long as the stage computes, and counted once where a stage has both its modules. So is an
-    embedding that multi-token prediction reads too."""
+    """FSDP's units of a stage in the order of its forward. A tied weight is in the root, stays
+    gathered while the stage computes, and counts once if a stage has both of its modules; likewise
+    an embedding that multi-token prediction also reads."""
     found: list[Unit] = []
     tied, mtp = run.model.tied, run.model.mtp > 0
     if stage.embedding:
@@ -256,11 +257,11 @@ def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
 
 
 def _norm(run: Resolved) -> Unit:
-    """The last norm, without the head's tied weight."""
+    """The last norm's elements, without the head's tied weight."""
     total = Unit("root", "embedding", 0, 0, 0)
     for parameter in _parts(run)["head"]:
         if parameter.name.startswith("norm."):
-            total += _of(run, "embedding", parameter)
+            total += _sizes_of(run, "embedding", parameter)
     return total
 
 
@@ -270,18 +271,18 @@ def parameters(run: Resolved, kind: str) -> tuple[Parameter, ...]:
 
 
 def sizes(run: Resolved, kind: str) -> list[Sizes]:
-    """Of each parameter of a unit, by `Unit.kind`."""
+    """Sizes of each parameter of a unit, by `Unit.kind`."""
     return [_sizes(run, parameter) for parameter in _parts(run)[kind]]
 
 
 def by_keeping(run: Resolved, unit: Unit) -> tuple[tuple[tuple[int, int], bool], ...]:
-    """(gathered, shard) of a unit's dense part and of experts that are apart, and whether one rank
-    has it alone and keeps its gradients."""
+    """(gathered, shard) of a unit's dense part and of separate experts, and whether it is unshared,
+    so that its rank keeps the gradients."""
     return (unit.dense, run.keeps_dense), (unit.experts, run.keeps_experts)
 
 
 def reductions(run: Resolved, unit: Unit) -> tuple[tuple[int, int], ...]:
-    """(gathered, shard) of each reduction of a unit: of what one rank has alone there is none."""
+    """(gathered, shard) of each reduction of a unit; unshared parameters have no reduction."""
     return tuple(group for group, keeps in by_keeping(run, unit) if not keeps)
 
 

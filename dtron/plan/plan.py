@@ -1,4 +1,4 @@
-"""Everything that is known of a run before it starts, as one object."""
+"""The plan of a run as one JSON object: legality, memory, communication, time and cost."""
 
 from dataclasses import asdict
 from typing import Any
@@ -21,11 +21,11 @@ KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 def plan(
     config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
 ) -> dict[str, Any]:
-    """{legal, reasons, nearest, hardware, unchecked, warnings} and KEYS, None of an illegal run;
-    time and cost are None too where there are no rates, for the reason `no_time`.
+    """Plan a run: {legal, reasons, nearest, hardware, unchecked, warnings} and KEYS, which are None
+    for an illegal run; time and cost are also None without rates, with the reason in `no_time`.
 
     Args:
-        tokens: of the whole training, for its cost; 0: those of train.steps.
+        tokens: number of training tokens, for the cost; 0: those of train.steps.
     """
     legality = check(config, world_size, hardware)
     found: dict[str, Any] = {
@@ -58,7 +58,7 @@ def plan(
 
 
 def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> dict[str, Any]:
-    """Of all pipeline ranks, and of the one that holds most; bytes."""
+    """Memory of all pipeline ranks, and of the worst one; bytes."""
     most = worst(ranks)
     limit = hardware.room
     return {
@@ -79,7 +79,7 @@ def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware
 
 
 def communication_json(run: Resolved, hardware: Hardware) -> list[dict[str, Any]]:
-    """Collectives of a step of the first pipeline rank, alike ones together."""
+    """Collectives of the first pipeline rank's step, grouped by kind and size."""
     together: dict[tuple[str, ...], dict[str, Any]] = {}
     for each in collectives(run, 0, hardware.domain):
         row = asdict(each)
@@ -96,7 +96,7 @@ def communication_json(run: Resolved, hardware: Hardware) -> list[dict[str, Any]
 
 
 def cost(run: Resolved, step: float, tokens: float) -> dict[str, float]:
-    """Steps, days and GPU-hours until so many tokens are seen, without restarts and validation."""
+    """Steps, days and GPU-hours to train on `tokens` tokens, without restarts and validation."""
     tokens = tokens or float(run.config.train.steps * run.tokens_per_step)
     steps = tokens / run.tokens_per_step
     hours = steps * step / 3600

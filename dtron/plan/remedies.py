@@ -1,4 +1,4 @@
-"""What to change in a run that needs more memory than there is, by the planner's estimate."""
+"""Suggested changes for a run that needs too much memory, by the planner's estimate."""
 
 import json
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ from dtron.run.process import Place
 
 _CHUNKS = 8
 _AT_MOST = 3
-"""Settings that an error names."""
+"""Maximum number of settings that an error suggests."""
 
 
 def most_memory(config: RunConfig, world_size: int) -> RankMemory:
-    """Of the pipeline rank that allocates most.
+    """Memory of the pipeline rank that allocates most.
 
     Raises:
-        ConfigError: the run is not legal on so many ranks.
+        ConfigError: the run is not legal on this number of ranks.
     """
     return max(memory(Resolved.of(config, world_size)), key=lambda rank: rank.peak)
 
 
 def check_step_memory(config: RunConfig, place: Place) -> None:
-    """Refuse a run on CPUs whose step needs more memory than is available.
+    """Raise ConfigError if a step on CPUs needs more memory than is available.
 
     Raises:
         ConfigError: names what would fit.
@@ -49,31 +49,31 @@ def check_step_memory(config: RunConfig, place: Place) -> None:
 
 
 def remedies(config: RunConfig, world_size: int, room: float, needed: float = 0.0) -> str:
-    """Settings with which each rank needs at most `room` bytes: the cheapest value of each key
-    alone, or else all keys together; a sentence for the end of an error.
+    """Suggest settings with which each rank needs at most `room` bytes: the cheapest value of one
+    key, or else of several keys together; a clause for the end of an error.
 
     Args:
-        needed: bytes that a rank was seen to need, by which estimates are corrected upwards.
+        needed: bytes that a rank was measured to need; estimates are scaled up to it.
     """
     planned = _peak(config, world_size)
     factor = max(1.0, needed / planned) if planned else 1.0
     fits = []
     for key, values in _changes(config):
         for value in values:
-            changed = _with(config, key, value, world_size)
+            changed = _with_value(config, key, value, world_size)
             if changed and (peak := factor * _peak(changed, world_size)) <= room:
                 fits.append(f"{key} = {json.dumps(value)} (about {size(peak)})")
                 break
     if fits:
         return f"use {' or '.join(fits[:_AT_MOST])}"
-    return _together(config, world_size, room, factor)
+    return _all_changes(config, world_size, room, factor)
 
 
-def _together(config: RunConfig, world_size: int, room: float, factor: float) -> str:
-    """Of so many keys as it takes, the value that needs least."""
+def _all_changes(config: RunConfig, world_size: int, room: float, factor: float) -> str:
+    """Change key after key to its least-memory value, until the run fits."""
     settings, least = [], 0.0
     for key, values in _changes(config):
-        changed = _with(config, key, values[-1], world_size) if values else None
+        changed = _with_value(config, key, values[-1], world_size) if values else None
         if changed is None:
             continue
         config, least = changed, factor * _peak(changed, world_size)
@@ -88,7 +88,7 @@ def _together(config: RunConfig, world_size: int, room: float, factor: float) ->
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[str, list[Any]]]:
-    """Keys and their values that need less memory, the cheapest first."""
+    """List keys with values that need less memory, the cheapest first."""
     half, batches = config.train.micro_batch // 2, []
     while half:
         batches.append(half)
@@ -105,8 +105,8 @@ def _peak(config: RunConfig, world_size: int) -> float:
     return most_memory(config, world_size).peak
 
 
-def _with(config: RunConfig, key: str, value: Any, world_size: int) -> RunConfig | None:
-    """The config with another value; None if it is not legal."""
+def _with_value(config: RunConfig, key: str, value: Any, world_size: int) -> RunConfig | None:
+    """Return the config with another value; None if it is not legal."""
     section, name = key.split(".")
     values = config.model_dump()
     values[section][name] = value

@@ -1,28 +1,27 @@
-"""What the stream of computation takes of the allocator: the tensors of a rank's steps, taken and
-given back in the order of a run.
+"""Replay the allocations of a rank's steps on the computation stream, in the order of a run.
 
-    forward    FSDP copies the unit's weights out of their gather, of one unit at a time; those that
-               are shared along another dim than the first in two steps; where none share them, it
-               casts and then copies them. The block makes two passing tensors as large
-               as its largest, and what it keeps; a compiled block that is computed again in full
-               makes all that one without recomputation keeps, and lets it go when it is done
-    loss       logits, and beside them their gradient
-    backward   weights again, if they were freed; what is computed again, three tensors as large as
-               the largest, gradients of the weights and of the input; then weights go, what was
-               sent of the unit before goes, and what is sent of this one is made. It waits for the
-               next reduction, at the end of a step for nothing. Experts that are apart are
-               reduced before the rest of their block. Of experts that are one rank's alone
-               nothing is sent: gradients are cast to float32 and stay until the update
-    split      where weight gradients are put off, I makes no gradients of weights. Inputs of
-               products stay as they are until W, and gradients of their results; all else that was
-               kept goes. W makes whole gradients of all units in the dtype of computation, then
-               adds them to sums, which are reduced unit by unit when the stage's last is done
-    offloaded  what a block keeps goes when the block after it is done, and is there again while the
-               one after it is in backward, as `dtron.parallelisms.offload` has it
-    update     in the first step moments, cut from what activations left: the activations of the
-               second step do not find the same room, and take more
+    forward    FSDP copies a unit's weights out of the gather buffer, one unit at a time; in two
+               steps if they are sharded along another dim than the first; unsharded ones are cast,
+               then copied. The block allocates two temporaries of the size of its largest tensor,
+               and what it keeps; a compiled block under full recomputation allocates all that one
+               without recomputation keeps, and frees it at the end
+    loss       logits, and then their gradient as well
+    backward   weights again, if they were freed; recomputed tensors, three temporaries of the size
+               of the largest tensor, gradients of the weights and of the input; then the weights
+               and the previous unit's send buffer are freed, and this unit's is allocated. It is
+               kept until the next reduction, and freed at the end of a step. Separate experts are
+               reduced before the rest of their block. Unshared experts have no reduction: gradients
+               are cast to float32 and kept until the update
+    split      with deferred weight gradients, I computes no gradients of weights. Inputs of matmuls
+               and gradients of their results are kept until W; other kept tensors are freed. W
+               computes the unsharded gradients of all units in the dtype of computation, then adds
+               them to sums, which are reduced unit by unit after the stage's last W
+    offloaded  a block's kept tensors are freed when the next block is done, and loaded while the
+               next block is in backward, as in `dtron.parallelisms.offload`
+    update     in the first step moments, which are split from blocks that activations left free:
+               activations of the second step do not find the same blocks, and reserve more
 
-Three steps are enough: later ones take nothing new. Gathers and sums of gradients are of other
+Three steps are enough: later ones reserve no more. All-gathers and gradient sums are on other
 streams (`dtron.plan.memory`). Sources: `foreach_reduce` and `FSDPParamGroup` of
 torch.distributed.fsdp._fully_shard, torch 2.11; `dtron.plan.allocator` for the rules.
 """
@@ -36,69 +35,70 @@ from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.lowering import add_reductions
 from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan import activations
-from dtron.plan.allocator import Block, Expandable, Held, Pool
+from dtron.plan.allocator import Block, Expandable, HolelessPool, Pool
 from dtron.plan.parameters import sizes, units
 from dtron.plan.run_shape import ELEMENT, Resolved, Stage
 
 STEPS = 3
 MICRO_BATCHES = 3
-"""Of a step without a pipeline: further ones repeat the last but one."""
+"""Number of replayed micro-batches without a pipeline: further ones repeat the last but one."""
 
 
 @dataclass
-class _Group:
-    """Parameters of a unit that FSDP gathers and reduces together; bytes."""
+class _ParameterGroup:
+    """Parameters of a unit that FSDP gathers and reduces together; sizes in bytes."""
 
     weights: list[int]
-    """Of each parameter, gathered, in the dtype of computation."""
+    """Size of each gathered parameter in the dtype of computation."""
     columns: list[bool]
-    """Which of them ranks share along another dim than the first: they are copied once more."""
+    """Whether each is sharded along another dim than the first, and so copied once more."""
     sent: int
-    """What a reduction sends."""
+    """Size of a reduction's send buffer."""
     shared: bool
-    """Whether ranks share them."""
+    """Whether they are sharded."""
     alone: bool = False
-    """Whether one rank alone has them, and keeps their gradients."""
+    """Whether they are unshared, so that the rank keeps their gradients."""
     out: list[Block] = field(default_factory=list)
-    """Weights that are there."""
+    """Gathered weights that are allocated."""
     summed: list[Block] = field(default_factory=list)
-    """Gradients that are summed over micro-batches, in the dtype of reductions."""
+    """Gradients summed over micro-batches, in the dtype of reductions."""
     given: list[Block] = field(default_factory=list)
-    """Sums of one rank alone that were handed over, where sums are made apart from a backward."""
+    """Sums of unshared parameters handed to the optimizer, if sums are made separately from a
+    backward."""
 
 
 @dataclass
-class _Unit:
-    """What a block, the embedding or the head makes; bytes, of a micro-batch."""
+class _UnitMemory:
+    """Tensors of a block, the embedding or the head, in bytes per micro-batch."""
 
-    groups: list[_Group]
-    """The dense part, and experts that are apart."""
+    groups: list[_ParameterGroup]
+    """The dense part, and separate experts."""
     shards: list[int]
     """Elements of each."""
     kept: list[int]
-    """What stays on the device for the backward."""
+    """Tensors kept on the device for the backward."""
     moved: list[int]
     """What is offloaded."""
     again: list[int]
-    """What the backward computes again."""
+    """Tensors that the backward recomputes."""
     widest: int
-    """Bytes of its largest tensor."""
+    """Size of its largest tensor."""
     passing: list[int]
-    """What its forward makes and lets go."""
+    """Temporaries of its forward."""
     stays: bool
-    """Weights are not freed between forward and backward."""
-    puts_off: bool = False
-    """Its weight gradients are computed apart from its backward."""
+    """Whether weights stay gathered between forward and backward."""
+    defers_weights: bool = False
+    """Whether its weight gradients are deferred."""
     read: list[int] = field(default_factory=list)
-    """Of what is kept, inputs of products that stay until then."""
+    """Kept inputs of matmuls, which stay until then."""
     read_again: list[int] = field(default_factory=list)
-    """Such inputs that the backward computes again, or brings back to the device."""
+    """Inputs of matmuls that the backward recomputes or loads to the device."""
     queued: list[int] = field(default_factory=list)
-    """What is made for its weight gradients alone: gradients of the products' results, and in
+    """Tensors that only its weight gradients need: gradients of the matmuls' results, and in
     float8 also their inputs."""
 
     def join(self) -> None:
-        """Count as one what is taken and given back together; weights, unless they are cast or
+        """Merge tensors that are allocated and freed together; weights too, unless they are cast or
         copied one by one."""
         for name in ("shards", "kept", "moved", "again", "read", "read_again", "queued"):
             sizes = getattr(self, name)
@@ -109,16 +109,16 @@ class _Unit:
 
 
 @dataclass(eq=False)
-class _Call:
-    """What a unit keeps of a micro-batch."""
+class _SavedByCall:
+    """Tensors that a unit keeps of one micro-batch."""
 
     kept: list[Block]
     moved: list[int]
-    """Bytes of what is offloaded."""
+    """Sizes of offloaded tensors."""
     read: list[Block] = field(default_factory=list)
-    """Of what stays on the device, inputs of products whose weight gradients are put off."""
+    """Inputs on the device of matmuls with deferred weight gradients."""
     there: list[Block] = field(default_factory=list)
-    """Of what is offloaded, what is on the device."""
+    """Offloaded tensors that are on the device."""
 
 
 def reserved(
@@ -129,11 +129,11 @@ def reserved(
     sent: int,
     pool: type[Pool | Expandable] = Pool,
 ) -> int:
-    """Bytes that a pipeline rank's stream of computation has taken of the device.
+    """Bytes that a pipeline rank's computation stream has reserved on the device.
 
     Args:
-        moment: bytes an element of the optimizer's moments, of which there are `moments`.
-        sent: bytes an element of what a reduction takes to send from.
+        moment: bytes per element of the optimizer's moments, of which there are `moments`.
+        sent: bytes per element of a reduction's send buffer.
         pool: the allocator's rules.
     """
     replay = _Replay(run, rank, sent, pool())
@@ -147,10 +147,9 @@ def reserved(
 
 
 def least(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int:
-    """What `reserved` cannot be below, some twenty times as fast: bytes of the tensors that are
-    there at the worst moment of a step, without what an allocator loses. Arguments are those of
-    `reserved`."""
-    replay = _Replay(run, rank, sent, Held())
+    """Lower bound of `reserved`, about twenty times as fast: the largest number of bytes allocated
+    at once in a step, without fragmentation. Arguments as for `reserved`."""
+    replay = _Replay(run, rank, sent, HolelessPool())
     for unit in (unit for listed in replay.stages.values() for unit in listed):
         unit.join()
     replay.take_weights()
@@ -160,17 +159,19 @@ def least(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int
 
 
 class _Replay:
-    def __init__(self, run: Resolved, rank: int, sent: int, pool: Pool | Expandable | Held) -> None:
+    def __init__(
+        self, run: Resolved, rank: int, sent: int, pool: Pool | Expandable | HolelessPool
+    ) -> None:
         self.run, self.rank, self.pool = run, rank, pool
         self.stages = {s.index: _listed(run, s, sent) for s in run.stages_of(rank)}
         self.hidden = int(activations.boundary(run))
         self.logits = activations.loss_tensors(run)
-        self.flying: dict[tuple[int, int], list[_Call]] = {}
-        self.put_off: dict[tuple[int, int], list[list[Block]]] = {}
-        """By stage and micro-batch, of each unit what its weight gradients are computed from."""
+        self.flying: dict[tuple[int, int], list[_SavedByCall]] = {}
+        self.deferred: dict[tuple[int, int], list[list[Block]]] = {}
+        """Tensors for deferred weight gradients, by (stage, micro-batch), per unit."""
         self.offloads = run.config.recompute.offload
-        self.latest: _Call | None = None
-        """Of the last block that was called, unless its backward has begun."""
+        self.latest: _SavedByCall | None = None
+        """The last called block's tensors, unless its backward has begun."""
         self.pending: Block | None = None
         self.sums, self.keep = not run.policy.reduce_each_micro_batch, run.policy.keep_gathered
 
@@ -193,7 +194,9 @@ class _Replay:
             if kind is Kind.FORWARD:
                 self._forward(stage, micro_batch)
             elif kind in (Kind.BACKWARD, Kind.INPUT):
-                self._backward(stage, micro_batch, not due[stage], puts_off=kind is Kind.INPUT)
+                self._backward(
+                    stage, micro_batch, not due[stage], defers_weights=kind is Kind.INPUT
+                )
             elif kind is Kind.WEIGHT:
                 self._weight(stage, micro_batch)
             else:
@@ -202,7 +205,7 @@ class _Replay:
         self.pending = None
 
     def drop_gradients(self) -> None:
-        """After an update, those that are one rank's alone."""
+        """Free gradients of unshared parameters after an update."""
         for group in (g for listed in self.stages.values() for unit in listed for g in unit.groups):
             self._free([*group.summed, *group.given])
             group.summed, group.given = [], []
@@ -214,16 +217,18 @@ class _Replay:
             self._gather(unit)
             working = self._take(unit.passing)
             read, kept = self._take(unit.read), self._take(unit.kept)
-            calls.append(_Call(kept, unit.moved, read, self._take(unit.moved)))
+            calls.append(_SavedByCall(kept, unit.moved, read, self._take(unit.moved)))
             self._free(working)
             if self.offloads and unit.widest:  # a block
                 self._unload(calls[-1])
             for group in () if unit.stays or self.keep else unit.groups:
-                if group.shared:  # experts that no ranks share stay until the backward
+                if group.shared:  # unshared experts stay gathered until the backward
                     self._reshard(group)
 
-    def _backward(self, stage: int, micro_batch: int, last: bool, puts_off: bool = False) -> None:
-        """B; or I, whose weight gradients are put off as far as units have it so."""
+    def _backward(
+        self, stage: int, micro_batch: int, last: bool, defers_weights: bool = False
+    ) -> None:
+        """Replay B, or I, which defers the weight gradients of units that allow it."""
         listed, calls = self.stages[stage], self.flying.pop((stage, micro_batch))
         head = self.run.stages[stage].head
         logits = self._take(self.logits) if head else []
@@ -235,16 +240,16 @@ class _Replay:
             self._gather(unit)
             if call.moved:
                 self._load(call, stage, calls)
-            apart = puts_off and unit.puts_off
+            separate = defers_weights and unit.defers_weights
             read = [*call.read, *self._take(unit.read_again)]
             working = self._take([*unit.again, *[unit.widest] * 3])
-            made = [] if apart else [self._take(group.weights) for group in unit.groups]
+            made = [] if separate else [self._take(group.weights) for group in unit.groups]
             inward = self._take([self.hidden])
             gone = (logits, working, call.kept, call.there, gradient)
-            for blocks in gone if apart else (*gone, read):
+            for blocks in gone if separate else (*gone, read):
                 self._free(blocks)
             gradient, logits = inward, []
-            if apart:
+            if separate:
                 waiting.append(read + self._take(unit.queued))
             elif split:
                 for group, blocks in reversed(list(zip(unit.groups, made, strict=True))):
@@ -254,22 +259,22 @@ class _Replay:
             for group in unit.groups if split and not self.keep else ():
                 self._reshard(group)
         self._free(gradient)
-        if puts_off:
-            self.put_off[stage, micro_batch] = waiting
+        if defers_weights:
+            self.deferred[stage, micro_batch] = waiting
 
     def _weight(self, stage: int, micro_batch: int) -> None:
-        """W. Each pair goes when it is used; sums follow when all are."""
-        units = [unit for unit in reversed(self.stages[stage]) if unit.puts_off]
-        made: list[tuple[_Group, list[Block]]] = []
-        for unit, blocks in zip(units, self.put_off.pop((stage, micro_batch)), strict=True):
+        """Replay W. Each input and gradient pair is freed after use; sums follow at the end."""
+        units = [unit for unit in reversed(self.stages[stage]) if unit.defers_weights]
+        made: list[tuple[_ParameterGroup, list[Block]]] = []
+        for unit, blocks in zip(units, self.deferred.pop((stage, micro_batch)), strict=True):
             made += [(group, self._take(group.weights)) for group in unit.groups]
             self._free(blocks)
         for group, blocks in reversed(made):
             self._fold(group, blocks)
 
-    def _fold(self, group: _Group, made: list[Block]) -> None:
-        """As `dtron.parallelisms.pipeline.split_backward.fold`: gradients into sums, one after the
-        other."""
+    def _fold(self, group: _ParameterGroup, made: list[Block]) -> None:
+        """Add gradients to sums, one after the other, like
+        `dtron.parallelisms.pipeline.split_backward.fold`."""
         if group.summed:
             self._free(made)
             return
@@ -279,7 +284,8 @@ class _Replay:
             self._free([block] if wide > size else [])
 
     def _reduce_stage(self, stage: int, last: bool) -> None:
-        """As `dtron.parallelisms.pipeline.split_backward.reduce_gradients`."""
+        """Reduce a stage's sums, like
+        `dtron.parallelisms.pipeline.split_backward.reduce_gradients`."""
         for unit in reversed(self.stages[stage]):
             for group in reversed(unit.groups):
                 if not group.alone:
@@ -293,17 +299,17 @@ class _Replay:
                     group.given = group.summed
                 group.summed = []
 
-    def _unload(self, call: _Call) -> None:
-        """Free what the block before this one has sent to the host."""
+    def _unload(self, call: _SavedByCall) -> None:
+        """Free what the previous block has copied to the host."""
         if self.latest is not None:
             self._free(self.latest.there)
             self.latest.there = []
         if call.moved:
             self.latest = call
 
-    def _load(self, call: _Call, stage: int, before: list[_Call]) -> None:
-        """Bring back what a block's backward reads, and what the next one will: of the block before
-        it, or of the last block of the stage's next micro-batch."""
+    def _load(self, call: _SavedByCall, stage: int, before: list[_SavedByCall]) -> None:
+        """Load what a block's backward reads, and prefetch for the next one: the block before it,
+        or the last block of the stage's next micro-batch."""
         if self.latest is call:
             self.latest = None
         waiting = [calls for (s, _), calls in self.flying.items() if s == stage]
@@ -312,13 +318,15 @@ class _Replay:
             if each is not None and not each.there:
                 each.there = self._take(each.moved)
 
-    def _reduce(self, unit: _Unit, made: list[list[Block]], last: bool) -> None:
-        """Experts that are apart go first: their hooks are around those of the block."""
+    def _reduce(self, unit: _UnitMemory, made: list[list[Block]], last: bool) -> None:
+        """Reduce a unit; separate experts first, since their hooks are around those of the
+        block."""
         for group, blocks in reversed(list(zip(unit.groups, made, strict=True))):
             self._reduce_group(group, blocks, last)
 
-    def _keep_group(self, group: _Group, made: list[Block], last: bool) -> None:
-        """As `dtron.parallelisms.fsdp.torch_internals.bypass_reduction`."""
+    def _keep_group(self, group: _ParameterGroup, made: list[Block], last: bool) -> None:
+        """Keep unshared gradients, like
+        `dtron.parallelisms.fsdp.torch_internals.bypass_reduction`."""
         if last or not self.keep:
             self._reshard(group)
         if group.summed and self.sums:  # added as they are
@@ -335,7 +343,7 @@ class _Replay:
         else:
             group.summed = cast
 
-    def _reduce_group(self, group: _Group, made: list[Block], last: bool) -> None:
+    def _reduce_group(self, group: _ParameterGroup, made: list[Block], last: bool) -> None:
         if group.alone:
             self._keep_group(group, made, last)
             return
@@ -346,8 +354,8 @@ class _Replay:
             return
         self._send(group, made, last)
 
-    def _send(self, group: _Group, made: list[Block], last: bool) -> None:
-        """Reduce gradients, or their sums, among ranks."""
+    def _send(self, group: _ParameterGroup, made: list[Block], last: bool) -> None:
+        """Reduce gradients, or their sums, over ranks."""
         n_bytes = group.weights
         if group.summed:
             self._free(made)
@@ -365,23 +373,23 @@ class _Replay:
         self.pending = self.pool.take(group.sent) if group.sent else None
         self._free(made)
 
-    def _gather(self, unit: _Unit) -> None:
+    def _gather(self, unit: _UnitMemory) -> None:
         for group in unit.groups:
             if not group.out:
                 self._gather_group(group)
 
-    def _gather_group(self, group: _Group) -> None:
+    def _gather_group(self, group: _ParameterGroup) -> None:
         passing: list[Block] = []
         for size, turned in zip(group.weights, group.columns, strict=True):
-            if not group.shared:  # cast, then copied; the last cast goes when the next is made
+            if not group.shared:  # cast, then copied; a cast is freed after the next
                 before, passing = passing, self._take([size])
                 self._free(before)
             group.out += self._take([size])
-            if turned:  # copied out as it came, then put together
+            if turned:  # copied out as received, then concatenated
                 passing += self._take([size])
         self._free(passing)
 
-    def _reshard(self, group: _Group) -> None:
+    def _reshard(self, group: _ParameterGroup) -> None:
         self._free(group.out)
         group.out = []
 
@@ -394,7 +402,7 @@ class _Replay:
 
 
 def _actions(run: Resolved, rank: int) -> Iterator[tuple[Kind, int, int]]:
-    """What is computed and reduced apart, in order: kind, stage, micro-batch."""
+    """The sequence of computations and separate reductions: (kind, stage, micro-batch)."""
     if run.layout is None:
         for i in range(min(run.micro_batches, MICRO_BATCHES)):
             yield Kind.FORWARD, 0, i
@@ -407,8 +415,8 @@ def _actions(run: Resolved, rank: int) -> Iterator[tuple[Kind, int, int]]:
 
 
 def _is_split(run: Resolved, stage: int) -> bool:
-    """Whether weight gradients of a stage, or of its head alone, may be put off, so that what was
-    made is summed by backwards and reduced apart from them."""
+    """Whether weight gradients of a stage, or only of its head, may be deferred, so that gradients
+    are summed in backwards and reduced separately."""
     layout = run.layout
     if layout is None:
         return False
@@ -419,7 +427,7 @@ def _wide(run: Resolved, size: int) -> int:
     return size // run.element * ELEMENT[run.config.parallel.reduce_dtype]
 
 
-def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
+def _listed(run: Resolved, stage: Stage, sent: int) -> list[_UnitMemory]:
     found, layers = [], iter(stage.layers)
     every = units(run, stage)
     for place, unit in enumerate(every):
@@ -428,13 +436,13 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
         kept, again, widest = _block(run, layer) if is_layer else ([], [], 0)
         moved: list[int] = []
         if run.config.recompute.offload:
-            # A stage's input is the schedule's, but for the first one's.
+            # Stages' inputs are held by the executor, except the first stage's.
             held = stage.index > 0 and stage.layers[:1] == (layer,)
             kept, moved = _offloaded(kept, held)
         if unit.kind == "head" or unit.name == "root":  # the last norm
             kept = [int(activations.boundary(run))] * 2 if stage.head else []
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
-        made = _Unit(
+        made = _UnitMemory(
             _groups(run, unit.kind, sent),
             [each.shard for each in sizes(run, unit.kind)],
             kept,
@@ -444,56 +452,56 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_Unit]:
             again if is_layer and _makes_all(run, layer) else [widest] * 2,
             stays,
         )
-        if run.layout is not None and _puts_off(run, run.layout, stage, unit.kind):
-            _hold(made, *_held_until_weights(run, unit.kind, layer))
+        if run.layout is not None and _defers_weights(run, run.layout, stage, unit.kind):
+            _separate_held(made, *_held_until_weights(run, unit.kind, layer))
         found.append(made)
     return found
 
 
-def _puts_off(run: Resolved, layout: Layout, stage: Stage, kind: str) -> bool:
-    """Whether a unit's weight gradients are put off. Of a head in chunks they come with the loss;
-    embeddings have no product."""
+def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: str) -> bool:
+    """Whether a unit's weight gradients are deferred. A chunked head computes them with the loss;
+    embeddings have no matmul."""
     if kind == "head":
         return run.config.train.loss_chunks == 1 and _is_split(run, stage.index)
     return kind != "embedding" and layout.splits_backward
 
 
 def _held_until_weights(run: Resolved, kind: str, layer: int) -> tuple[list[int], list[int]]:
-    """Inputs of a unit's products, and gradients of their results."""
+    """Inputs of a unit's matmuls, and gradients of their results."""
     if kind == "head":
         hidden, logits = int(activations.boundary(run)), activations.logits_gradient(run)
         if activations.queues_float8(run, None):
             return [], [logits // run.element, hidden // run.element]
         return [hidden], [logits]
-    return activations.put_off(run, layer)
+    return activations.deferred(run, layer)
 
 
-def _hold(unit: _Unit, reads: list[int], gradients: list[int]) -> None:
-    """Tell apart what of a unit stays until its weight gradients are computed."""
+def _separate_held(unit: _UnitMemory, reads: list[int], gradients: list[int]) -> None:
+    """Separate the tensors of a unit that stay until its weight gradients are computed."""
     kept, again, wanted = (Counter(sizes) for sizes in (unit.kept, unit.again, reads))
-    unit.puts_off, unit.queued = True, gradients
+    unit.defers_weights, unit.queued = True, gradients
     unit.read = list((wanted & kept).elements())
     unit.read_again = list((wanted - kept).elements())
     unit.kept = list((kept - wanted).elements())
     unit.again = list((again - Counter(unit.read_again)).elements())
 
 
-def _groups(run: Resolved, kind: str, sent: int) -> list[_Group]:
+def _groups(run: Resolved, kind: str, sent: int) -> list[_ParameterGroup]:
     found = []
-    for apart in (False, True):
-        own = [each for each in sizes(run, kind) if each.apart == apart]
+    for separate in (False, True):
+        own = [each for each in sizes(run, kind) if each.separate == separate]
         whole = sum(each.gathered for each in own)
         weights = [run.element * each.gathered for each in own]
-        ranks = run.experts["edp_shard"] if apart else run.shards
+        ranks = run.experts["edp_shard"] if separate else run.shards
         if own:
             columns = [each.columns for each in own]
-            alone = run.keeps_experts if apart else run.keeps_dense
-            found.append(_Group(weights, columns, sent * whole, ranks > 1, alone))
+            alone = run.keeps_experts if separate else run.keeps_dense
+            found.append(_ParameterGroup(weights, columns, sent * whole, ranks > 1, alone))
     return found
 
 
 def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
-    """What a layer keeps, what it computes again, and its largest tensor."""
+    """A layer's kept tensors, recomputed tensors, and largest tensor."""
     kept, whole = (Counter(activations.tensors(run, layer, every)) for every in (False, True))
     return (
         list(kept.elements()),
@@ -503,22 +511,22 @@ def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
 
 
 def _makes_all(run: Resolved, layer: int) -> bool:
-    """Whether a layer's forward makes what it is to compute again: recomputation is around a
-    compiled block, whose one graph gives all of it. Eager operations let theirs go one by one, and
-    a block that is cut graph by graph."""
+    """Whether a layer's forward allocates all that its backward recomputes, as a compiled block
+    inside recomputation does, whose graph returns all of it. Eager operations free theirs one by
+    one, and a block of several graphs graph by graph."""
     parallel, recompute = run.config.parallel, run.config.recompute
     if recompute.mode != "full" or not run.recomputes(layer):
         return False
-    apart = run.has_experts(layer) and parallel.ep * parallel.etp > 1
-    cut = apart and parallel.dispatcher != "symmetric_memory"
+    separate = run.has_experts(layer) and parallel.ep * parallel.etp > 1
+    cut = separate and parallel.dispatcher != "symmetric_memory"
     return run.config.compile.enable and not cut
 
 
 def _offloaded(kept: list[int], held: bool) -> tuple[list[int], list[int]]:
-    """Of what a layer keeps, what stays on the device and what is offloaded.
+    """Split a layer's kept tensors into those on the device and those offloaded.
 
     Args:
-        held: whether another holds its input, the first of the list.
+        held: whether another object holds the layer's input, the first of the list.
     """
     inputs, others = (kept[:1], kept[1:]) if held else ([], kept)
     small = [size for size in others if size < SMALLEST]

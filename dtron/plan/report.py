@@ -1,4 +1,4 @@
-"""A plan in the terminal."""
+"""Print a plan in the terminal."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.table import Table
 
 from dtron.config import RunConfig, fields
-from dtron.plan.search import Searched
+from dtron.plan.search import SearchResult
 
 GIB, MIB = 2**30, 2**20
 _DEGREES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep", "etp", "zero", "micro_batch")
 
 
 def print_plan(console: Console, plan: dict[str, Any]) -> None:
-    """All of it; of an illegal run its reasons and what near it is legal."""
+    """Print a plan; for an illegal run, the reasons and similar legal runs."""
     if not plan["legal"]:
         for reason in plan["reasons"]:
             console.print(f"not legal: {reason}", markup=False, soft_wrap=True)
@@ -34,12 +34,12 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
     _print_summary(console, plan)
 
 
-def print_search(console: Console, searched: Searched, room: float, file: RunConfig) -> None:
-    """The best layouts, each with what limits it and the keys that make it of the given file.
+def print_search(console: Console, searched: SearchResult, room: float, file: RunConfig) -> None:
+    """Print the best layouts, each with what limits it and the keys to set in the given file.
 
     Args:
-        room: bytes that a device can hold.
-        file: the run that was searched.
+        room: bytes available on a device.
+        file: config of the searched run.
     """
     headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "float8", "recompute"]
     headings += ["limited by", f"of {room / GIB:.0f} GiB"]
@@ -68,7 +68,7 @@ def print_search(console: Console, searched: Searched, room: float, file: RunCon
 
 
 def changed_keys(file: RunConfig, config: RunConfig) -> str:
-    """`section.key=value` of what differs, as a command line has it."""
+    """List the differing keys as `section.key=value`, for a command line."""
     words = []
     for key, _, _ in fields(RunConfig):
         section, name = key.split(".")
@@ -95,7 +95,7 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"PYTORCH_ALLOC_CONF=expandable_segments:True {_size(memory['expandable'])}",
         *([_host(memory)] if memory["host"] else []),
         *(f"warning: {what}" for what in plan["warnings"]),
-        *(f"not looked for: {what}" for what in plan["unchecked"]),
+        *(f"not checked: {what}" for what in plan["unchecked"]),
         *(_speed(plan) if plan["time"] else [f"no time is predicted: {plan['no_time']}"]),
     ]
     for line in lines:
@@ -103,24 +103,25 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
 
 
 def parameters(memory: dict[str, Any]) -> str:
-    """All, and of a mixture those that a token meets."""
+    """Format the number of parameters, for a mixture also the active ones."""
     total, active = memory["parameters"], memory["active_parameters"]
     text = f"{_count(total)} parameters"
     return text if active == total else f"{text}, {_count(active)} active"
 
 
 def _count(n: float) -> str:
-    """In millions what is below a billion."""
+    """Format a count in billions, or in millions below a billion."""
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
 
 
 def number(x: float, digits: int = 4) -> str:
-    """With so many significant digits, or all before the point: 0.01234, 12.34, 1,234,568."""
+    """Format a number with `digits` significant digits, but all digits before the point: 0.01234,
+    12.34, 1,234,568."""
     return f"{x:.{digits}g}" if abs(x) < 10 ** (digits - 1) else f"{x:,.0f}"
 
 
 def _size(n_bytes: float) -> str:
-    """In MiB what is below a GiB."""
+    """Format bytes in GiB, or in MiB below a GiB."""
     unit, name = (GIB, "GiB") if n_bytes >= GIB else (MIB, "MiB")
     return f"{n_bytes / unit:.1f} {name}"
 
@@ -142,7 +143,7 @@ def _speed(plan: dict[str, Any]) -> list[str]:
 
 
 def costs(cost: dict[str, float]) -> str:
-    """What the training takes, in a line."""
+    """Format the cost of the training, on one line."""
     large = cost["tokens"] >= 1e12
     tokens, unit = (cost["tokens"] / 1e12, "T") if large else (cost["tokens"] / 1e9, "B")
     steps = round(cost["steps"])
@@ -156,7 +157,7 @@ def costs(cost: dict[str, float]) -> str:
 def table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence[str]] = (), words: int = 1
 ) -> Table:
-    """A table whose first columns hold words, the others numbers."""
+    """Make a table with left-aligned first columns and right-aligned numbers."""
     made = Table(title=title, title_justify="left")
     for i, heading in enumerate(headings):
         made.add_column(heading, justify="left" if i < words else "right", no_wrap=True)
@@ -166,7 +167,8 @@ def table(
 
 
 def _memory(memory: dict[str, Any]) -> Table:
-    """Pipeline ranks that are alike are one column; classes that are nowhere are left out."""
+    """Print memory by class: equal pipeline ranks share a column, and empty classes are left
+    out."""
     names = [*memory["ranks"][0]["classes"], "peak", "reserved"]
     most = max(rank["reserved"] for rank in memory["ranks"])
     unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
@@ -187,7 +189,7 @@ PARTS = ("part", "s", "share")
 
 
 def collective_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Cells of a plan's collectives, by COLLECTIVES."""
+    """Table rows of a plan's collectives, with the columns COLLECTIVES."""
     for row in rows:
         yield (
             *(str(row[key]) for key in ("purpose", "axis", "kind", "ranks", "link")),
@@ -198,7 +200,7 @@ def collective_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]
 
 
 def part_rows(time: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Cells of the parts of a step, by PARTS."""
+    """Table rows of the parts of a step, in the order of PARTS."""
     for name, seconds in time["parts"].items():
         if seconds:
             yield name, number(seconds), f"{seconds / time['step_seconds']:.1%}"

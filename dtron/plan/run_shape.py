@@ -1,4 +1,4 @@
-"""A run's settings with every degree resolved: what all other files of the planner start from."""
+"""A run's settings with every degree resolved, the input of the planner's other files."""
 
 import functools
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ from dtron.setup.float8_plan import Float8Plan
 from dtron.setup.rules import resolve
 
 ELEMENT = {"bfloat16": 2, "float32": 4}
-"""Bytes of an element, by dtype."""
+"""Bytes per element, by dtype."""
 ROUNDS = 4
 
 
 def shortened(config: RunConfig, world_size: int) -> RunConfig:
-    """The run with 4 rounds of micro-batches where a step has more whole ones: a schedule repeats
-    itself, so that what it takes, its bubble and what is in flight are those of the whole step."""
+    """Return the run with at most 4 rounds of micro-batches: schedules are periodic, so that time
+    per round, bubble and micro-batches in flight are those of the full step."""
     try:
         p, m = config.parallel.pp, config.micro_batches(world_size)
     except ConfigError:  # which the rules report
@@ -43,11 +43,11 @@ def shortened(config: RunConfig, world_size: int) -> RunConfig:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a pipeline stage holds; without a pipeline the whole model is one."""
+    """Modules of a pipeline stage; without a pipeline the whole model is one stage."""
 
     index: int
     rank: int
-    """Pipeline rank that holds it."""
+    """The pipeline rank of the stage."""
     embedding: bool
     layers: tuple[int, ...]
     head: bool
@@ -55,31 +55,31 @@ class Stage:
 
 @dataclass(frozen=True)
 class Resolved(Candidate):
-    """A legal run on a number of ranks."""
+    """A legal run on a number of ranks, with all degrees resolved."""
 
     model: DecoderConfig
     layout: Layout | None
     float8: Float8Plan | None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What is the same for many layers, once computed."""
+    """Cache of values that many layers share."""
 
     @classmethod
     def of(cls, config: RunConfig, world_size: int) -> "Resolved":
         """Resolve a run.
 
         Raises:
-            ConfigError: names all reasons why it cannot run on so many ranks.
+            ConfigError: lists all reasons why it cannot run on this number of ranks.
         """
         return cls(config, world_size, *resolve(shortened(config, world_size), world_size))
 
     @staticmethod
     def model_of(config: RunConfig) -> DecoderConfig:
-        """The model of a run, legal or not on any number of ranks."""
+        """The model config of a run, which may be illegal on any number of ranks."""
         return model_config(config.model.name, config.model.size, config.model.override)
 
     @staticmethod
     def flops_of(config: RunConfig) -> dict[str, float]:
-        """FLOPs a token by convention."""
+        """FLOPs per token, by convention."""
         sizes, length = FlopsModel.of(Resolved.model_of(config)), config.train.seq_len
         full = flops_per_token(sizes, length, "full")
         return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
@@ -96,49 +96,49 @@ class Resolved(Candidate):
 
     @property
     def between(self) -> int:
-        """Ranks that share the tokens between attention and feed-forward."""
+        """Number of ranks that split the tokens between attention and feed-forward."""
         return self.tp if self.config.parallel.sequence_parallel else 1
 
     @property
-    def experts_apart(self) -> bool:
-        """Whether experts are on another mesh than the rest (`expert.stands_apart`)."""
+    def separate_experts(self) -> bool:
+        """Whether experts are on another mesh than the rest (`expert.on_separate_mesh`)."""
         return self.tp > 1 or self.experts["ep"] * self.experts["etp"] > 1
 
     @property
     def keeps_dense(self) -> bool:
-        """Whether one rank has all that is not apart alone, and so keeps its gradients
-        (`fsdp_internals.bypass_reduction`)."""
+        """Whether the dense part is unshared, so that its rank keeps the gradients
+        (`bypass_reduction` of `dtron.parallelisms.fsdp.torch_internals`)."""
         return self.degrees["dp_replicate"] * self.shards == 1
 
     @property
     def keeps_experts(self) -> bool:
-        """The same of experts that are apart."""
+        """Whether separate experts are unshared, so that their rank keeps the gradients."""
         copies = self.degrees["dp_replicate"] * self.experts["edp_shard"]
-        return self.experts_apart and copies == 1
+        return self.separate_experts and copies == 1
 
     @property
     def policy(self) -> Policy:
-        """When parameters are freed and gradients reduced."""
+        """FSDP's policy: when parameters are freed and gradients reduced."""
         return Policy.resolve(self.config.parallel, self.shards > 1)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on a rank, before tp splits them."""
+        """Tokens per micro-batch on a rank, before tp splits them."""
         return self.config.tokens
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step on all ranks."""
+        """Tokens per step on all ranks."""
         return self.config.train.global_batch * self.config.train.seq_len
 
     @property
     def element(self) -> int:
-        """Bytes of an element of the computation."""
+        """Bytes per element in the dtype of computation."""
         return ELEMENT[self.config.train.dtype]
 
     @property
     def n_layers(self) -> int:
-        """Layers of the model, with those of multi-token prediction."""
+        """Number of layers, including those of multi-token prediction."""
         return self.model.n_layers + self.model.mtp
 
     @functools.cached_property
@@ -172,7 +172,7 @@ class Resolved(Candidate):
         )
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
-        """Those of a pipeline rank."""
+        """The stages of a pipeline rank."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
     def has_experts(self, layer: int) -> bool:
@@ -186,7 +186,7 @@ class Resolved(Candidate):
         return "mixture" if self.has_experts(layer) else "dense"
 
     def window(self, layer: int) -> int:
-        """Keys that a token sees; 0: all before it."""
+        """Number of keys that a token attends to; 0: all before it."""
         return self._windows[layer] if layer < self.model.n_layers else self.model.window
 
     @functools.cached_property
@@ -211,16 +211,16 @@ class Resolved(Candidate):
         return most * train.micro_batch
 
     def recomputes(self, layer: int) -> bool:
-        """Whether a layer computes anything twice."""
+        """Whether a layer recomputes anything."""
         recompute = self.config.recompute
         return recompute.mode != "none" and layer % recompute.every == 0
 
     def flops(self) -> dict[str, float]:
-        """FLOPs a token by convention."""
+        """FLOPs per token, by convention."""
         return self.flops_of(self.config)
 
     def parallel(self) -> dict[str, Any]:
-        """Every degree and choice that shapes the run, resolved."""
+        """Every resolved degree and choice that shapes the run."""
         parallel = self.config.parallel
         found: dict[str, Any] = {"world_size": self.world_size}
         found |= {axis: self.degrees[axis] for axis in DEGREES}
@@ -235,8 +235,8 @@ class Resolved(Candidate):
 
 
 def expert_rows(run: Resolved) -> int:
-    """Rows that a rank's experts get of a micro-batch where loads are even; with padding to
-    capacity as many of each expert."""
+    """Token copies that a rank's experts receive per micro-batch with even loads; with padding to
+    capacity, the capacity of each expert."""
     model, own = run.model, -(-run.tokens // run.between)
     rows = own * model.experts_per_token
     if model.capacity_pad:
@@ -247,14 +247,14 @@ def expert_rows(run: Resolved) -> int:
 
 
 def pulls_rows(run: Resolved) -> bool:
-    """Whether rows come to their experts out of peers' memory."""
+    """Whether token copies are dispatched through peers' memory."""
     pulls = run.config.parallel.dispatcher == "symmetric_memory"
     return pulls and run.experts["ep"] * run.experts["etp"] > 1
 
 
 def expert_room(run: Resolved) -> float:
-    """Rows for which a rank's experts have room, over the rank's own: where buffers are not
-    bounded, as many as come of even loads, to each of etp ranks."""
+    """Token copies that a rank's expert buffers hold, over the rank's own token copies: with
+    unbounded buffers, those of even loads for each etp rank."""
     ep, etp, parallel = run.experts["ep"], run.experts["etp"], run.config.parallel
     if not pulls_rows(run):
         return float(etp)

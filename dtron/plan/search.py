@@ -1,16 +1,16 @@
-"""Which layout is fastest: all legal ones under the memory limit, by predicted tokens a second.
+"""Search for the fastest layout: legal, within memory, most predicted tokens per second.
 
-Degrees are powers of two, tp and cp at most 8, cp above 1 from 8,192 tokens on, ep at least 8 where
-there are as many ranks. What cannot be faster than the best ten is not looked at: a layout's bound
-is the time of its layers, were the pipeline's ranks even and parameters where they are needed.
-Layouts whose mean rank cannot fit go first, then those one of whose ranks cannot if the allocator
-leaves no holes. Its holes are replayed, the fastest layouts first, until ten fit. The legality is
-preflight's.
+Degrees are powers of two, tp and cp at most 8, cp above 1 only from 8,192 tokens on, ep at least 8
+if there are enough ranks. Layouts that cannot be faster than the best ten are pruned: a layout's
+bound is the time of its layers with balanced pipeline ranks and without communication of
+parameters. Layouts whose average rank cannot fit are dropped first, then those with a rank that
+cannot fit even without fragmentation. Fragmentation is replayed, the fastest layouts first, until
+ten fit. Legality is checked by preflight.
 
-    tp x pp x cp x dp_replicate, dp_shard being the rest; ep x etp; schedule x stages a rank;
-    micro-batch; recompute; zero; where one asks for it, float8
+    tp x pp x cp x dp_replicate, dp_shard takes the rest; ep x etp; schedule x stages per rank;
+    micro-batch; recompute; zero; float8 if asked for
 
-Activations are offloaded where a layout does not fit otherwise: it is never faster.
+Activations are offloaded only if a layout does not fit otherwise, since offload is never faster.
 """
 
 import functools
@@ -41,7 +41,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 EXPERT_TP = (1, 2, 4, 8)
 _DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule", "stages_per_rank")
 RECIPE = "tensorwise"
-"""Of float8, the recipe whose rates hardware rows have."""
+"""The float8 recipe whose rates hardware rows have."""
 HEADROOM = 0.05
 """Predicted memory was off by up to 5% (docs/planning.md)."""
 TELL_EVERY = 10.0
@@ -49,19 +49,19 @@ TELL_EVERY = 10.0
 COUNTS: tuple[str, ...] = ("enumerated", "pruned", "illegal", "too large", "predicted")
 
 
-class Point(NamedTuple):
-    """A layout that was predicted, for a picture."""
+class LayoutPoint(NamedTuple):
+    """A predicted layout as a point of the plot."""
 
     n_bytes: float
     speed: float
-    """Tokens a second and GPU."""
+    """Tokens per second and GPU."""
     label: str
-    """Which layout it is."""
+    """The layout in words."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """One layout of the search."""
+class FoundLayout:
+    """A layout that fits, with its predicted memory and time."""
 
     label: str
     run: Resolved
@@ -75,23 +75,23 @@ class Found:
         return ", ".join(f"{name} {seconds / self.time.step:.0%}" for name, seconds in parts)
 
     @property
-    def point(self) -> Point:
-        """With the bytes that it reserves."""
-        return Point(self.memory.reserved, self.time.tokens_per_second_per_gpu, self.label)
+    def point(self) -> LayoutPoint:
+        """The layout as a point of the plot, with the bytes that it reserves."""
+        return LayoutPoint(self.memory.reserved, self.time.tokens_per_second_per_gpu, self.label)
 
 
 @dataclass(frozen=True)
-class Searched:
-    """The best layouts, and what was looked at."""
+class SearchResult:
+    """Result of a search: the best layouts, and what was examined."""
 
-    best: tuple[Found, ...]
-    seen: tuple[Point, ...]
-    """All layouts that were predicted, the best first; of those that are not among these, bytes are
-    what they need at least, without holes of the allocator."""
+    best: tuple[FoundLayout, ...]
+    seen: tuple[LayoutPoint, ...]
+    """All predicted layouts, the best first; for those not in `best`, bytes are a lower bound
+    without fragmentation."""
     counts: dict[str, int]
-    """enumerated, pruned by the bound, illegal, too large, predicted."""
+    """Numbers of layouts: enumerated, pruned by the bound, illegal, too large, predicted."""
     headroom: float
-    """Share of the device's room that they leave free."""
+    """Fraction of the device's memory left free."""
 
 
 def search(
@@ -103,18 +103,18 @@ def search(
     processes: int = 0,
     tell: Callable[[str], None] | None = None,
     headroom: float = HEADROOM,
-) -> Searched:
-    """The best layouts of a model and a global batch.
+) -> SearchResult:
+    """Find the best layouts for a model and a global batch.
 
     Args:
-        headroom: share of the device's room that a layout leaves free.
-        float8: look at float8 too, which changes what is trained.
-        processes: that look at layouts, on which nothing found depends; 0: as many as processors,
-            at most `workers.PROCESSES`. Where processes cannot be forked this one does all.
-        tell: called every TELL_EVERY seconds with how far the search is.
+        headroom: fraction of the device's memory to leave free.
+        float8: also try float8, which changes numerics.
+        processes: number of worker processes, which does not affect the result; 0: the number of
+            processors, at most `workers.PROCESSES`. Without fork, this process does all.
+        tell: called every TELL_EVERY seconds with the search's progress.
     Raises:
-        ConfigError: no layout is legal and fits; tells how many were looked at. Or there are no
-            rates for what is asked for.
+        ConfigError: no layout is legal and fits (the message has the number examined), or there are
+            no rates for the given settings.
     """
     if why := why_no_time(config, hardware):
         raise ConfigError(f"--search ranks layouts by time: {why}")
@@ -122,7 +122,7 @@ def search(
         raise ConfigError(f"--float8: {hardware.name} has no float8; leave it out")
     model = Resolved.model_of(config)
     hardware = replace(hardware, outside=hardware.outside + headroom * hardware.room)
-    space = _Space(config, model, world, hardware, processes or most_processes())
+    space = _SearchQueue(config, model, world, hardware, processes or most_processes())
     for choice in _choices(config, model, world, float8):
         space.push(choice)
     best = []
@@ -149,8 +149,10 @@ def search(
     seen = [found.point for found in best]
     for entry in sorted(space.queue):
         if entry.timed:
-            seen.append(Point(max(entry.timed.least), entry.timed.speed, _label(entry.choice)))
-    return Searched(tuple(best), tuple(seen), counts, headroom)
+            seen.append(
+                LayoutPoint(max(entry.timed.least), entry.timed.speed, _label(entry.choice))
+            )
+    return SearchResult(tuple(best), tuple(seen), counts, headroom)
 
 
 def _label(choice: dict[str, Any]) -> str:
@@ -168,32 +170,32 @@ def _label(choice: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Timed:
-    """A layout that fits if the allocator leaves no holes."""
+class _TimedLayout:
+    """A layout that fits without fragmentation, with its predicted time."""
 
     least: tuple[float, ...]
-    """Bytes by rank; `reserved` is not below."""
+    """Lower bounds of `reserved` by pipeline rank, bytes."""
     time: Prediction
 
     @property
     def speed(self) -> float:
-        """Tokens a second and GPU."""
+        """Tokens per second and GPU."""
         return self.time.tokens_per_second_per_gpu
 
 
 def _time(
     config: RunConfig, choice: dict[str, Any], world: int, hardware: Hardware
-) -> _Timed | str:
-    """A choice's time, or what it is: illegal, or too large."""
+) -> _TimedLayout | str:
+    """Predict a choice's time, or return why not: illegal, or too large."""
     try:
-        run = Resolved.of(_with(config, choice), world)
+        run = Resolved.of(_with_choice(config, choice), world)
     except ConfigError:
         return "illegal"
     if any(far_memory(run, hardware)):
         return "illegal"
     if not (bounds := least(run, hardware)):
         return "too large"
-    return _Timed(bounds, predict(run, hardware))
+    return _TimedLayout(bounds, predict(run, hardware))
 
 
 def _fitting(
@@ -205,58 +207,59 @@ def _fitting(
     part: int,
     of: int,
 ) -> tuple[RankMemory, ...] | None:
-    """`fitting` of a choice."""
-    return fitting(Resolved.of(_with(config, choice), world), hardware, bounds, part, of)
+    """Return `fitting` for a choice."""
+    return fitting(Resolved.of(_with_choice(config, choice), world), hardware, bounds, part, of)
 
 
 @dataclass(frozen=True, order=True)
-class _Entry:
-    """The fastest come first."""
+class _QueueEntry:
+    """Entry of the queue; the fastest sort first."""
 
     slowness: float
-    """Less the speed; until it is known, its bound."""
+    """Minus the speed, or minus its bound until it is known."""
     number: int
     choice: dict[str, Any] = field(compare=False)
-    timed: _Timed | None = field(compare=False, default=None)
+    timed: _TimedLayout | None = field(compare=False, default=None)
 
 
 @dataclass
-class _Space:
-    """What is looked at: a queue of choices, the highest bounds first. One whose turn it is gets
-    its time and waits again; one whose turn comes with its time is faster than all others can be,
-    and its memory is replayed, which takes longest by far."""
+class _SearchQueue:
+    """Best-first queue of choices, highest bounds first. A popped choice without a time is timed
+    and queued again; a popped choice with a time is faster than all others can be, so its memory is
+    replayed, which takes longest by far."""
 
     config: RunConfig
     model: DecoderConfig
     world: int
     hardware: Hardware
     processes: int
-    queue: list[_Entry] = field(default_factory=list)
+    queue: list[_QueueEntry] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     done: dict[tuple[Any, ...], float] = field(default_factory=dict)
     """Of `_bound`."""
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    begun: dict[int, Future[_Timed | str]] = field(default_factory=dict)
-    """Times by number of an entry."""
+    begun: dict[int, Future[_TimedLayout | str]] = field(default_factory=dict)
+    """Pending times, by the entry's number."""
 
     def push(self, choice: dict[str, Any]) -> None:
-        """A choice, or the same with activations offloaded, if its mean rank can fit."""
+        """Queue a choice, or the same with activations offloaded, if its average rank can fit."""
         self.counts["enumerated"] += 1
         limit = self.hardware.room
         if _least_bytes(self.config, self.model, choice, self.weights, self.world) > limit:
             return self._refuse(choice)
         bound = _bound(self.config, self.model, choice, self.world, self.hardware, self.done)
-        heapq.heappush(self.queue, _Entry(-bound, self.counts["enumerated"], choice))
+        heapq.heappush(self.queue, _QueueEntry(-bound, self.counts["enumerated"], choice))
 
-    def pop(self) -> Found | None:
-        """The fastest of all that are left, if that is known by now and it fits."""
+    def pop(self) -> FoundLayout | None:
+        """Process the first entry; return its layout if it is the fastest left and fits, else
+        None."""
         if self.queue[0].timed is None:
             self._begin()
         entry = heapq.heappop(self.queue)
         if entry.timed is None:
             timed = self.begun.pop(entry.number).result()
-            if isinstance(timed, _Timed):
-                again = _Entry(-timed.speed, entry.number, entry.choice, timed)
+            if isinstance(timed, _TimedLayout):
+                again = _QueueEntry(-timed.speed, entry.number, entry.choice, timed)
                 heapq.heappush(self.queue, again)
             elif timed == "too large":
                 self._refuse(entry.choice)
@@ -274,17 +277,19 @@ class _Space:
                 return self._refuse(entry.choice)
             held += ranks
         self.counts["predicted"] += 1
-        run = Resolved.of(_with(self.config, entry.choice), self.world)
+        run = Resolved.of(_with_choice(self.config, entry.choice), self.world)
         label = _label(entry.choice)
-        return Found(label, run, worst(sorted(held, key=lambda each: each.rank)), entry.timed.time)
+        return FoundLayout(
+            label, run, worst(sorted(held, key=lambda each: each.rank)), entry.timed.time
+        )
 
     def progress(self) -> str:
-        """How many layouts are what."""
+        """Format the numbers of layouts examined so far."""
         return ", ".join(f"{n:,} {what}" for what, n in self.counts.items())
 
     def _begin(self) -> None:
-        """Begin to time the next entry, and as many after it as there are processes: most of them
-        will be next."""
+        """Start to time the next entry, and as many after it as there are processes, as most of
+        them will be next."""
         several = 2 * self.processes if self.processes > 1 else 1
         nearest = [heapq.heappop(self.queue) for _ in range(min(several, len(self.queue)))]
         for entry in nearest:
@@ -295,14 +300,14 @@ class _Space:
                 )
 
     def _refuse(self, choice: dict[str, Any]) -> None:
-        """What is too large is looked at with activations offloaded."""
+        """Drop a choice; if it is too large, queue it with activations offloaded."""
         self.counts["too large"] += 1
         if not choice["offload"]:
             self.push({**choice, "offload": True})
 
     @functools.cached_property
     def weights(self) -> tuple[int, int]:
-        """Of `_weights`."""
+        """Cached result of `_weights`."""
         return _weights(self.config, self.model)
 
 
@@ -352,7 +357,7 @@ def _divisors(n: int, most: int) -> list[int]:
 
 
 def _expert_degrees(model: DecoderConfig, ranks: int) -> list[tuple[int, int]]:
-    """(ep, etp)."""
+    """Yield the degrees (ep, etp) to try."""
     if not model.n_experts:
         return [(1, 1)]
     return [
@@ -365,13 +370,13 @@ def _expert_degrees(model: DecoderConfig, ranks: int) -> list[tuple[int, int]]:
 
 
 def _replicas(shards: int) -> list[int]:
-    """Copies of shards over 8 ranks or all of them sharded."""
+    """dp_replicate to try: shard over 8 ranks and replicate, or shard over all."""
     return [1, shards // 8] if shards > 8 and shards % 8 == 0 else [1]
 
 
-def _with(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
-    """The run with a choice. Weights stay gathered over a step of several micro-batches; layouts by
-    hand and keys of other schedules go."""
+def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
+    """Return the run with a choice. Weights stay gathered over a step of several micro-batches;
+    pp_layout and keys of other schedules are reset."""
     cp = {} if choice["cp"] > 1 else {"cp_method": "ring", "cp_inner": 0}
     parallel = config.parallel.model_copy(
         update={
@@ -406,7 +411,7 @@ def _with(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
 
 
 _BUSY = ("tp", "cp", "ep", "etp", "mode", "offload", "recipe", "micro")
-"""What a micro-batch's time depends on."""
+"""Keys that a micro-batch's time depends on."""
 
 
 def _bound(
@@ -417,16 +422,17 @@ def _bound(
     hardware: Hardware,
     done: dict[tuple[Any, ...], float],
 ) -> float:
-    """The slowest rank is no faster than all are in the mean: computation, collectives that stand
-    between it, and the schedule's bubble; nothing of parameters and updates.
+    """Lower bound of the step's time, as the slowest rank is at least as slow as the mean:
+    computation, collectives that it waits for, and the schedule's bubble, without communication of
+    parameters and updates.
 
     Args:
-        done: seconds of a micro-batch through all layers, by what they depend on.
+        done: cache of seconds per micro-batch through all layers, by the keys they depend on.
     """
     p, m = choice["pp"], choice["micro_batches"]
     key = tuple(choice[name] for name in _BUSY)
     if key not in done:
-        whole = _with(config, {**choice, "pp": 1, "schedule": "1F1B", "stages_per_rank": 0})
+        whole = _with_choice(config, {**choice, "pp": 1, "schedule": "1F1B", "stages_per_rank": 0})
         ranks = world // p
         each = ranks // choice["tp"] // choice["cp"] * choice["micro"]
         train = whole.train.model_copy(update={"global_batch": each})
@@ -439,7 +445,7 @@ def _bound(
 
 
 def _weights(config: RunConfig, model: DecoderConfig) -> tuple[int, int]:
-    """Parameters of all blocks: of the dense part, and of experts."""
+    """Numbers of parameters in all blocks: dense part and experts."""
     layers = {"dense": model.n_dense_layers, "mixture": model.n_expert_layers + model.mtp}
     found = [0, 0]
     for kind, number in layers.items():
@@ -455,13 +461,14 @@ def _least_bytes(
     weights: tuple[int, int],
     world: int,
 ) -> float:
-    """Of a mean pipeline rank: its share of the state, and the least activations in flight."""
+    """Lower bound of an average pipeline rank's bytes: its share of the state, and the fewest
+    activations in flight."""
     tp, pp, cp = (choice[key] for key in ("tp", "pp", "cp"))
     ep = choice["ep"] * choice["etp"]
     shards = world // (tp * pp * choice["dp_replicate"])
     dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
     optim = config.optim
-    # Gathered weights and whole gradients; shards of weights, gradients and moments.
+    # Gathered weights and unsharded gradients; shards of weights, gradients and moments.
     whole = 6.0 if choice["micro_batches"] > 1 else 0.0
     own = 8.0 + MOMENTS[optim.name] * ELEMENT[optim.moments]
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
@@ -471,13 +478,13 @@ def _least_bytes(
     width = sum(r.width * (4 if r.wide else 2) for r in rows) / tp
     tokens = choice["micro"] * config.train.seq_len / cp
     layers, flying = model.n_layers / pp, min(pp, choice["micro_batches"])
-    if choice["offload"]:  # all but two layers' are in host memory
+    if choice["offload"]:  # those of all but two layers are in host memory
         layers, flying = min(2.0, layers), 1
     return state + width * tokens * layers * flying
 
 
 def pareto(points: tuple[tuple[float, float], ...]) -> list[tuple[float, float]]:
-    """Of (bytes, speed) those that no other beats in both, by bytes."""
+    """The Pareto front of (bytes, speed), by bytes."""
     front: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda each: (each[0], -each[1])):
         if not front or point[1] > front[-1][1]:

@@ -1,9 +1,9 @@
-"""A pipeline's step on a clock: every rank's actions with times of their own, and transfers between
-ranks; and what many ranks that differ in speed cost.
+"""Simulation of a pipeline's step: each rank's actions with their durations, and transfers between
+ranks; and the cost of ranks that differ in speed.
 
     run_order    one pipeline, event by event
     Traffic      transfers that share links
-    slowest_of   many ranks that reduce together: the slowest decides, since all end a step at once
+    slowest_of   ranks that reduce together: all wait for the slowest
 """
 
 import heapq
@@ -25,34 +25,34 @@ from dtron.parallelisms.pipeline.schedule_ops import (
 )
 
 Link = tuple[str, int]
-"""One way of a rank's adapter: ("out", rank) or ("in", rank)."""
+"""One direction of a rank's network adapter: ("out", rank) or ("in", rank)."""
 
 
 class Traffic:
-    """Transfers over links. All that are on one link at a time get equal shares of it, and each is
-    as fast as the fullest of its links lets it be."""
+    """Transfers over shared links. Concurrent transfers get equal shares of a link, and each runs
+    at the speed of its most loaded link."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._left: dict[Any, float] = {}
         self._links: dict[Any, tuple[Link, ...]] = {}
         self._rates: dict[Any, float] | None = {}
-        """Of all that are under way, until one starts or ends."""
+        """Speeds of all active transfers, until one starts or ends."""
 
     def start(self, name: Any, seconds: float, links: tuple[Link, ...]) -> None:
-        """A transfer that takes so long where it is alone."""
+        """Start a transfer that takes `seconds` when it is alone."""
         self._left[name], self._links[name] = seconds, links
         self._rates = None
 
     def next_end(self) -> float:
-        """When the first of them is done if no other starts; infinity if there is none."""
+        """Time at which the first transfer ends if no other starts; infinity: there is none."""
         if not self._left:
             return inf
         rates = self._shares()
         return min(self.now + left / rates[name] for name, left in self._left.items())
 
     def advance(self, until: float) -> list[Any]:
-        """Let time go on, not beyond the next end; those that are then done."""
+        """Advance time, not beyond the next end; return the transfers that are done."""
         rates, left, passed = self._shares(), self._left, until - self.now
         done = [name for name, rate in rates.items() if self.now + left[name] / rate <= until]
         for name, rate in rates.items():
@@ -81,12 +81,12 @@ def run_order(
     costs: Mapping[tuple[int, Kind], float],
     hop: float = 0.0,
 ) -> tuple[float, tuple[tuple[Span, ...], ...]]:
-    """Run an order, each action as early as its rank and its inputs allow.
+    """Simulate an order: each action starts as early as its rank and inputs allow.
 
     Args:
         costs: seconds by (stage, kind).
-        hop: seconds from one rank to another. Sends run beside the computation; those that leave a
-            rank, or reach one, at the same time share its link.
+        hop: seconds from one rank to another. Sends overlap computation; concurrent sends that
+            leave or reach a rank share its link.
     Returns:
         Seconds of the step, and spans by rank.
     """
@@ -100,7 +100,7 @@ def run_order(
     lasts = [[costs[action.stage, action.kind] for action in row] for row in todo]
     users = _users(wanted)
     at, busy = [0] * len(todo), [False] * len(todo)
-    here: list[set[int]] = [set() for _ in todo]  # results that a rank has
+    here: list[set[int]] = [set() for _ in todo]  # results available on a rank
     spans: list[list[Span]] = [[] for _ in todo]
     running: list[tuple[float, int]] = []
     traffic = Traffic()
@@ -137,7 +137,7 @@ def run_order(
 
 
 def _users(wanted: list[list[list[int]]]) -> dict[int, set[int]]:
-    """Ranks that need a result."""
+    """List the ranks that need a result."""
     found: dict[int, set[int]] = {}
     for rank, row in enumerate(wanted):
         for wants in row:
@@ -148,12 +148,12 @@ def _users(wanted: list[list[list[int]]]) -> dict[int, set[int]]:
 
 @dataclass(frozen=True)
 class Disorder:
-    """How ranks differ.
+    """How ranks differ in speed.
 
     Args:
-        jitter: standard deviation of a rank's speed from step to step, as a share.
-        stragglers: share of ranks that are slower all the time.
-        straggle: how much slower they are, as a share.
+        jitter: relative standard deviation of a rank's speed from step to step.
+        stragglers: fraction of ranks that are always slower.
+        straggle: how much slower they are, as a fraction.
     """
 
     jitter: float = 0.01
@@ -162,7 +162,7 @@ class Disorder:
 
 
 def slowest_of(ranks: int, disorder: Disorder, seed: int = 0, draws: int = 40) -> float:
-    """Mean factor by which the slowest of so many ranks is slower than the middle one."""
+    """Mean factor by which the slowest of n ranks is slower than the median rank."""
     rng = random.Random(seed)
     total = 0.0
     for _ in range(draws):

@@ -1,20 +1,21 @@
-"""How long a step takes, and of what: computation, what communication adds, the bubble, the update.
+"""Predicted time of a step and its parts: computation, communication, bubble, update.
 
-    compute    products, attention and elementwise work of the slowest pipeline rank
-    tp, cp, ep collectives that stand between two computations; async tp hides most of tp's, a ring
-               what its attention covers
-    offload    copies of activations over the host link, where they are longer than a layer
-    fsdp       gathers and reductions run beside the computation, and both are slower by rates that
-               were measured; those that are longer than it are waited for; the first gather and the
-               last reduction are alone
-    copies     what FSDP copies on the stream of computation: weights out of gathers, gradients into
+    compute    matmuls, attention and elementwise work of the slowest pipeline rank
+    tp, cp, ep collectives that computation waits for; async tp hides most of tp's, ring attention
+               what it overlaps
+    offload    copies of activations over the host link, if they take longer than a layer
+    fsdp       all-gathers and reduce-scatters overlap computation, and both slow down by measured
+               rates; computation waits for the rest; the first gather and the last reduction are
+               not overlapped
+    copies     FSDP's copies on the computation stream: weights out of gathers, gradients into
                reductions and into sums over micro-batches
-    bubble     the schedule run on a clock with each stage's own times, less what ranks compute
-    update     norm, clip and AdamW, at the rate of memory
-    host       what the host needs to issue the step longer than the device to do all of this
+    bubble     length of the schedule, simulated with each stage's time, minus the ranks'
+               computation
+    update     norm, clip and AdamW, at memory bandwidth
+    host       time by which issuing the step takes longer than all of the above
 
-Which constants were fitted, and to which runs, is in benchmarks/PLANNING.md. Times are known for
-bfloat16, and float8 over it; a run in float32 is refused a time.
+benchmarks/PLANNING.md lists which constants were fitted, and to which runs. Times are known for
+bfloat16 and float8; runs in float32 get no time.
 """
 
 import functools
@@ -36,34 +37,34 @@ from dtron.plan.run_shape import ELEMENT, Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
 
 COPIED = 0.1
-"""Of the time of a collective by copy engines beside computation, how much it adds. It is fitted to
-one pair of runs: Llama-3-8B's step on 4 H200 fell by 29 ms, whose collectives take 71 ms alone.
-What kernels take is measured (`Hardware.beside`)."""
+"""Fraction of the time of an overlapped collective by copy engines that adds to the step. It is
+fitted to one pair of runs: Llama-3-8B's step on 4 H200, whose collectives take 71 ms alone, fell by
+29 ms. The cost of collectives by kernels is measured (`Hardware.overlap`)."""
 HIDDEN = {"async_tp": 0.6, "ring": 0.6}
-"""Share of a collective's time that lies under computation."""
+"""Fraction of a collective's time that computation hides."""
 TENSOR_COPIES = 3.0
-"""How often a tensor parallel collective's tensor is copied: gathered along the sequence it is put
-together again, before it is reduced taken apart."""
+"""Copies of a tensor-parallel collective's tensor: chunks gathered along the sequence are
+concatenated, and split again before a reduction."""
 ADAMW = {"float32": 28, "bfloat16": 20}
 ADAMW_RATE = 0.8
-"""Bytes an element of the update, and its share of a copy's rate."""
+"""Bytes per element of the update, and the fraction of a copy's rate that it reaches."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step; seconds."""
+    """Predicted time of one step; seconds."""
 
     step: float
     parts: dict[str, float]
     bubble_of_step: float
-    """Share of the step in which the slowest pipeline rank waits for others."""
+    """Fraction of the step in which the slowest pipeline rank waits for others."""
     tokens_per_second_per_gpu: float
     flops: dict[str, float]
-    """FLOP/s a GPU by convention."""
+    """FLOP/s per GPU, by convention."""
     mfu: dict[str, float]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all values as a JSON object."""
         return {
             "step_seconds": self.step,
             "parts": self.parts,
@@ -75,26 +76,26 @@ class Prediction:
 
 
 def why_no_time(config: RunConfig, hardware: Hardware) -> str:
-    """Why there are no rates for what a run computes in; empty where there are."""
+    """Why the planner has no rates for a run's precision; empty if it has."""
     recipe = config.float8.recipe
     if config.train.dtype != "bfloat16":
         return f"train.dtype = {config.train.dtype!r} has no rates; use bfloat16"
     if recipe and RECIPES[recipe].kernel != "scaled_mm":
-        return f"float8.recipe = {recipe!r} is emulated, or has products without measured rates"
+        return f"float8.recipe = {recipe!r} is emulated, or has matmuls without measured rates"
     if recipe and RECIPES[recipe].grad_weight is None:
-        return f"float8.recipe = {recipe!r}: its products in two dtypes are not counted"
+        return f"float8.recipe = {recipe!r}mixes matmuls in two dtypes, which are not counted"
     if config.float8.experts:
-        return "float8.experts: grouped products in float8 have no rates"
+        return "float8.experts: grouped matmuls in float8 have no rates"
     if recipe and not hardware.ceiling_float8:
         return f"float8.recipe = {recipe!r} is emulated on {hardware.name}: it has no float8"
     return ""
 
 
 def predict(run: Resolved, hardware: Hardware) -> Prediction:
-    """A step's time.
+    """Predict the time of a step.
 
     Raises:
-        ConfigError: there are no rates for what the run computes in.
+        ConfigError: there are no rates for the run's precision.
     """
     if why := why_no_time(run.config, hardware):
         raise ConfigError(f"no time is predicted: {why}")
@@ -116,47 +117,48 @@ def predict(run: Resolved, hardware: Hardware) -> Prediction:
 
 
 @dataclass(frozen=True)
-class _Load:
-    """Seconds of a pipeline rank's step."""
+class _RankSeconds:
+    """Seconds of a pipeline rank's step, before overlap."""
 
     work: dict[str, float]
     """Computation by kind."""
     exposed: dict[str, float]
-    """What computation waits for, by purpose."""
+    """Collectives that computation waits for, by purpose."""
     sent: dict[str, float]
-    """FSDP's collectives, alone, by kind."""
+    """FSDP's collectives without overlap, by kind."""
 
     @property
     def compute(self) -> float:
-        """Of all kinds."""
+        """Computation of all kinds."""
         return sum(self.work.values())
 
     @property
     def busy(self) -> float:
-        """Without FSDP, bubble and update."""
+        """Busy time without FSDP, bubble and update."""
         return self.compute + sum(self.exposed.values())
 
 
-def _load(run: Resolved, rank: int, hardware: Hardware) -> _Load:
+def _load(run: Resolved, rank: int, hardware: Hardware) -> _RankSeconds:
     sent, stages = collectives(run, rank, hardware.domain), run.stages_of(rank)
     each = together(*(stage_work(run, stage, hardware) for stage in stages))
     work = {kind: run.micro_batches * _whole(seconds) for kind, seconds in each.items()}
     exposed = _exposed(run, sent, hardware)
     exposed["offload"] = _offload(run, stages, hardware)
     own = [c for c in sent if c.purpose == "fsdp"]
-    return _Load(work, exposed, _sent(run, own, hardware))
+    return _RankSeconds(work, exposed, _sent(run, own, hardware))
 
 
-def _fsdp(run: Resolved, rank: int, load: _Load, hardware: Hardware) -> float:
-    """What gathers and reductions add: pass by pass, of pipelines over the step."""
-    phases = [_Phase(load.sent, _spread(load.work, load.busy))]
+def _fsdp(run: Resolved, rank: int, load: _RankSeconds, hardware: Hardware) -> float:
+    """Seconds that FSDP's collectives add: per forward and backward, with a pipeline over the whole
+    step."""
+    phases = [_OverlapPhase(load.sent, _spread(load.work, load.busy))]
     if run.layout is None:
         phases = list(_phases(run, rank, load.busy, hardware))
     return sum(_added(phase, hardware) for phase in phases) + _alone(run, rank, hardware)
 
 
 def _issued(run: Resolved, hardware: Hardware) -> float:
-    """What the slowest host needs to issue a step."""
+    """Seconds that the slowest host needs to issue a step."""
     prices = dict(hardware.calls)
     return max(host_seconds(run, rank, prices) for rank in range(run.degrees["pp"]))
 
@@ -171,7 +173,8 @@ def _prediction(
 
 
 def busy_seconds(run: Resolved, hardware: Hardware) -> float:
-    """Computation of a micro-batch through all layers, and collectives that it waits for."""
+    """Seconds per micro-batch through all layers: computation and the collectives that it waits
+    for."""
     (stage,) = run.stages
     exposed = _exposed(run, activation_collectives(run, stage, hardware.domain), hardware)
     offload = _offload(run, (stage,), hardware)
@@ -179,8 +182,8 @@ def busy_seconds(run: Resolved, hardware: Hardware) -> float:
 
 
 def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> float:
-    """Seconds of a step that layers wait for copies to the host and back. The last one of a model
-    that is no stage stays."""
+    """Seconds per step that layers wait for copies to the host and back. Without a pipeline, the
+    last layer is not offloaded."""
     if not run.config.recompute.offload:
         return 0.0
     layers = [layer for stage in stages for layer in stage.layers]
@@ -194,7 +197,7 @@ def _whole(seconds: Seconds) -> float:
 
 
 def stage_work(run: Resolved, stage: Stage, hardware: Hardware) -> Work:
-    """Computation of a stage and micro-batch, by kind."""
+    """Computation of a stage per micro-batch, by kind."""
     alike: dict[tuple[str, bool, int], Work] = {}
     found: Work = {}
     for index in stage.layers:
@@ -206,12 +209,12 @@ def stage_work(run: Resolved, stage: Stage, hardware: Hardware) -> Work:
 
 
 def stage_seconds(run: Resolved, stage: Stage, hardware: Hardware) -> Seconds:
-    """The same of all kinds."""
+    """Computation of a stage per micro-batch, all kinds."""
     return total(stage_work(run, stage, hardware))
 
 
 def _exposed(run: Resolved, sent: list[Collective], hardware: Hardware) -> dict[str, float]:
-    """Seconds of a rank's step by purpose, of collectives that computation waits for."""
+    """Seconds per step that a rank's computation waits for collectives, by purpose."""
     found = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
     for each in sent:
         seconds = each.seconds(hardware)
@@ -227,8 +230,8 @@ def _exposed(run: Resolved, sent: list[Collective], hardware: Hardware) -> dict[
 
 
 def _sent(run: Resolved, sent: Iterable[Collective], hardware: Hardware) -> dict[str, float]:
-    """Seconds alone of FSDP's collectives, by what work beside them has to share: kernels that
-    gather, kernels that sum on the way, and copy engines, which gather and exchange."""
+    """Seconds of FSDP's collectives without overlap, by the resources they use: gathering kernels,
+    reducing kernels, and copy engines, which gather and exchange."""
     found = {"all_gather": 0.0, "reduce_scatter": 0.0, "copied": 0.0}
     for each in sent:
         kind = "all_gather" if each.kind == "all_gather" else "reduce_scatter"
@@ -239,26 +242,27 @@ def _sent(run: Resolved, sent: Iterable[Collective], hardware: Hardware) -> dict
 
 
 def _spread(work: dict[str, float], busy: float) -> dict[str, float]:
-    """The same mixture over other seconds: what computation waits for is taken for more of it."""
+    """Scale work to other total seconds: waits of computation count as more of the same work."""
     share = busy / max(sum(work.values()), 1e-12)
     return {kind: seconds * share for kind, seconds in work.items()}
 
 
 @dataclass(frozen=True)
-class _Phase:
-    """What runs at the same time: seconds alone of collectives and of work, by kind."""
+class _OverlapPhase:
+    """Collectives and work that overlap: seconds of each without overlap, by kind."""
 
     sent: dict[str, float]
     work: dict[str, float]
 
 
-def _added(phase: _Phase, hardware: Hardware) -> float:
-    """Seconds by which overlapped collectives make work longer.
+def _added(phase: _OverlapPhase, hardware: Hardware) -> float:
+    """Seconds that overlapped collectives add to work.
 
-    Work of W seconds that has a share r of its rate beside a collective takes W / r, in which the
-    collective, which has a share q of its own, gets q W / r of its seconds done. One of C seconds
-    runs beside C / (q W / r) of the work and adds W (1 / r - 1) times that; what is longer than all
-    of the work is waited for.
+    Work of W seconds that keeps a fraction r of its rate under a collective takes W / r; in that
+    time the collective, which keeps a fraction q of its rate, completes q W / r of its seconds. A
+    collective of C seconds thus overlaps a fraction C / (q W / r) of the work and adds W (1 / r -
+    1) times that. Computation waits for the part of collectives that is longer than all of the
+    work.
     """
     covered = added = 0.0
     for sent, seconds in phase.sent.items():
@@ -276,17 +280,17 @@ def _added(phase: _Phase, hardware: Hardware) -> float:
     return added / covered + sum(phase.sent.values()) * (1 - 1 / covered)
 
 
-def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterator[_Phase]:
-    """The forward and the backward of each micro-batch, as FSDP orders its streams
+def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterator[_OverlapPhase]:
+    """Overlapping work and collectives of each forward and backward, as FSDP orders its streams
     (`FSDPParamGroup.wait_for_unshard` and `post_backward` of torch 2.11):
 
-    forward     the next gather runs beside a unit and beside the copy out of the last gather
-    backward    the next gather begins when the last is copied out, and the reduction of a unit is
-                waited for before the next one is copied in: a unit has beside it one gather, with
-                its cast and copy in, and one reduction, with its sum, and nothing runs beside
-                copies on the stream of computation
+    forward     the next gather overlaps a unit, and the copy out of the last gather
+    backward    the next gather begins when the last is copied out, and a unit's reduction is waited
+                for before the next one is copied in: a unit overlaps one gather, with its cast and
+                copy in, and one reduction, with its sum; copies on the computation stream overlap
+                nothing
 
-    What one of them is too short to cover is covered by no other.
+    A collective longer than the unit it overlaps is not hidden by any other unit.
     """
     m, policy = run.micro_batches, run.policy
     own = [c for c in collectives(run, rank, hardware.domain) if c.purpose == "fsdp"]
@@ -304,19 +308,19 @@ def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterat
     out = 2 * run.element * whole / hardware.copy
     cast = 4 + run.element if run.element < 4 else 0
     copied_in = (cast + 2 * run.element) * shard / hardware.copy if sum(again.values()) else 0.0
-    # What is kept is summed on the stream of computation (`copied_bytes`).
+    # Unshared gradients are summed on the computation stream (`copied_bytes`).
     summed = sum(part for u in held(run, rank) for _, part in reductions(run, u))
     for i in range(m):
         gathers = i == 0 or not policy.keep_gathered
         gather = once if gathers else {}
-        yield _Phase(gather, _plus(ahead, {"copy": out} if sum(gather.values()) else {}))
+        yield _OverlapPhase(gather, _plus(ahead, {"copy": out} if sum(gather.values()) else {}))
         part = 1 / m if policy.reduce_each_micro_batch else float(i == m - 1)
         reduce = {kind: seconds * part for kind, seconds in sums.items()}
         if i and policy.reduce_each_micro_batch and sum(sums.values()):
-            # float32: the new sum, the old one, both
+            # float32: read the new sum and the old one, write the total
             reduce = _plus(reduce, {_most(sums): 12 * summed / hardware.copy})
         inward = _plus(again, {_most(again): copied_in}) if copied_in else again
-        yield _Phase(_plus(inward, reduce), back)
+        yield _OverlapPhase(_plus(inward, reduce), back)
 
 
 def _plus(some: dict[str, float], more: dict[str, float]) -> dict[str, float]:
@@ -328,7 +332,7 @@ def _most(seconds: dict[str, float]) -> str:
 
 
 def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:
-    """The first unit's gather before anything computes, and its reduction after everything has."""
+    """Seconds of the first unit's gather before all computation, and of its reduction after it."""
     own = [c for c in collectives(run, rank, hardware.domain) if c.purpose == "fsdp"]
     if not own:
         return 0.0
@@ -337,15 +341,15 @@ def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:
 
 
 def copied_bytes(run: Resolved, rank: int) -> float:
-    """Bytes of a step that FSDP reads and writes on the stream of computation.
+    """Bytes per step that FSDP reads and writes on the computation stream.
 
-    A gathered weight is copied out of its buffer; one that no ranks share is cast from float32. A
-    gradient is copied to where it is reduced from; one that is summed over micro-batches before is
-    cast in the first of them and added in the others. What ranks share along another dim than the
-    first is put together once more after a gather, and taken apart before a reduction. Gradients of
-    what one rank has alone are in no reduction (`fsdp_internals.bypass_reduction`): each is cast to
-    float32 and added to those of the micro-batches before, or added as it is where it waits for
-    the last.
+    A gathered weight is copied out of its buffer; an unshared one is cast from float32. A gradient
+    is copied into the reduction's buffer; if gradients are first summed over micro-batches, it is
+    cast in the first and added in the others. Parameters sharded along another dim than the first
+    are concatenated once more after a gather, and split before a reduction. Gradients of unshared
+    parameters have no reduction (`bypass_reduction` of `dtron.parallelisms.fsdp.torch_internals`):
+    each is cast to float32 and added to those of earlier micro-batches, or added in its dtype if it
+    waits for the last micro-batch.
     """
     parallel, m, policy = run.config.parallel, run.micro_batches, run.policy
     sums = ELEMENT[parallel.reduce_dtype]
@@ -367,7 +371,7 @@ def copied_bytes(run: Resolved, rank: int) -> float:
             for (whole, shard), keeps in by_keeping(run, unit):
                 if shard < whole:
                     weight = times * 2 * run.element
-                else:  # stays until the backward
+                else:  # stays gathered until the backward
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
                 found += whole * (weight + (kept if keeps else gradient))
             found += unit.columns * (2 * times * run.element + turned)
@@ -376,23 +380,23 @@ def copied_bytes(run: Resolved, rank: int) -> float:
 
 def _update(run: Resolved, hardware: Hardware) -> float:
     most = max(sum(u.shard for u in held(run, rank)) for rank in range(run.degrees["pp"]))
-    moved = most * (ADAMW[run.config.optim.moments] + 4)  # and the norm reads gradients
+    moved = most * (ADAMW[run.config.optim.moments] + 4)  # the norm also reads gradients
     return moved / (ADAMW_RATE * hardware.copy)
 
 
 def timeline(run: Resolved, hardware: Hardware) -> Timeline:
-    """The schedule of a shortened step with the computation of each stage, in seconds."""
+    """Simulate the schedule of a shortened step with the computation of each stage, in seconds."""
     costs = _costs(run, hardware, dict.fromkeys(range(run.degrees["pp"]), 1.0))
     _, spans = run_order(run.order, len(run.stages), costs)
     ranks = tuple(stage.rank for stage in run.stages)
     return Timeline(spans, len(run.stages) // run.degrees["pp"], ranks)
 
 
-def _pipelined(run: Resolved, hardware: Hardware, loads: dict[int, _Load]) -> float:
-    """Length of the schedule with each stage's own times. What a rank waits for inside its stages
-    is spread over their actions."""
+def _pipelined(run: Resolved, hardware: Hardware, loads: dict[int, _RankSeconds]) -> float:
+    """Length of the schedule with each stage's times; waits inside a rank's stages are spread over
+    their actions."""
     short = shortened(run.config, run.world_size).micro_batches(run.world_size)
-    stretch = {  # a rank may have empty stages alone
+    stretch = {  # a rank may have only empty stages
         rank: 1 + sum(load.exposed.values()) / load.compute if load.compute else 1.0
         for rank, load in loads.items()
     }

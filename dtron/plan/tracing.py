@@ -1,17 +1,16 @@
-"""One step of one rank as the real code takes it, without its memory and its peers.
+"""Trace one step of one rank with the real code, without its memory and peers.
 
-The model is built by `dtron.training.build` and the passes on the meta device, under a fake process
-group of the real world size; its storage is fake, and the step is `TrainStep`'s own. A dispatch
-mode sees every operator: it counts collectives, and the bytes of storages from their first to their
-last use.
+`dtron.training.build` and the passes build the model on the meta device, under a fake process group
+of the real world size; storage is fake, and `TrainStep` runs the step. A dispatch mode sees every
+operator and counts collectives, and the bytes of storages from their allocation to their release.
 
-What cannot be as on a GPU, and what stands in for it:
+Differences from a GPU, and their substitutes:
 
-    attention       one operator with the results of a fused kernel; what is inside is not seen
+    attention       one operator with the results of a fused kernel; its inside is not traced
     RMSNorm         likewise
     compiled code   runs eagerly
-    experts         get the rows of even loads, since nothing tells the host how many come
-    documents       each sequence is one
+    experts         get even loads, since fake counts cannot be read
+    documents       each sequence is one document
 """
 
 import contextlib
@@ -61,46 +60,46 @@ from dtron.training.build import BuiltRun, ModelBuilder, build_mesh, build_run
 
 CPU = torch.device("cpu")
 CLASSES = ("parameters", "optimizer", "gathered", "buffers", "forward", "backward", "update")
-"""Of live bytes: shards of weights; moments; whole weights; what gathers go into; what the forward
-made; what the backward made, gradients and what it computes again; what norm and update made."""
+"""Classes of live bytes: weight shards; moments; gathered weights; gather buffers; tensors made by
+the forward; by the backward, gradients and recomputed tensors included; by norm and update."""
 
 Table = dict[str, dict[str, dict[str, int]]]
 
 
 @dataclass(frozen=True)
-class Traced:
-    """What one rank's step takes; bytes."""
+class RankTrace:
+    """Memory and collectives of one rank's step; bytes."""
 
     rank: int
     """In the world."""
     place: Mapping[str, int]
-    """Its index on every axis of the mesh."""
+    """The rank's index on every axis of the mesh."""
     parameters: int
     gradients: int
-    """When the last backward is complete."""
+    """Allocated bytes when the last backward is complete."""
     optimizer: int
     """Moments."""
     peak: int
     at_peak: Mapping[str, int]
-    """By CLASSES, at the moment of the peak."""
+    """Bytes by CLASSES, at the peak."""
     forward: int
-    """The most that the forward's results took at once."""
+    """Maximum bytes of the forward's results."""
     collectives: Table
-    """As `CollectiveCounter.table` gives it."""
+    """Collectives, in the form of `CollectiveCounter.table`."""
     seconds: float
-    """That the trace took."""
+    """Duration of the trace."""
 
 
-def trace(config: RunConfig, world_size: int, rank: int) -> Traced:
+def trace(config: RunConfig, world_size: int, rank: int) -> RankTrace:
     """Build one rank of a run and trace a step.
 
     Args:
-        config: nothing of `exact.refusals`, and not compiled.
+        config: without settings of `exact.refusals`, and not compiled.
     """
     start = time.perf_counter()
     with _fake_group(world_size, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        built = _Built.of(config, world_size)
+        built = _BuiltRank.of(config, world_size)
         with built.fake:
             found = built.trace()
     return replace(found, rank=rank, seconds=time.perf_counter() - start)
@@ -124,11 +123,11 @@ def _no_mask(documents: Any, positions: Tensor) -> Mask:
 
 
 FUSED = Backend("traced", _attend, lambda need: None, _no_mask, narrow_values=True, kernel="math")
-"""Attention as one operator, of which the trace sees what goes in and what comes out."""
+"""Attention as one operator, of which the trace sees only inputs and outputs."""
 
 
 class Balanced(AllToAll):
-    """The rows of even loads."""
+    """All-to-all dispatch with even loads."""
 
     def read(self, sizes: Tensor, _n_rows: int) -> list[list[int]]:
         """See AllToAll."""
@@ -139,8 +138,8 @@ class Balanced(AllToAll):
 
 
 @dataclass(frozen=True)
-class _Built:
-    """A rank of a run, ready for a step."""
+class _BuiltRank:
+    """A rank of a run, built and ready for a step."""
 
     config: RunConfig
     builder: ModelBuilder
@@ -149,8 +148,9 @@ class _Built:
     fake: FakeTensorMode
 
     @classmethod
-    def of(cls, config: RunConfig, world_size: int) -> "_Built":
-        """Meshes and passes work on the meta device; from the weights' storage on all is fake."""
+    def of(cls, config: RunConfig, world_size: int) -> "_BuiltRank":
+        """Build a rank: meshes and passes on the meta device; storage of weights, and all later
+        tensors, are fake."""
         model, layout, _ = resolve(config, world_size)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         mesh = build_mesh(config, world_size, "cpu")
@@ -169,27 +169,27 @@ class _Built:
         _fuse_norms(parallel_model.applied.parts.values())
         if model.n_experts:
             for axes in (TOKEN_AXES, MICRO_AXES):
-                mesh.group(*axes)  # no mesh is made of fake tensors
+                mesh.group(*axes)  # a mesh cannot be made of fake tensors
         n = config.micro_batches(world_size)
         batches = [_batch(config, builder) for _ in range(n)]
         with fake:
             run = build_run(config, setup, parallel_model)
         return cls(config, builder, run, batches, fake)
 
-    def trace(self) -> Traced:
-        """Of a step that is not the run's first one: moments exist, and DTensor knows how its
-        operators split, which it learns from tensors of whole size."""
+    def trace(self) -> RankTrace:
+        """Trace a step after the run's first: moments exist, and DTensor has cached the sharding of
+        its operators, which it derives from tensors of full size."""
         mesh, applied = self.run.model.mesh, self.run.model.applied
         parameters = list(dict(applied.named_parameters()).values())
         if isinstance(self.run.model.execution, Pipeline):
             self._expect_shapes(self.run.model.execution)
         names, parts = mesh.group_names(), applied.parts.values()
-        few = self.batches[: 2 * mesh.size("pp")]  # as many as any schedule asks for
-        with _Watch(names, parts):
+        few = self.batches[: 2 * mesh.size("pp")]  # enough for any schedule
+        with _UsageTracker(names, parts):
             self.run.step(few, 0, self.config.optim.lr)
         moments = [v for s in self.run.optimizer.state.values() for v in s.values()]
         moments = [local_part(v) for v in moments if isinstance(v, DTensor)]
-        watch = _Watch(names, parts)
+        watch = _UsageTracker(names, parts)
         watch.begin({"parameters": [local_part(p) for p in parameters], "optimizer": moments})
         gradients = 0
 
@@ -202,7 +202,7 @@ class _Built:
 
         with watch:
             self.run.step(self.batches, 1, self.config.optim.lr, compute)
-        return Traced(
+        return RankTrace(
             rank=-1,
             place={axis: mesh.rank(axis) for axis in DEGREES},
             parameters=sum(local_part(p).nbytes for p in parameters),
@@ -216,7 +216,7 @@ class _Built:
         )
 
     def _expect_shapes(self, pipeline: Pipeline) -> None:
-        """What a stage gives is what all expect."""
+        """Give all stages the shape of stages' outputs, and check it in the trace."""
         train, mesh = self.config.train, self.run.model.mesh
         tokens = self.batches[0].tokens.shape
         between = mesh.size("tp") if self.config.parallel.sequence_parallel else 1
@@ -233,8 +233,8 @@ class _Built:
 
 
 def _batch(config: RunConfig, builder: ModelBuilder) -> Batch:
-    """A micro-batch of this rank: one document a sequence and no padding, but with the mask of
-    padding where routers take one."""
+    """Make a micro-batch of this rank: one document per sequence and no padding, with a padding
+    mask if routers take one."""
     shape = (config.train.micro_batch, config.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
     model = builder.setup.config
@@ -244,8 +244,8 @@ def _batch(config: RunConfig, builder: ModelBuilder) -> Batch:
     return shard_batch(batch, builder.mesh, builder.context, model.mtp)
 
 
-def _opened(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The inside of an operator, with arguments that it can read."""
+def _run_inside(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an operator so that the trace sees its inside, with arguments that it can read."""
 
     @functools.wraps(body)
     def run(*args: Any) -> Any:
@@ -255,8 +255,8 @@ def _opened(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _readable(arg: Any) -> Any:
-    """A kernel that is fused in the place of `math`; numbers in the place of real scalars, which
-    are hosts' and could not be read where all is fake."""
+    """Replace arguments: a fused attention kernel instead of `math`, and numbers instead of scalar
+    tensors, which cannot be read while all tensors are fake."""
     if isinstance(arg, Tensor):
         real = not isinstance(arg, FakeTensor) and arg.dim() == 0
         with unset_fake_temporarily():
@@ -265,16 +265,17 @@ def _readable(arg: Any) -> Any:
 
 
 OPENED = {
-    torch.ops.dtron.context_attention.default: _opened(run_context_attention),
-    torch.ops.dtron.context_attention_backward.default: _opened(run_context_attention_backward),
-    torch.ops.dtron.grouped_input_gradient.default: _opened(run_grouped_input_gradient),
-    torch.ops.dtron.linear_input_gradient.default: _opened(run_linear_input_gradient),
+    torch.ops.dtron.context_attention.default: _run_inside(run_context_attention),
+    torch.ops.dtron.context_attention_backward.default: _run_inside(run_context_attention_backward),
+    torch.ops.dtron.grouped_input_gradient.default: _run_inside(run_grouped_input_gradient),
+    torch.ops.dtron.linear_input_gradient.default: _run_inside(run_linear_input_gradient),
 }
-"""Operators of which the trace sees the inside, for what they send or put off."""
+"""Operators whose inside the trace sees, for the collectives they issue or the gradients they
+defer."""
 
 
 def _fuse_norms(parts: Iterable[nn.Module]) -> None:
-    """Root-mean-square norms as one operator, as GPUs have them; on a CPU torch writes them out."""
+    """Make RMS norms one operator, as on GPUs; on a CPU torch decomposes them."""
     for module in (m for part in parts for m in part.modules() if isinstance(m, RMSNorm)):
         module.forward = functools.partial(_normed, module)  # type: ignore[method-assign]
 
@@ -299,11 +300,11 @@ class _Norm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-class _Watch(CollectiveCounter):
-    """A context in which collectives and live bytes are counted.
+class _UsageTracker(CollectiveCounter):
+    """Dispatch mode that counts collectives and live bytes.
 
-    Gathered weights are freed by a resize that no operator shows: they are looked at wherever one
-    of FSDP's own operators comes by, and before a peak is believed.
+    Gathered weights are freed by a resize that no operator shows: their sizes are read at each of
+    FSDP's operators, and before a peak is recorded.
     """
 
     def __init__(self, axis_of_group: dict[str, str], parts: Iterable[nn.Module]) -> None:
@@ -313,12 +314,12 @@ class _Watch(CollectiveCounter):
         self.peak = self.most_forward = 0
         self.at_peak: dict[str, int] = {}
         self._entered = 0
-        """Once outside, and once more in each operator that is opened."""
+        """Nesting depth: 1 outside, 1 more in each operator traced inside."""
         self._live: dict[int, tuple[weakref.ref, int, str]] = {}
         self._bytes: Counter[str] = Counter()
         self._total = self._gathered = 0
 
-    def __enter__(self) -> "_Watch":
+    def __enter__(self) -> "_UsageTracker":
         if not self._entered:
             self._plain_backward = torch.autograd.backward
             torch.autograd.backward = self._backward
@@ -332,8 +333,8 @@ class _Watch(CollectiveCounter):
             torch.autograd.backward = self._plain_backward
 
     def _backward(self, *args: Any, **kwargs: Any) -> None:
-        """torch.autograd.backward, which Tensor.backward calls too; what it runs belongs to the
-        backward, recomputation too."""
+        """Replace torch.autograd.backward, which Tensor.backward calls too; all that it runs,
+        including recomputation, counts as backward."""
         self.in_backward = True
         try:
             self._plain_backward(*args, **kwargs)
@@ -341,14 +342,14 @@ class _Watch(CollectiveCounter):
             self.in_backward = False
 
     def begin(self, held: Mapping[str, Iterable[Tensor]]) -> None:
-        """Count what is there before the step, by class."""
+        """Count tensors that exist before the step, by class."""
         for name, tensors in held.items():
             for tensor in tensors:
                 self._add(tensor, name)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor, whose own operators come by
+            return NotImplemented  # a DTensor: its inner operators are traced
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **(kwargs or {}))
@@ -374,7 +375,7 @@ class _Watch(CollectiveCounter):
 
     def _add(self, tensor: Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
-        key = id(storage)  # one object as long as there is a tensor of it
+        key = id(storage)  # the same object as long as any tensor uses it
         if key in self._live:
             return
         size = storage.nbytes()
@@ -396,7 +397,7 @@ class _Watch(CollectiveCounter):
             self._gathered += storage.nbytes()
 
     def _forget(self, key: int) -> None:
-        """Count a storage as gathered from now on."""
+        """Count a storage as a gathered weight from now on."""
         reference, size, name = self._live[key]
         self._live[key] = (reference, 0, name)
         self._bytes[name] -= size

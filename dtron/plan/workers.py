@@ -13,17 +13,18 @@ from concurrent.futures.process import BrokenProcessPool
 from dtron.errors import DtronError
 
 PROCESSES = 4
-_FORKS = sys.platform == "linux"  # elsewhere libraries may not survive a fork
+_FORKS = sys.platform == "linux"  # on other systems libraries may not survive a fork
 
 
 def most_processes() -> int:
-    """As many as processors, at most PROCESSES."""
+    """Return the number of processors, at most PROCESSES."""
     return min(PROCESSES, len(os.sched_getaffinity(0))) if _FORKS else 1
 
 
 @contextlib.contextmanager
 def pool(processes: int) -> Iterator[Executor]:
-    """Forked processes, since importing torch takes seconds; a thread in place of one process.
+    """Make a pool of forked processes, since importing torch takes seconds; for one process, a
+    thread.
 
     Raises:
         DtronError: a process was killed.

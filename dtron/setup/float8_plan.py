@@ -18,7 +18,7 @@ from dtron.config import Degree, Float8, RunConfig
 from dtron.errors import ConfigError
 from dtron.float8.all_gather import GatherInput, WeightGather, require_torchao
 from dtron.float8.async_tp import GatheredLinear, GatherProducts, ScatteringLinear, SplitRows
-from dtron.float8.auto_filter import Shape, Worth, measure, table
+from dtron.float8.auto_filter import LayerTimes, Shape, measure, table
 from dtron.float8.convert import MULTIPLE, Choice, convert, fuse, layer_names
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import check_sizes, convert_experts
@@ -78,9 +78,9 @@ class Float8Plan:
             found = [measure(self.shapes.values(), self.recipe, dtype, device)]
             log.info("float8.filter = auto:\n%s", table(found[0]))
         dist.broadcast_object_list(found, group=group, group_src=0)
-        return self.keep_faster(found[0])
+        return self.keep_faster_layers(found[0])
 
-    def keep_faster(self, worth: Mapping[Shape, Worth]) -> "Float8Plan":
+    def keep_faster_layers(self, worth: Mapping[Shape, LayerTimes]) -> "Float8Plan":
         """Return the plan with the faster layers only. Raises ConfigError: none is faster."""
         blocks = {name for name in self.shapes if worth[self.shapes[name]].gains}
         layers = tuple(name for name in self.layers if name in blocks or name not in self.shapes)

@@ -1,45 +1,45 @@
-"""Expert parallelism: ranks hold different experts, and tokens travel to theirs and back.
+"""Expert parallelism: ranks hold different experts; tokens are dispatched to them and combined.
 
-Every rank of dp_shard x cp x tp has tokens of its own (under tp by sequence parallelism). Experts
-see these ranks by axes of their own, edp_shard, ep and etp, of which etp is the innermost:
+Every rank of dp_shard x cp x tp has different tokens (under tp by sequence parallelism). Experts
+use separate mesh axes over the same ranks, edp_shard, ep and etp, of which etp is the innermost:
 
     ep          holds E / ep experts each, Shard(0) of the stacked matrices: rank r the experts
                 r E / ep ... (r + 1) E / ep - 1
     etp         holds F / etp of the width of each expert: gate and up Shard(1), down Shard(2)
-    edp_shard   shares what is left as FSDP does, dp_replicate holds copies as of all else
+    edp_shard   shards the rest with FSDP; dp_replicate holds replicas, as of all parameters
 
-so that degrees of the dense part and of the experts have nothing to do with each other but their
-product. Routers, shared experts and all other modules stay in the dense part.
+so that the degrees of the dense part and of the experts are independent except for their product.
+Routers, shared experts and all other modules are in the dense part.
 
-`Experts` gets rows sorted by expert and gives back as many; it neither knows nor cares where they
-came from. Hence the calls of the module that holds the experts are all that is replaced:
+`Experts` takes rows (token copies) sorted by expert and returns as many; where they come from does
+not matter. So only the calls of the module that holds the experts are replaced:
 
     rows sorted by expert (M, D) --------------------------- results (M, D), of etp the sum
       | to rank (r, s) those of r's experts, for all s          ^
       v all-to-all over ep x etp                                | the same back
     rows by (sender, expert) -> sorted by expert -> experts -> by (sender, expert)
 
-A row goes to all etp ranks of its expert, each of which gives a part of a sum. A call of
-`AllToAll` costs an all-to-all of counts, of which the host reads the sums, once, since sizes of
-messages are the host's; then one each way, and one each way in the backward. Nothing else waits for
-the device. Hence no compiled graph holds these calls. `symmetric_dispatch.py` has a dispatcher for
-ranks of one host that waits for nothing, which graphs hold as any other operators.
+A row is sent to all etp ranks of its expert, each of which returns a partial sum. `AllToAll` first
+exchanges counts, and the host reads them once per call, since it must know message sizes; then it
+does one all-to-all for dispatch and one for combine, and the same in the backward. Nothing else
+waits for the device, but because of that wait no compiled graph can hold these calls.
+`symmetric_dispatch.py` has a dispatcher for ranks of one host whose host code never waits; graphs
+hold it like any other operators.
 
-Of `AllToAll` a layer's `begin` issues the first all-to-all of rows, its `finish` waits for it.
-Collectives run on a stream of their own, so that order is all that is needed for what a model
-computes in between to run beside them. The backward has the same order by autograd's rule that of
-the nodes that are ready the latest made comes first:
+A layer's `begin` issues `AllToAll`'s dispatch, its `finish` waits for it. Collectives run on a
+separate stream, so that computation between the two calls overlaps with them. The backward has the
+same order, since autograd runs the most recently created of the ready nodes first:
 
-    forward     _Issue: all-to-all     in between                 _Wait: wait
-    backward    _Issue: wait           in between's gradients     _Wait: all-to-all back
+    forward     _IssueExchange: all-to-all   in between              _WaitExchange: wait backward
+    _IssueExchange: wait         in between's gradients  _WaitExchange: all-to-all
 
-With `float8` what goes to experts is in float8 on the wire, rows and in the backward the gradients
-of results: cast before it is sent, and back where it has arrived. What comes from them, results and
-the gradients of rows, travels in the dtype of computation, since it is summed.
+With `float8`, tensors sent to experts (rows, and in the backward the gradients of results) are cast
+to float8 before they are sent and back when they are received. Tensors sent back (results and the
+gradients of rows) keep the dtype of computation, since they are summed.
 
-Gradients: a rank's experts see the rows of all ranks of ep x etp, whole; FSDP sums over the rest.
-The loss is divided by the tokens of the whole step before the backward, so that there is nothing to
-divide by here, whatever the degrees are.
+Gradients: a rank's experts see all rows of the ranks of ep x etp; FSDP sums over the other ranks.
+The loss is divided by the tokens of the whole step before the backward, so that nothing is divided
+here, whatever the degrees.
 
 Shapes: M rows, D width, F width of an expert, E experts, P = ep x etp ranks.
 Sources: GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596; MoE parallel folding,
@@ -69,48 +69,48 @@ from dtron.parallelisms.functional_collectives import all_to_all, wait_tensor
 from dtron.parallelisms.mesh import Mesh
 
 WIDTHS = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": 1}
-"""The dim that etp splits, by the parameter's name; of down_bias it is D, whose columns each rank
-adds to its part of the sum."""
+"""The dim that etp splits, by the parameter's name; for down_bias it is D: each rank adds its
+columns to its partial sum."""
 
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """Which modules of a model are experts, and how tokens get to them.
+    """Which modules of a model are experts, and how tokens are dispatched to them.
 
-    Such a module has parameters of E experts each along dim 0, an attribute `part`, and
-    a method `own(name)` by which it gets at them, and `forward(rows, offsets, tail) -> rows`, as
-    `models/moe.py` says. A model may call `begin(rows, offsets, tail)` and `finish` of what that
-    gave instead, and compute in between what needs no rows. An attribute `activate`, if there is
-    one, is compiled where the model is: a function of tensors, element by element. If an attribute
-    `multiply` is `grouped_matmul`, and a method `product(name, x, offsets)` multiplies by all of
-    its matrices, schedules that split the backward put these weight gradients off too.
+    Such a module has parameters that stack E experts along dim 0, an attribute `part`, a method
+    `own(name)` through which it reads its parameters, and `forward(rows, offsets, tail) -> rows`,
+    as described in `models/moe.py`. A model may instead call `begin(rows, offsets, tail)` and pass
+    its result to `finish`, and compute what needs no rows in between. An optional attribute
+    `activate`, an elementwise function of tensors, is compiled if the model is. If an attribute
+    `multiply` is `grouped_matmul` and all matrices are multiplied by a method `product(name, x,
+    offsets)`, schedules that split the backward also defer these weight gradients.
     """
 
     experts: str
     """Pattern of the modules with the stacked parameters."""
     dispatcher: "str | type[Dispatcher]" = "all_to_all"
-    """A row of DISPATCHERS, or one of its kind."""
+    """A name of DISPATCHERS, or a dispatcher or its class."""
     widths: Mapping[str, int] = field(default_factory=lambda: WIDTHS)
     """The dim that etp splits, by the parameter's name."""
     capacity: float = 2.0
-    """Of dispatchers whose buffers are bounded: rows that a rank takes at most, over those of even
-    loads. Such hand rows to experts that follow those of the last one without saying so by `tail`:
-    as many results are needed, of which nobody reads those, nor their gradients."""
+    """For dispatchers with bounded buffers: the maximum number of rows per rank, relative to even
+    loads. Their experts get padding rows after the last expert's, without `tail` set: they must
+    return results for these too, but those and their gradients are never read."""
     float8: bool = False
-    """Rows, and gradients of results, travel to experts in float8
+    """Send rows, and gradients of results, to experts in float8
     (`dtron/kernels/float8_rows.py`)."""
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rows (N, D) sorted by expert, offsets int32 (E / ep,)) -> (N, D)."""
+"""Local experts: (rows (N, D) sorted by expert, offsets int32 (E / ep,)) -> (N, D)."""
 
 
 class Dispatcher(Protocol):
-    """Brings rows to the ranks of their experts and the results back; one for all layers.
+    """Sends rows to the ranks of their experts and returns the results; one object for all layers.
 
     Attributes:
-        in_graphs: compiled graphs can hold `begin` and `finish`, which neither wait for the host
-            nor need sizes that it learns. A class without it says no.
+        in_graphs: whether compiled graphs can hold `begin` and `finish`, which then neither wait
+            for the host nor depend on sizes that it reads. Default: False.
     """
 
     in_graphs: bool
@@ -120,66 +120,69 @@ class Dispatcher(Protocol):
     ) -> None: ...
 
     def layer(self, fqn: str, device: torch.device) -> Any:
-        """What `begin` is handed for a layer; asked for once, before any call, in the same order
-        on all ranks. In graphs that all layers share it tells them apart by tensors."""
+        """Return a layer's argument for `begin`; called once per layer, before any `begin`, in the
+        same order on all ranks. It identifies the layer by tensors, so that layers can share a
+        graph."""
         ...
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: Any) -> Any:
-        """Set rows off, (M, D), with offsets int32 (E,) of all experts; what it returns is for
-        `finish`."""
+        """Start to send rows (M, D), with offsets int32 (E,) of all experts; the result is passed
+        to `finish`."""
         ...
 
     def finish(self, pending: Any, compute: Compute) -> Tensor:
-        """Results of the rows that `begin` was given, (M, D); zero after the last offset, NaN where
-        a row was lost."""
+        """Return the results of the rows given to `begin`, (M, D); zero after the last offset, NaN
+        for dropped rows."""
         ...
 
     def check(self, device: torch.device) -> None:
-        """Wait for the device and raise if rows were lost; called by all ranks together.
+        """Wait for the device and raise an error if rows were dropped; a collective.
 
         Raises:
-            TrainingError: on all ranks, if any has lost some.
+            TrainingError: on all ranks, if any of them dropped rows.
         """
         ...
 
 
 @dataclass
 class _Exchange:
-    """An all-to-all of rows, (M, D) -> (N, D), and the one of their gradients back."""
+    """An all-to-all of rows, (M, D) -> (N, D), and the all-to-all of their gradients back."""
 
     received: list[int]
     sent: list[int]
-    """N and M by rank."""
+    """Numbers of rows by rank that add up to N and M."""
     group: str
     float8: tuple[bool, bool]
-    """Whether rows are in float8 on the wire, and whether their gradients are."""
+    """Whether rows are sent in float8, and whether their gradients are."""
     width: int
     """D."""
     returning: Tensor | None = None
-    """Gradients (M, D) from the backward of `_Wait` to that of `_Issue`; autograd would want them
-    to have the shape of what they are gradients of."""
+    """Gradients (M, D), passed from `_WaitExchange`'s backward to `_IssueExchange`'s: autograd
+    requires gradients to have the shape of their tensors."""
 
 
-@dataclass  # not frozen: torch 2.11 compiles anew for other sizes of what a frozen one holds
-class _Travelling:
-    """Rows on their way to experts of this rank. Compiled code hands it on and reads nothing."""
+@dataclass  # not frozen: torch 2.11 recompiles when sizes in a frozen dataclass change
+class _InFlight:
+    """Rows being sent to this rank's experts. Compiled code passes it on without reading it."""
 
     arriving: Tensor
-    """(N, D), by (sender, expert); not to be read before it is waited for."""
+    """(N, D), sorted by (sender, expert); valid only after the wait."""
     exchange: _Exchange
     counts: Tensor
-    """int64 (P, E / ep), rows of each sender for each expert."""
+    """int64 (P, E / ep), number of rows of each sender for each expert."""
     n_rows: int
-    """Of those that `begin` was given; some may have stayed here."""
+    """Number of rows given to `begin`, including those after the last offset, which are not
+    sent."""
 
 
 class AllToAll:
-    """One all-to-all there and one back, after one of counts that the host waits for.
+    """Dispatcher by all-to-all: one for dispatch and one for combine, after one of counts that the
+    host reads.
 
     Args:
         group: of ep x etp ranks, etp being the innermost.
-        capacity: not needed, buffers are as large as what comes.
-        float8: what goes to experts is in float8 on the wire, rows and results' gradients.
+        capacity: ignored, buffers have the size of the received rows.
+        float8: send rows and gradients of results in float8.
     """
 
     in_graphs = False
@@ -198,50 +201,50 @@ class AllToAll:
         """See Dispatcher."""
         return fqn
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> _Travelling:
+    def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> _InFlight:
         """See Dispatcher."""
         counts = offsets.diff(prepend=offsets.new_zeros(1))
         mine = counts.long().view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten(0, 1)  # (P, E_r)
         each = [1] * len(mine)
-        theirs = wait_tensor(_sent(mine, each, each, self.group.group_name))
+        theirs = wait_tensor(_start_all_to_all(mine, each, each, self.group.group_name))
         sent, received = self.read(torch.stack([mine.sum(1), theirs.sum(1)]), len(rows))
         cast, width = (self.float8, False), rows.shape[1]
         exchange = _Exchange(received, sent, self.group.group_name, cast, width)
         leaving = self._copies(rows[: sum(sent) // self.etp], sent)
-        return _Travelling(self._issue(leaving, exchange), exchange, theirs, len(rows))
+        return _InFlight(self._issue(leaving, exchange), exchange, theirs, len(rows))
 
-    def finish(self, pending: _Travelling, compute: Compute) -> Tensor:
+    def finish(self, pending: _InFlight, compute: Compute) -> Tensor:
         """See Dispatcher."""
         there, counts = pending.exchange, pending.counts
         order, inverse = _by_expert(counts, sum(there.received))
-        arrived = _Wait.apply(pending.arriving, there)
+        arrived = _WaitExchange.apply(pending.arriving, there)
         results = compute(reordered(arrived, order, inverse), counts.sum(0).cumsum(0).int())
         cast = (False, self.float8)
         back = _Exchange(there.sent, there.received, there.group, cast, there.width)
         returning = self._issue(reordered(results, inverse, order), back)
-        out = self._sums(_Wait.apply(returning, back), there.sent)
+        out = self._sum_partials(_WaitExchange.apply(returning, back), there.sent)
         return F.pad(out, (0, 0, 0, pending.n_rows - len(out)))
 
     def check(self, device: torch.device) -> None:
-        """See Dispatcher; nothing is ever lost."""
+        """See Dispatcher; this one never drops rows."""
 
     def _issue(self, rows: Tensor, exchange: _Exchange) -> Tensor:
-        return _Issue.apply(rows, exchange)
+        return _IssueExchange.apply(rows, exchange)
 
     def read(self, sizes: Tensor, _n_rows: int) -> list[list[int]]:
-        """Rows to and from each rank, int64 (2, P): the one place where the host waits for the
-        device."""
+        """Read the numbers of rows to and from each rank, int64 (2, P); the only wait of the host
+        for the device."""
         return sizes.tolist()
 
     def _copies(self, rows: Tensor, sent: list[int]) -> Tensor:
-        """Rows of each ep rank, once for each of its etp ranks."""
+        """Repeat the rows of each ep rank for each of its etp ranks."""
         if self.etp == 1:
             return rows
         parts = rows.split(sent[:: self.etp])
         return torch.cat([part for part in parts for _ in range(self.etp)])
 
-    def _sums(self, rows: Tensor, sent: list[int]) -> Tensor:
-        """The parts that etp ranks gave back, summed."""
+    def _sum_partials(self, rows: Tensor, sent: list[int]) -> Tensor:
+        """Sum the partial results of etp ranks."""
         if self.etp == 1:
             return rows
         parts = rows.split(sent)
@@ -249,9 +252,9 @@ class AllToAll:
         return torch.cat([torch.stack(whole).sum(0) for whole in wholes])
 
 
-class _Issue(torch.autograd.Function):
-    """Rows (M, D) set off; (N, D) that `_Wait` alone may read. Its backward waits for what that of
-    `_Wait` sent."""
+class _IssueExchange(torch.autograd.Function):
+    """Start to send rows (M, D) -> (N, D), which only `_WaitExchange` may read. The backward waits
+    for the gradients that `_WaitExchange`'s backward sent."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
@@ -265,8 +268,8 @@ class _Issue(torch.autograd.Function):
         return _arrived(returning, there.width, there.float8[1]), None
 
 
-class _Wait(torch.autograd.Function):
-    """Rows that have arrived, (N, D) -> (N, D). In its backward their gradients set off."""
+class _WaitExchange(torch.autograd.Function):
+    """Wait for received rows, (N, D) -> (N, D). The backward starts to send their gradients."""
 
     @staticmethod
     def forward(ctx: Any, arriving: Tensor, exchange: _Exchange) -> Tensor:
@@ -278,26 +281,30 @@ class _Wait(torch.autograd.Function):
         there, rows = ctx.exchange, gradients[0]
         there.returning = _issued(rows, there.sent, there.received, there.group, there.float8[1])
         if rows.shape == ctx.shape:
-            return rows, None  # kept so until `_Issue` has waited, which reads nothing of it
-        return rows.new_empty(()).expand(ctx.shape), None  # of the float8 rows' shape
+            return (
+                rows,
+                None,
+            )  # a placeholder until `_IssueExchange` has waited
+        return rows.new_empty(()).expand(ctx.shape), None  # a placeholder of the float8 rows' shape
 
 
 def _issued(rows: Tensor, received: list[int], sent: list[int], group: str, float8: bool) -> Tensor:
-    """An all-to-all of rows, for `_arrived`. Those in float8 are bytes that have the rows' dtype:
-    autograd hands on no others."""
+    """Issue an all-to-all of rows, for `_arrived`. Float8 bytes are viewed as the rows' dtype, as
+    autograd requires."""
     if not float8:
-        return _sent(rows, received, sent, group)
-    return _sent(packed(rows), received, sent, group).view(rows.dtype)
+        return _start_all_to_all(rows, received, sent, group)
+    return _start_all_to_all(packed(rows), received, sent, group).view(rows.dtype)
 
 
 def _arrived(rows: Tensor, width: int, float8: bool) -> Tensor:
-    """(N, D) of `_issued`, waited for."""
+    """Wait for the result of `_issued`: (N, D)."""
     arrived = wait_tensor(rows)
     return unpacked(arrived.view(torch.uint8), width, rows.dtype) if float8 else arrived
 
 
-def _sent(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-    """An all-to-all that is not waited for; until then the process group keeps what it reads."""
+def _start_all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+    """Issue an all-to-all without waiting; until the wait the process group keeps its input
+    alive."""
     return all_to_all(rows, received, sent, group)
 
 
@@ -309,11 +316,11 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {
 
 
 def _by_expert(counts: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
-    """How rows that came by (sender, expert) are sorted by expert, and back.
+    """Permutation that sorts rows from (sender, expert) to expert order, and its inverse.
 
     Args:
-        counts: int64 (P, E_r), rows of each.
-        n_rows: their sum, which the host knows.
+        counts: int64 (P, E_r), number of rows of each.
+        n_rows: their sum, known on the host.
     Returns:
         order and its inverse, int64 (n_rows,).
     """
@@ -323,50 +330,49 @@ def _by_expert(counts: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
     return order, inverse_of(order)
 
 
-def stands_apart(mesh: Mesh) -> bool:
-    """Whether experts are on another mesh than the rest: they are split, or tp ranks share them."""
+def on_separate_mesh(mesh: Mesh) -> bool:
+    """Whether experts are on a separate mesh: they are split, or FSDP shards them over tp ranks."""
     return mesh.size("tp") > 1 or mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1
 
 
 def in_graphs(kind: "str | type[Dispatcher] | Dispatcher") -> bool:
-    """Whether compiled graphs can hold what a dispatcher does."""
+    """Whether compiled graphs can hold a dispatcher's calls."""
     return getattr(DISPATCHERS[kind] if isinstance(kind, str) else kind, "in_graphs", False)
 
 
 def refuse_half_compiled(
     recompute: Recompute, compile: Compile, ranks: int, kind: "str | type[Dispatcher]"
 ) -> None:
-    """Refuse blocks that would be left uncompiled without a word.
+    """Raise ConfigError if blocks would silently stay uncompiled.
 
     Args:
         ranks: ep x etp.
         kind: the dispatcher.
     Raises:
-        ConfigError: experts on other ranks that no graph can hold, compile, and recomputation that
-            keeps some results.
+        ConfigError: compilation, recomputation that keeps some results, and a dispatcher that no
+            graph can hold.
     """
     if ranks == 1 or in_graphs(kind):
         return
     if compile.enable and recompute.mode in ("attention", "selective"):
         raise ConfigError(
             f'recompute.mode = "{recompute.mode}" with compile.enable and parallel.ep x '
-            f"parallel.etp = {ranks}: a block of which some results are kept compiles whole or not "
-            "at all, and experts on other ranks break it where the host reads how many rows "
-            'travel; use parallel.dispatcher = "symmetric_memory" inside a host, '
+            f"parallel.etp = {ranks}: a block that keeps some results compiles whole or not "
+            "at all, and experts on other ranks break it where the host reads how many tokens "
+            'are sent; use parallel.dispatcher = "symmetric_memory" inside a host, '
             'recompute.mode = "full", or compile.enable = false'
         )
 
 
 def breaks_graph(block: str, experts: Iterable[str], dispatcher: Dispatcher | None) -> bool:
-    """Whether a block, by its FQN, has experts to which tokens travel outside of any graph."""
+    """Whether a block, given by FQN, has experts whose dispatch cannot be in a graph."""
     if dispatcher is None or in_graphs(dispatcher):
         return False
     return any(name.startswith(f"{block}.") for name in experts)
 
 
 def make_dispatcher(layers: ExpertLayers, mesh: Mesh) -> Dispatcher | None:
-    """What brings rows to the experts of all layers and stages, made by all ranks together; None
-    where no row leaves its rank."""
+    """Make the dispatcher of all layers and stages, a collective; None: no row leaves its rank."""
     ep, etp = mesh.expert_degrees["ep"], mesh.expert_degrees["etp"]
     if ep * etp == 1:
         return None
@@ -381,11 +387,11 @@ def apply_experts(
     mesh: Mesh,
     dispatcher: Dispatcher | None,
 ) -> None:
-    """Split experts over ep and etp and route their rows there, in place.
+    """Split experts over ep and etp and dispatch their rows, in place.
 
     Args:
         modules: experts by FQN.
-        dispatcher: of `make_dispatcher`.
+        dispatcher: from `make_dispatcher`.
     Raises:
         ConfigError: ep does not divide the experts, or etp their width, or `widths` lacks a
             parameter.
@@ -399,21 +405,22 @@ def apply_experts(
         module.own = functools.partial(_local, module)  # type: ignore[assignment]
         held = in_graphs(dispatcher)
         layer = dispatcher.layer(fqn, torch.device(mesh.device_type))
-        elsewhere = _Elsewhere(module.forward, dispatcher, layer)
+        elsewhere = _ShardedExperts(module.forward, dispatcher, layer)
         for name in ("begin", "finish", "forward"):
             call = getattr(elsewhere, name)
-            # Left out of compiled graphs where it waits for the host.
+            # Kept out of compiled graphs if the host waits in it.
             setattr(module, name, call if held else torch.compiler.disable(call))
 
 
-class _Elsewhere:
-    """The calls of experts of which this rank has a part."""
+class _ShardedExperts:
+    """Replacement of the calls of a module of experts whose parameters are split over ranks."""
 
     def __init__(self, compute: Callable[..., Tensor], dispatcher: Dispatcher, layer: Any) -> None:
         self.compute, self.dispatcher, self.layer = compute, dispatcher, layer
 
     def begin(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Any:
-        """As the experts' own; rows after the last expert's stay here, so that there is no tail."""
+        """Replace `begin` of the experts; rows after the last expert's are not sent, so that there
+        is no tail."""
         return self.dispatcher.begin(rows, offsets, self.layer)
 
     def finish(self, pending: Any) -> Tensor:
@@ -432,7 +439,7 @@ def _local(module: nn.Module, name: str) -> Tensor | None:
 
 
 def fsdp_dim(parameter: Tensor, ranks: int) -> int:
-    """Along which dim `ranks` of edp_shard share a parameter; see shared_dim."""
+    """Return the dim along which edp_shard shards a parameter; see shared_dim."""
     placements = getattr(parameter, "placements", ())
     taken = {placement.dim for placement in placements if placement.is_shard()}
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -440,16 +447,16 @@ def fsdp_dim(parameter: Tensor, ranks: int) -> int:
 
 
 def shared_dim(sizes: Sequence[int], taken: Collection[int], ranks: int) -> int:
-    """Along which dim ranks share a tensor of which they have a part already.
+    """Return the dim along which FSDP shards a tensor that ep and etp have already split.
 
-    The first where that works, since what is gathered is in one piece then, else one that ep and
-    etp leave whole: torch shards a dim unevenly only if it is the first and nothing else splits it.
+    Dim 0 if possible, since gathered chunks are then contiguous, else a dim that ep and etp do not
+    split: torch shards a dim unevenly only if it is the first and not split otherwise.
 
     Args:
-        sizes: of the part.
-        taken: dims that are split already.
+        sizes: shape of the rank's part.
+        taken: dims that are already split.
     Raises:
-        ConfigError: the ranks divide no dim.
+        ConfigError: the number of ranks divides no dim.
     """
     if 0 not in taken or sizes[0] % ranks == 0:
         return 0
@@ -457,15 +464,15 @@ def shared_dim(sizes: Sequence[int], taken: Collection[int], ranks: int) -> int:
     fitting = [dim for dim in dims if sizes[dim] % ranks == 0]
     if not fitting:
         raise ConfigError(
-            f"parallel.ep and parallel.etp leave {ranks} ranks that share each part of the "
-            f"experts, and these divide no dim of {tuple(sizes)}; use a larger parallel.ep"
+            f"parallel.ep and parallel.etp leave {ranks} ranks to shard each part of the "
+            f"experts, and {ranks} divides no dim of {tuple(sizes)}; use a larger parallel.ep"
         )
     return fitting[0]
 
 
 def _split(fqn: str, module: nn.Module, widths: Mapping[str, int], axes: DeviceMesh) -> None:
-    """Make parameters DTensors over (ep, etp). What a FSDP unit gathers is a rank's part of one,
-    which is all that `forward` sees."""
+    """Make parameters DTensors over (ep, etp). An FSDP unit gathers a rank's part of each, which is
+    what `forward` sees."""
     ep, etp = axes.size(0), axes.size(1)
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in widths:
@@ -484,6 +491,6 @@ def _split(fqn: str, module: nn.Module, widths: Mapping[str, int], axes: DeviceM
                 f"{fqn}.{name}"
             )
         placements = [Shard(0), Shard(dim) if etp > 1 else Replicate()]
-        # Ranks hold equal weights, or none yet: each cuts its own part, without communication.
+        # Ranks hold equal or no weights yet: each takes its own part, without communication.
         split = distribute_tensor(parameter.data, axes, placements, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(split, parameter.requires_grad))

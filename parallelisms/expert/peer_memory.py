@@ -1,11 +1,11 @@
-"""Memory of each rank of a group that all of its ranks read and write, and copies out of it.
+"""Shared memory of a group's ranks, and collectives as copies from it.
 
     rank 0   [ own part | ........ ]   <-- copies --   rank 1, 2, 3
     rank 1   [ own part | ........ ]   <-- copies --   rank 0, 2, 3
 
-GPUs of one host reach each other's memory over NVLink. What moves the bytes are then copy engines,
-where NCCL's kernels take multiprocessors from the products that they run beside. Ranks on CPUs
-share files in memory, so that all of this runs, and is tested, without a GPU.
+GPUs of one host read each other's memory over NVLink. Copy engines then move the bytes, whereas
+NCCL's kernels take multiprocessors from the matmuls that they overlap with. Ranks on CPUs share
+files in memory, so that all of this runs, and is tested, without a GPU.
 
 Sources: CUDA's peer access; torch's symmetric memory (its allocator and its barriers).
 """
@@ -23,11 +23,12 @@ from dtron.errors import ConfigError
 from dtron.parallelisms.functional_collectives import symmetric_memory
 
 _PAGE = 2**21
-"""Bytes; sizes are rounded up to it."""
+"""Alignment in bytes: sizes are rounded up to a multiple of it."""
 
 
 class PeerMemory:
-    """`nbytes` on each rank of a group of one host. Making one is a collective."""
+    """Shared memory of `nbytes` on each rank of a group of one host. Creating it is a
+    collective."""
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -36,22 +37,22 @@ class PeerMemory:
         if device.type == "cuda":
             own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
             self._handle = symmetric_memory.rendezvous(own, group.group_name)
-            self._parts = [own]  # its owner; peers' are mapped by the handle
+            self._parts = [own]  # keeps this rank's memory alive; the handle maps peers'
         else:
             self._parts = _shared_files(nbytes, group)
         starts = [self.view(r, nbytes, torch.uint8).data_ptr() for r in range(group.size())]
         self.pointers = torch.tensor(starts, device=device)
-        """int64 (ranks,): where the memory of each begins, for kernels of this rank."""
+        """int64 (ranks,): address of each rank's memory, for kernels of this rank."""
 
     def view(self, rank: int, numel: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """(numel,) of a rank's memory, from its element `offset` of that dtype on."""
+        """Return (numel,) elements of a rank's memory, starting at element `offset`."""
         if self._handle is not None:
             return self._handle.get_buffer(rank, (numel,), dtype, offset)
         return self._parts[rank].view(dtype).narrow(0, offset, numel)
 
     def barrier(self) -> None:
-        """Every rank's work up to here is seen by all; on GPUs the current stream waits, not the
-        host."""
+        """Wait until all ranks have reached this point and their writes are visible; on GPUs the
+        current stream waits, not the host."""
         if self._handle is not None:
             self._handle.barrier()
         else:
@@ -59,12 +60,12 @@ class PeerMemory:
 
 
 def check_host(group: dist.ProcessGroup, key: str, shared: str, fix: str) -> None:
-    """Refuse a group whose ranks cannot read each other's memory; a collective.
+    """Raise ConfigError if ranks of a group cannot read each other's memory; a collective.
 
     Args:
-        key: the setting that wants them to.
-        shared: what the ranks share.
-        fix: what to do about it.
+        key: the setting that requires it.
+        shared: what the ranks share, for the error.
+        fix: how to fix it, for the error.
     Raises:
         ConfigError: the ranks are on several hosts.
     """
@@ -79,31 +80,33 @@ def check_host(group: dist.ProcessGroup, key: str, shared: str, fix: str) -> Non
 
 
 class GrowingMemory:
-    """The memory of a group as large as was asked for so far. Where it grows it waits for the
-    device and for all ranks, and what was in it is lost: in a first step."""
+    """Shared memory of a group that grows to the largest requested size. Growing waits for the
+    device and for all ranks and loses the content; it happens in the first step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._memory: PeerMemory | None = None
 
     def at_least(self, nbytes: int, device: torch.device) -> PeerMemory:
-        """All ranks ask for the same."""
+        """Return memory of at least `nbytes`; all ranks must request the same."""
         if self._memory is None or self._memory.nbytes < nbytes:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-                torch.cuda.empty_cache()  # what torch keeps is not to be had otherwise
-            dist.barrier(self._group)  # no peer reads it any more
+                torch.cuda.empty_cache()  # memory cached by torch is not available otherwise
+            dist.barrier(self._group)  # no peer reads the old memory any more
             self._memory = None
             self._memory = PeerMemory(-(-nbytes // _PAGE) * _PAGE, self._group, device)
         return self._memory
 
 
 def _shared_files(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """One file in memory a rank, mapped by all."""
+    """Make one file in memory per rank, mapped by all ranks."""
     directory = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     handle, own = tempfile.mkstemp(dir=directory)
     try:
-        os.posix_fallocate(handle, 0, nbytes)  # a full disk is an error here, not a fault later
+        os.posix_fallocate(
+            handle, 0, nbytes
+        )  # a full disk raises an error here instead of a bus error later
         names: list[str | None] = [None] * group.size()
         dist.all_gather_object(names, own, group)
         parts = [
@@ -118,13 +121,13 @@ def _shared_files(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 class CopyEngine:
-    """A group's all-gathers and all-to-alls as copies out of its ranks' memory.
+    """All-gathers and all-to-alls of a group, as copies from its ranks' memory.
 
-    A collective puts what others are to read into this rank's memory, waits for all ranks, copies
-    its parts from them, and waits again until all have theirs: after that the memory is free. Two
-    collectives of one object run one after the other, whatever streams they are on.
+    A collective writes the data that others read to this rank's memory, waits for all ranks, copies
+    its parts from theirs, and waits until all ranks are done; then the memory is free. Collectives
+    of one object run one after the other, whatever streams they are on.
 
-    The memory grows with the largest collective, which waits for the device when it does: in a
+    The memory grows to the largest collective; growing waits for the device and happens in the
     first step.
 
     Raises:
@@ -141,16 +144,17 @@ class CopyEngine:
         self._free: torch.cuda.Event | None = None
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) of this rank's memory, for what the others will read; the current stream waits
-        until it is free. All ranks ask for the same."""
-        self._memory = None  # or an old one would live while a larger one is made
+        """Return (numel,) elements of this rank's memory, to be filled with the data that others
+        read; the current stream waits until it is free. All ranks must request the same."""
+        self._memory = None  # or the old memory would live while a larger one is made
         self._memory = memory = self._growing.at_least(numel * dtype.itemsize, self._device)
         if self._free is not None:
             self._free.wait()
         return memory.view(self.group.rank(), numel, dtype)
 
     def all_gather(self, output: Tensor, part: Tensor) -> None:
-        """(n,) of each rank, in order, into (ranks * n,), where this rank's may lie already."""
+        """Gather (n,) of each rank, in order, into (ranks * n,), which may already contain this
+        rank's part."""
         self.staging(part.numel(), part.dtype).copy_(part)
         parts = output.chunk(self.group.size())
         own = parts[self.group.rank()]
@@ -159,10 +163,10 @@ class CopyEngine:
         self._pull(parts, 0)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Of (ranks * n,), this rank's n elements of each rank into (ranks * n,).
+        """Exchange chunks of n elements of (ranks * n,) with each rank, into (ranks * n,).
 
         Args:
-            sent: what `staging` gave, or any other tensor, which is copied there.
+            sent: the result of `staging`, or any other tensor, which is copied there.
         """
         staged = self.staging(sent.numel(), sent.dtype)
         if staged.data_ptr() != sent.data_ptr():
@@ -172,8 +176,8 @@ class CopyEngine:
         self._pull(parts, rank * parts[rank].numel())
 
     def _pull(self, parts: Sequence[Tensor], offset: int) -> None:
-        """Fill the other ranks' parts from their memory; each rank begins with the next one, which
-        spreads the load."""
+        """Copy the other ranks' parts from their memory; each rank starts with the next rank, to
+        spread the load."""
         assert self._memory is not None, "staged before"
         self._memory.barrier()
         for i in range(1, len(parts)):

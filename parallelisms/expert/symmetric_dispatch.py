@@ -1,43 +1,43 @@
-"""Tokens to experts on other ranks of a host through each other's memory, without the host.
+"""Dispatch tokens to experts on other ranks of a host through symmetric memory, without host waits.
 
-Every rank puts what others need where they can read it, and they pull it: nobody has to know how
-much a message holds before it is sent, so that no count is read by the host.
+Every rank writes the data that others need to shared memory, and they pull it: no message size has
+to be known before it is sent, so the host reads no counts.
 
     put      offsets (E,)             rows (M, D)                        results (C, D)
     pulled   all ranks' (P, E)     -> rows by (expert, sender) (C, D) -> results by expert (M, D)
-             `exchange`               `set_off`, `arrived`               `move`
+             `exchange`               `send_rows`, `arrived`             `move`
 
-Each puts, meets all ranks at a barrier on the device, and pulls, on a stream beside (`symmetric_exchange.py`):
-what a model computes between `begin` and `finish` runs while rows travel, and its backward while
-their gradients do. Where rows are is computed in between by plain torch. So a block compiles whole,
-and one graph serves all layers. The same ways are gone backward by gradients, in the opposite
-order.
+Each operator writes, waits for all ranks at a barrier on the device, and pulls, on a separate
+stream (`symmetric_exchange.py`): computation between `begin` and `finish` overlaps with the
+dispatch, and its backward with the dispatch of gradients. Plain torch computes the positions of
+rows. So a block compiles whole, and all layers share one graph. Gradients take the same routes in
+the opposite direction.
 
-A rank takes at most C rows, of which those after the last expert's are zero:
+A rank receives at most C rows; those after the last expert's are zero:
 
     C = ceil(capacity x etp x M), at least LEAST and at most P M, which cannot be exceeded
 
-where etp M rows are what a rank gets of even loads. Each tensor that the experts keep for their
-backward has C rows, however many have come, and the shared memory, one for all layers, twice
-C D elements (what is put goes into two halves in turn).
+where etp M is the number of rows with even loads. Each tensor that the experts keep for their
+backward has C rows, however many were received. The shared memory, one for all layers, has 2 C D
+elements: two halves that are written in turn.
 
-More rows than C are never passed over. Their results are NaN, and so are the loss and the gradient
-norm of all ranks, so that a step that lacks a row is not taken, by the same decision on the device
-that is made about any gradient that is not finite. How many rows there were is counted on the
-device as well; `check`, which reads it where figures are logged anyway, stops the run.
+Rows beyond C are never dropped silently. Their results are NaN, and so are the loss and the
+gradient norm of all ranks, so that the step is skipped on the device like any step with non-finite
+gradients. The number of rows is recorded on the device; `check` reads it when metrics are logged
+anyway, and stops the run.
 
-All ranks have as many rows: where they have not, all results are NaN likewise, and `check` says so
-(if memory does not have to grow for them, for which all ranks would have to ask).
+All ranks must have the same number of rows: if not, all results are NaN as well, and `check`
+reports it (unless memory has to grow, which needs all ranks to agree).
 
-Rows, and results' gradients, which go the same way, may be put in float8 (`float8`): what pulls
-them casts them back. Results and rows' gradients, which are larger (C rows) and summed over etp,
-never are.
+Rows and gradients of results may be written in float8 (`float8`); the pull casts them back. Results
+and gradients of rows, which are larger (C rows) and summed over etp, never are.
 
-Products of experts leave rows after the last offset alone, and what they give there is read by
-nobody, neither results nor gradients: nothing is cleared but what is pulled.
+The experts' grouped matmuls skip rows after the last offset, and their undefined results and
+gradients there are never read: only pulled rows are zeroed.
 
 Shapes: M rows of a rank, the same on all; D width, E experts, P = ep x etp ranks, C rows at most.
-Sources: DeepEP's intra-node dispatch and torch's symmetric memory in intent; the layout is our own.
+Sources: the idea is that of DeepEP's intra-node dispatch and torch's symmetric memory; the layout
+is new.
 """
 
 import math
@@ -54,41 +54,41 @@ from dtron.kernels.peer_gather import LOST, NONE
 from dtron.parallelisms.expert.peer_memory import check_host
 from dtron.parallelisms.expert.symmetric_exchange import (
     Mailbox,
-    Moving,
+    PendingRows,
     arrived,
     exchange,
     move,
-    set_off,
+    send_rows,
 )
 
 LEAST = 4096
-"""Rows that a rank always takes: loads of a few tokens are never even."""
+"""Minimum of C: loads of a few tokens are never even."""
 _NUMBERS = 2**32
-"""Above any number of rows: two of them are noted as one number."""
+"""Larger than any number of rows, so that two numbers of rows are recorded as one number."""
 _UNEVEN = 2**62
-"""What is noted where ranks have different numbers of rows; above any two."""
+"""Recorded if ranks have different numbers of rows; larger than any two numbers of rows."""
 
 
-class Ways(NamedTuple):
-    """Where rows are, of what all ranks put."""
+class RowRoutes(NamedTuple):
+    """Positions of rows in the memory that all ranks wrote."""
 
     there: Tensor
-    """int64 (C,): of each row of this rank's experts, by (expert, sender), where it is among the
-    rows of all ranks."""
+    """int64 (C,): slot, among the rows of all ranks, of each row of this rank's experts, by
+    (expert, sender)."""
     back: Tensor
-    """int64 (M,): of each of this rank's rows, where the first part of its result is."""
+    """int64 (M,): slot of the first partial result of each of this rank's rows."""
     offsets: Tensor
-    """int32 (E / ep,): where the rows of each expert of this rank end."""
+    """int32 (E / ep,): end of the rows of each expert of this rank."""
     n_rows: Tensor
-    """int64 (1,): how many there are, C or more."""
+    """int64 (1,): number of rows for this rank's experts, possibly more than C."""
 
 
-def ways_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> Ways:
-    """Both ways of a rank's rows, from where the rows of each expert end on each rank.
+def routes_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> RowRoutes:
+    """Compute the routes of a rank's rows from the end of each expert's rows on each rank.
 
     Args:
         ends: int32 (P, E).
-        rank: int64 (1,), this one of P, etp being the innermost.
+        rank: int64 (1,), this rank's index of P, etp being the innermost.
         n_rows: M, of each rank.
         most: C.
     """
@@ -98,7 +98,7 @@ def ways_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> Way
     each = n_experts // ep
     counts = ends.diff(dim=1, prepend=ends.new_zeros(n_ranks, 1))
     starts = ends - counts
-    blocks = counts.t().reshape(ep, -1)  # of each ep rank, by (expert, sender)
+    blocks = counts.t().reshape(ep, -1)  # for each ep rank, by (expert, sender)
     after = blocks.cumsum(1)
     before = after - blocks
     own = rank // etp
@@ -118,42 +118,42 @@ def ways_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> Way
     place = first[expert] + row - starts[expert]
     back = torch.where(place < most, expert // each * (etp * most) + place, LOST)
     back = torch.where(row < mine[-1], back, NONE)
-    return Ways(there, back, offsets, own_after[-1:])
+    return RowRoutes(there, back, offsets, own_after[-1:])
 
 
 def _bucket(ends: Tensor, rows: Tensor) -> Tensor:
-    """int64 (N,): which of the buckets, that end where `ends` (B,) says, each row is in; B: none.
+    """Return the bucket of each row, int64 (N,), given the buckets' ends (B,); B: no bucket.
 
-    As torch.searchsorted, which inductor of torch 2.11 cannot compile for GPUs where what is
-    searched is a view.
+    Equivalent to torch.searchsorted, which inductor of torch 2.11 cannot compile for GPUs if the
+    searched tensor is a view.
     """
     return (rows.unsqueeze(1) >= ends).sum(1)
 
 
-class _Layer(NamedTuple):
-    """As tensors what is another layer's or another rank's: one graph serves all of them."""
+class _LayerTensors(NamedTuple):
+    """Constants of a layer and rank, as tensors, so that all layers and ranks share one graph."""
 
     number: Tensor
-    """int64 (1,), in the mailbox."""
+    """int64 (1,), index of the layer in the mailbox."""
     rank: Tensor
-    """int64 (1,), this one in the group."""
+    """int64 (1,), this rank's index in the group."""
     ranks: Tensor
-    """int64 (P,), all of them."""
+    """int64 (P,), indices of all ranks."""
 
 
-class _Travelling(NamedTuple):
-    """Rows on their way to experts of this rank."""
+class _InFlight(NamedTuple):
+    """Rows being sent to this rank's experts."""
 
-    moving: Moving
-    """(C, D), by expert; zero after the last one's."""
-    ways: Ways
+    moving: PendingRows
+    """(C, D), sorted by expert; zero after the last expert's."""
+    ways: RowRoutes
 
 
 def check_device(device: torch.device, float8: bool) -> None:
-    """Refuse a GPU whose kernels cannot pull such rows.
+    """Raise ConfigError if a GPU's kernels cannot pull rows in float8.
 
     Raises:
-        ConfigError: rows in float8, and a GPU that does not know it.
+        ConfigError: rows in float8, on a GPU without float8.
     """
     if float8 and device.type == "cuda" and not converts(device):
         raise ConfigError(
@@ -164,13 +164,13 @@ def check_device(device: torch.device, float8: bool) -> None:
 
 
 class SymmetricMemory:
-    """Rows are pulled from the memory of the ranks that have them, results from that of the
-    experts' ranks; see above.
+    """Dispatcher by symmetric memory: rows are pulled from the memory of their ranks, results from
+    that of the experts' ranks; see the module's docstring.
 
     Args:
         group: of ep x etp ranks of one host, etp being the innermost.
-        capacity: rows that a rank takes at most, over those of even loads.
-        float8: what goes to experts is put in float8, rows and results' gradients.
+        capacity: maximum number of rows per rank, relative to even loads.
+        float8: write rows and gradients of results in float8.
     Raises:
         ConfigError: the ranks are on several hosts.
     """
@@ -186,40 +186,40 @@ class SymmetricMemory:
         self.mailbox = Mailbox(group)
         self._layers: dict[str, int] = {}
 
-    def layer(self, fqn: str, device: torch.device) -> _Layer:
+    def layer(self, fqn: str, device: torch.device) -> _LayerTensors:
         """See Dispatcher."""
         check_device(device, self.float8)
         number = self._layers.setdefault(fqn, len(self._layers))
         self.mailbox.layers = len(self._layers)
         group = self.mailbox.group
         numbers = ([number], [group.rank()], list(range(group.size())))
-        return _Layer(*(torch.tensor(each, device=device) for each in numbers))
+        return _LayerTensors(*(torch.tensor(each, device=device) for each in numbers))
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: _Layer) -> _Travelling:
+    def begin(self, rows: Tensor, offsets: Tensor, layer: _LayerTensors) -> _InFlight:
         """See Dispatcher."""
         most = rows_at_most(len(rows), self.ep, self.etp, self.capacity)
         numbers = torch.cat([offsets, offsets.new_full((1,), len(rows))])
         numbers = exchange(numbers, layer.ranks, self.mailbox.name)
-        ways = ways_of(numbers[:, :-1], layer.rank, self.etp, len(rows), most)
+        ways = routes_of(numbers[:, :-1], layer.rank, self.etp, len(rows), most)
         uneven = (numbers[:, -1] != len(rows)).any()
-        ways = ways._replace(  # neither of which may be out of anybody's memory
+        ways = ways._replace(  # neither may exceed a rank's memory
             there=torch.where(uneven, NONE, ways.there), back=torch.where(uneven, LOST, ways.back)
         )
         exceeded = torch.where(ways.n_rows > most, ways.n_rows * _NUMBERS + len(rows), 0)
         exceeded = torch.where(uneven, _UNEVEN, exceeded)
         there = (ways.there, 1, ways.back, self.etp)
         noted = (self.mailbox.name, layer.number, exceeded)
-        return _Travelling(set_off(rows, *there, *noted, float8=self.float8), ways)
+        return _InFlight(send_rows(rows, *there, *noted, float8=self.float8), ways)
 
-    def finish(self, pending: _Travelling, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def finish(self, pending: _InFlight, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """See Dispatcher."""
         ways, rows = pending.ways, arrived(pending.moving)
         results = compute(rows, ways.offsets)
         if results.shape != rows.shape:
             raise ConfigError(
-                f'parallel.dispatcher = "symmetric_memory": experts gave {tuple(results.shape)} '
-                f"for rows {tuple(rows.shape)}; rows after the last offset need results "
-                "too, of any value"
+                f'parallel.dispatcher = "symmetric_memory": expert output has shape '
+                f"{tuple(results.shape)} for input {tuple(rows.shape)}; return one row per input "
+                "row, padding included"
             )
         back = (ways.back, self.etp, ways.there, 1)
         return move(results, *back, self.mailbox.name, back_float8=self.float8)
@@ -241,32 +241,33 @@ class SymmetricMemory:
         raise TrainingError(self._explain(of_ranks))
 
     def _explain(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
-        """Of the first layer that lacked rows: routers of those behind it saw its NaN."""
+        """Raise the error of the first layer that dropped rows: routers of later layers saw its
+        NaN."""
         found = [(entry, rank) for rank, entries in enumerate(of_ranks) for entry in entries]
         first = min((fqn for (fqn, *_), _ in found), key=_in_order)
         rows, n_rows, rank = max((*counts, rank) for (fqn, *counts), rank in found if fqn == first)
         if rows == _UNEVEN // _NUMBERS:
             return (
-                f'parallel.dispatcher = "symmetric_memory": ranks had different numbers of rows '
+                f'parallel.dispatcher = "symmetric_memory": ranks had different numbers of tokens '
                 f"for the experts of {first}; no step was taken. Give all ranks as many tokens, "
                 'padded, or use parallel.dispatcher = "all_to_all"'
             )
         most = rows_at_most(n_rows, self.ep, self.etp, self.capacity)
         needed = min(float(self.ep), math.ceil(rows / (self.etp * n_rows) * 10) / 10)
         return (
-            f"parallel.ep_capacity = {self.capacity}: rank {rank} was to take {rows} rows for its "
-            f"experts of {first}, more than the {most} that it has room for; no step was taken "
-            "that lacks a row. Resume from a checkpoint, or start again, with "
+            f"parallel.ep_capacity = {self.capacity}: rank {rank} was to receive {rows} tokens "
+            f"for its experts of {first}, more than its capacity of {most}; the step was skipped. "
+            "Resume from a checkpoint, or start again, with "
             f"parallel.ep_capacity = {needed} or more, as loads may yet grow ({self.ep} is enough "
             'for any loads), or with parallel.dispatcher = "all_to_all"'
         )
 
 
 def _in_order(fqn: str) -> list[tuple[str, int]]:
-    """For sorting: blocks.9 comes before blocks.10."""
+    """Sort key that puts blocks.9 before blocks.10."""
     return [("", int(word)) if word.isdigit() else (word, 0) for word in fqn.split(".")]
 
 
 def rows_at_most(n_rows: int, ep: int, etp: int, capacity: float) -> int:
-    """C of ranks with n_rows each."""
+    """Return C for ranks with n_rows rows each."""
     return min(ep * etp * n_rows, max(LEAST, math.ceil(capacity * etp * n_rows)))

@@ -1,31 +1,31 @@
-"""Rows from all ranks of a host to all, as operators that graphs can hold.
+"""Exchange rows between all ranks of a host, as operators that compiled graphs can hold.
 
-    set_off     put own rows, and then, on a stream beside: barrier -> pull the rows wanted
-    arrived     wait for them                 of gradients the same, set off by the backward of
-                                              `arrived` and waited for by that of `set_off`
-    exchange    the same at once, of one row of numbers, which every rank pulls of every rank
+    send_rows   write this rank's rows; then, on a separate stream: barrier -> pull the needed rows
+    arrived     wait for them                 gradients likewise, sent by the backward of
+                                              `arrived` and waited for by that of `send_rows`
+    exchange    both at once, for one row of numbers, which every rank pulls from every rank
 
-What is computed between the first two runs while rows travel, forward and backward. What they give
-depends on their arguments alone, so that recomputation may call them again, anywhere, and a
+Computation between the first two overlaps with the transfer, in forward and backward. Results
+depend only on the arguments, so that recomputation may call the operators again anywhere, and a
 compiler may treat them as functions. Shapes are static.
 
-Rows on their way are a tensor of their shape without memory, a placeholder, and waiting for them
-is an operator from the placeholder to the rows: a compiler neither reads rows that are not there
-nor takes their memory for another tensor. A placeholder gives its rows once: recomputation keeps
-the results of both operators or calls both again (MOVES in `parallelisms/recompute.py`).
+Rows in transfer are represented by a placeholder, a tensor of their shape without memory, and the
+wait is an operator from the placeholder to the rows: so a compiler neither reads rows too early nor
+reuses their memory. A placeholder gives its rows once: recomputation keeps the results of both
+operators or calls both again (MOVES in `parallelisms/recompute.py`).
 
-Order: calls meet at barriers, so that all ranks of a group must make the same calls in the same
-order. They run the same model, and graphs that are the same on all ranks are put in the same order
-by the compiler: also where a backward has two calls of which neither waits for the other, a
-gradient's and a recomputed one. A rank's number comes into them as a tensor, not as a constant (but
-for where a split expert's bias goes, a number that orders nothing).
+Order: calls have barriers, so that all ranks of a group must make the same calls in the same order.
+They run the same model, and the compiler schedules equal graphs equally on all ranks, even if a
+backward has two independent calls, a gradient's and a recomputed one. A rank's number enters graphs
+as a tensor, not as a constant (except for where a split expert's bias goes, a number that orders
+nothing).
 
-Two halves of the memory are put in turn, and nobody puts before the pull of the call before is
-done. A rank that puts into a half has so passed the barrier of the call before, which all ranks
+Calls write to the two halves of the memory in turn, and no rank writes before its previous pull is
+done. So a rank that writes to a half has passed the barrier of the previous call, which all ranks
 reach after the pulls of the call before that, the last ones from this half. This holds for any
-sequence of calls, of whatever layers, micro-batches, forwards or backwards, since each call puts
-once, meets once and pulls once, on all ranks. Where the memory grows, the device and all ranks are
-waited for, and the halves of the new one hold nothing that is wanted.
+sequence of calls, of any layers, micro-batches, forwards or backwards, since each call has one
+write, one barrier and one pull on all ranks. If the memory grows, the device and all ranks are
+waited for, and the new halves hold no data that is still needed.
 
 Shapes: P ranks, R rows of each, the same on all; N rows of the result, D width, E experts.
 """
@@ -44,26 +44,27 @@ from dtron.kernels.peer_gather import packed_rows_of_peers, rows_of_peers, rows_
 from dtron.parallelisms.expert.peer_memory import GrowingMemory, PeerMemory
 
 IN_ORDER: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
-"""Options of torch.compile that graphs with rows on their way need under inductor: what a model
-computes between `set_off` and `arrived` stays there, forward, backward and without gradients. All
-blocks of such a model get them."""
+"""Options of torch.compile for inductor graphs with these operators: computation between
+`send_rows` and `arrived` stays between them, in forward, backward and without gradients. All blocks
+of such a model get them."""
 
 
 _NUMBERS = itertools.count()
 _MAILBOXES: MutableMapping[str, "Mailbox"] = WeakValueDictionary()
-"""By name, since operators take no objects but tensors. A mailbox belongs to what made it, and a
-backward that is due; names are not used again."""
+"""Mailboxes by name, since operators take no objects except tensors. A mailbox is owned by its
+maker and by pending backwards; names are not reused."""
 
 
 class Mailbox:
-    """What each rank of a group puts, all ranks pull: one for all layers of a model.
+    """Shared memory through which the ranks of a group exchange rows: one for all layers of a
+    model.
 
     Each model makes one, on all ranks of the group, and keeps it as long as it calls the operators.
-    Models do not share one: its memory grows by a collective, which one rank would enter and
-    another not, where the garbage collector has freed an earlier model on one of them alone.
+    Models do not share one: its memory grows in a collective, which some ranks would not enter if
+    the garbage collector has freed an earlier model only on others.
 
     Attributes:
-        name: by which operators find it; the same on all ranks that have made as many.
+        name: operators find it by name; ranks that have made as many mailboxes have the same names.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -71,19 +72,21 @@ class Mailbox:
         self.name = f"{group.group_name}.{next(_NUMBERS)}"
         _MAILBOXES[self.name] = self
         self.layers = 0
-        """How many there are to note something of."""
+        """Number of layers that record numbers."""
         self._growing = GrowingMemory(group)
         self._second = False
         self._noted = torch.zeros(0, dtype=torch.int64)
         self._stream: torch.cuda.Stream | None = None
-        self._pull: _Pull | None = None
+        self._pull: _PendingPull | None = None
         """The last one."""
 
-    def moved(self, rows: Tensor, slots: Tensor, parts: int, float8: bool = False) -> "_Pull":
-        """Set off (N, D); see `set_off`. Rows lie in the memory in float8 where that is asked
-        for."""
+    def moved(
+        self, rows: Tensor, slots: Tensor, parts: int, float8: bool = False
+    ) -> "_PendingPull":
+        """Start to send rows (N, D); see `send_rows`. Rows are written in float8 if `float8` is
+        set."""
         if self._pull is not None:
-            self._pull.wait()  # nearly always once more
+            self._pull.wait()  # nearly always needed again
         (n_rows, width), size = rows.shape, rows.element_size()
         row = wire_bytes(width) if float8 else width * size
         half = max(n_rows * row, len(slots) * width * size)  # comes back next, as it is
@@ -96,14 +99,14 @@ class Mailbox:
         else:
             own.view(rows.dtype).copy_(rows)
         out = rows.new_empty(len(slots), width)
-        order = _Order(memory, at, n_rows, row, slots.clone(), parts, float8, out)
-        self._pull = self._pulled_beside(order) if rows.is_cuda else self._pulled_late(order)
+        order = _PullOrder(memory, at, n_rows, row, slots.clone(), parts, float8, out)
+        self._pull = self._pulled_on_stream(order) if rows.is_cuda else self._pulled_late(order)
         return self._pull
 
-    def _pulled_beside(self, order: "_Order") -> "_Pull":
-        """The barrier and the pull, on a stream of their own."""
+    def _pulled_on_stream(self, order: "_PullOrder") -> "_PendingPull":
+        """Issue the barrier and the pull on a separate stream."""
         memory, at, n_rows, _, slots, parts, float8, out = order
-        if self._stream is None:  # of high priority: its programs are few, and not to queue
+        if self._stream is None:  # of high priority, so that its few programs do not queue
             self._stream = torch.cuda.Stream(out.device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -111,10 +114,10 @@ class Mailbox:
             rows_of_pointers(memory.pointers, at, n_rows, slots, out, parts, float8)
             done = torch.cuda.Event()
             done.record()
-        return _Pull(out, done.wait, slots)
+        return _PendingPull(out, done.wait, slots)
 
-    def _pulled_late(self, order: "_Order") -> "_Pull":
-        """CPUs have no streams: both where they are waited for."""
+    def _pulled_late(self, order: "_PullOrder") -> "_PendingPull":
+        """On CPUs, which have no streams, do both when they are waited for."""
         memory, at, n_rows, row, slots, parts, float8, out = order
 
         def pull() -> None:
@@ -128,26 +131,26 @@ class Mailbox:
             else:
                 out.copy_(rows_of_peers([rows.view(out.dtype) for rows in peers], slots, parts))
 
-        return _Pull(out, pull, slots)
+        return _PendingPull(out, pull, slots)
 
     def note(self, layer: Tensor, number: Tensor) -> None:
-        """Remember the largest number of a layer; both int64 (1,), on the device."""
+        """Record the largest number of a layer; both int64 (1,), on the device."""
         self._noted = self.noted(number.device).scatter_reduce(0, layer, number, "amax")
 
     def noted(self, device: torch.device) -> Tensor:
-        """int64 (layers,): what was noted of each, 0 at first."""
+        """Return the recorded number of each layer, int64 (layers,), 0 at first."""
         if missing := self.layers - len(self._noted):
             self._noted = torch.cat([self._noted, self._noted.new_zeros(missing)])
         self._noted = self._noted.to(device)
         return self._noted
 
 
-class _Order(NamedTuple):
-    """What is to be pulled."""
+class _PullOrder(NamedTuple):
+    """Arguments of a pull."""
 
     memory: PeerMemory
     at: int
-    """Bytes to the first row."""
+    """Byte offset of the first row."""
     n_rows: int
     """Of each rank."""
     row: int
@@ -156,15 +159,15 @@ class _Order(NamedTuple):
     parts: int
     float8: bool
     out: Tensor
-    """(N, D), to be filled."""
+    """(N, D), filled by the pull."""
 
 
-class _Pull:
-    """A pull that was set off; it holds what is read and written until it is done.
+class _PendingPull:
+    """An issued pull; it keeps the tensors that are read and written alive until it is done.
 
     Args:
         out: (N, D), the rows.
-        finish: the current stream waits for it, and the host does not; on CPUs it is done.
+        finish: makes the current stream, not the host, wait for the pull; on CPUs does the pull.
     """
 
     def __init__(self, out: Tensor, finish: Callable[[], Any], *held: Tensor) -> None:
@@ -173,19 +176,19 @@ class _Pull:
         self._held = held
 
     def wait(self) -> Tensor:
-        """The rows; waited for once."""
+        """Wait for the rows, once, and return them."""
         if self._finish is not None:
             self._finish()
         self._finish, self._held = None, ()
         return self._out
 
 
-_PULLS: dict[int, _Pull] = {}
-"""By the address of the memory of one element that their placeholder has."""
+_PULLS: dict[int, _PendingPull] = {}
+"""Pending pulls by the address of their placeholder's only element."""
 
 
-def _placeholder(pull: _Pull, rows: Tensor, n_rows: int) -> Tensor:
-    """(N, D) of rows on their way, like `rows`: what `_arrived` takes."""
+def _placeholder(pull: _PendingPull, rows: Tensor, n_rows: int) -> Tensor:
+    """Make the placeholder (N, D) of pending rows, of the dtype of `rows`, for `_arrived`."""
     found = _without_memory(rows, n_rows)
     storage = found.untyped_storage()
     address = storage.data_ptr()
@@ -196,11 +199,11 @@ def _placeholder(pull: _Pull, rows: Tensor, n_rows: int) -> Tensor:
 
 @torch.library.custom_op("dtron::peers_exchange", mutates_args=())
 def exchange(numbers: Tensor, senders: Tensor, mailbox: str) -> Tensor:
-    """Everybody's numbers.
+    """Gather every rank's numbers.
 
     Args:
         numbers: int32 (E,).
-        senders: int64 (P,), the ranks of the group in order.
+        senders: int64 (P,), the group's ranks in order.
         mailbox: its name.
     Returns:
         int32 (P, E).
@@ -213,23 +216,23 @@ def _(numbers: Tensor, senders: Tensor, mailbox: str) -> Tensor:
     return numbers.new_empty(senders.shape[0], numbers.shape[0])
 
 
-class Moving(NamedTuple):
-    """Rows on their way, for `arrived`, once, and the way back. Gradients are on their way between
-    the two backwards too, where nothing may read them: no hook, and not
+class PendingRows(NamedTuple):
+    """Pending rows for one call of `arrived`, and the routes of their gradients. Between the two
+    backwards gradients are pending too, and nothing may read them: no hook, and not
     torch.autograd.detect_anomaly."""
 
     rows: Tensor
     """(N, D), a placeholder."""
     ticket: Tensor
-    """(R, D) without memory. What arrives backward as its gradient is the placeholder of that of
-    the rows put: autograd wants gradients to have the shape of what they are gradients of."""
+    """(R, D) without memory. Its gradient in the backward is the placeholder of the sent rows'
+    gradient, as autograd requires gradients to have the shape of their tensors."""
     back: Tensor
     back_parts: int
     mailbox: str
     back_float8: bool
 
 
-def set_off(
+def send_rows(
     rows: Tensor,
     slots: Tensor,
     parts: int,
@@ -241,33 +244,35 @@ def set_off(
     *,
     float8: bool = False,
     back_float8: bool = False,
-) -> Moving:
-    """Put rows and begin to pull those of all ranks, by their slots; gradients go back as rows do.
+) -> PendingRows:
+    """Write rows and start to pull rows of all ranks by their slots; gradients are sent back
+    likewise.
 
     Args:
         rows: (R, D).
         slots: int64 (N,), as in `dtron/kernels/peer_gather.py`, which sums `parts` neighbours.
-        back: int64 (R,), where among all ranks' results the gradient of each row is.
-        back_parts: neighbours that each have a part of it.
+        back: int64 (R,), slot of each row's gradient among all ranks' gradients.
+        back_parts: number of neighbouring ranks that each have a partial gradient.
         mailbox: its name.
-        layer, number: int64 (1,), to be noted by the way, for `Mailbox.noted`; outside of what the
-            compiler knows, which copies what it sees changed.
+        layer, number: int64 (1,), recorded for `Mailbox.noted`; hidden from the compiler, which
+            would copy tensors that it sees modified.
         float8, back_float8: rows, and gradients, are put in float8 (`dtron/kernels/float8_rows.py`)
         and
             cast back by what pulls them; not where neighbours are summed.
     """
     rows, ticket = _move(rows, slots, parts, mailbox, layer, number, float8)
-    return Moving(rows, ticket, back, back_parts, mailbox, back_float8)
+    return PendingRows(rows, ticket, back, back_parts, mailbox, back_float8)
 
 
-def arrived(moving: Moving) -> Tensor:
-    """The rows, (N, D), for which the current stream waits. Backward their gradients set off."""
-    return _Arrive.apply(*moving)  # type: ignore[return-value]
+def arrived(moving: PendingRows) -> Tensor:
+    """Wait on the current stream for the rows, (N, D). The backward starts to send their
+    gradients."""
+    return _WaitRows.apply(*moving)  # type: ignore[return-value]
 
 
 def move(*args: Any, **kwargs: Any) -> Tensor:
-    """Both at once."""
-    return arrived(set_off(*args, **kwargs))
+    """Send rows and wait for them."""
+    return arrived(send_rows(*args, **kwargs))
 
 
 @torch.library.custom_op("dtron::peers_move", mutates_args=())
@@ -292,13 +297,13 @@ def _(rows: Tensor, slots: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return _without_memory(rows, slots.shape[0]), _without_memory(rows)
 
 
-# Not a custom_op, whose call takes longer: this one does next to nothing.
+# Not a custom_op, whose calls take longer than this operator.
 torch.library.define("dtron::peers_arrived", "(Tensor placeholder) -> Tensor")
 
 
 @torch.library.impl("dtron::peers_arrived", "default")
 def _arrived(placeholder: Tensor) -> Tensor:
-    """The rows of a placeholder, for which the current stream waits."""
+    """Return the rows of a placeholder, for which the current stream waits."""
     pull = _PULLS.pop(placeholder.untyped_storage().data_ptr(), None)
     assert pull is not None, "rows from other ranks are waited for a second time"
     return pull.wait()
@@ -310,12 +315,12 @@ def _(placeholder: Tensor) -> Tensor:
 
 
 def _without_memory(rows: Tensor, n_rows: int | None = None) -> Tensor:
-    """(n_rows or R, D) of one element."""
+    """Return a tensor (n_rows or R, D) that has memory for one element."""
     return rows.new_empty(()).expand(rows.shape[0] if n_rows is None else n_rows, rows.shape[1])
 
 
 def _hold(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.mailbox = _MAILBOXES.get(inputs[3])  # not read: held as long as a backward may need it
+    ctx.mailbox = _MAILBOXES.get(inputs[3])  # not read, but kept as long as a backward may need it
     ctx.set_materialize_grads(False)
 
 
@@ -326,8 +331,8 @@ def _wait_for_gradients(ctx: Any, _: Any, returning: Tensor) -> tuple[Any, ...]:
 _move.register_autograd(_wait_for_gradients, setup_context=_hold)
 
 
-class _Arrive(torch.autograd.Function):
-    """It keeps the ways alone: the memory holds something else by the time of its backward."""
+class _WaitRows(torch.autograd.Function):
+    """Wait for rows; saves only routes, since the memory is overwritten before the backward."""
 
     @staticmethod
     def forward(

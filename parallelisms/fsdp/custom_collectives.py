@@ -1,17 +1,17 @@
-"""How FSDP's units are gathered and reduced where NCCL's all-gather and reduce-scatter do not.
+"""Custom collectives for FSDP, instead of NCCL's all-gather and reduce-scatter.
 
-Reduce-scatter as an all-to-all: gradients travel as they are and are summed in float32.
+Reduce-scatter as an all-to-all: gradients are sent in their own dtype and summed in float32.
 
     rank 0   g00 g01 g02 g03              g00 g10 g20 g30   -> sum of shard 0
     rank 1   g10 g11 g12 g13     --->     g01 g11 g21 g31   -> sum of shard 1
     ...                        bfloat16                        float32
 
 A reduce-scatter sums in the dtype that it sends, so that float32 sums of bfloat16 gradients take
-twice the bytes. Here each rank sends every shard's gradients as they are and adds up what it gets:
-the same sums from half of the bytes.
+twice the bytes. Here each rank sends every shard's gradients in bfloat16 and sums the received
+ones: the same sums from half of the bytes.
 
 It needs gradients that are not sums of micro-batches yet, which in bfloat16 would lose digits.
-Those of norms, which torch hands over in float32 since 2.15, are rounded before they travel.
+Those of norms, which torch passes in float32 since 2.15, are rounded before they are sent.
 
 Either may go by copy engines (`peer_memory.py`).
 """
@@ -27,7 +27,7 @@ from dtron.parallelisms.expert.peer_memory import CopyEngine
 
 
 class CopiedAllGather:
-    """For `FSDPModule.set_custom_all_gather`: the gather as copies."""
+    """All-gather by copy engines, for `FSDPModule.set_custom_all_gather`."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
@@ -45,16 +45,18 @@ class CopiedAllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """(n,) of each rank into (ranks * n,), on the current stream, for which FSDP waits."""
+        """Gather (n,) of each rank into (ranks * n,) on the current stream, for which FSDP
+        waits."""
         self._engine.all_gather(output_tensor, input_tensor)
 
 
 class AllToAllSum:
-    """For `FSDPModule.set_custom_reduce_scatter`; one for each module.
+    """Reduce-scatter by all-to-all, for `FSDPModule.set_custom_reduce_scatter`; one for each
+    module.
 
     Args:
         dtype: of the gradients, which is sent.
-        engine: copies them; None: the group's own all-to-all does.
+        engine: copy engine; None: use the group's all-to-all.
     """
 
     def __init__(self, dtype: torch.dtype, engine: CopyEngine | None = None) -> None:
@@ -65,7 +67,8 @@ class AllToAllSum:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """FSDP asks in turn for what is sent and for the sum, both in the dtype of sums."""
+        """Allocate FSDP's buffers: in turn the send buffer and the sum, both in the dtype of
+        sums."""
         self._sends = not self._sends
         if self._sends and self._engine is not None:
             return self._engine.staging(math.prod(map(int, size)), self.dtype)
@@ -84,7 +87,7 @@ class AllToAllSum:
         Args:
             output_tensor: (n,), this rank's shard of the sums.
             input_tensor: (ranks * n,), gradients of every rank's shard.
-            op: of sums only, as `fsdp` sets it.
+            op: a sum, as set in `sharding.py`.
         """
         assert op == dist.ReduceOp.SUM
         assert not async_op, "FSDP's stream waits"

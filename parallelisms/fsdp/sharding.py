@@ -7,14 +7,14 @@ whole and when gradients are reduced (N parameters, d ranks, bfloat16 compute):
     zero  sharded                    whole during a step        reduce under accumulation
     3     weights, moments, grads    one unit's weights, grads  every micro-batch (default)
     2     weights, moments, grads    2N bytes of weights        every micro-batch (default)
-    1     weights, moments           2N weights, 4N gradients   once a step
+    1     weights, moments           2N weights, 4N gradients   once per step
 
 fp32 master weights are the shards themselves (4N/d); gathering casts them to the compute dtype.
 Gradients are *summed*: the loss is already divided by the global number of tokens, so FSDP's own
 division is turned off here, in one place.
 
-What no rank shares (one GPU, tp or pp alone, experts that are one rank's) are units like all
-others, for their casts, but keep their gradients (`fsdp_internals.bypass_reduction`).
+Unshared parameters (one GPU, only tp or pp, experts on one rank) are units like all others, for
+their casts, but keep their gradients (`bypass_reduction` of `torch_internals.py`).
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
@@ -53,7 +53,7 @@ class Policy:
 
     @classmethod
     def resolve(cls, parallel: Parallel, sharded: bool) -> "Policy":
-        """The same where ranks share parameters or not; those that none shares stay whole."""
+        """Resolve the policy for sharded or unshared parameters; unshared ones stay whole."""
         return cls(
             reshard_after_forward=parallel.zero == 3 and sharded,
             keep_gathered=parallel.zero < 3 or not sharded,
@@ -77,7 +77,7 @@ def shard(
         by_columns: parameters to shard along dim 1 instead of dim 0.
         keep_last: the last group's backward follows its forward at once, as in a model that is not
             a pipeline stage: freeing it would gather it twice.
-        groups: modules that are gathered together, in the order of their forward.
+        groups: groups of modules that are gathered together, in the order of their forward.
         experts: modules that are gathered over edp_shard, with the module of a group they are
             inside of, or with the root.
         dtype: compute dtype of gathered parameters. Parameters stay in their own dtype.
@@ -105,7 +105,7 @@ def shard(
             _shard_experts(module, block, mesh, reshard, precision)
         if not getattr(group[0], "in_training_alone", False):
             order.append([group[0], *(module for module, _ in inside)])
-        else:  # gathered ahead of a forward that leaves it out, it would be stale in the next one
+        else:  # gathered before a forward that skips it, it would be stale in the next one
             alone.append([group[0], *(module for module, _ in inside)])
         fully_shard(
             modules,  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def shard(
     )
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     _communicate([m for m in sharded if m not in experts], device_mesh, parallel, dtype)
-    if experts:  # asked for without any, their mesh would be made
+    if experts:  # without experts, asking for their mesh would create it
         apart = [m for m in sharded if m in experts]
         _communicate(apart, mesh.sharing_experts(), parallel, dtype)
     _prefetch(order, parallel.prefetch)
@@ -141,7 +141,7 @@ def _shard_experts(
     reshard: bool,
     precision: MixedPrecisionPolicy,
 ) -> None:
-    """Share experts over edp_shard, gathered and freed with the block they are in.
+    """Shard experts over edp_shard, gathered and freed with their block.
 
     What a block computes may be compiled, or computed again with some of its results kept, and
     neither can have communication of parameters in it.
@@ -167,7 +167,7 @@ def _data_mesh(mesh: Mesh) -> DeviceMesh:
 def _communicate(
     modules: Sequence[FSDPModule], mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype
 ) -> None:
-    """How units that are sharded over the mesh's last dimension are gathered and reduced."""
+    """Set how units sharded over the mesh's last dimension are gathered and reduced."""
     for module in modules:
         if mesh.size() == 1:
             bypass_reduction(module)
@@ -180,7 +180,7 @@ def _communicate(
         for module in modules:
             module.set_custom_all_gather(CopiedAllGather(engine))  # type: ignore[arg-type]
     if parallel.reduce_by == "all_to_all":
-        engine = _engine(mesh) if parallel.copy_engines else None  # gathers run beside reductions
+        engine = _engine(mesh) if parallel.copy_engines else None  # all-gathers overlap reductions
         for module in modules:
             module.set_custom_reduce_scatter(AllToAllSum(dtype, engine))  # type: ignore[arg-type]
 
@@ -221,7 +221,7 @@ def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:
 
     Under replication, gradients are reduce-scattered as the policy says but all-reduced over
     dp_replicate only in the last micro-batch. (Pipeline stages whose backward is split reduce
-    otherwise: `fsdp_internals.reduce_gradients`.)
+    otherwise: `reduce_gradients` of `torch_internals.py`.)
     """
     model.set_requires_gradient_sync(last or policy.reduce_each_micro_batch)
     model.set_requires_all_reduce(last)
@@ -230,7 +230,7 @@ def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free gathered parameters, as after an evaluation that left them whole."""
+    """Free gathered parameters, for example after an evaluation that kept them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

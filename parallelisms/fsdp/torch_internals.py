@@ -104,7 +104,7 @@ def reduce_gradients(module: nn.Module, last: bool) -> None:
 
     Under replication each reduction includes the all-reduce. FSDP can defer that to the last one,
     but it adds up packed buffers, which do not fit each other if one reduction has gradients of
-    norms and weights and the next of weights alone: with replicas, once a step is cheaper.
+    norms and weights and the next of weights alone: with replicas, once per step is cheaper.
 
     Args:
         module: the root unit, after its first forward.

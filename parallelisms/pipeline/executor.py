@@ -1,16 +1,16 @@
 """Pipeline parallelism: executes a schedule's actions on this rank's stages.
 
-The schedule is data (`schedules.py`, `lowering.py`): a list of actions a rank, free of deadlocks by
-construction. Executing it is a loop over that list, one short method an action:
+The schedule is data (`schedules.py`, `lowering.py`): a list of actions per rank, free of deadlocks
+by construction. Executing it is a loop over that list, one short method an action:
 
     F   forward of a micro-batch through a stage       SEND_F, RECV_F   hidden states onwards
     B   its backward                                   SEND_B, RECV_B   gradients backwards
-    I, W  its two parts (`split_backward.py`)          REDUCE           sum over data parallel ranks
+    I, W  the backward in two parts                    REDUCE           sum over data parallel ranks
 
-Sends and receives are posted without waiting and run beside the computation; a receive is waited
-for by the action that reads it. An output is let go once it is sent: the backward needs only its
-place in the graph. Hidden states are plain local tensors, under sequence parallelism the rank's
-part of them. What a stage's output looks like is sent to the next one with the first micro-batch.
+Sends and receives are posted without waiting and overlap computation; the action that reads a
+receive waits for it. An output is freed once it is sent: the backward needs only its node in the
+graph. Hidden states are plain local tensors, under sequence parallelism the rank's part of them.
+The dtype and shape of a stage's output are sent to the next stage with the first micro-batch.
 
 FSDP: parameters are gathered by the first micro-batch of a step and kept (zero 1, 2), or by each
 forward and backward (zero 3). Where the backward is whole, gradients are reduced inside it, layer
@@ -49,7 +49,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """How the stages of a pipeline lie on its ranks, and in which order they compute."""
+    """Placement of a pipeline's stages on its ranks, and the order in which they compute."""
 
     stages: tuple[tuple[str, ...], ...]
     """Patterns of the modules of each stage."""
@@ -60,10 +60,10 @@ class Layout:
     splits_backward: bool
     """Whether the order has I and W for all stages."""
     head: tuple[str, ...] = ()
-    """Modules of the last stage whose weight gradients alone are put off."""
+    """Modules of the last stage that are the only ones with deferred weight gradients."""
 
     def deferred(self, stage: int, part: nn.Module) -> list[nn.Module]:
-        """The modules of a stage whose weight gradients are computed apart."""
+        """Modules of a stage whose weight gradients are deferred."""
         if self.splits_backward:
             return [part]
         is_last = stage == len(self.ranks) - 1
@@ -71,28 +71,28 @@ class Layout:
 
 
 @dataclass
-class _Run:
-    """What one pass over the action list holds."""
+class _PassState:
+    """State of one pass over the action list."""
 
     micro_batches: Sequence[MicroBatch]
     consume: Callable[[Tensor, int], Tensor | None]
     train: bool
     total: Tensor
     arrived: dict[Key, Tensor] = field(default_factory=dict)
-    """Inputs of stages, received or handed over."""
+    """Inputs of stages, received or from a stage on this rank."""
     gradients: dict[Key, Tensor] = field(default_factory=dict)
-    """Gradients of outputs of stages, received or handed over."""
+    """Gradients of outputs of stages, received or from a stage on this rank."""
     pending: dict[tuple[Kind, Key], dist.Work] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
-    """Inputs whose gradient is due."""
+    """Inputs whose gradient is still to be computed."""
     outputs: dict[Key, Tensor] = field(default_factory=dict)
     """Outputs to send."""
     edges: dict[Key, Tensor | GradientEdge] = field(default_factory=dict)
-    """Where each backward starts: the loss, or an output's place in the graph."""
+    """Root of each backward: the loss, or an output's node in the graph."""
     shapes: dict[Key, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     weights_due: dict[int, int] = field(default_factory=dict)
-    """Weight gradients still to come this step, by stage."""
+    """Number of weight gradients left in this step, by stage."""
 
 
 class Pipeline:
@@ -124,7 +124,7 @@ class Pipeline:
         self.executed: list[Action] = []
         self._orders: dict[tuple[int, bool], Sequence[Action]] = {}
         self._shapes: dict[tuple[int, torch.Size], tuple[torch.Size, torch.dtype]] = {}
-        self._actions: dict[Kind, Callable[[_Run, Key], None]] = {
+        self._actions: dict[Kind, Callable[[_PassState, Key], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._input,
@@ -148,7 +148,7 @@ class Pipeline:
         self._run(micro_batches, consume, train=False)
 
     def actions(self, n_micro_batches: int, train: bool) -> Sequence[Action]:
-        """What this rank does in a step, or in an evaluation."""
+        """List this rank's actions in a step, or in an evaluation."""
         key = (n_micro_batches, train)
         if key not in self._orders:
             ranks, n_ranks = self.layout.ranks, len(self.peers)
@@ -163,10 +163,10 @@ class Pipeline:
         return self._orders[key]
 
     def expect(self, tokens: torch.Size, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Take what goes between stages to look like this, so that no stage has to tell.
+        """Set shape and dtype of the tensors between stages, so that no stage sends a header.
 
         Args:
-            tokens: shape of a micro-batch's tokens, to which it belongs.
+            tokens: shape of a micro-batch's tokens, for which they hold.
         """
         for stage in range(self.last_stage):
             self._shapes[stage, tokens] = (shape, dtype)
@@ -178,7 +178,7 @@ class Pipeline:
         train: bool,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        run = _Run(micro_batches, consume, train, total)
+        run = _PassState(micro_batches, consume, train, total)
         run.weights_due = dict.fromkeys(self.parts, len(micro_batches))
         self.executed = []
         for action in self.actions(len(micro_batches), train):
@@ -191,7 +191,7 @@ class Pipeline:
 
     # -- computing --------------------------------------------------------------------------
 
-    def _forward(self, run: _Run, key: Key) -> None:
+    def _forward(self, run: _PassState, key: Key) -> None:
         stage, i = key
         x, others = run.micro_batches[i]
         if stage > 0:
@@ -208,7 +208,7 @@ class Pipeline:
             return
         out = first_tensor(out)
         if run.train:
-            if not out.requires_grad:  # a first stage of frozen parameters: nothing to compute
+            if not out.requires_grad:  # a first stage with frozen parameters has no gradients
                 out = out.detach().requires_grad_()
             run.edges[key] = get_gradient_edge(out)
             run.shapes[key] = (out.shape, out.dtype)
@@ -217,7 +217,7 @@ class Pipeline:
         else:
             run.outputs[key] = out.detach()
 
-    def _backward(self, run: _Run, key: Key) -> None:
+    def _backward(self, run: _PassState, key: Key) -> None:
         part = self._part(key[0])
         last = self._count_weight(run, key[0])
         split = key[0] in self.deferred
@@ -229,20 +229,20 @@ class Pipeline:
         if split:
             accumulate_gradients(self.parts[key[0]])
 
-    def _input(self, run: _Run, key: Key) -> None:
+    def _input(self, run: _PassState, key: Key) -> None:
         self._hold_reduction(self._part(key[0]))
         with self.deferred[key[0]].collect(key[1]):
             self._differentiate(run, key)
 
-    def _weight(self, run: _Run, key: Key) -> None:
+    def _weight(self, run: _PassState, key: Key) -> None:
         self._count_weight(run, key[0])
         self.deferred[key[0]].run(key[1])
         accumulate_gradients(self.parts[key[0]])
 
-    def _reduce(self, run: _Run, key: Key) -> None:
+    def _reduce(self, run: _PassState, key: Key) -> None:
         reduce_gradients(self.parts[key[0]], last=run.weights_due[key[0]] == 0)
 
-    def _differentiate(self, run: _Run, key: Key) -> None:
+    def _differentiate(self, run: _PassState, key: Key) -> None:
         """Backward of a stage from its output's gradient to its input's."""
         stage, i = key
         edge = run.edges.pop(key)
@@ -264,7 +264,7 @@ class Pipeline:
         part.set_reshard_after_backward(not self.policy.keep_gathered)
         part.set_is_last_backward(False)
 
-    def _count_weight(self, run: _Run, stage: int) -> bool:
+    def _count_weight(self, run: _PassState, stage: int) -> bool:
         """Count a micro-batch's weight gradients as done; whether it was the stage's last."""
         run.weights_due[stage] -= 1
         return run.weights_due[stage] == 0
@@ -276,7 +276,7 @@ class Pipeline:
 
     # -- communicating ----------------------------------------------------------------------
 
-    def _send_output(self, run: _Run, key: Key) -> None:
+    def _send_output(self, run: _PassState, key: Key) -> None:
         stage, i = key
         peer, tensor = self._peer(stage + 1), run.outputs.pop(key)
         known = (stage, run.micro_batches[i][0].shape)
@@ -285,7 +285,7 @@ class Pipeline:
             self._post(dist.isend, _header(tensor), peer).wait()
         self._send(run, tensor, peer)
 
-    def _receive_input(self, run: _Run, key: Key) -> None:
+    def _receive_input(self, run: _PassState, key: Key) -> None:
         stage, i = key
         peer = self._peer(stage - 1)
         known = (stage - 1, run.micro_batches[i][0].shape)
@@ -295,17 +295,17 @@ class Pipeline:
             self._shapes[known] = _read_header(header)
         self._receive(run, Kind.RECV_F, run.arrived, key, peer, self._shapes[known])
 
-    def _send_gradient(self, run: _Run, key: Key) -> None:
+    def _send_gradient(self, run: _PassState, key: Key) -> None:
         self._send(run, run.outputs.pop(key), self._peer(key[0] - 1))
 
-    def _receive_gradient(self, run: _Run, key: Key) -> None:
+    def _receive_gradient(self, run: _PassState, key: Key) -> None:
         peer, shape = self._peer(key[0] + 1), run.shapes.pop(key)
         self._receive(run, Kind.RECV_B, run.gradients, key, peer, shape)
 
     def _peer(self, stage: int) -> int:
         return self.peers[self.layout.ranks[stage]]
 
-    def _send(self, run: _Run, tensor: Tensor, peer: int) -> None:
+    def _send(self, run: _PassState, tensor: Tensor, peer: int) -> None:
         while run.sending and run.sending[0][0].is_completed():
             run.sending.popleft()
         tensor = tensor.contiguous()
@@ -313,7 +313,7 @@ class Pipeline:
 
     def _receive(
         self,
-        run: _Run,
+        run: _PassState,
         kind: Kind,
         arrived: dict[Key, Tensor],
         key: Key,
@@ -328,7 +328,7 @@ class Pipeline:
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.group)])
         return work
 
-    def _arrived(self, run: _Run, kind: Kind, arrived: dict[Key, Tensor], key: Key) -> Tensor:
+    def _arrived(self, run: _PassState, kind: Kind, arrived: dict[Key, Tensor], key: Key) -> Tensor:
         work = run.pending.pop((kind, key), None)  # none where the stage before is on this rank
         if work is not None:
             work.wait()

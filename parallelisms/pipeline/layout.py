@@ -1,4 +1,4 @@
-"""Which layers go to which pipeline stage.
+"""Assign layers to pipeline stages.
 
 Stages are numbered in the model's order; which rank holds a stage is the schedule's placement
 (`dtron.parallelisms.pipeline.schedules.stage_ranks`). A layout is balanced by `split_layers`, or
@@ -51,7 +51,7 @@ class StageNames:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds.
+    """Modules of one stage.
 
     Args:
         embedding: the token (and position) embedding; first stage only.
@@ -90,7 +90,7 @@ def build_layout(
 
     Args:
         parallel: its pp, schedule, stages_per_rank and pp_layout.
-        n_micro_batches: micro-batches a step.
+        n_micro_batches: micro-batches per step.
         head_weight: time of norm, head and loss in layers, for the balance, and of the MTP
             modules, which are on the same stage.
         n_prediction_layers: multi-token-prediction layers of the model.
@@ -131,8 +131,8 @@ def build_layout(
     splits = any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in actions for action in row)
     if not parallel.defer_head:
         return Layout(stages, ranks, order, splits)
-    put_off = functools.partial(_deferring, order, p * v - 1, parallel.defer_head)
-    return Layout(stages, ranks, put_off, splits, names.head)
+    deferred = functools.partial(_deferring, order, p * v - 1, parallel.defer_head)
+    return Layout(stages, ranks, deferred, splits, names.head)
 
 
 def stage_modules(stage: "Stage", names: StageNames) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ def split_layers(
     has vocabulary * width weights where a layer has about 12 width² and its attention; 2.1 layers
     for Llama 3 8B at 8192 tokens.
 
-    Where stages cannot be equal, later ones take the layer more: earlier ranks hold the activations
+    If stages cannot be equal, later ones take the extra layer: earlier ranks hold the activations
     of more micro-batches (p - r under 1F1B).
 
     Args:
@@ -193,8 +193,7 @@ def split_layers(
     if n_stages < 1 or n_stages > n_layers + 2:
         raise ConfigError(
             f"parallel.pp x parallel.stages_per_rank = {n_stages} stages, but a model of "
-            f"{n_layers} layers fills 1 to {n_layers + 2}: one a layer, one the embedding and one "
-            "the head"
+            f"{n_layers} layers fills 1 to {n_layers + 2} (each layer, the embedding, the head)"
         )
     if embedding_weight < 0 or head_weight < 0:
         raise ConfigError(
@@ -224,7 +223,7 @@ def split_layers(
 def parse_layout(
     layout: str | Sequence[int], n_layers: int, n_stages: int, n_prediction_layers: int = 0
 ) -> list[Stage]:
-    """A user's layout: layers a stage such as `[5, 6, 6, 5]`, or a string such as `Ett|tt|ttL`.
+    """A user's layout: layers per stage such as `[5, 6, 6, 5]`, or a string such as `Ett|tt|ttL`.
 
     Args:
         layout: counts or a string in the grammar above. Stages may be empty.

@@ -7,12 +7,12 @@ rest, each a pure function from order to order:
 
 **Why it cannot deadlock.** `add_communication` runs the order on a clock and writes one list of
 everything that happens on all ranks: first what is finished at a time, then the hand-overs of those
-results, one after another. What an action needs always stands before it in this list. Each rank
+results, one after another. An action's inputs always come before it in this list. Each rank
 gets its part of the list, so all ranks agree on one global order: even if every send waits for its
 receive and nothing overlaps, the first entry that is not done can always be done.
 
-**Why it overlaps.** A receive stands where its data comes to exist, which is before the computation
-that the receiving rank is then busy with ends: posted without waiting, it is done meanwhile.
+**Why it overlaps.** A receive is placed when its data is produced, during an earlier computation of
+the receiving rank: posted without waiting, it completes meanwhile.
 """
 
 from collections.abc import Collection, Sequence
@@ -58,7 +58,7 @@ def add_communication(order: Order, ranks_of_stage: Sequence[int]) -> Order:
 
 
 def defer_head(order: Order, last_stage: int, limit: int) -> Order:
-    """Put off the head's weight gradients of the last micro-batches until the pipeline drains.
+    """Defer the head's weight gradients of the last micro-batches until the pipeline drains.
 
     The last stage's backwards become I, which leaves out the head's weight gradient alone, and its
     W come after everything else of that rank: no stage waits for them, so the ones before get their
@@ -67,7 +67,8 @@ def defer_head(order: Order, last_stage: int, limit: int) -> Order:
     Args:
         order: compute actions of every rank.
         last_stage: the stage with the head.
-        limit: micro-batches to put off; each holds its logits' gradient and the head's input.
+        limit: number of micro-batches to defer; each holds its logits' gradient and the head's
+            input.
     """
     return tuple(_deferred(row, last_stage, limit) for row in order)
 
@@ -83,22 +84,22 @@ def _deferred(row: Sequence[Action], stage: int, limit: int) -> tuple[Action, ..
 def add_reductions(order: Order, every_micro_batch: bool, stages: Collection[int]) -> Order:
     """Insert the reduction of a stage's gradients over its data-parallel ranks.
 
-    It stands after the stage's last weight gradient of the step (`0REDUCE_GRAD`), so that it
-    overlaps what the rank still computes, or after each one (`0REDUCE_GRAD3`), and behind the
+    It comes after the stage's last weight gradient of the step (`0REDUCE_GRAD`), so that it
+    overlaps the rank's remaining computation, or after each one (`0REDUCE_GRAD3`), and behind the
     communication that directly follows: a neighbour waits for that, and nobody for the reduction.
     All ranks that reduce together have the same list, so the order stays free of deadlocks.
 
     Args:
         order: actions of every rank, with or without communication.
-        every_micro_batch: reduce after every weight gradient, not once a step.
+        every_micro_batch: reduce after every weight gradient, not once per step.
         stages: those whose backwards are split; the others reduce inside their backwards.
     """
     return tuple(_reduced(row, every_micro_batch, stages) for row in order)
 
 
 def _turn(span: Span) -> tuple[int, int]:
-    """Of what is handed over at one time, even ranks send first: pairs of neighbours then talk at
-    once, instead of each waiting for the one before it along the whole pipeline."""
+    """Sort key of transfers at one time: even ranks send first, so that pairs of neighbours
+    communicate concurrently instead of waiting for each other along the whole pipeline."""
     return span.rank % 2, span.rank
 
 

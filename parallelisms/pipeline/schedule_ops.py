@@ -1,7 +1,7 @@
-"""What the ranks of a pipeline do, as data: actions, their dependencies, and a check of an order.
+"""Actions of a pipeline's ranks as data: their dependencies, and a check of an order.
 
 The model's layers are cut into stages 0, 1, ...; a rank holds one or more of them. A step is one
-list of actions a rank, written as torch.distributed.pipelining writes them: `2F1` is stage 2's
+list of actions per rank, written as torch.distributed.pipelining writes them: `2F1` is stage 2's
 forward of micro-batch 1. Nothing here needs a process group; every rank computes the whole order.
 
     F(s, m)         after F(s-1, m)
@@ -72,7 +72,7 @@ class Action:
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""One tuple of actions a rank of the pipeline, in the order in which the rank does them."""
+"""One tuple of actions per rank of the pipeline, in the order in which the rank does them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def execute(
     costs: Mapping[Kind, float] = COSTS,
     source: str = "the schedule",
 ) -> list[Span]:
-    """Run the compute actions of an order, each as early as it can, and say when each ran.
+    """Simulate the compute actions of an order, each as early as possible; return when each ran.
 
     Communication takes no time, and reductions are left out.
 
@@ -163,7 +163,7 @@ def check(
     Args:
         order: compute actions of every rank; communication and reductions are looked over.
         ranks_of_stage: the rank of every stage.
-        n_micro_batches: micro-batches a step.
+        n_micro_batches: micro-batches per step.
         source: what the error names, such as a file.
 
     Raises:

@@ -6,8 +6,8 @@ checked (`dtron.parallelisms.pipeline.schedule_ops.check`) before anything runs,
 function of its name and three numbers:
 
     p   pipeline ranks, parallel.pp
-    v   stages a rank, parallel.stages_per_rank; the pipeline has p * v stages
-    m   micro-batches a step, train.global_batch / (data-parallel ranks * train.micro_batch)
+    v   stages per rank, parallel.stages_per_rank; the pipeline has p * v stages
+    m   micro-batches per step, train.global_batch / (data-parallel ranks * train.micro_batch)
 """
 
 import csv
@@ -69,8 +69,8 @@ class Schedule:
 
     Args:
         order: (p, v, m) -> compute actions of every rank.
-        stages: least and greatest number of stages a rank; None for no limit.
-        default_stages: stages a rank where none are asked for.
+        stages: least and greatest number of stages per rank; None for no limit.
+        default_stages: stages per rank where none are asked for.
         placement: which rank holds which stage.
         splits_backward: whether I and W occur.
         micro_batches: which numbers of micro-batches it takes.
@@ -176,12 +176,12 @@ def stage_ranks(placement: Placement, p: int, v: int) -> tuple[int, ...]:
     """The rank of each of the p * v stages.
 
     Raises:
-        ConfigError: a V of other than two stages a rank.
+        ConfigError: a V of other than two stages per rank.
     """
     if placement == "loop":
         return tuple(stage % p for stage in range(p * v))
     if v != 2:
-        raise ConfigError(f"parallel.stages_per_rank = {v}: a V takes exactly 2 stages a rank")
+        raise ConfigError(f"parallel.stages_per_rank = {v}: a V takes exactly 2 stages per rank")
     return (*range(p), *reversed(range(p)))
 
 
@@ -198,8 +198,8 @@ def order_of(name: str, p: int, v: int | None, m: int) -> Order:
     Args:
         name: a row of SCHEDULES.
         p: pipeline ranks.
-        v: stages a rank; None for the schedule's default.
-        m: micro-batches a step.
+        v: stages per rank; None for the schedule's default.
+        m: micro-batches per step.
 
     Returns:
         Compute actions of every rank; `dtron.parallelisms.pipeline.lowering` adds the
@@ -266,16 +266,16 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -> Order:
-    """A schedule of one's own, in the compute-only CSV format of torch.distributed.pipelining.
+    """Read a custom schedule in the compute-only CSV format of torch.distributed.pipelining.
 
-    One row a rank, cells such as `0F0`, `1B2`, `0I1`, `0W1`; empty cells and blank lines are
+    One row per rank, cells such as `0F0`, `1B2`, `0I1`, `0W1`; empty cells and blank lines are
     skipped.
 
     Args:
         source: a path, or the text itself (a string with a comma or a line break).
         p: pipeline ranks.
-        v: stages a rank.
-        m: micro-batches a step.
+        v: stages per rank.
+        m: micro-batches per step.
         placement: which rank holds which stage.
 
     Raises:
@@ -315,11 +315,11 @@ def _rows(name: str, text: str) -> list[list[str]]:
     try:
         return list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
-        raise ConfigError(f"{name} is no CSV: {error}") from None
+        raise ConfigError(f"{name} is not valid CSV: {error}") from None
 
 
 def write_csv(order: Order) -> str:
-    """An order as text that `read_csv` and torch read: one row a rank."""
+    """An order as text that `read_csv` and torch read: one row per rank."""
     return "".join(",".join(map(str, row)) + "\n" for row in order)
 
 
@@ -343,7 +343,7 @@ def _cell(cell: str, where: str) -> list[Action]:
         return []
     if not all(found):
         raise ConfigError(
-            f"{where}: {text!r} is no action; write stage, one of F, B, I, W, and micro-batch, as "
+            f"{where}: {text!r} is not an action; write stage, F, B, I or W, and micro-batch, as "
             "in 0F0 (communication and reductions are added, not written)"
         )
     return [Action(int(a[1]), Kind(a[2]), int(a[3])) for a in found if a]

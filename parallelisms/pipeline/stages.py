@@ -23,7 +23,7 @@ from dtron.parallelisms.placement import PassThrough, select
 
 @dataclass(frozen=True)
 class Cut:
-    """Which stage holds what."""
+    """Modules and parameters of every stage."""
 
     modules: tuple[tuple[str, ...], ...]
     """FQNs of the modules of each stage."""
@@ -124,7 +124,7 @@ class SharedWeights:
     remote: dict[int, list[nn.Parameter]] = field(default_factory=dict)
     """By the rank, in the pp group, that holds the other one."""
     copies: list[nn.Parameter] = field(default_factory=list)
-    """Those that count elsewhere, as in the global norm."""
+    """Parameters that another stage counts, as in the global norm."""
 
     @classmethod
     def of(
@@ -162,13 +162,13 @@ class SharedWeights:
         return found
 
     def parameters(self) -> list[nn.Parameter]:
-        """All of them that are on this rank, with their copies."""
+        """All shared parameters on this rank, with their copies."""
         pairs = [parameter for pair in self.pairs for parameter in pair]
         return pairs + [parameter for held in self.remote.values() for parameter in held]
 
     @torch.no_grad()
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
-        """Give both holders the sum of their gradients; one exchange a pair of ranks."""
+        """Give both holders the sum of their gradients; one exchange per pair of ranks."""
         for counted, copied in self.pairs:
             mine, other = local_gradients([counted, copied])
             other.add_(mine)

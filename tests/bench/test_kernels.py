@@ -9,7 +9,7 @@ import torch
 
 import dtron.kernels
 from dtron.bench.command import main
-from dtron.bench.kernels import PROBLEMS, Limit, Row, time_problem
+from dtron.bench.kernels import PROBLEMS, DeviceLimit, KernelRow, time_problem
 from dtron.bench.measure import seconds
 from dtron.errors import ConfigError
 from dtron.kernels.attention import KERNELS
@@ -45,7 +45,7 @@ def test_bytes_of_adamw_follow_the_moments_of_a_row() -> None:
 
 
 def test_limit_is_the_larger_of_operations_and_bytes() -> None:
-    limit = Limit(flops_per_second=100.0, bytes_per_second=10.0)
+    limit = DeviceLimit(flops_per_second=100.0, bytes_per_second=10.0)
     assert limit.seconds(1000, 20) == 10
     assert limit.seconds(10, 20) == 2
 
@@ -95,7 +95,7 @@ def test_errors_of_adamw_are_those_of_the_first_update() -> None:
     """Each row updates its own copy, however often the others were timed; narrow moments show."""
     problem = PROBLEMS["adamw"]
     everywhere = tuple(replace(row, unavailable=lambda *_: None) for row in problem.rows)
-    limit = Limit(1e12, 1e12)
+    limit = DeviceLimit(1e12, 1e12)
     found = time_problem(
         replace(problem, rows=everywhere), (2, 1000), torch.float32, CPU, limit, "aot_eager"
     )
@@ -131,13 +131,13 @@ def test_a_row_that_fails_or_errs_is_told() -> None:
         return [2 * out, lse]
 
     rows = (
-        Row("big", out_of_memory, math.backward, lambda *_: None),
+        KernelRow("big", out_of_memory, math.backward, lambda *_: None),
         math,
-        Row("wrong", doubled, math.backward, lambda *_: None),
+        KernelRow("wrong", doubled, math.backward, lambda *_: None),
     )
     changed = replace(problem, rows=rows)
     shape = (1, 8, 2, 1, 8)
-    found = time_problem(changed, shape, torch.float32, CPU, Limit(1e12, 1e12), "aot_eager")
+    found = time_problem(changed, shape, torch.float32, CPU, DeviceLimit(1e12, 1e12), "aot_eager")
     assert [timing.name for timing in found] == ["math", "math, compiled", "big", "wrong"]
     assert found[2].reason == "out of memory"
     assert found[3].error is not None

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from dtron.bench.frameworks import Comparison, comparison_table
 from dtron.bench.kernels import Timing, timings_table
-from dtron.bench.report import WIDTH, Figures, figures, loaded_nccl, percentile, tables
+from dtron.bench.report import WIDTH, RunFigures, figures, loaded_nccl, percentile, tables
 from dtron.bench.run import Options, Outcome
 from dtron.config import RunConfig
 from dtron.models import model_config
@@ -99,7 +99,7 @@ def test_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LABEL = "parallel.dp_shard=128 parallel.tp=8 parallel.schedule=InterleavedZeroBubble"
-WIDE = Figures(
+WIDE = RunFigures(
     step_seconds=1234.5,
     p10_seconds=1234.4,
     p90_seconds=1234.6,

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.float8 import RECIPES
-from dtron.float8.auto_filter import Worth, measure, table
+from dtron.float8.auto_filter import LayerTimes, measure, table
 from dtron.setup import float8_plan as precision
 from dtron.setup.float8_plan import Float8Plan
 from dtron.setup.rules import resolve
 from tests.harness import run_ranks
 
-FAST, SLOW = Worth(plain=2e-3, float8=1e-3), Worth(plain=1e-3, float8=2e-3)
+FAST, SLOW = LayerTimes(plain=2e-3, float8=1e-3), LayerTimes(plain=1e-3, float8=2e-3)
 
 
 def plan(world: int = 1, **keys: Any) -> Float8Plan:
@@ -56,12 +56,12 @@ def test_shapes_are_those_that_a_rank_computes() -> None:
 def test_layers_that_gain_are_kept() -> None:
     whole = plan()
     worth = {shape: FAST if shape[2] >= 64 else SLOW for shape in whole.shapes.values()}
-    kept = whole.keep_faster(worth).layers
+    kept = whole.keep_faster_layers(worth).layers
     assert "blocks.0.attn.wq" in kept
     assert "blocks.0.attn.wk" not in kept
     assert set(kept) < set(whole.layers)
     with pytest.raises(ConfigError, match="no layer is faster"):
-        whole.keep_faster(dict.fromkeys(worth, SLOW))
+        whole.keep_faster_layers(dict.fromkeys(worth, SLOW))
 
 
 def test_the_table_says_what_each_shape_takes() -> None:
@@ -79,7 +79,7 @@ def test_nothing_is_measured_where_products_are_emulated() -> None:
 def test_a_head_that_is_asked_for_is_kept() -> None:
     whole = plan(float8__output="true", model__override__vocab_size=272)
     worth = {shape: FAST if shape[2] == 64 else SLOW for shape in whole.shapes.values()}
-    assert "head" in whole.keep_faster(worth).layers
+    assert "head" in whole.keep_faster_layers(worth).layers
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ EXPECTED: dict[str, int] = {
     " width, but the 4 ranks of parallel.dp_shard do not divide model.dim = 34; use a"
     " dp_shard that does, or a vocab_size that tp divides": 3,
     "parallel.pp x parallel.stages_per_rank = 16 stages, but a model of 5 layers "
-    "fills 1 to 7: one a layer, one the embedding and one the head": 3,
+    "fills 1 to 7 (each layer, the embedding, the head)": 3,
     'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, '
     "which is zero = 2; use one of the two": 3,
     "parallel.sequence_parallel splits train.seq_len = 14 over parallel.tp = 4; use a"

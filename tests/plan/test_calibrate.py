@@ -20,7 +20,7 @@ from dtron.plan.calibrate import as_text, measure_machine, row_of
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
 from dtron.plan.measure_hardware import (
     KINDS,
-    PRODUCTS,
+    MATMULS,
     Calibration,
     fit,
     fitted_ceiling,
@@ -28,7 +28,7 @@ from dtron.plan.measure_hardware import (
     link_fields,
     rate_of,
 )
-from dtron.plan.overlap import SENT, WORK, beside_fields
+from dtron.plan.overlap import SENT, WORK, overlap_fields
 from dtron.run.process import Place
 from tests.harness import run_ranks
 
@@ -55,33 +55,42 @@ def test_two_hosts_of_two_ranks_are_measured() -> None:
     assert {kind for kind, _ in row.kinds} == set(KINDS)
     assert sorted(kept) == ["calls", "domain", "host", "outside", "peak", "wide"]
     assert row.calls == H200.calls
-    assert row.beside != H200.beside
-    assert {key[:2] for key in row.beside} == {key[:2] for key in H200.beside}
+    assert row.overlap != H200.overlap
+    assert {key[:2] for key in row.overlap} == {key[:2] for key in H200.overlap}
     # Of float8 there is nothing on a CPU, and that is known too.
     assert row.ceiling_float8 == 0
     assert {each["kernel"] for each in made.attention} == {"math"}
     # Every kind of work beside every collective of FSDP's, inside of a host.
-    assert [(r["work"], r["shape"], r["collective"]) for r in made.beside] == [
+    assert [(r["work"], r["shape"], r["collective"]) for r in made.overlap] == [
         (*work, kind) for work in WORK["cpu"] for kind, _ in SENT
     ]
-    for each in made.beside:
+    for each in made.overlap:
         assert each["ranks"] == 2
-        for time_of in ("alone", "beside", "collective_alone", "collective_beside"):
+        for time_of in ("alone", "overlapped", "collective_alone", "collective_overlapped"):
             assert 0 < each[time_of] < 1, each
 
 
 def test_what_work_and_collectives_leave_each_other_is_a_mean_of_shapes() -> None:
-    def row(work: str, beside: float, sent: float) -> dict[str, Any]:
+    def row(work: str, overlapped: float, sent: float) -> dict[str, Any]:
         what = {"work": work, "collective": "all_gather", "alone": 1.0, "collective_alone": 3.0}
-        return what | {"beside": beside, "collective_beside": sent}
+        return what | {"overlapped": overlapped, "collective_overlapped": sent}
 
-    rows = [row("grouped", 2.0, 3.0), row("grouped_gradient", 1.25, 6.0), row("copy", 0.8, 4.0)]
-    found = beside_fields(rows)["beside"]
+    rows = [
+        row("grouped_matmul", 2.0, 3.0),
+        row("grouped_matmul_gradient", 1.25, 6.0),
+        row("copy", 0.8, 4.0),
+    ]
+    found = overlap_fields(rows)["overlap"]
     assert found == (
-        ("grouped", "all_gather", pytest.approx((0.5 + 0.8) / 2), pytest.approx((1 + 0.5) / 2)),
+        (
+            "grouped_matmul",
+            "all_gather",
+            pytest.approx((0.5 + 0.8) / 2),
+            pytest.approx((1 + 0.5) / 2),
+        ),
         ("copy", "all_gather", 1.0, 0.75),  # work is not faster beside a collective
     )
-    assert beside_fields([]) == {}  # one rank: the base's
+    assert overlap_fields([]) == {}  # one rank: the base's
 
 
 def _collectives(row: Hardware, ranks: int, inside: int) -> list[dict[str, Any]]:
@@ -128,9 +137,9 @@ def test_links_of_one_host_alone_keep_the_network_of_the_base() -> None:
     assert not {"nvlink", "latency", "latency[0]"} & set(kept)
 
 
-def test_ceilings_and_depth_are_read_off_products() -> None:
+def test_ceilings_and_depth_are_read_off_layer_matmuls() -> None:
     truth = replace(H200, ceiling=600e12, depth=160)
-    times = [((m, k, n), truth.product(m, k, n)) for m, k, n in PRODUCTS["cuda"]]
+    times = [((m, k, n), truth.product(m, k, n)) for m, k, n in MATMULS["cuda"]]
     depth = fitted_depth(H200, times)
     assert depth == 160
     assert fitted_ceiling(replace(H200, depth=depth), times) == pytest.approx(600e12, rel=1e-3)
@@ -184,7 +193,7 @@ def test_committed_rows_say_what_their_collectives_took(file: str, off: float) -
     for each in large:
         said = row.alone(each["kind"], each["bytes"], each["ranks"], each["inside"])
         assert said == pytest.approx(each["seconds"], rel=off)
-        assert said == pytest.approx(each["row_says"], rel=1e-3)
+        assert said == pytest.approx(each["predicted_seconds"], rel=1e-3)
     fields = link_fields(rows, H200)
     assert row.nvlink == pytest.approx(fields["nvlink"], rel=1e-3)
     assert row.issue == pytest.approx(fields["issue"], rel=1e-3)
@@ -198,7 +207,7 @@ def test_the_file_is_the_row_and_marks_what_was_kept(tmp_path: Path, suffix: str
     file.write_text(as_text(row, made, "h200", kept, suffix))
     read = asdict(hardware(str(file)))
     assert [kind for kind, _ in read.pop("kinds")] == list(KINDS)
-    for key in ("calls", "beside"):
+    for key in ("calls", "overlap"):
         assert [tuple(each) for each in read.pop(key)] == list(getattr(row, key))
     for key, value in read.items():
         wanted = getattr(row, key)
@@ -241,7 +250,7 @@ def test_rows_that_are_none_are_refused(tmp_path: Path) -> None:
 
 def test_arguments_of_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, messages in (
-        (["--out", "row.txt"], "has to end in .toml or .json"),
+        (["--out", "row.txt"], "must end in .toml or .json"),
         (["--out", str(tmp_path / "none" / "row.toml")], "there is no folder"),
         (["--base", "h20"], "did you mean h200"),
     ):
@@ -261,7 +270,7 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     emulated = bool(why_emulated(RECIPES["tensorwise"], device, torch.bfloat16))
     assert (row.ceiling_float8 > 0) != emulated
-    assert len(made.products) == 3 * len(PRODUCTS["cuda"]) * (1 if emulated else 2)
-    assert all(each["seconds"] > 0 and each["row_says"] > 0 for each in made.products)
+    assert len(made.matmuls) == 3 * len(MATMULS["cuda"]) * (1 if emulated else 2)
+    assert all(each["seconds"] > 0 and each["predicted_seconds"] > 0 for each in made.matmuls)
     assert {each["kernel"] for each in made.attention} - {"math"}
     assert min(row.attention) > 0

@@ -7,18 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtron.plan import overlap as beside
+from dtron.plan import overlap
 from dtron.plan.measure_hardware import Calibration
-from dtron.plan.overlap import SENT, SIZES, WORK, _each, measure_beside
+from dtron.plan.overlap import SENT, SIZES, WORK, _inside_window, measure_overlap
 from tests.gpu_ranks import run_on_gpus
 
 
 def test_calls_inside_of_the_other_lane_count() -> None:
     work = [0.0, 1.0, 3.0, 4.0, 6.0, 7.0]
-    assert _each(work) == [1, 2, 1, 2, 1]
-    assert _each(work, [0.5, 2.0, 6.5]) == [2, 1, 2]
-    assert _each(work, [1.0, 6.0]) == [2, 1, 2]
-    assert _each(work, [1.5, 2.5]) == []  # it was over before a call was
+    assert _inside_window(work) == [1, 2, 1, 2, 1]
+    assert _inside_window(work, [0.5, 2.0, 6.5]) == [2, 1, 2]
+    assert _inside_window(work, [1.0, 6.0]) == [2, 1, 2]
+    assert _inside_window(work, [1.5, 2.5]) == []  # it was over before a call was
 
 
 @pytest.mark.gpu
@@ -26,7 +26,7 @@ def test_two_gpus_measure_what_runs_at_the_same_time() -> None:
     run_on_gpus(2, on_gpus)
 
 
-FEW = {"product", "grouped", "attention", "copy"}
+FEW = {"matmul", "grouped_matmul", "attention", "copy"}
 
 
 def on_gpus() -> None:
@@ -37,12 +37,12 @@ def on_gpus() -> None:
     (shape,) = (shape for kind, shape in work if kind == "attention")
     made.attention.append({"kernel": "cudnn", "shape": shape, "forward": 1.0, "backward": 1.0})
     with (
-        mock.patch.object(beside, "WORK", {"cuda": work}),
-        mock.patch.object(beside, "SIZES", {"cuda": SIZES["cuda"][:1]}),
+        mock.patch.object(overlap, "WORK", {"cuda": work}),
+        mock.patch.object(overlap, "SIZES", {"cuda": SIZES["cuda"][:1]}),
     ):
-        measure_beside(made, dist.group.WORLD, device)
-    assert {(each["work"], each["collective"]) for each in made.beside} == {
+        measure_overlap(made, dist.group.WORLD, device)
+    assert {(each["work"], each["collective"]) for each in made.overlap} == {
         (kind, sent) for kind in FEW for sent, _ in SENT
     }
-    times = ("alone", "beside", "collective_alone", "collective_beside")
-    assert all(0 < each[time] < math.inf for each in made.beside for time in times)
+    times = ("alone", "overlapped", "collective_alone", "collective_overlapped")
+    assert all(0 < each[time] < math.inf for each in made.overlap for time in times)

@@ -8,10 +8,10 @@ import pytest
 from dtron.config import RunConfig
 from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.plan import activations, replay
-from dtron.plan.allocator import Block, Held, Pool
+from dtron.plan.allocator import Block, HolelessPool, Pool
 from dtron.plan.memory import (
     _all_buffers,
-    _elsewhere,
+    _on_other_streams,
     _replayed,
     expandable,
     in_flight,
@@ -114,7 +114,7 @@ def test_pipelines_hold_what_is_in_flight() -> None:
 MOVED, PASSING = 7, 1000
 
 
-class _Counted(Held):
+class _Counted(HolelessPool):
     """Counts what of offloaded blocks is there while one computes."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ def _replayed_blocks(order: str) -> list[int]:
     planned = run("recompute.mode=full recompute.offload=true", 4)
     pool = _Counted()
     steps = replay._Replay(planned, 0, 4, pool)  # type: ignore[arg-type]
-    unit = replay._Unit([], [], [], [MOVED], [], PASSING, [PASSING] * 2, False)
+    unit = replay._UnitMemory([], [], [], [MOVED], [], PASSING, [PASSING] * 2, False)
     steps.stages, steps.hidden = {0: [unit] * LAYERS}, 0
     found = []
     for action in order.split():
@@ -229,7 +229,7 @@ def test_live_bytes_are_those_of_a_run_on_a_gpu() -> None:
     head's gradient is there too, 1 GiB more."""
     keys = "model.override.n_layers=8 train.global_batch=2 recompute.mode=full parallel.zero=3"
     planned = run(keys, 1)
-    steps = replay._Replay(planned, 0, 4, Held())
+    steps = replay._Replay(planned, 0, 4, HolelessPool())
     steps.take_weights()
     steps._forward(0, 0)
     loss = steps.pool._now + sum(steps.logits)  # type: ignore[union-attr]
@@ -285,8 +285,8 @@ def test_a_backward_frees_what_it_read_before_it_sends() -> None:
     steps = replay._Replay(run("", 2), 0, 4, pool)
     steps.stages = {
         0: [
-            replay._Unit(
-                groups=[replay._Group([16 * mib], [False], 32 * mib, shared=True)],
+            replay._UnitMemory(
+                groups=[replay._ParameterGroup([16 * mib], [False], 32 * mib, shared=True)],
                 shards=[],
                 kept=[32 * mib],
                 moved=[],
@@ -305,10 +305,10 @@ def test_a_backward_frees_what_it_read_before_it_sends() -> None:
     assert pool.reserved == 320 * mib
 
 
-def _steps(groups: list[replay._Group], pool: Held) -> replay._Replay:
+def _steps(groups: list[replay._ParameterGroup], pool: HolelessPool) -> replay._Replay:
     """Of a model of one unit, which makes nothing but weights and their gradients."""
     steps = replay._Replay(run("parallel.zero=3", 2), 0, 4, pool)  # type: ignore[arg-type]
-    steps.stages = {0: [replay._Unit(groups, [], [], [], [], 0, [], False)]}
+    steps.stages = {0: [replay._UnitMemory(groups, [], [], [], [], 0, [], False)]}
     steps.hidden, steps.logits = 0, []
     return steps
 
@@ -316,9 +316,9 @@ def _steps(groups: list[replay._Group], pool: Held) -> replay._Replay:
 def test_experts_that_are_apart_are_sent_before_the_rest_of_their_block() -> None:
     """Weights of 1 and 8 and as large gradients; the experts' 16 go before the others' 2 are made,
     with their weights and gradients."""
-    dense = replay._Group([1 << 20], [False], 2 << 20, shared=True)
-    experts = replay._Group([8 << 20], [False], 16 << 20, shared=True)
-    pool = Held()
+    dense = replay._ParameterGroup([1 << 20], [False], 2 << 20, shared=True)
+    experts = replay._ParameterGroup([8 << 20], [False], 16 << 20, shared=True)
+    pool = HolelessPool()
     steps = _steps([dense, experts], pool)
     steps._forward(0, 0)
     steps._backward(0, 0, last=True)
@@ -329,9 +329,9 @@ def test_experts_that_are_apart_are_sent_before_the_rest_of_their_block() -> Non
 
 def test_experts_that_no_ranks_share_stay_until_the_backward() -> None:
     """As `fsdp._shard_experts` has it: the dense part, of 1, is freed."""
-    dense = replay._Group([1 << 20], [False], 0, shared=True)
-    experts = replay._Group([8 << 20], [False], 0, shared=False)
-    steps = _steps([dense, experts], Held())
+    dense = replay._ParameterGroup([1 << 20], [False], 0, shared=True)
+    experts = replay._ParameterGroup([8 << 20], [False], 0, shared=False)
+    steps = _steps([dense, experts], HolelessPool())
     steps.stages[0][0].stays = False
     steps._forward(0, 0)
     assert [bool(group.out) for group in (dense, experts)] == [False, True]
@@ -342,8 +342,8 @@ def test_experts_that_no_ranks_share_stay_until_the_backward() -> None:
 def test_experts_of_one_rank_keep_their_gradients() -> None:
     """Weights of 8 and as large gradients, cast to 16, which stay to the end of the step; those of
     the second micro-batch are cast too, then added."""
-    experts = replay._Group([8 << 20], [False], 99 << 20, shared=False, alone=True)
-    pool = Held()
+    experts = replay._ParameterGroup([8 << 20], [False], 99 << 20, shared=False, alone=True)
+    pool = HolelessPool()
     steps = _steps([experts], pool)
     steps._forward(0, 0)
     steps._backward(0, 0, last=False)
@@ -357,8 +357,8 @@ def test_experts_of_one_rank_keep_their_gradients() -> None:
 
 def test_kept_gradients_go_after_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the first step's moments are made beside them."""
-    experts = replay._Group([8 << 20], [False], 0, shared=False, alone=True)
-    pool = Held()
+    experts = replay._ParameterGroup([8 << 20], [False], 0, shared=False, alone=True)
+    pool = HolelessPool()
     steps = _steps([experts], pool)
     steps.step()
     assert experts.summed
@@ -378,12 +378,12 @@ def test_kept_gradients_go_after_the_update(monkeypatch: pytest.MonkeyPatch) -> 
 SPLIT = "parallel.pp=2 parallel.schedule=ZBVZeroBubble train.micro_batch=1 train.global_batch=4"
 
 
-def _split_steps(**sizes: list[int]) -> tuple[replay._Replay, replay._Group, Held]:
+def _split_steps(**sizes: list[int]) -> tuple[replay._Replay, replay._ParameterGroup, HolelessPool]:
     """Of a stage of one unit of weights 10 and an embedding of 4, hidden states of none."""
-    pool = Held()
+    pool = HolelessPool()
     steps = replay._Replay(run(SPLIT, 2), 0, 4, pool)  # type: ignore[arg-type]
-    block, embedding = (replay._Group([n], [False], 2 * n, shared=True) for n in (10, 4))
-    unit = replay._Unit(
+    block, embedding = (replay._ParameterGroup([n], [False], 2 * n, shared=True) for n in (10, 4))
+    unit = replay._UnitMemory(
         [block],
         [],
         again=sizes.pop("again", []),
@@ -391,10 +391,10 @@ def _split_steps(**sizes: list[int]) -> tuple[replay._Replay, replay._Group, Hel
         widest=0,
         passing=[],
         stays=False,
-        puts_off=True,
+        defers_weights=True,
         **sizes,
     )  # type: ignore[arg-type]
-    rest = replay._Unit([embedding], [], [], [], [], 0, [], stays=False)
+    rest = replay._UnitMemory([embedding], [], [], [], [], 0, [], stays=False)
     steps.stages, steps.hidden, steps.logits = {0: [rest, unit]}, 0, []
     return steps, block, pool
 
@@ -410,7 +410,7 @@ def test_a_backward_in_two_parts_by_hand() -> None:
     steps, block, pool = _split_steps(kept=[100], read=[40], again=[7], read_again=[5], queued=[30])
     steps._forward(0, 0)
     assert pool._now == 14 + 140
-    steps._backward(0, 0, last=False, puts_off=True)
+    steps._backward(0, 0, last=False, defers_weights=True)
     assert pool.reserved == 14 + 140 + 12
     assert pool._now == 14 + 40 + 5 + 30 + 8
     assert not block.summed
@@ -432,7 +432,7 @@ def test_sums_of_parts_are_made_once() -> None:
     steps, _, pool = _split_steps(kept=[100], read=[40], queued=[30])
     for i in range(2):
         steps._forward(0, i)
-        steps._backward(0, i, last=False, puts_off=True)
+        steps._backward(0, i, last=False, defers_weights=True)
         steps._weight(0, i)
         assert pool._now == 14 + 8 + 20
 
@@ -453,7 +453,7 @@ def test_experts_of_one_rank_are_handed_over_where_reductions_are_apart() -> Non
     block.alone = True
     for i in range(2):
         steps._forward(0, i)
-        steps._backward(0, i, last=False, puts_off=True)
+        steps._backward(0, i, last=False, defers_weights=True)
         steps._weight(0, i)
         steps._reduce_stage(0, last=False)
         assert [each.nbytes for each in block.given] == [20]
@@ -471,10 +471,10 @@ def test_what_of_a_unit_stays_until_w(mode: str) -> None:
         for unit, each in zip(
             replay._listed(planned, stage, 4), units(planned, stage), strict=True
         ):
-            assert unit.puts_off == (each.kind != "embedding")
+            assert unit.defers_weights == (each.kind != "embedding")
             if unit.widest:
                 layer = stage.layers[0]
-                reads, gradients = activations.put_off(planned, layer)
+                reads, gradients = activations.deferred(planned, layer)
                 assert sorted(unit.read + unit.read_again) == sorted(reads)
                 assert unit.queued == gradients
                 kept = activations.tensors(planned, layer)
@@ -511,7 +511,7 @@ def test_expandable_segments_leave_fewer_holes() -> None:
     planned = run(f"{MIXTURE}true parallel.dispatcher=symmetric_memory recompute.mode=none", 2)
     found = worst(memory(planned))
     grown = expandable(planned, found.rank)
-    bound = replay.least(*_replayed(planned, 0)) + _elsewhere(planned, 0)
+    bound = replay.least(*_replayed(planned, 0)) + _on_other_streams(planned, 0)
     assert bound <= grown < found.reserved
     assert grown < 1.02 * bound
 
@@ -522,18 +522,18 @@ def test_gradients_of_kept_experts_are_of_the_stream_of_computation() -> None:
     assert (alone.keeps_experts, shared.keeps_experts) == (True, False)
     own = units(alone, alone.stages[0])
     dense = sum(unit.shard - unit.experts_shard for unit in own)
-    assert _elsewhere(alone, 0) == 4 * dense + _all_buffers(alone, 0)
+    assert _on_other_streams(alone, 0) == 4 * dense + _all_buffers(alone, 0)
     assert sum(unit.experts_shard for unit in own) > 10 * dense
 
 
 def test_what_is_shared_by_columns_is_copied_once_more() -> None:
     """Out of a gather beside what it came as, and before it is sent beside the others."""
-    group = replay._Group([8 << 20, 2 << 20], [True, False], 0, shared=True)
-    pool = Held()
+    group = replay._ParameterGroup([8 << 20, 2 << 20], [True, False], 0, shared=True)
+    pool = HolelessPool()
     steps = _steps([group], pool)
     steps._forward(0, 0)
     assert pool.reserved == (8 + 8 + 2) << 20
-    pool = Held()
+    pool = HolelessPool()
     steps = _steps([group], pool)
     steps._reduce(steps.stages[0][0], [[pool.take(8 << 20), pool.take(2 << 20)]], last=True)
     assert pool.reserved == (8 + 2 + 8) << 20

@@ -32,11 +32,11 @@ from dtron.plan.run_shape import Resolved
 from dtron.plan.search import (
     _choices,
     _least_bytes,
-    _Space,
+    _SearchQueue,
     _time,
-    _Timed,
+    _TimedLayout,
     _weights,
-    _with,
+    _with_choice,
     pareto,
     search,
 )
@@ -84,7 +84,7 @@ def test_no_layout_needs_less_than_its_least_bytes(overrides: str, world: int) -
     seen = 0
     for choice in choices:
         try:
-            run = Resolved.of(_with(config, choice), world)
+            run = Resolved.of(_with_choice(config, choice), world)
         except ConfigError:
             continue
         least = _least_bytes(config, model, choice, weights, world)
@@ -100,7 +100,7 @@ def test_no_rank_takes_less_than_its_bound(overrides: str, world: int) -> None:
     """Computed without the allocator's holes, of ten layouts that are drawn."""
     config = RunConfig.load(ROOT / "configs/llama3_8b.toml", overrides.split())
     large = hardware("h200", memory=1e15, host_memory=1e18)
-    space = _Space(config, Resolved.model_of(config), world, large, 1)
+    space = _SearchQueue(config, Resolved.model_of(config), world, large, 1)
     choices = list(_choices(config, space.model, world))
     random.Random(1).shuffle(choices)
     for choice in choices[:10]:
@@ -108,8 +108,8 @@ def test_no_rank_takes_less_than_its_bound(overrides: str, world: int) -> None:
     seen = 0
     for entry in list(space.queue):
         timed = _time(config, entry.choice, world, large)
-        if isinstance(timed, _Timed):
-            run = Resolved.of(_with(config, entry.choice), world)
+        if isinstance(timed, _TimedLayout):
+            run = Resolved.of(_with_choice(config, entry.choice), world)
             reserved = [rank.reserved for rank in memory(run)]
             for bound, taken in zip(timed.least, reserved, strict=True):
                 assert 0.5 * taken < bound <= taken, entry.choice
@@ -398,7 +398,7 @@ def test_winners_leave_headroom() -> None:
 @pytest.mark.parametrize("value", ["1", "-0.1", "nan"])
 def test_headroom_is_a_share(value: str) -> None:
     words = ["--config", str(ROOT / "configs/llama3_8b.toml"), "--search", "--headroom", value]
-    with pytest.raises(ConfigError, match="is no share; use 0 to less than 1"):
+    with pytest.raises(ConfigError, match="is not a fraction; use 0 to less than 1"):
         plan_command(words)
 
 
@@ -407,9 +407,9 @@ def test_headroom_is_a_share(value: str) -> None:
     [
         (["--search", "--out", "."], "--out . is a folder; name a file in it"),
         (["--page", "."], "--page . is a folder; name a file in it"),
-        (["--tokens", "nan"], "--tokens nan is no number of tokens"),
-        (["--tokens", "-5"], "--tokens -5 is no number of tokens"),
-        (["--tokens", "inf"], "--tokens inf is no number of tokens"),
+        (["--tokens", "nan"], "--tokens nan is not a number of tokens"),
+        (["--tokens", "-5"], "--tokens -5 is not a number of tokens"),
+        (["--tokens", "inf"], "--tokens inf is not a number of tokens"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(words: list[str], message: str) -> None:

@@ -11,7 +11,7 @@ from dtron.plan.compute_time import attention_flops
 from dtron.plan.hardware import hardware
 from dtron.plan.parameters import held
 from dtron.plan.run_shape import Resolved
-from dtron.plan.steptime import _added, _Phase, _phases, copied_bytes, predict
+from dtron.plan.steptime import _added, _OverlapPhase, _phases, copied_bytes, predict
 
 LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"
 PP = "parallel.pp=2 parallel.zero=1 train.micro_batch=1 train.global_batch=16"
@@ -113,10 +113,10 @@ def _sent(planned: Resolved) -> list[float]:
 def test_what_a_pass_is_too_short_for_is_not_covered_by_another() -> None:
     """Two passes of a second each, which gathers do not slow down nor are slowed down by: 0.5 s and
     1.5 s of communication are not 2 s beside 2 s."""
-    free = hardware("h200", beside=(("product", "all_gather", 1.0, 1.0),))
+    free = hardware("h200", overlap=(("matmul", "all_gather", 1.0, 1.0),))
 
     def added(sent: float, worked: float) -> float:
-        return _added(_Phase({"all_gather": sent}, {"product": worked}), free)
+        return _added(_OverlapPhase({"all_gather": sent}, {"matmul": worked}), free)
 
     assert added(0.5, 1.0) + added(1.5, 1.0) == pytest.approx(0.5)
     assert added(2.0, 2.0) == 0
@@ -125,27 +125,27 @@ def test_what_a_pass_is_too_short_for_is_not_covered_by_another() -> None:
 def test_work_and_collectives_slow_each_other_down() -> None:
     """By hand. A second of products at half of their rate takes 2 s beside gathers at 0.8 of
     theirs, of which 1.6 s are done by then; a second of copies nothing and gathers nothing."""
-    shares = (("product", "all_gather", 0.5, 0.8), ("product", "reduce_scatter", 0.8, 0.5))
-    row = hardware("h200", beside=(*shares, ("copy", "all_gather", 1.0, 1.0)))
+    shares = (("matmul", "all_gather", 0.5, 0.8), ("matmul", "reduce_scatter", 0.8, 0.5))
+    row = hardware("h200", overlap=(*shares, ("copy", "all_gather", 1.0, 1.0)))
 
     def added(work: dict[str, float], **sent: float) -> float:
-        return _added(_Phase(sent, work), row)
+        return _added(_OverlapPhase(sent, work), row)
 
-    product = {"product": 1.0}
+    product = {"matmul": 1.0}
     assert added(product, all_gather=0.8) == pytest.approx(0.5)  # beside half of it
     assert added(product, all_gather=1.6) == pytest.approx(1.0)
     assert added(product, all_gather=2.6) == pytest.approx(1.0 + 1.0)  # a second alone
     # A reduction: 0.625 s in 1.25 s. One of each, of half: all is covered once.
     assert added(product, all_gather=0.8, reduce_scatter=0.3125) == pytest.approx(0.5 + 0.125)
     # Spread evenly over a mixture, of which the products alone get longer.
-    assert added({"product": 1.0, "copy": 1.0}, all_gather=1.3) == pytest.approx(0.5)
+    assert added({"matmul": 1.0, "copy": 1.0}, all_gather=1.3) == pytest.approx(0.5)
     assert added({}, all_gather=1.3) == pytest.approx(1.3)
 
 
 def test_rows_without_a_pair_are_refused() -> None:
-    row = hardware("h200", beside=(("product", "all_gather", 0.5, 0.8),))
-    with pytest.raises(ConfigError, match="nothing of product beside reduce_scatter"):
-        _added(_Phase({"reduce_scatter": 1.0}, {"product": 1.0}), row)
+    row = hardware("h200", overlap=(("matmul", "all_gather", 0.5, 0.8),))
+    with pytest.raises(ConfigError, match="no rates for matmul overlapped with reduce_scatter"):
+        _added(_OverlapPhase({"reduce_scatter": 1.0}, {"matmul": 1.0}), row)
 
 
 def test_a_mixture_of_work_is_that_of_the_model() -> None:
@@ -153,8 +153,8 @@ def test_a_mixture_of_work_is_that_of_the_model() -> None:
     seconds of the pass."""
     planned = run(f"{MIXTURE} parallel.zero=3 train.global_batch=2", 2)
     forward, backward = (each.work for each in _phases(planned, 0, 1.0, hardware("h200")))
-    assert set(forward) == {"product", "grouped", "attention", "copy"}
-    assert backward["grouped"] == pytest.approx(2 * forward["grouped"], rel=0.05)
+    assert set(forward) == {"matmul", "grouped_matmul", "attention", "copy"}
+    assert backward["grouped_matmul"] == pytest.approx(2 * forward["grouped_matmul"], rel=0.05)
     assert sum(backward.values()) < 1 < sum(backward.values()) + sum(forward.values())
 
 

@@ -25,7 +25,7 @@ from dtron.parallelisms.compile import compile_blocks
 from dtron.parallelisms.expert import symmetric_dispatch
 from dtron.parallelisms.expert.expert_parallel import AllToAll, Dispatcher, ExpertLayers
 from dtron.parallelisms.expert.peer_memory import PeerMemory
-from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory, rows_at_most, ways_of
+from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory, routes_of, rows_at_most
 from dtron.parallelisms.expert.symmetric_exchange import Mailbox
 from dtron.parallelisms.recompute import recompute
 from tests.gpu_ranks import run_on_gpus
@@ -72,7 +72,7 @@ def test_ways_are_those_of_a_sort(loads: str, ep: int, etp: int, most: int) -> N
     ]
     each = EXPERTS // ep
     for rank in range(ep * etp):
-        ways, mine = ways_of(ends, torch.tensor([rank]), etp, ROWS, most), rank // etp
+        ways, mine = routes_of(ends, torch.tensor([rank]), etp, ROWS, most), rank // etp
         sorted_rows = {
             owner: sorted(
                 (expert, sender, row)
@@ -391,7 +391,10 @@ def test_lost_rows_are_nan_and_reported() -> None:
         fits = rank * ROWS + torch.arange(ROWS) < 1.5 * ROWS
         assert torch.equal(out[fits], 2 * drawn("one expert", rank)[0][fits])
         assert out[~fits].isnan().all()
-        assert "rank 2 was to take 96 rows for its experts of some.layer, more than the 36" in said
+        assert (
+            "rank 2 was to receive 96 tokens for its experts of some.layer, "
+            "more than its capacity of 36" in said
+        )
         assert (
             "parallel.ep_capacity = 4.0 or more, as loads may yet grow (4 is enough for any loads)"
             in said
@@ -445,14 +448,15 @@ def test_the_first_layer_that_lacks_rows_is_named() -> None:
     """Those behind it get NaN, and what their routers make of it."""
     (said, _) = run_ranks(2, told_of, lose_in_two_layers)
     assert (
-        "rank 0 was to take 20 rows for its experts of blocks.9.experts, more than the 15" in said
+        "rank 0 was to receive 20 tokens for its experts of blocks.9.experts, "
+        "more than its capacity of 15" in said
     )
 
 
 def test_different_numbers_of_rows_are_reported() -> None:
     (said, other) = run_ranks(2, told_of, have_uneven_rows)
     assert said == other
-    assert "different numbers of rows for the experts of blocks.0.experts" in said
+    assert "different numbers of tokens for the experts of blocks.0.experts" in said
 
 
 def test_room_that_is_always_there_is_no_capacity() -> None:

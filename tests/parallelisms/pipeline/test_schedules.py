@@ -355,11 +355,11 @@ def test_reductions_by_hand() -> None:
 
 def test_the_heads_weight_gradients_come_last() -> None:
     order = order_of("1F1B", 2, 1, 3)
-    put_off = defer_head(order, last_stage=1, limit=2)
-    check(put_off, (0, 1), 3)
-    assert put_off[0] == order[0]
-    assert " ".join(map(str, put_off[1])) == "1F0 1B0 1F1 1I1 1F2 1I2 1W1 1W2"
-    reduced = add_reductions(add_communication(put_off, (0, 1)), False, stages=[1])
+    deferred = defer_head(order, last_stage=1, limit=2)
+    check(deferred, (0, 1), 3)
+    assert deferred[0] == order[0]
+    assert " ".join(map(str, deferred[1])) == "1F0 1B0 1F1 1I1 1F2 1I2 1W1 1W2"
+    reduced = add_reductions(add_communication(deferred, (0, 1)), False, stages=[1])
     assert str(reduced[1][-1]) == "1REDUCE_GRAD"
     assert not any(action.kind is Kind.REDUCE for action in reduced[0])
 
@@ -402,8 +402,8 @@ def test_csv_as_torch_writes_it() -> None:
     ("text", "message"),
     [
         ("0F0,0B0\n", r"mine\.csv has 1 rows, but parallel\.pp = 2"),
-        ("0F0,0X0\n1F0,1B0", r"mine\.csv row 1 \(rank 0\) cell 2: '0X0' is no action"),
-        ("0F0,0B0\n\n1F0,,1SEND_B0,1B0", r"row 3 \(rank 1\) cell 3: '1SEND_B0' is no action"),
+        ("0F0,0X0\n1F0,1B0", r"mine\.csv row 1 \(rank 0\) cell 2: '0X0' is not an action"),
+        ("0F0,0B0\n\n1F0,,1SEND_B0,1B0", r"row 3 \(rank 1\) cell 3: '1SEND_B0' is not an action"),
         ("0F0,0B0\n1F0,0B0", r"row 2 \(rank 1\) cell 2: 0B0: stage 0 is on rank 0"),
         ("0F0,0B0\n1F0,1B7", r"row 2 \(rank 1\) cell 2: 1B7: micro-batches are 0 to 0"),
         ("0F0,0B0\n1F0,1I0", r"mine\.csv has 1B0 never, 1I0 once, 1W0 never"),

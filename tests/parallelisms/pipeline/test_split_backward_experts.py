@@ -20,12 +20,12 @@ WHOLE = replace(SPLIT, parallel=Parallel(pp=2))
 LIMITS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}
 
 
-def of_ranks(case: Case, puts_off: bool) -> list[dict[str, Any]]:
+def of_ranks(case: Case, defers: bool) -> list[dict[str, Any]]:
     """What `parallel_run` gives on each rank."""
     watch = mock.Mock(wraps=grouped_gradient)
     with mock.patch.object(weight_gradients, "grouped_gradient", watch):
         found: list[Any] = [parallel_run(case)] * dist.get_world_size()
-    assert bool(watch.call_count) == puts_off
+    assert bool(computed.call_count) == defers
     dist.all_gather_object(found, found[dist.get_rank()])
     return found
 
