@@ -158,7 +158,7 @@ def replicate() -> Row:
 
 
 def experts() -> Row:
-    """Stacked experts, which expert parallelism splits by axes of its own (`expert_parallel.py`)."""
+    """Stacked experts, which `expert_parallel.py` splits over the axes of the experts' mesh."""
     return Row("experts")
 
 

@@ -302,7 +302,7 @@ def _check_unused(config: RunConfig, folders: Sequence[Location]) -> None:
 
 
 def _check_folder(key: str, folder: Path) -> None:
-    """Check that checkpoints can be written to a folder, without creating it. Raises ConfigError."""
+    """Check that a folder can hold checkpoints, without creating it. Raises ConfigError."""
     fix = "set another folder"
     if link := dangling_link(folder):
         raise ConfigError(

@@ -22,7 +22,7 @@ from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, mo
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
-from dtron.plan.activations import block, output_gradients, put_off
+from dtron.plan.activations import block, output_gradients, deferred
 from dtron.plan.compute_time import repeated
 from dtron.plan.run_shape import Resolved
 
@@ -136,7 +136,7 @@ def test_what_waits_for_weight_gradients_of_float8(recipe: str) -> None:
     words = f"model.name=llama model.size=debug train.seq_len={T} train.micro_batch={B} "
     words += f"train.global_batch={8 * B} parallel.pp=2 parallel.schedule=ZBVZeroBubble "
     planned = Resolved.of(RunConfig.load(LLAMA, f"{words} float8.recipe={recipe}".split()), 2)
-    assert sum(real.values()) == sum(map(sum, put_off(planned, 0)))
+    assert sum(real.values()) == sum(map(sum, deferred(planned, 0)))
 
 
 def test_every_family_has_rows() -> None:

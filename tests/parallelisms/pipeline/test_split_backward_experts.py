@@ -25,7 +25,7 @@ def of_ranks(case: Case, defers: bool) -> list[dict[str, Any]]:
     watch = mock.Mock(wraps=grouped_gradient)
     with mock.patch.object(weight_gradients, "grouped_gradient", watch):
         found: list[Any] = [parallel_run(case)] * dist.get_world_size()
-    assert bool(computed.call_count) == defers
+    assert bool(watch.call_count) == defers
     dist.all_gather_object(found, found[dist.get_rank()])
     return found
 
