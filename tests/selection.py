@@ -100,6 +100,12 @@ KEPT: dict[str, dict[str, str]] = {
     "float8/test_statistics.py": {
         "test_steps_that_report_name_every_layer": "settings0",
     },
+    "float8/test_weight_gradient.py": {
+        "test_equal_calls_both_count": "^$",
+        "test_experts_are_equal": "^$",
+        "test_inductor_keeps_what_is_queued": NONE,
+        "test_split_backwards_equal_whole_ones": "^-",
+    },
     "kernels/test_peer_gather.py": {
         "test_kernel_equals_formula_in_the_interpreter": NONE,
     },

@@ -109,12 +109,14 @@ def run(module: nn.Module, backend: str, gradients: WeightGradients | None) -> d
 def compare(
     recipe: str, backend: str, device: str, dtype: torch.dtype, twice: bool = False
 ) -> None:
-    """Bit by bit where nothing is compiled: then the same kernels get the same numbers."""
+    """Bit by bit where nothing is compiled: then the same kernels get the same numbers. Of a layer
+    that is called twice autograd sums the gradients of one backward before it adds them."""
     plain, split = (block(recipe, device, dtype, twice) for _ in range(2))
     wanted = run(plain, backend, None)
     found = run(split, backend, defer([split], compiled=bool(backend)))
     assert found.keys() == wanted.keys()
-    limit = 0.0 if not backend else 1e-12 if dtype == torch.float64 else 1e-2
+    exact = not backend and not twice
+    limit = 0.0 if exact else 1e-12 if dtype == torch.float64 else 1e-2
     for name, other in wanted.items():
         assert found[name].dtype == other.dtype, name
         error = (found[name] - other).double().norm() / other.double().norm()
@@ -144,7 +146,7 @@ def test_equal_calls_both_count(backend: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("backend", ["", "inductor"])
 def test_split_backwards_equal_whole_ones_on_a_gpu(recipe: str, backend: str) -> None:
-    compare(recipe, backend, "cuda", torch.bfloat16, twice=True)
+    compare(recipe, backend, "cuda", torch.bfloat16, twice=bool(backend))
 
 
 SPLIT = float8("tensorwise", 2, Parallel(pp=2, schedule="ZBVZeroBubble"), steps=1)

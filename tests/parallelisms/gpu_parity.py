@@ -34,6 +34,7 @@ from tests.parallelisms.parity import (
     DECIBELS,
     Case,
     Outcome,
+    all_gradients,
     compare,
     mesh_of,
     parallel_run,
@@ -183,7 +184,7 @@ def _judge_float8(case: Case, ranks: list[dict[str, Any]], runs: Runs) -> Verdic
     emulated, device_type = _in_float32(case), runs.device_type
     exact = reference(replace(emulated, float8=Float8()), device_type)["gradients"]
     base = signal_to_noise(exact, reference(emulated, device_type)["gradients"])
-    found = [signal_to_noise(exact, rank["gradients"]) for rank in ranks]
+    found = [signal_to_noise(exact, gradients) for gradients in all_gradients(ranks)]
     worst = max(found, key=lambda decibels: abs(decibels - base))
     wrong = [] if abs(worst - base) <= DECIBELS else [f"{worst:.2f} dB, one process {base:.2f} dB"]
     why = why_emulated(case, device_type)

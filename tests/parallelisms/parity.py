@@ -760,8 +760,14 @@ def _decibels(case: Case, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     nearer, in dB."""
     exact = reference(replace(case, float8=Float8()))["gradients"]
     one = signal_to_noise(exact, reference(case)["gradients"])
-    found = [signal_to_noise(exact, result["gradients"]) for result in ranks]
+    found = [signal_to_noise(exact, gradients) for gradients in all_gradients(ranks)]
     return {"dB": max(math.inf if math.isnan(x) else abs(x - one) for x in found)}
+
+
+def all_gradients(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Each rank's gradients, with those of other ranks for the stages that it lacks."""
+    whole = {name: grad for result in ranks for name, grad in result["gradients"].items()}
+    return [{**whole, **result["gradients"]} for result in ranks]
 
 
 def signal_to_noise(exact: dict[str, Tensor], found: dict[str, Tensor]) -> float:

@@ -7,6 +7,7 @@ that a case does not turn red for another reason.
 import functools
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -298,13 +299,13 @@ def gradient_scales_of_ones_own() -> None:
 
 
 def queued_float8_matmul_dropped() -> None:
-    """Of each micro-batch the queue forgets the first weight gradient."""
-    take = WeightGradients.take
+    """The queue forgets each weight's second float8 gradient of a step."""
+    take, seen = WeightGradients.take, Counter()
 
     def most(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
-        is_first = self._collecting is not None and not self._collecting
-        lost = is_first and isinstance(matmul, weight_gradient._Float8Matmul)
-        take(self, torch.zeros_like(weight) if lost else weight, matmul)
+        seen[id(weight)] += isinstance(matmul, weight_gradient._Float8Matmul)
+        if seen[id(weight)] != 2:
+            take(self, weight, matmul)
 
     WeightGradients.take = most  # type: ignore[method-assign]
 
