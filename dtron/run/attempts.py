@@ -55,7 +55,7 @@ class Attempts:
         self._path, self._ends = folder / "attempt.json", folder / "ends"
         self._place, self._token = place, ""
         self._moments: dict[str, float] = {"launched": _started(), "entered": time.time()}
-        self._cause = ""
+        self._cause, self._stopped = "", False
         self._own: dict[str, Any] = {}
 
     def mark(self, moment: str) -> None:
@@ -107,7 +107,11 @@ class Attempts:
         self._write(self._path, {**self._own, "hosts": list(hosts)})
 
     def record_end(self, cause: str) -> None:
-        """Record why this rank ends by an error; best effort."""
+        """Record why this rank ends by an error; best effort. A rank that was stopped by a signal
+        has lost the others since they were stopped too."""
+        if self._stopped and cause in _NO_FAULT:
+            return
+        self._stopped = cause == STOPPED
         end = {"token": self._token, "host": platform.node(), "cause": cause, "time": time.time()}
         self._write(self._ends / f"rank-{self._place.rank}.json", end)
 
