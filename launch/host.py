@@ -28,9 +28,9 @@ _STOPPED = 128 + signal.SIGTERM
 LOST = 69
 """Exit status of torchrun.py when it has lost, or not found, the agents of other hosts."""
 MOST_RESTARTS = 3
-"""Of ranks, by one agent; a new agent has as many again."""
+"""Restarts of the ranks by one agent; a new agent counts from 0."""
 MOST_AGENTS = 3
-"""In a row that may end without a new checkpoint."""
+"""Agents in a row that may end without a new checkpoint."""
 JOIN_SECONDS = 600
 """An agent waits so long for others; one that lives longer has trained."""
 PAUSE_SECONDS = 1
@@ -110,7 +110,7 @@ def _log(what: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Parser of the command line."""
     made = argparse.ArgumentParser(prog="host.py", description=__doc__.splitlines()[0])
     made.add_argument("--nnodes", required=True, help="hosts: N, or MIN:MAX")
     made.add_argument("--node-rank", type=int, required=True, help="0: the head")

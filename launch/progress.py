@@ -1,4 +1,4 @@
-"""How far a run is, from its run directory.
+"""Print the progress of a run, from its run directory.
 
     python launch/progress.py train.py --config ...
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# torchrun whose ranks are told to stop by SIGUSR1, SIGTERM or SIGINT, and which then exits 0.
+# torchrun whose ranks are stopped by SIGUSR1, SIGTERM or SIGINT, and which then exits 0.
 #
 # torchrun itself ends its ranks 30 seconds after SIGTERM, dies of SIGUSR1, and reports both as a
 # failure. Here the signal goes to the ranks: they save, exit 0, and so does torchrun, which ignores a

@@ -42,7 +42,7 @@ class Difference:
 
     fqn: str
     ranks: tuple[int, ...]
-    """Those with other bits than most; all of them where none are most."""
+    """Ranks whose bits differ from the majority's; all ranks if there is no majority."""
     others: tuple[int, ...]
 
     def __str__(self) -> str:

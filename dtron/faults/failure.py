@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 _KEY = "dtron/failed"
 _SECONDS = 5
-"""How long the store may take to answer: the rank that has it may be the one that is gone."""
+"""Time-out of the store, whose rank may be the one that has failed."""
 
 _BROKEN = r"(?:Connection (?:closed|reset) by peer|Broken pipe|Connection refused|Socket closed)\b"
 _GLOO = re.compile(rf"\[\S+\.cc:\d+\] (?:[^\n]*: )?{_BROKEN}", re.IGNORECASE)
@@ -106,8 +106,8 @@ def connect_to_store(host: str, port: int, timeout: datetime.timedelta) -> dist.
 
 
 def within(seconds: float, call: Callable[[], _T]) -> _T:
-    """What a call returns, from a thread: where the process of a store is stopped torch's calls
-    never return, and in the main thread they hold signals back.
+    """Call in a thread, and return the result: torch's calls never return if the process of a
+    store is stopped, and in the main thread they block signals.
 
     Raises:
         TimeoutError: it has not returned in time, and goes on in its thread.

@@ -18,13 +18,13 @@ from typing import Any
 from torch.distributed.elastic.control_plane import worker_main
 
 _HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
-"""Of gloo and of NCCL, if torch was built with it."""
+"""Handlers of gloo, and of NCCL if torch was built with it."""
 _SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 _SECONDS = 10.0
 
 
 def recorded(active: bool = False) -> list[dict[str, Any]]:
-    """What the recorder has of each collective, the oldest first; nothing if it cannot be read.
+    """Records of all collectives, oldest first; empty if the recorder cannot be read.
 
     Args:
         active: only those that are not done.

@@ -21,7 +21,7 @@ log = logging.getLogger("dtron")
 
 
 class Guards:
-    """What watches a run's steps. Every rank has one, made by all together.
+    """All checks of a run's steps. Construct on all ranks.
 
     Args:
         options: the config's section.
@@ -92,7 +92,7 @@ class Guards:
             self.stragglers.data_is_there()
 
     def compute(self, step: int) -> Compute | None:
-        """What computes the gradients of step `step`, if not just once."""
+        """Wrapper that computes the gradients of step `step` twice; None for other steps."""
         return self._twice if step == self.options.verify_step else None
 
     def _twice(self, accumulate: Callable[[], Tensor]) -> Tensor:
@@ -100,9 +100,9 @@ class Guards:
         step = self.options.verify_step
         if wrong:
             raise TrainingError(
-                f"step {step}, computed twice, gave other bits in {wrong}; with "
-                "debug.deterministic = true that is a fault of the hardware, without it kernels "
-                "may differ by themselves"
+                f"step {step} was not bitwise reproducible: computed twice, it differs in {wrong}; "
+                "with debug.deterministic = true the hardware is faulty, without it kernels may be "
+                "nondeterministic"
             )
         log.info("step %d, computed twice: loss and gradients have the same bits", step)
         return share

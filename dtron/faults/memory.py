@@ -12,7 +12,7 @@ from dtron.errors import ConfigError, OutOfMemoryError
 from dtron.parallelisms.offload import host_memory
 
 _TEXTS = re.compile("out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", re.I)
-"""Of torch's RuntimeErrors: of the allocators, of CUDA and of its libraries."""
+"""Texts in RuntimeErrors of torch's allocators, of CUDA and of its libraries."""
 _ASKED = re.compile("(?:tried|Unable) to allocate ([0-9.]+) (bytes|[KMGTP]iB)", re.I)
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 

@@ -139,6 +139,8 @@ class StopSignal:
         """After `end`: whether torchrun has been killed on a host (`dtron.entry`)."""
         self.terminated = False
         """SIGTERM was received, which torchrun sends to all ranks once one has failed."""
+        self.failed = False
+        """This rank raises an error: a signal changes nothing."""
         self._failure, self._on_signal, self._launcher = failure, received, os.getppid()
         self._group: dist.ProcessGroup | None = None
         self._raised = False
@@ -215,6 +217,8 @@ class StopSignal:
 
     def _received(self, number: signal.Signals) -> None:
         self.terminated |= number == signal.SIGTERM
+        if self.failed:
+            return
         self._deadline.begin(number.name)
         self._on_signal()
         if self._failure is not None and self._failure.reported_by_peer():

@@ -94,7 +94,7 @@ class Spikes:
         return found
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps; waits for the device."""
+        """State for a checkpoint; waits for the device."""
         mean, absolute, steps = self.state.tolist()
         return {"mean": mean, "absolute": absolute, "steps": steps}
 

@@ -39,14 +39,14 @@ EXIT_HUNG = 75
 _FIRST_STEP = 4
 """The start, and the first step, which compiles, may take this many times as long as others."""
 _GATHER_SECONDS = 3.0
-"""How long a rank waits for the others' reports."""
+"""Wait for the reports of the other ranks."""
 _START_GATHER_SECONDS = 10.0
 """The same at the start, into which ranks come at different times."""
 _START = "start"
 """Phase, and folder in RUN/hangs, from the rendezvous to the first step. Reports are those of ranks
 of this run: before, another run may have the directory."""
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
-"""Of torch's errors of stores and collectives."""
+"""Text in torch's errors of stores and collectives."""
 _EARLIER = 60.0
 """Seconds by which clocks of hosts may differ."""
 _COLLECTIVES = re.compile(
@@ -108,13 +108,13 @@ class Watchdog:
         self._main = threading.get_ident()
 
     def begin(self, phase: str = _START) -> None:
-        """What comes before the first step begins: "rendezvous" or "start"."""
+        """Start the thread, in a phase before the first step: "rendezvous" or "start"."""
         self._phase = phase
         self._beat = (0, time.monotonic(), _FIRST_STEP)
         self._thread.start()
 
     def begin_steps(self, step: int) -> None:
-        """Training begins; `step` steps are done."""
+        """Begin to watch steps; `step` of them are done."""
         self._phase = ""
         self._beat = (step, time.monotonic(), _FIRST_STEP)
 
@@ -138,11 +138,11 @@ class Watchdog:
             self._report_and_exit(step + 1, time.monotonic() - since, frames)
 
     def beat(self, step: int) -> None:
-        """`step` steps are done, or other work has gone on."""
+        """Record progress: `step` steps are done."""
         self._beat = (step, time.monotonic(), 1)
 
     def pause(self, step: int) -> None:
-        """Until the next beat: what comes after `step` has limits of its own."""
+        """Stop watching until the next beat; work after `step` has its own time-outs."""
         self._beat = (step, time.monotonic(), math.inf)
 
     @contextlib.contextmanager
@@ -308,7 +308,7 @@ def _claims(path: Path, since: float) -> bool:
 
 
 def summary(folder: Path, world_size: int, since: float) -> list[str]:
-    """What the reports of a hang say together: which ranks wait, and for which.
+    """Summarize the reports of a hang: which ranks wait, and for which.
 
     Args:
         since: seconds of the epoch; older reports are of an earlier hang at the same step.

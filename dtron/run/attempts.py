@@ -55,20 +55,20 @@ class Attempts:
         self._path, self._ends = folder / "attempt.json", folder / "ends"
         self._place, self._token = place, ""
         self._moments: dict[str, float] = {"launched": _started(), "entered": time.time()}
-        self._cause = ""
+        self._cause, self._stopped = "", False
         self._own: dict[str, Any] = {}
 
     def mark(self, moment: str) -> None:
-        """This rank has come to one of `_PARTS`."""
+        """Record the time of one of `_PARTS`."""
         self._moments.setdefault(moment, time.time())
 
     def met(self, token: str) -> None:
-        """Ranks have met; the token is of this attempt alone."""
+        """Record the rendezvous; no other attempt has its token."""
         self._token = token
         self.mark("met")
 
     def begin(self, step: int, most: int) -> None:
-        """Of rank 0, which has the run directory: log why the last attempt ended, and count.
+        """On rank 0, once it has the run directory: log why the last attempt ended, and count.
 
         Args:
             step: that this attempt goes on from.
@@ -96,23 +96,27 @@ class Attempts:
         if most and idle >= most:
             raise NoProgressError(
                 f"{idle} attempts in a row have ended without a new checkpoint (faults."
-                f"max_attempts = {most}), the last one because {self._cause}; mend the cause, save "
+                f"max_attempts = {most}), the last one because {self._cause}; fix the cause, save "
                 "more often (checkpoint.interval), or set faults.max_attempts = 0"
             )
         shutil.rmtree(self._ends, ignore_errors=True)
         self._write(self._path, self._own)
 
     def note_hosts(self, hosts: Sequence[str]) -> None:
-        """Of rank 0: where each rank of this attempt runs."""
+        """On rank 0: record the host of each rank of this attempt."""
         self._write(self._path, {**self._own, "hosts": list(hosts)})
 
     def record_end(self, cause: str) -> None:
-        """This rank ends by an error; best effort."""
+        """Record why this rank ends by an error; best effort. A rank that was stopped by a signal
+        has lost the others since they were stopped too."""
+        if self._stopped and cause in _NO_FAULT:
+            return
+        self._stopped = cause == STOPPED
         end = {"token": self._token, "host": platform.node(), "cause": cause, "time": time.time()}
         self._write(self._ends / f"rank-{self._place.rank}.json", end)
 
     def finish(self) -> None:
-        """Of rank 0: this attempt has ended in order."""
+        """On rank 0: record that this attempt has ended in order."""
         if self._place.rank == 0:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
@@ -195,13 +199,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _job(place: Place) -> str:
-    """What starts attempts, by Slurm or torchrun; a run that a user starts again begins at 0."""
+    """Name of the job that starts attempts, from Slurm or torchrun: restarts are counted in it."""
     slurm = os.environ.get("SLURM_JOB_ID")
     return f"slurm {slurm}" if slurm else place.job
 
 
 def _started() -> float:
-    """When this process was started, in seconds since the epoch."""
+    """Start time of this process, in seconds since the epoch."""
     if sys.platform != "linux":
         return time.time()
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

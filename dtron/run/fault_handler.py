@@ -73,20 +73,25 @@ class FaultHandler:
         failure = FirstFailure(self.place.rank, self.place.world_size, rendezvous.token)
         stop = StopSignal(self.config.faults.stop_seconds, failure, self._record_signal)
         timeout = self.config.parallel.timeout_seconds
-        try:
-            with stop, process_group(self.place, timeout, rendezvous.store):
-                yield stop
-        except DtronError as error:
-            self.attempts.record_end(str(error))
-            raise
-        except Exception as error:
-            explained = self.explain(error, failure, stop, memory)
-            line = str(explained or error).partition("\n")[0]
-            of_peer = isinstance(explained, PeerError)
-            self.attempts.record_end(line if of_peer else f"{type(error).__name__}: {line}")
-            if explained is not None:
-                raise explained from error
-            raise
+        with stop:  # until the error is recorded: torchrun's SIGTERM may come before
+            try:
+                with process_group(self.place, timeout, rendezvous.store):
+                    yield stop
+            except DtronError as error:
+                stop.failed = True
+                self.attempts.record_end(str(error))
+                raise
+            except Exception as error:
+                stop.failed = True
+                explained = self.explain(error, failure, stop, memory)
+                line = str(explained or error).partition("\n")[0]
+                of_peer = isinstance(explained, PeerError)
+                self.attempts.record_end(line if of_peer else f"{type(error).__name__}: {line}")
+                if isinstance(explained, PeerError):
+                    explained.stopped = stop.terminated
+                if explained is not None:
+                    raise explained from error
+                raise
 
     def explain(
         self, error: Exception, failure: FirstFailure, stop: StopSignal, memory: MemoryInUse

@@ -1,7 +1,7 @@
 """The process: its place in the world, its process group, device, seeds and log.
 
-One process a rank, started by torchrun or alone. Collectives on GPU tensors go over NCCL; a second,
-host-side gloo group carries agreements (signals) without touching the device.
+One process per rank, started by torchrun or alone. Collectives on GPU tensors go over NCCL; a
+second, host-side gloo group carries agreements (signals) without touching the device.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from dtron.io.filesystem import dangling_link
 
 log = logging.getLogger("dtron")
 _PROBE_BYTES = 1 << 16
-"""What a run writes at its start, at most; an empty file fits on a full disk."""
+"""Size of the test file at a start; an empty file would fit on a full disk."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Place:
     local_rank: int
     world_size: int
     attempt: int = 0
-    """How often torchrun has restarted the job after a failure."""
+    """Number of restarts of the job by torchrun after failures."""
     local_world_size: int = 1
     """Ranks of this host."""
     job: str = ""

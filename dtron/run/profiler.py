@@ -1,4 +1,4 @@
-"""A torch.profiler window over a few steps, one trace a rank, for chrome://tracing or Perfetto.
+"""A torch.profiler window over a few steps, one trace per rank, for chrome://tracing or Perfetto.
 
 Parts of a step are marked in the trace as `dtron::NAME`; the marks cost nothing outside of the
 window. `dtron bench --breakdown` reads them.

@@ -32,7 +32,7 @@ _ACKNOWLEDGED, _COMPLETE = "acknowledged", "complete"
 """Keys of the store of an attempt: by rank; all ranks have acknowledged."""
 _POLL_SECONDS = 0.1
 _LATER_SECONDS = 30
-"""That the others wait longer than rank 0, which names the ranks that are missing."""
+"""Additional wait of the other ranks: rank 0 gives up first and names the missing ranks."""
 
 
 class Rendezvous:
@@ -145,7 +145,7 @@ class _Meeting:
                 time.sleep(_POLL_SECONDS)
 
     def host_store(self) -> tuple[dist.Store, str]:
-        """Of rank 0: open a store and wait until all others have acknowledged."""
+        """On rank 0: open a store and wait until all others have acknowledged."""
         host, port = (_own_address(), 0) if self.agents else self.master
         opened, token = self._open(host, port), uuid.uuid4().hex
         agents = connect_to_store(*self.master, self.timeout) if self.agents else opened
@@ -183,7 +183,7 @@ class _Meeting:
             self._pause()
 
     def join_store(self) -> tuple[dist.Store, str]:
-        """Of the others: ask for the store of this attempt's rank 0, and acknowledge it."""
+        """On the other ranks: ask for the store of this attempt's rank 0, and acknowledge it."""
         agents = connect_to_store(*self.master, self.timeout)
         rank, nonce = self.place.rank, uuid.uuid4().hex
         agents.set(f"{_NONCE}/{rank}", nonce)
@@ -224,7 +224,7 @@ def _master() -> tuple[str, int]:
 
 
 def _own_address() -> str:
-    """Of this host, as the hosts see it that reach MASTER_ADDR."""
+    """Address of this host as seen by hosts that reach MASTER_ADDR."""
     master, port = _master()
     family, _, _, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -17,7 +17,7 @@ from dtron.run.metrics import peak_memory_gib
 
 
 class StepTimes:
-    """Marks of one rank: `begin()`, then `mark()` behind each step, then `gather()`."""
+    """Record step times: `begin()`, `mark()` after each step, `gather()`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -27,12 +27,12 @@ class StepTimes:
         self._attended: list[float] = []
 
     def begin(self) -> None:
-        """Training begins."""
+        """Record the start of training."""
         self.begun_at = time.time()
         self._marks.append(self._now())
 
     def mark(self, attended: float) -> None:
-        """A step has been enqueued.
+        """Record that a step has been enqueued.
 
         Args:
             attended: mean over its tokens of the length that attention runs over.
@@ -48,12 +48,12 @@ class StepTimes:
         return [_between(first, last) for first, last in itertools.pairwise(self._marks)]
 
     def gather(self, group: dist.ProcessGroup, start_step: int) -> dict[str, Any]:
-        """What steps.json holds; every rank of `group`, on the host, calls it.
+        """Gather the content of steps.json; every rank of `group`, on the host, calls it.
 
         Returns:
             `start_step` before the first one; `begun_at` in seconds of the epoch, the latest of
             all ranks; `attended`, a mean over ranks for each step; and by rank `devices`,
-            `seconds` and `memory_gib` (lists with a value a step; memory is the peak so far), and
+            `seconds` and `memory_gib` (lists with a value per step; memory is the peak so far), and
             `compile_cache`, how many graphs the caches of torch.compile had and had not.
         """
         own = {

@@ -200,7 +200,7 @@ def test_corrupted_memory_and_computation_are_named(tmp_path: Path) -> None:
     assert all(rank == ranks[0] for rank in ranks)
     flip, waver = ranks[0]
     assert "by step 2: blocks.1.ffn_norm.weight of rank 3 differs from ranks 0, 1, 2" in flip
-    assert "step 3, computed twice, gave other bits in" in waver
+    assert "step 3 was not bitwise reproducible: computed twice," in waver
     assert "the loss of rank 1" in waver
     run_ranks(4, fit, tiny(tmp_path / "plain", **wide))
     assert losses(tmp_path / "steady") == losses(tmp_path / "plain")

@@ -13,8 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
 
-from dtron.errors import NoProgressError
+from dtron.errors import NoProgressError, PeerError
+from dtron.faults.signals import StopSignal
 from dtron.run import attempts
 from dtron.run.attempts import (
     LOST_PEER,
@@ -24,8 +27,11 @@ from dtron.run.attempts import (
     seconds_of,
     why_ended,
 )
+from dtron.run.fault_handler import FaultHandler
 from dtron.run.process import Place
+from dtron.run.rendezvous import Rendezvous
 from tests.test_architecture import ROOT
+from tests.training.test_trainer import tiny
 
 PLACE = Place(rank=0, local_rank=0, world_size=4, job="j")
 HOSTS = ["a", "a", "b", "b"]
@@ -126,6 +132,50 @@ def test_a_restart_logs_cause_and_parts(
     assert list(found) == [f"recovery_{part}_seconds" for part in parts]
     assert sum(found.values()) == pytest.approx(total)
     assert second.recovered() == {}
+
+
+def test_a_signal_while_an_error_is_explained_leaves_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun stops the survivors of a kill as soon as it notices: they end with a record."""
+    place, previous, missed = replace(PLACE, world_size=1), signal.getsignal(signal.SIGTERM), []
+    made = Attempts(tmp_path, place)
+    handler = FaultHandler(tiny(tmp_path / "run"), place, made, tmp_path / "hangs")
+
+    def explain(
+        _error: Exception, _failure: object, stop: StopSignal, _memory: object
+    ) -> PeerError:
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while not (stop.terminated or missed) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return PeerError(LOST_PEER)
+
+    def fail() -> None:
+        with handler.process_group(Rendezvous(place, HashStore())) as stop:
+            stop._group = dist.group.WORLD  # type: ignore[assignment]  # training has begun
+            raise RuntimeError("a connection is gone")
+
+    monkeypatch.setattr(handler, "explain", explain)
+    signal.signal(signal.SIGTERM, lambda *_: missed.append(True))
+    try:
+        with pytest.raises(PeerError) as error:
+            fail()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        dist.destroy_process_group()
+    assert not missed
+    assert error.value.stopped
+    assert json.loads((tmp_path / "ends/rank-0.json").read_text())["cause"] == LOST_PEER
+
+
+def test_a_rank_that_was_stopped_has_lost_nobody(tmp_path: Path) -> None:
+    made = Attempts(tmp_path, PLACE)
+    causes = []
+    for cause in (STOPPED, LOST_PEER, "E: its own"):
+        made.record_end(cause)
+        causes.append(json.loads((tmp_path / "ends/rank-0.json").read_text())["cause"])
+    assert causes == [STOPPED, STOPPED, "E: its own"]
 
 
 def test_parts_of_a_recovery() -> None:
