@@ -5,7 +5,7 @@ construction. Executing it is a loop over that list, one short method an action:
 
     F   forward of a micro-batch through a stage       SEND_F, RECV_F   hidden states onwards
     B   its backward                                   SEND_B, RECV_B   gradients backwards
-    I, W  the backward in two parts (`split_backward.py`) REDUCE           sum over data parallel ranks
+    I, W  its two parts (`split_backward.py`)          REDUCE           sum over data parallel ranks
 
 Sends and receives are posted without waiting and run beside the computation; a receive is waited
 for by the action that reads it. An output is let go once it is sent: the backward needs only its
