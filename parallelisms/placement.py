@@ -156,7 +156,7 @@ def replicate() -> Row:
 
 
 def experts() -> Row:
-    """Stacked experts, which expert parallelism splits by axes of its own (`expert_parallel.py`)."""
+    """Stacked experts, which expert parallelism splits by its own axes (`expert_parallel.py`)."""
     return Row("experts")
 
 

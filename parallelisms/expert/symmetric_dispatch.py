@@ -7,7 +7,8 @@ much a message holds before it is sent, so that no count is read by the host.
     pulled   all ranks' (P, E)     -> rows by (expert, sender) (C, D) -> results by expert (M, D)
              `exchange`               `set_off`, `arrived`               `move`
 
-Each puts, meets all ranks at a barrier on the device, and pulls, on a stream beside (`symmetric_exchange.py`):
+Each puts, meets all ranks at a barrier on the device, and pulls on another stream
+(`symmetric_exchange.py`):
 what a model computes between `begin` and `finish` runs while rows travel, and its backward while
 their gradients do. Where rows are is computed in between by plain torch. So a block compiles whole,
 and one graph serves all layers. The same ways are gone backward by gradients, in the opposite
