@@ -104,8 +104,8 @@ def test_unknown_suffix(tmp_path: Path) -> None:
     [
         ("a.parquet", 'set data.source = "hf" and data.hf_path to it'),
         ("a.csv", 'set data.source = "hf" and data.hf_path to it'),
-        ("a.json", "one JSON object a line as .jsonl"),
-        ("a.jsonl.zst", "pack it with gzip"),
+        ("a.json", "one JSON object per line as .jsonl"),
+        ("a.jsonl.zst", "compress it with gzip"),
     ],
 )
 def test_files_of_other_kinds_name_what_reads_them(tmp_path: Path, name: str, message: str) -> None:

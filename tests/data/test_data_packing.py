@@ -184,7 +184,7 @@ def test_a_single_document_is_trained_on(
     caplog.set_level(logging.WARNING, "dtron")
     _, validation = open_data(make_data(["abcdef"], validation_fraction=0.9), seq_len=4, seed=0)
     assert validation is None
-    assert "too few documents" in caplog.text
+    assert "too few different documents" in caplog.text
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1e-9, 0.02, 0.5, 0.999999])

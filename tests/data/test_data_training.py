@@ -155,7 +155,7 @@ def test_a_path_given_twice_leaks_no_held_out_document(
         assert leaked == 0
     assert "40 of 80 documents are duplicates" in messages[0]
     assert f"data.paths names {path} more than once" in messages[0]
-    assert "20 of 60 documents are copies" in messages[1]
+    assert "20 of 60 documents are duplicates" in messages[1]
     assert "more than once" not in messages[1]
 
 
