@@ -41,8 +41,8 @@ WIDTHS: dict[str, dict[str, Any]] = {
 EXPECTED: dict[str, int] = {
     "passed": 1113,
     'recompute.mode = "selective" with compile.enable and parallel.ep x parallel.etp = 2: a block'
-    " of which some results are kept compiles whole or not at all, and experts on other ranks"
-    " break it where the host reads how many rows travel; use parallel.dispatcher ="
+    " that keeps some results compiles whole or not at all, and experts on other ranks"
+    " break it where the host reads how many tokens are sent; use parallel.dispatcher ="
     ' "symmetric_memory" inside a host, recompute.mode = "full", or compile.enable = false': 8,
     "parallel.ep = 2 x parallel.etp = 1 does not divide the 3 ranks of dp_shard x cp x tp; use"
     " parallel.ep = 1, 3": 4,

@@ -125,7 +125,7 @@ def test_a_plan_says_that_deepep_was_not_looked_for(capsys: pytest.CaptureFixtur
     """It is told of runs that need it alone."""
     command = ["plan", "--config", str(CONFIGS / "deepseek_v3.toml"), "--world-size", "1024"]
     words = ["parallel.dispatcher=deepep", "parallel.ep=8"]
-    messages = "not looked for: the package deep_ep"
+    messages = "not checked: the package deep_ep"
     for more, times in ((words, 1), (words[1:], 0)):
         commands([*command, *more])
         assert capsys.readouterr().out.count(messages) == times
@@ -143,7 +143,7 @@ def test_a_dry_run_that_passes_has_looked_for_it(
     assert main(["--config", config, "--dry-run", *words]) == 0
     shown = capsys.readouterr().out
     assert "all checks of a start passed" in shown
-    assert "not looked for" not in shown
+    assert "not checked" not in shown
 
 
 def test_gpt3_on_1024() -> None:
