@@ -1,17 +1,13 @@
 """A pipeline's step on a clock: every rank's actions with times of their own, and transfers between
-ranks; and what many ranks that differ in speed cost.
+ranks.
 
     run_order    one pipeline, event by event
     Traffic      transfers that share links
-    slowest_of   many ranks that reduce together: the slowest decides, since all end a step at once
 """
 
 import heapq
-import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import inf
-from statistics import NormalDist
 from typing import Any
 
 from dtron.parallelisms.pipeline.schedule_ops import (
@@ -144,36 +140,3 @@ def _users(wanted: list[list[list[int]]]) -> dict[int, set[int]]:
             for want in wants:
                 found.setdefault(want, set()).add(rank)
     return found
-
-
-@dataclass(frozen=True)
-class Disorder:
-    """How ranks differ.
-
-    Args:
-        jitter: standard deviation of a rank's speed from step to step, as a share.
-        stragglers: share of ranks that are slower all the time.
-        straggle: how much slower they are, as a share.
-    """
-
-    jitter: float = 0.01
-    stragglers: float = 0.0
-    straggle: float = 0.0
-
-
-def slowest_of(ranks: int, disorder: Disorder, seed: int = 0, draws: int = 40) -> float:
-    """Mean factor by which the slowest of so many ranks is slower than the middle one."""
-    rng = random.Random(seed)
-    total = 0.0
-    for _ in range(draws):
-        # The largest of n uniform numbers is u^(1/n): no need to draw all of them.
-        level = rng.random() ** (1 / ranks)
-        late = 1 + disorder.jitter * _normal(level)
-        straggling = rng.random() < 1 - (1 - disorder.stragglers) ** ranks
-        total += late * (1 + disorder.straggle * straggling)
-    return total / draws
-
-
-def _normal(level: float) -> float:
-    """Quantile of the standard normal distribution."""
-    return NormalDist().inv_cdf(min(level, 1 - 1e-12))
