@@ -26,11 +26,13 @@ Language Modeling, arXiv:2404.10830.
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dtron.data.packing import (
     IGNORE,
+    CutDocuments,
     Packed,
     State,
     Tokens,
@@ -178,7 +180,7 @@ class Plan:
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
-    def waste(self) -> Waste:
+    def waste(self, order: Order) -> Waste:
         """The same in every epoch."""
         filled = int(self._pieces.lengths.sum(dtype=np.int64))
         padding = 1 - filled / (len(self) * self._seq_len)
@@ -220,18 +222,19 @@ class Plan:
         return Packed(tokens, labels, *masks, numbers)
 
 
-class ShuffledPieces:
+class Shuffled:
     """The training split: endless epochs, each in an order of its own."""
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: CutDocuments | Plan, seed: int) -> None:
         self._plan, self._seed = plan, seed
-        self._order = plan.order(seed, 0)
+        self._epoch = 0
+        self._order: Any = plan.order(seed, 0)
 
     def sequence(self, k: int) -> Packed:
         """Sequence k of the run, k = 0, 1, 2, ..."""
         epoch, index = divmod(k, len(self._plan))
-        if epoch != self._order.epoch:  # one is kept: sequences are asked for in ascending order
-            self._order = self._plan.order(self._seed, epoch)
+        if epoch != self._epoch:  # one order is kept: sequences are asked for in ascending order
+            self._epoch, self._order = epoch, self._plan.order(self._seed, epoch)
         return self._plan.sequence(self._order, index)
 
     def state(self, k: int) -> State:
@@ -242,8 +245,8 @@ class ShuffledPieces:
         """Nothing to do: any sequence can be read at any time."""
 
     def waste(self) -> Waste:
-        """The same in every epoch."""
-        return self._plan.waste()
+        """Of this epoch."""
+        return self._plan.waste(self._order)
 
 
 class FixedPieces:

@@ -163,14 +163,13 @@ class Tape:
         return window, [stop - start for start, stop in spans]
 
 
-class ShuffledDocuments:
-    """The training split: endless epochs, each in an order of its own.
+class CutDocuments:
+    """Documents end to end, cut every T tokens; the order of an epoch is a Tape.
 
     Args:
         tokens, offsets: as in Tape.
         documents: int64 (n,), indices of the training split.
         seq_len: T.
-        seed: of the order.
         mask_documents: give positions and documents, and no label across two documents.
     Raises:
         DataError: the documents do not fill one sequence.
@@ -183,37 +182,29 @@ class ShuffledDocuments:
         documents: np.ndarray,
         *,
         seq_len: int,
-        seed: int,
         mask_documents: bool,
     ) -> None:
         total = int((offsets[documents + 1] - offsets[documents]).sum())
         refuse_too_short(total, len(documents), seq_len)
-        self.sequences_per_epoch = (total - 1) // seq_len
+        self._n_sequences = (total - 1) // seq_len
         self._tokens, self._offsets, self._documents = tokens, offsets, documents
-        self._seq_len, self._seed, self._mask = seq_len, seed, mask_documents
-        self._epoch, self._tape = 0, self._lay(0)
+        self._seq_len, self._mask = seq_len, mask_documents
 
-    def sequence(self, k: int) -> Packed:
-        """Sequence k of the run, k = 0, 1, 2, ..."""
-        epoch, index = divmod(k, self.sequences_per_epoch)
-        if epoch != self._epoch:  # one order is kept: sequences are asked for in ascending order
-            self._epoch, self._tape = epoch, self._lay(epoch)
-        window = self._tape.window(index * self._seq_len, self._seq_len + 1)
+    def __len__(self) -> int:
+        return self._n_sequences
+
+    def order(self, seed: int, epoch: int) -> Tape:
+        """The order of an epoch."""
+        return Tape(self._tokens, self._offsets, shuffle(self._documents, seed, epoch))
+
+    def sequence(self, order: Tape, index: int) -> Packed:
+        """Sequence `index` of an epoch, 0 <= index < len(self)."""
+        window = order.window(index * self._seq_len, self._seq_len + 1)
         return pack(*window, mask_documents=self._mask)
 
-    def state(self, k: int) -> State:
-        """Nothing: sequence k depends on k alone."""
-        return {}
-
-    def seek(self, k: int, state: State) -> None:
-        """Nothing to do: any sequence can be read at any time."""
-
-    def waste(self) -> Waste:
+    def waste(self, order: Tape) -> Waste:
         """Nothing is padded; which documents are split is another matter in each epoch."""
-        return Waste(self.sequences_per_epoch, 0.0, self._tape.split_documents(self._seq_len))
-
-    def _lay(self, epoch: int) -> Tape:
-        return Tape(self._tokens, self._offsets, shuffle(self._documents, self._seed, epoch))
+        return Waste(len(self), 0.0, order.split_documents(self._seq_len))
 
 
 class OrderedDocuments:
@@ -223,7 +214,7 @@ class OrderedDocuments:
     that has no labels.
 
     Args:
-        tokens, offsets, documents, mask_documents: as in ShuffledDocuments; at least 1 document.
+        tokens, offsets, documents, mask_documents: as in CutDocuments; at least 1 document.
         seq_len: T.
         eos_id: what to pad with.
     """
