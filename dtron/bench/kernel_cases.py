@@ -40,6 +40,16 @@ def _as_drawn(drawn: Tensors) -> Tensors:
     return drawn
 
 
+def _seeded(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+def _normal(dtype: torch.dtype, device: torch.device, *shapes: Shape) -> list[Tensor]:
+    """Values of one seed, drawn in float32."""
+    generator = _seeded(device)
+    return [torch.randn(x, generator=generator, device=device).to(dtype) for x in shapes]
+
+
 @dataclass(frozen=True)
 class Row:
     """One kernel."""
@@ -47,13 +57,20 @@ class Row:
     name: str
     forward: Callable[[Tensors], Tensors]
     """Inputs -> outputs."""
-    backward: Callable[[Tensors, Tensors], Tensors] | None
+    backward: Callable[[Tensors, Tensors], Tensors] | None = None
     """(inputs, outputs) -> gradients; the first output's gradient is the last input. None where
     the problem has one part."""
-    unavailable: Callable[[torch.device, torch.dtype, Shape], str | None]
+    unavailable: Callable[[torch.device, torch.dtype, Shape], str | None] = lambda *_: None
     """Why it cannot run there, or None."""
     inputs: Callable[[Tensors], Tensors] = _as_drawn
     """What is drawn -> what it takes: a copy of its own, if it writes to that."""
+
+    def calls(self, drawn: Tensors) -> tuple[Tensors, Tensors, list[Callable[[], Tensors]]]:
+        """Its inputs, the outputs of a first forward, and a call of each part to be timed."""
+        inputs, backward = self.inputs(drawn), self.backward
+        outputs = self.forward(inputs)
+        forwards = [lambda: self.forward(inputs)]
+        return inputs, outputs, forwards + ([lambda: backward(inputs, outputs)] if backward else [])
 
 
 @dataclass(frozen=True)
@@ -108,11 +125,8 @@ def _attention_row(name: str) -> Row:
 
 def _draw_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     batch, length, heads, groups, size = shape
-    generator = torch.Generator(device).manual_seed(0)
-    return [
-        torch.randn(batch, length, n, size, generator=generator, device=device).to(dtype)
-        for n in (heads, groups, groups, heads)
-    ]
+    counts = (heads, groups, groups, heads)
+    return _normal(dtype, device, *((batch, length, n, size) for n in counts))
 
 
 def _attention_flops(shape: Shape) -> tuple[float, float]:
@@ -146,7 +160,7 @@ def _columns(inputs: Tensors) -> list[list[Tensor]]:
 def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Parameters are as small as an update is, so that what an update loses shows in them."""
     count, size = shape
-    generator = torch.Generator(device).manual_seed(0)
+    generator = _seeded(device)
 
     def normal(scale: float) -> list[Tensor]:
         empty = (torch.empty(size, device=device, dtype=dtype) for _ in range(count))
@@ -229,8 +243,7 @@ _WIDE, _NARROW = _own_state(torch.float32), _own_state(torch.bfloat16)
 
 def _draw_matrix(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """A matrix, and its scale."""
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(shape, generator=generator, device=device).to(dtype)
+    (x,) = _normal(dtype, device, shape)
     return [x, scale_of(x.abs().amax().view(1, 1), _GRADIENT)]
 
 
@@ -247,8 +260,7 @@ def _cast_kernel(inputs: Tensors) -> Tensors:
 
 def _draw_gated(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """gate, up, and the gradient of what they are multiplied to."""
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(3)]
+    return _normal(dtype, device, shape, shape, shape)
 
 
 def _gated_formula(inputs: Tensors) -> Tensors:
@@ -299,12 +311,8 @@ def _gated_bytes(inputs: Tensors) -> Figures:
 def _draw_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Rows, where each of their copies goes, the inverse of that, and the copies' gradient."""
     tokens, width, k = shape
-    generator = torch.Generator(device).manual_seed(0)
-    order = torch.randperm(tokens * k, generator=generator, device=device)
-    x, grad = (
-        torch.randn(n, width, generator=generator, device=device).to(dtype)
-        for n in (tokens, tokens * k)
-    )
+    order = torch.randperm(tokens * k, generator=_seeded(device), device=device)
+    x, grad = _normal(dtype, device, (tokens, width), (tokens * k, width))
     return [x.requires_grad_(), order, inverse_of(order), grad]
 
 
@@ -339,9 +347,8 @@ def _rows_bytes(inputs: Tensors) -> Figures:
 def _draw_peers(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Rows of each rank, here all of one device, where those of the result lie, and addresses."""
     ranks, rows, width = shape
-    generator = torch.Generator(device).manual_seed(0)
-    held = torch.randn(ranks, rows, width, generator=generator, device=device).to(dtype)
-    slots = torch.randperm(ranks * rows, generator=generator, device=device)[:rows]
+    (held,) = _normal(dtype, device, (ranks, rows, width))
+    slots = torch.randperm(ranks * rows, generator=_seeded(device), device=device)[:rows]
     return [held, slots, torch.tensor([part.data_ptr() for part in held], device=device)]
 
 
@@ -379,8 +386,7 @@ def _carried(inputs: Tensors) -> Tensors:
 
 
 def _draw_carried(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(shape, generator=generator, device=device).to(dtype)]
+    return _normal(dtype, device, shape)
 
 
 def _carried_bytes(inputs: Tensors) -> Figures:
@@ -421,11 +427,8 @@ def _packed_pulled_bytes(inputs: Tensors) -> Figures:
 def _draw_experts(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Rows, of which experts have equally many, matrices, where rows end, the output's gradient."""
     rows, experts, inward, outward = shape
-    generator = torch.Generator(device).manual_seed(0)
-    x, weight, grad = (
-        torch.randn(size, generator=generator, device=device).to(dtype)
-        for size in ((rows, inward), (experts, outward, inward), (rows, outward))
-    )
+    sizes = ((rows, inward), (experts, outward, inward), (rows, outward))
+    x, weight, grad = _normal(dtype, device, *sizes)
     ends = torch.arange(1, experts + 1, device=device).int() * (rows // experts)
     return [x.requires_grad_(), weight.requires_grad_(), ends, grad]
 
@@ -486,8 +489,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_adamw_bytes,
         reference="formula",
         rows=(
-            Row("formula", _formula, None, lambda *_: None, _WIDE),
-            Row("torch, fused", _torch_fused, None, lambda *_: None, _WIDE),
+            Row("formula", _formula, inputs=_WIDE),
+            Row("torch, fused", _torch_fused, inputs=_WIDE),
             Row("dtron, float32 moments", _dtron_adamw, None, _needs_triton, _WIDE),
             Row("dtron, bfloat16 moments", _dtron_adamw, None, _needs_triton, _NARROW),
         ),
@@ -504,7 +507,7 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=lambda inputs: (inputs[0].nbytes + 2.0 * inputs[0].numel(),),
         reference="formula",
         rows=(
-            Row("formula", _cast_formula, None, lambda *_: None),
+            Row("formula", _cast_formula),
             Row("dtron", _cast_kernel, None, _needs_triton),
         ),
         parts=("cast",),
@@ -519,7 +522,7 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_gated_bytes,
         reference="formula",
         rows=(
-            Row("formula", _gated_formula, _gated_formula_backward, lambda *_: None),
+            Row("formula", _gated_formula, _gated_formula_backward),
             Row("dtron", _gated_kernel, _gated_kernel_backward, _needs_triton),
         ),
     ),
@@ -532,8 +535,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_rows_bytes,
         reference="indexing",
         rows=(
-            Row("indexing", _indexed, _indexed_backward, lambda *_: None),
-            Row("dtron", _repeated, _repeated_backward, lambda *_: None),
+            Row("indexing", _indexed, _indexed_backward),
+            Row("dtron", _repeated, _repeated_backward),
         ),
     ),
     "peers": Problem(
@@ -545,7 +548,7 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_pulled_bytes,
         reference="formula",
         rows=(
-            Row("formula", _chosen, None, lambda *_: None),
+            Row("formula", _chosen),
             Row("dtron", _pulled, None, _needs_triton),
         ),
         parts=("pull",),
@@ -560,8 +563,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_carried_bytes,
         reference="formula",
         rows=(
-            Row("formula", _carried_formula, None, lambda *_: None),
-            Row("dtron", _carried, None, lambda *_: None),
+            Row("formula", _carried_formula),
+            Row("dtron", _carried),
         ),
         parts=("both casts",),
     ),
@@ -574,7 +577,7 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_packed_pulled_bytes,
         reference="formula",
         rows=(
-            Row("formula", _packed_chosen, None, lambda *_: None),
+            Row("formula", _packed_chosen),
             Row("dtron", _packed_pulled, None, _needs_triton),
         ),
         parts=("pull",),
@@ -589,8 +592,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_experts_bytes,
         reference="batched",
         rows=(
-            Row("batched", _batched, _batched_backward, lambda *_: None),
-            Row("grouped", _grouped, _grouped_backward, lambda *_: None),
+            Row("batched", _batched, _batched_backward),
+            Row("grouped", _grouped, _grouped_backward),
         ),
     ),
 }

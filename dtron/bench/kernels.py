@@ -111,14 +111,10 @@ def _time(
     truth: list[Tensors] | None,
 ) -> tuple[Timing, list[Tensors]]:
     """Figures, and what is compared of each part."""
-    inputs, backward = row.inputs(drawn), row.backward
-    outputs = row.forward(inputs)
+    inputs, outputs, calls = row.calls(drawn)
     # Copies, since further calls of an update in place go on changing its outputs.
     results: list[Tensors] = [[x.clone() for x in outputs[: problem.compared]]]
-    calls: list[Callable[[], Tensors]] = [lambda: row.forward(inputs)]
-    if backward:
-        results.append(backward(inputs, outputs))
-        calls.append(lambda: backward(inputs, outputs))
+    results += [backward() for backward in calls[1:]]
     error = tuple(map(_error, results, truth)) if truth else None
     times = tuple(seconds(call, device) for call in calls)
     work = list(zip(times, problem.flops(shape), problem.n_bytes(inputs), strict=True))

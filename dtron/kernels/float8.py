@@ -247,15 +247,8 @@ def _(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
 
 
 @gated_backward_cast.register_fake
-def _(
-    gate: Tensor,
-    up: Tensor,
-    grad: Tensor,
-    scales: Tensor,
-    hidden_scale: Tensor,
-    dtype: torch.dtype,
-    hidden_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gate: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_tensors, dtype, hidden_dtype = rest
     of_gate, of_up = (torch.empty_like(gate, dtype=dtype) for _ in range(2))
     return of_gate, of_up, _empty_turned(gate, hidden_dtype)
 
