@@ -3,7 +3,7 @@
     weak     the same number of sequences per data-parallel rank
     strong   the same global batch, fewer micro-batches per rank
 
-Every step waits for its slowest rank (`simulate.slowest_of`). Copies of the layout are added as
+Every step waits for its slowest rank (`slowest_of`). Copies of the layout are added as
 dp_replicate, so parameters are sharded over as many ranks as before.
 
     python -m benchmarks.scaling --config configs/llama3_70b.toml --base 64 --out scaling.svg
@@ -13,9 +13,11 @@ dp_replicate, so parameters are sharded over as many ranks as before.
 
 import argparse
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 from benchmarks.charts import text
 from dtron.checkpoint.initial_weights import fill_from_initial
@@ -23,7 +25,6 @@ from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.plan.hardware import HARDWARE, Hardware, hardware
 from dtron.plan.run_shape import Resolved
-from dtron.plan.simulate import Disorder, slowest_of
 from dtron.plan.steptime import predict
 
 WIDTH, HEIGHT, LEFT, RIGHT = 760, 340, 70, 60
@@ -32,6 +33,39 @@ LINE, CHARACTER, GAP = 14, 7, 6
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom of a label, in pixels."""
 COLOURS = ("#3d7fd0", "#c96f16", "#2f9c8d", "#7b5bb8")
+
+
+@dataclass(frozen=True)
+class Disorder:
+    """How ranks differ.
+
+    Args:
+        jitter: standard deviation of a rank's speed from step to step, as a share.
+        stragglers: share of ranks that are slower all the time.
+        straggle: how much slower they are, as a share.
+    """
+
+    jitter: float = 0.01
+    stragglers: float = 0.0
+    straggle: float = 0.0
+
+
+def slowest_of(ranks: int, disorder: Disorder, seed: int = 0, draws: int = 40) -> float:
+    """Mean factor by which the slowest of so many ranks is slower than the middle one."""
+    rng = random.Random(seed)
+    total = 0.0
+    for _ in range(draws):
+        # The largest of n uniform numbers is u^(1/n): no need to draw all of them.
+        level = rng.random() ** (1 / ranks)
+        late = 1 + disorder.jitter * _normal(level)
+        straggling = rng.random() < 1 - (1 - disorder.stragglers) ** ranks
+        total += late * (1 + disorder.straggle * straggling)
+    return total / draws
+
+
+def _normal(level: float) -> float:
+    """Quantile of the standard normal distribution."""
+    return NormalDist().inv_cdf(min(level, 1 - 1e-12))
 
 
 @dataclass(frozen=True)

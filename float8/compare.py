@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 from dtron.errors import ConfigError, cause_of
+from dtron.io.svg import element, picture, text
 from dtron.io.untrusted import TEXT_BYTES, parse, read_text
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 380, 56, 40, 16, 40
@@ -108,22 +108,16 @@ def draw(found: Comparison) -> str:
     curves = (found.first, found.second)
     values = [curve.losses[step] for curve in curves for step in found.steps]
     low, high = min(values), max(values)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#222">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-        *_axes(found.steps, low, high),
-    ]
+    parts = _axes(found.steps, low, high)
     for number, (curve, ink) in enumerate(zip(curves, INKS, strict=True)):
         points = " ".join(
             "{:.1f},{:.1f}".format(*_place(found.steps, low, high, step, curve.losses[step]))
             for step in found.steps
         )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{ink}" stroke-width="1.5"/>')
-        x = LEFT + 180 * number
-        parts.append(f'<text x="{x}" y="18" fill="{ink}">{escape(curve.name)}</text>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="18" text-anchor="end">gap {found.gap:+.2%}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        parts.append(element("polyline", points=points, fill="none", stroke=ink, stroke_width=1.5))
+        parts.append(text(LEFT + 180 * number, 18, curve.name, fill=ink))
+    parts.append(text(WIDTH - RIGHT, 18, f"gap {found.gap:+.2%}", text_anchor="end"))
+    return picture(WIDTH, HEIGHT, parts)
 
 
 def _place(
@@ -140,16 +134,17 @@ def _place(
 
 def _axes(steps: Sequence[int], low: float, high: float) -> list[str]:
     bottom = HEIGHT - BOTTOM
-    lines = [f'<path d="M{LEFT} {TOP}V{bottom}H{WIDTH - RIGHT}" fill="none" stroke="#888"/>']
+    corner = f"M{LEFT} {TOP}V{bottom}H{WIDTH - RIGHT}"
+    lines = [element("path", d=corner, fill="none", stroke="#888")]
     for i in range(5):
         loss = low + (high - low) * i / 4
         y = _place(steps, low, high, steps[0], loss)[1]
-        lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{loss:.2f}</text>')
+        lines.append(text(LEFT - 6, y + 4, f"{loss:.2f}", text_anchor="end"))
     for step in sorted({steps[0], steps[-1]}):
         x = _place(steps, low, high, step, low)[0]
-        lines.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{step}</text>')
+        lines.append(text(x, bottom + 18, step, text_anchor="middle"))
     middle = (LEFT + WIDTH - RIGHT) / 2
-    return [*lines, f'<text x="{middle}" y="{bottom + 18}" text-anchor="middle">step</text>']
+    return [*lines, text(middle, bottom + 18, "step", text_anchor="middle")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,6 +32,23 @@ from dtron.models.hf import (
 )
 from dtron.models.spec import ModelSpec
 
+_ALL: dict[str, Any] = {
+    "activation": "clamped_swiglu",
+    "norm_eps": 1e-5,
+    "bias": True,
+    "full_attention_every": 2,
+    "sinks": True,
+    "rope_theta": 150000.0,
+    "rope_scaling": "yarn",
+    "rope_scaling_factor": 32.0,
+    "rope_original_context": 4096,
+    "rope_truncate": False,
+    "experts_per_token": 4,
+    "router": "topk_softmax",
+    "balance": "micro_batch",
+    "balance_coefficient": 0.001,
+}
+
 
 def _gpt_oss(n_layers: int, n_experts: int) -> DecoderConfig:
     return DecoderConfig(
@@ -41,23 +58,10 @@ def _gpt_oss(n_layers: int, n_experts: int) -> DecoderConfig:
         n_heads=64,
         n_kv_heads=8,
         head_dim=64,
-        activation="clamped_swiglu",
-        norm_eps=1e-5,
-        bias=True,
         window=128,
-        full_attention_every=2,
-        sinks=True,
-        rope_theta=150000.0,
-        rope_scaling="yarn",
-        rope_scaling_factor=32.0,
-        rope_original_context=4096,
-        rope_truncate=False,
         n_experts=n_experts,
-        experts_per_token=4,
         expert_dim=2880,
-        router="topk_softmax",
-        balance="micro_batch",
-        balance_coefficient=0.001,
+        **_ALL,
     )
 
 
@@ -69,23 +73,10 @@ SIZES = {
         n_heads=8,
         n_kv_heads=4,
         head_dim=16,
-        activation="clamped_swiglu",
-        norm_eps=1e-5,
-        bias=True,
         window=16,
-        full_attention_every=2,
-        sinks=True,
-        rope_theta=150000.0,
-        rope_scaling="yarn",
-        rope_scaling_factor=32.0,
-        rope_original_context=4096,
-        rope_truncate=False,
         n_experts=8,
-        experts_per_token=4,
         expert_dim=64,
-        router="topk_softmax",
-        balance="micro_batch",
-        balance_coefficient=0.001,
+        **_ALL,
     ),
     "20b": _gpt_oss(24, 32),
     "120b": _gpt_oss(36, 128),

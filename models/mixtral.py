@@ -31,6 +31,15 @@ from dtron.models.hf import (
 )
 from dtron.models.spec import ModelSpec
 
+_ALL: dict[str, Any] = {
+    "norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "n_experts": 8,
+    "experts_per_token": 2,
+    "renormalize": True,
+    "balance": "micro_batch",
+}
+
 
 def _mixtral(
     dim: int, n_layers: int, n_heads: int, expert_dim: int, balance: float
@@ -41,14 +50,9 @@ def _mixtral(
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=8,
-        norm_eps=1e-5,
-        rope_theta=1000000.0,
-        n_experts=8,
-        experts_per_token=2,
         expert_dim=expert_dim,
-        renormalize=True,
-        balance="micro_batch",
         balance_coefficient=balance,
+        **_ALL,
     )
 
 
@@ -59,14 +63,9 @@ SIZES = {
         n_layers=4,
         n_heads=8,
         n_kv_heads=4,
-        norm_eps=1e-5,
-        rope_theta=1000000.0,
-        n_experts=8,
-        experts_per_token=2,
         expert_dim=64,
-        renormalize=True,
-        balance="micro_batch",
         balance_coefficient=0.02,
+        **_ALL,
     ),
     "8x7b": _mixtral(4096, 32, 32, 14336, balance=0.02),
     "8x22b": _mixtral(6144, 56, 48, 16384, balance=0.001),

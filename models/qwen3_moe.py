@@ -26,6 +26,15 @@ from dtron.models.hf import (
 )
 from dtron.models.spec import ModelSpec
 
+_ALL: dict[str, Any] = {
+    "norm_eps": 1e-6,
+    "qk_norm": True,
+    "rope_theta": 1000000.0,
+    "renormalize": True,
+    "balance": "micro_batch",
+    "balance_coefficient": 0.001,
+}
+
 
 def _qwen3_moe(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, expert_dim: int
@@ -37,15 +46,10 @@ def _qwen3_moe(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=128,
-        norm_eps=1e-6,
-        qk_norm=True,
-        rope_theta=1000000.0,
         n_experts=128,
         experts_per_token=8,
         expert_dim=expert_dim,
-        renormalize=True,
-        balance="micro_batch",
-        balance_coefficient=0.001,
+        **_ALL,
     )
 
 
@@ -57,15 +61,10 @@ SIZES = {
         n_heads=8,
         n_kv_heads=4,
         head_dim=32,
-        norm_eps=1e-6,
-        qk_norm=True,
-        rope_theta=1000000.0,
         n_experts=16,
         experts_per_token=4,
         expert_dim=32,
-        renormalize=True,
-        balance="micro_batch",
-        balance_coefficient=0.001,
+        **_ALL,
     ),
     "30b-a3b": _qwen3_moe(2048, 48, 32, 4, 768),
     "235b-a22b": _qwen3_moe(4096, 94, 64, 4, 1536),

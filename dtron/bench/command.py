@@ -17,8 +17,7 @@ from dtron.bench import kernels, report
 from dtron.bench.breakdown import Breakdown, breakdown_table, ceiling, notes, read_breakdown
 from dtron.bench.frameworks import (
     LOG_STEPS,
-    PEERS,
-    Peer,
+    PEER,
     print_comparisons,
     refusal,
     require,
@@ -92,7 +91,6 @@ def _report(
 class PeerComparison:
     """A peer framework, which runs after each run of dtron."""
 
-    peer: Peer
     extra: Sequence[str]
     """Extra command-line arguments of the peer."""
 
@@ -102,8 +100,8 @@ class PeerComparison:
             resolved, _ = bench_config(config, point.overrides, options, Path())
         except ConfigError:
             return None  # running it gives the reason
-        why = refusal(self.peer, resolved, options)
-        return Outcome(point.label, "refused", f"against {self.peer.name}: {why}") if why else None
+        why = refusal(resolved, options)
+        return Outcome(point.label, "refused", f"against {PEER}: {why}") if why else None
 
 
 def run_all(
@@ -133,8 +131,8 @@ def run_all(
         if outcome.status == "ok" and options.profile_steps:
             add_breakdown(outcome, options, with_ceiling=options.shapes and repeat == 0)
         if outcome.status == "ok" and against:
-            peer_out = out / f"{order:03}-{against.peer.name}"
-            outcome.against = run_peer(against.peer, outcome, against.extra, options, peer_out)
+            peer_out = out / f"{order:03}-{PEER}"
+            outcome.against = run_peer(outcome, against.extra, options, peer_out)
         # The reason is printed once, under the table.
         summary = outcome.status if outcome.reason else _brief(outcome, options)
         console.print(
@@ -231,8 +229,8 @@ def _against(given: argparse.Namespace) -> PeerComparison | None:
         return None
     if given.steps < LOG_STEPS:
         raise ConfigError(f"--steps {given.steps} with --against: use at least {LOG_STEPS}")
-    require(PEERS[given.against])
-    return PeerComparison(PEERS[given.against], shlex.split(given.peer_args))
+    require()
+    return PeerComparison(shlex.split(given.peer_args))
 
 
 def _count(text: str) -> int:
@@ -264,7 +262,7 @@ def bench_parser() -> argparse.ArgumentParser:
     add("--fresh-cache", action="store_true", help="start each run without compiled graphs")
     add("--no-profile", action="store_true", help="measure no communication, on GPUs")
     add("--breakdown", action="store_true", help="show where a step's time goes, and its ceiling")
-    add("--against", choices=list(PEERS), help="run a peer on the same work behind each run")
+    add("--against", choices=[PEER], help="run a peer on the same work behind each run")
     add("--peer-args", default="", metavar="ARGS", help="arguments added to the peer's, quoted")
     add("--out", metavar="DIR", help="where logs and bench.json go (default: runs/bench/TIME)")
     return parser

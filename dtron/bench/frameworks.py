@@ -1,9 +1,8 @@
-"""Other frameworks beside dtron: the same model, tokens, precision and recomputation on the same
-GPUs.
+"""torchtitan beside dtron: the same model, tokens, precision and recomputation on the same GPUs.
 
-PEERS is a table. A row says how a config is said in the peer's words (what has no equal there is
-refused), how its log is read, and which facts its log shows, so that equality is asserted from what
-both runs say of themselves and not from what was asked for:
+A config is said in the peer's words (what has no equal there is refused), its log is read, and
+which facts its log shows, so that equality is asserted from what both runs say of themselves and
+not from what was asked for:
 
     parameters      all of the model, a tied weight once
     tokens_a_step   over all ranks
@@ -25,7 +24,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,10 @@ from dtron.config import RunConfig, fields
 from dtron.data.sources import CORPORA
 from dtron.errors import ConfigError
 
+PEER, RELEASE = "torchtitan", "0.2.2"
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+_CONFIG = "config.json"
+"""Where in its directory it writes its resolved config."""
 Facts = dict[str, Any]
 _CHARACTERS = 10**7
 
@@ -51,27 +54,6 @@ class PeerRun:
     speeds: list[float]
     """Tokens a second and device, of each window behind the warm-up."""
     memory_gib: float
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One framework."""
-
-    name: str
-    module: str
-    """What is imported if it is installed."""
-    install: str
-    """How to install it."""
-    arguments: Callable[[RunConfig, int, Options, Path], list[str]]
-    """(config, ranks, options, directory for its files) -> arguments of torchrun; raises
-    ConfigError for what it has no equal of."""
-    environment: dict[str, str]
-    prepare: Callable[[Path, Sequence[str]], None]
-    """Write documents into the directory as it reads them."""
-    read: Callable[[str, dict[str, Any], int], PeerRun]
-    """(log, its resolved config, warm-up steps) -> what they show."""
-    config_file: str
-    """Where in the directory it writes its resolved config, as JSON."""
 
 
 def dtron_facts(outcome: Outcome) -> Facts:
@@ -176,7 +158,7 @@ def titan_arguments(config: RunConfig, ranks: int, options: Options, directory: 
         "optimizer.lr": config.optim.lr,
         "metrics.log_freq": LOG_STEPS,
         "job.dump_folder": directory,
-        "job.save_config_file": "config.json",
+        "job.save_config_file": _CONFIG,
     }
     if degrees["pp"] > 1:  # there a step is one local batch, cut into micro-batches
         local = train.global_batch // (degrees["dp_replicate"] * degrees["dp_shard"])
@@ -291,27 +273,15 @@ def write_titan_data(directory: Path, texts: Sequence[str]) -> None:
     (directory / "data/data.json").write_text(lines)
 
 
-TITAN = Peer(
-    name="torchtitan",
-    module="torchtitan",
-    install="pip install torchtitan==0.2.2",
-    arguments=titan_arguments,
-    prepare=write_titan_data,
-    environment={"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
-    read=read_titan,
-    config_file="config.json",
-)
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (TITAN,)}
-
-
 # -- running and comparing -------------------------------------------------------------------------
 
 
-def require(peer: Peer) -> None:
+def require() -> None:
     """Raises ConfigError if the peer is not installed."""
-    if importlib.util.find_spec(peer.module) is None:
+    if importlib.util.find_spec(PEER) is None:
         raise ConfigError(
-            f"--against {peer.name}: it is not installed in this environment; {peer.install}"
+            f"--against {PEER}: it is not installed in this environment; "
+            f"pip install {PEER}=={RELEASE}"
         )
 
 
@@ -332,17 +302,17 @@ class Comparison:
     peer_memory_gib: float = 0.0
 
 
-def refusal(peer: Peer, config: RunConfig, options: Options) -> str:
+def refusal(config: RunConfig, options: Options) -> str:
     """Why the peer cannot do the same work, or an empty string."""
     try:
-        peer.arguments(config, options.ranks, options, Path())
+        titan_arguments(config, options.ranks, options, Path())
     except ConfigError as error:
         return str(error)
     return ""
 
 
 def run_peer(
-    peer: Peer, own: Outcome, extra: Sequence[str], options: Options, directory: Path
+    own: Outcome, extra: Sequence[str], options: Options, directory: Path
 ) -> dict[str, Any]:
     """Run a peer on what a run of dtron did, and set them against each other.
 
@@ -352,22 +322,22 @@ def run_peer(
         `run`, how the peer's run ended, and, if it ended well, `comparison`.
     """
     config = RunConfig.of(own.config)
-    arguments = [*peer.arguments(config, options.ranks, options, directory.absolute()), *extra]
-    environment = {**own.environment, **peer.environment}
-    outcome = Outcome(peer.name, "ok", directory=str(directory), environment=environment)
+    arguments = [*titan_arguments(config, options.ranks, options, directory.absolute()), *extra]
+    environment = {**own.environment, **_ENVIRONMENT}
+    outcome = Outcome(PEER, "ok", directory=str(directory), environment=environment)
     outcome.command = shell_command(["torchrun", *arguments], environment)
-    peer.prepare(directory, documents(config))
+    write_titan_data(directory, documents(config))
     log = launch(outcome, arguments, environment, options, directory)
     if outcome.status != "ok":
         return {"run": outcome.as_json()}
     try:
-        outcome.config = json.loads((directory / peer.config_file).read_text())
-        run = peer.read(log, outcome.config, options.warmup)
+        outcome.config = json.loads((directory / _CONFIG).read_text())
+        run = read_titan(log, outcome.config, options.warmup)
     except (OSError, ValueError, KeyError) as error:  # as of a release that writes others
         why = f"its files cannot be read: {type(error).__name__}: {error}"
         outcome.status, outcome.reason = "failed", one_line(why)
         return {"run": outcome.as_json()}
-    found = compare(peer, own, run, step_seconds(own)[options.timed])
+    found = compare(own, run, step_seconds(own)[options.timed])
     return {"run": outcome.as_json(), "comparison": asdict(found)}
 
 
@@ -383,7 +353,7 @@ def documents(config: RunConfig) -> list[str]:
     return texts
 
 
-def compare(peer: Peer, outcome: Outcome, run: PeerRun, seconds: Sequence[float]) -> Comparison:
+def compare(outcome: Outcome, run: PeerRun, seconds: Sequence[float]) -> Comparison:
     """Set a pair of runs against each other; without a ratio where they did different work.
 
     Args:
@@ -391,7 +361,7 @@ def compare(peer: Peer, outcome: Outcome, run: PeerRun, seconds: Sequence[float]
         seconds: its timed steps.
     """
     own = dtron_facts(outcome)
-    found = Comparison(peer.name, own, run.facts, unequal(own, run.facts))
+    found = Comparison(PEER, own, run.facts, unequal(own, run.facts))
     each = own["tokens_a_step"] / outcome.facts["world_size"]
     speeds = window_speeds(seconds, LOG_STEPS, each)
     if not speeds or not run.speeds:

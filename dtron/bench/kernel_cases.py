@@ -40,6 +40,16 @@ def _as_drawn(drawn: Tensors) -> Tensors:
     return drawn
 
 
+def _seeded(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+def _normal(dtype: torch.dtype, device: torch.device, *shapes: Shape) -> list[Tensor]:
+    """Values of one seed, drawn in float32."""
+    generator = _seeded(device)
+    return [torch.randn(x, generator=generator, device=device).to(dtype) for x in shapes]
+
+
 @dataclass(frozen=True)
 class KernelRow:
     """One kernel of a problem."""
@@ -47,13 +57,20 @@ class KernelRow:
     name: str
     forward: Callable[[Tensors], Tensors]
     """Inputs -> outputs."""
-    backward: Callable[[Tensors, Tensors], Tensors] | None
+    backward: Callable[[Tensors, Tensors], Tensors] | None = None
     """(inputs, outputs) -> gradients; the first output's gradient is the last input. None if the
     problem has one part."""
-    unavailable: Callable[[torch.device, torch.dtype, Shape], str | None]
+    unavailable: Callable[[torch.device, torch.dtype, Shape], str | None] = lambda *_: None
     """Reason why the kernel cannot run on a device, or None."""
     inputs: Callable[[Tensors], Tensors] = _as_drawn
     """Maps drawn inputs to the kernel's inputs; copies those that it writes to."""
+
+    def calls(self, drawn: Tensors) -> tuple[Tensors, Tensors, list[Callable[[], Tensors]]]:
+        """Its inputs, the outputs of a first forward, and a call of each part to be timed."""
+        inputs, backward = self.inputs(drawn), self.backward
+        outputs = self.forward(inputs)
+        forwards = [lambda: self.forward(inputs)]
+        return inputs, outputs, forwards + ([lambda: backward(inputs, outputs)] if backward else [])
 
 
 @dataclass(frozen=True)
@@ -108,11 +125,8 @@ def _attention_row(name: str) -> KernelRow:
 
 def _draw_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     batch, length, heads, groups, size = shape
-    generator = torch.Generator(device).manual_seed(0)
-    return [
-        torch.randn(batch, length, n, size, generator=generator, device=device).to(dtype)
-        for n in (heads, groups, groups, heads)
-    ]
+    counts = (heads, groups, groups, heads)
+    return _normal(dtype, device, *((batch, length, n, size) for n in counts))
 
 
 def _attention_flops(shape: Shape) -> tuple[float, float]:
@@ -148,7 +162,7 @@ def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tenso
     """Draw inputs; parameters are as small as an update, so that rounding errors of updates
     show."""
     count, size = shape
-    generator = torch.Generator(device).manual_seed(0)
+    generator = _seeded(device)
 
     def normal(scale: float) -> list[Tensor]:
         empty = (torch.empty(size, device=device, dtype=dtype) for _ in range(count))
@@ -232,8 +246,7 @@ _WIDE, _NARROW = _own_state(torch.float32), _own_state(torch.bfloat16)
 
 def _draw_matrix(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Draw a matrix and its scale."""
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(shape, generator=generator, device=device).to(dtype)
+    (x,) = _normal(dtype, device, shape)
     return [x, scale_of(x.abs().amax().view(1, 1), _GRADIENT)]
 
 
@@ -250,8 +263,7 @@ def _cast_kernel(inputs: Tensors) -> Tensors:
 
 def _draw_gated(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Draw gate, up, and the gradient of their gated product."""
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(3)]
+    return _normal(dtype, device, shape, shape, shape)
 
 
 def _gated_formula(inputs: Tensors) -> Tensors:
@@ -305,12 +317,8 @@ def _draw_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor
     """Draw rows, the destination of each copy, the inverse permutation, and the copies'
     gradient."""
     tokens, width, k = shape
-    generator = torch.Generator(device).manual_seed(0)
-    order = torch.randperm(tokens * k, generator=generator, device=device)
-    x, grad = (
-        torch.randn(n, width, generator=generator, device=device).to(dtype)
-        for n in (tokens, tokens * k)
-    )
+    order = torch.randperm(tokens * k, generator=_seeded(device), device=device)
+    x, grad = _normal(dtype, device, (tokens, width), (tokens * k, width))
     return [x.requires_grad_(), order, inverse_of(order), grad]
 
 
@@ -346,9 +354,8 @@ def _draw_peers(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tenso
     """Draw rows of each rank (here all on one device), slots of the result's rows, and
     addresses."""
     ranks, rows, width = shape
-    generator = torch.Generator(device).manual_seed(0)
-    held = torch.randn(ranks, rows, width, generator=generator, device=device).to(dtype)
-    slots = torch.randperm(ranks * rows, generator=generator, device=device)[:rows]
+    (held,) = _normal(dtype, device, (ranks, rows, width))
+    slots = torch.randperm(ranks * rows, generator=_seeded(device), device=device)[:rows]
     return [held, slots, torch.tensor([part.data_ptr() for part in held], device=device)]
 
 
@@ -386,8 +393,7 @@ def _carried(inputs: Tensors) -> Tensors:
 
 
 def _draw_carried(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(shape, generator=generator, device=device).to(dtype)]
+    return _normal(dtype, device, shape)
 
 
 def _carried_bytes(inputs: Tensors) -> Figures:
@@ -429,11 +435,8 @@ def _packed_pulled_bytes(inputs: Tensors) -> Figures:
 def _draw_experts(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Draw rows, equally many per expert, matrices, offsets, and the output's gradient."""
     rows, experts, inward, outward = shape
-    generator = torch.Generator(device).manual_seed(0)
-    x, weight, grad = (
-        torch.randn(size, generator=generator, device=device).to(dtype)
-        for size in ((rows, inward), (experts, outward, inward), (rows, outward))
-    )
+    sizes = ((rows, inward), (experts, outward, inward), (rows, outward))
+    x, weight, grad = _normal(dtype, device, *sizes)
     ends = torch.arange(1, experts + 1, device=device).int() * (rows // experts)
     return [x.requires_grad_(), weight.requires_grad_(), ends, grad]
 
@@ -494,8 +497,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_adamw_bytes,
         reference="formula",
         rows=(
-            KernelRow("formula", _formula, None, lambda *_: None, _WIDE),
-            KernelRow("torch, fused", _torch_fused, None, lambda *_: None, _WIDE),
+            KernelRow("formula", _formula, inputs=_WIDE),
+            KernelRow("torch, fused", _torch_fused, inputs=_WIDE),
             KernelRow("dtron, float32 moments", _dtron_adamw, None, _needs_triton, _WIDE),
             KernelRow("dtron, bfloat16 moments", _dtron_adamw, None, _needs_triton, _NARROW),
         ),
@@ -512,7 +515,7 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=lambda inputs: (inputs[0].nbytes + 2.0 * inputs[0].numel(),),
         reference="formula",
         rows=(
-            KernelRow("formula", _cast_formula, None, lambda *_: None),
+            KernelRow("formula", _cast_formula),
             KernelRow("dtron", _cast_kernel, None, _needs_triton),
         ),
         parts=("cast",),
@@ -527,7 +530,7 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_gated_bytes,
         reference="formula",
         rows=(
-            KernelRow("formula", _gated_formula, _gated_formula_backward, lambda *_: None),
+            KernelRow("formula", _gated_formula, _gated_formula_backward),
             KernelRow("dtron", _gated_kernel, _gated_kernel_backward, _needs_triton),
         ),
     ),
@@ -540,8 +543,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_rows_bytes,
         reference="indexing",
         rows=(
-            KernelRow("indexing", _indexed, _indexed_backward, lambda *_: None),
-            KernelRow("dtron", _repeated, _repeated_backward, lambda *_: None),
+            KernelRow("indexing", _indexed, _indexed_backward),
+            KernelRow("dtron", _repeated, _repeated_backward),
         ),
     ),
     "peers": Problem(
@@ -553,7 +556,7 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_pulled_bytes,
         reference="formula",
         rows=(
-            KernelRow("formula", _chosen, None, lambda *_: None),
+            KernelRow("formula", _chosen),
             KernelRow("dtron", _pulled, None, _needs_triton),
         ),
         parts=("pull",),
@@ -568,8 +571,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_carried_bytes,
         reference="formula",
         rows=(
-            KernelRow("formula", _carried_formula, None, lambda *_: None),
-            KernelRow("dtron", _carried, None, lambda *_: None),
+            KernelRow("formula", _carried_formula),
+            KernelRow("dtron", _carried),
         ),
         parts=("both casts",),
     ),
@@ -582,7 +585,7 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_packed_pulled_bytes,
         reference="formula",
         rows=(
-            KernelRow("formula", _packed_chosen, None, lambda *_: None),
+            KernelRow("formula", _packed_chosen),
             KernelRow("dtron", _packed_pulled, None, _needs_triton),
         ),
         parts=("pull",),
@@ -597,8 +600,8 @@ PROBLEMS: dict[str, Problem] = {
         n_bytes=_experts_bytes,
         reference="batched",
         rows=(
-            KernelRow("batched", _batched, _batched_backward, lambda *_: None),
-            KernelRow("grouped", _grouped, _grouped_backward, lambda *_: None),
+            KernelRow("batched", _batched, _batched_backward),
+            KernelRow("grouped", _grouped, _grouped_backward),
         ),
     ),
 }

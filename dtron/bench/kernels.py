@@ -110,14 +110,10 @@ def _time(
     truth: list[Tensors] | None,
 ) -> tuple[Timing, list[Tensors]]:
     """Return the figures, and each part's results to compare."""
-    inputs, backward = row.inputs(drawn), row.backward
-    outputs = row.forward(inputs)
+    inputs, outputs, calls = row.calls(drawn)
     # Copies, since later calls of an in-place update change its outputs.
     results: list[Tensors] = [[x.clone() for x in outputs[: problem.compared]]]
-    calls: list[Callable[[], Tensors]] = [lambda: row.forward(inputs)]
-    if backward:
-        results.append(backward(inputs, outputs))
-        calls.append(lambda: backward(inputs, outputs))
+    results += [backward() for backward in calls[1:]]
     error = tuple(map(_error, results, truth)) if truth else None
     times = tuple(seconds(call, device) for call in calls)
     work = list(zip(times, problem.flops(shape), problem.n_bytes(inputs), strict=True))

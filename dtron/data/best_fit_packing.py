@@ -25,11 +25,13 @@ Language Modeling, arXiv:2404.10830.
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dtron.data.packing import (
     IGNORE,
+    CutDocuments,
     Packed,
     State,
     Tokens,
@@ -179,7 +181,7 @@ class PackingPlan:
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
-    def waste(self) -> Waste:
+    def waste(self, order: EpochOrder) -> Waste:
         """Return what packing costs; the same in every epoch."""
         filled = int(self._pieces.lengths.sum(dtype=np.int64))
         padding = 1 - filled / (len(self) * self._seq_len)
@@ -225,18 +227,19 @@ class PackingPlan:
         return Packed(tokens, labels, *masks, numbers)
 
 
-class ShuffledPieces:
+class Shuffled:
     """The training split: endless epochs, each in another order."""
 
-    def __init__(self, plan: PackingPlan, seed: int) -> None:
+    def __init__(self, plan: CutDocuments | PackingPlan, seed: int) -> None:
         self._plan, self._seed = plan, seed
-        self._order = plan.order(seed, 0)
+        self._epoch = 0
+        self._order: Any = plan.order(seed, 0)
 
     def sequence(self, k: int) -> Packed:
         """Return sequence k of the run, k = 0, 1, 2, ..."""
         epoch, index = divmod(k, len(self._plan))
-        if epoch != self._order.epoch:  # one order is kept: k usually ascends
-            self._order = self._plan.order(self._seed, epoch)
+        if epoch != self._epoch:  # one order is kept: k usually ascends
+            self._epoch, self._order = epoch, self._plan.order(self._seed, epoch)
         return self._plan.sequence(self._order, index)
 
     def state(self, k: int) -> State:
@@ -247,8 +250,8 @@ class ShuffledPieces:
         """Do nothing: any sequence can be read at any time."""
 
     def waste(self) -> Waste:
-        """Return what packing costs; the same in every epoch."""
-        return self._plan.waste()
+        """Return what packing costs in the current epoch."""
+        return self._plan.waste(self._order)
 
 
 class FixedPieces:

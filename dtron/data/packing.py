@@ -163,14 +163,13 @@ class ConcatenatedDocuments:
         return window, [stop - start for start, stop in spans]
 
 
-class ShuffledDocuments:
-    """The training split: endless epochs, each in another order.
+class CutDocuments:
+    """Documents end to end, cut every T tokens; an epoch's order is a ConcatenatedDocuments.
 
     Args:
         tokens, offsets: as in ConcatenatedDocuments.
         documents: int64 (n,), indices of the training split.
         seq_len: T.
-        seed: seed of the order.
         mask_documents: return positions and document numbers; no label crosses documents.
     Raises:
         DataError: the documents do not fill one sequence.
@@ -183,41 +182,30 @@ class ShuffledDocuments:
         documents: np.ndarray,
         *,
         seq_len: int,
-        seed: int,
         mask_documents: bool,
     ) -> None:
         total = int((offsets[documents + 1] - offsets[documents]).sum())
         refuse_too_short(total, len(documents), seq_len)
-        self.sequences_per_epoch = (total - 1) // seq_len
+        self._n_sequences = (total - 1) // seq_len
         self._tokens, self._offsets, self._documents = tokens, offsets, documents
-        self._seq_len, self._seed, self._mask = seq_len, seed, mask_documents
-        self._epoch, self._epoch_documents = 0, self._concatenated(0)
+        self._seq_len, self._mask = seq_len, mask_documents
 
-    def sequence(self, k: int) -> Packed:
-        """Return sequence k of the run, k = 0, 1, 2, ..."""
-        epoch, index = divmod(k, self.sequences_per_epoch)
-        if epoch != self._epoch:  # one order is kept: k usually ascends
-            self._epoch, self._epoch_documents = epoch, self._concatenated(epoch)
-        window = self._epoch_documents.window(index * self._seq_len, self._seq_len + 1)
+    def __len__(self) -> int:
+        return self._n_sequences
+
+    def order(self, seed: int, epoch: int) -> ConcatenatedDocuments:
+        """Return the documents in the order of an epoch."""
+        documents = shuffle(self._documents, seed, epoch)
+        return ConcatenatedDocuments(self._tokens, self._offsets, documents)
+
+    def sequence(self, order: ConcatenatedDocuments, index: int) -> Packed:
+        """Return sequence `index` of an epoch, 0 <= index < len(self)."""
+        window = order.window(index * self._seq_len, self._seq_len + 1)
         return pack(*window, mask_documents=self._mask)
 
-    def state(self, k: int) -> State:
-        """Return no state: sequence k depends on k alone."""
-        return {}
-
-    def seek(self, k: int, state: State) -> None:
-        """Do nothing: any sequence can be read at any time."""
-
-    def waste(self) -> Waste:
-        """Return what packing costs in the current epoch: no padding, but split documents."""
-        return Waste(
-            self.sequences_per_epoch, 0.0, self._epoch_documents.split_documents(self._seq_len)
-        )
-
-    def _concatenated(self, epoch: int) -> ConcatenatedDocuments:
-        return ConcatenatedDocuments(
-            self._tokens, self._offsets, shuffle(self._documents, self._seed, epoch)
-        )
+    def waste(self, order: ConcatenatedDocuments) -> Waste:
+        """Return what packing costs in an epoch: no padding, but split documents."""
+        return Waste(len(self), 0.0, order.split_documents(self._seq_len))
 
 
 class OrderedDocuments:
@@ -227,7 +215,7 @@ class OrderedDocuments:
     separate document without labels.
 
     Args:
-        tokens, offsets, documents, mask_documents: as in ShuffledDocuments; at least 1 document.
+        tokens, offsets, documents, mask_documents: as in CutDocuments; at least 1 document.
         seq_len: T.
         eos_id: token to pad with.
     """

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dtron.config import Data
-from dtron.data.best_fit_packing import FixedPieces, PackingPlan, ShuffledPieces
+from dtron.data.best_fit_packing import FixedPieces, PackingPlan, Shuffled
 from dtron.data.cache import (
     TokenCache,
     cache_path,
@@ -28,8 +28,8 @@ from dtron.data.cache import (
 from dtron.data.documents import Corpus, files_corpus
 from dtron.data.hf import HfStream, hf_corpus, stream_name
 from dtron.data.packing import (
+    CutDocuments,
     OrderedDocuments,
-    ShuffledDocuments,
     Tokens,
     TrainingSource,
     ValidationSource,
@@ -119,15 +119,12 @@ class TokenizedDocuments:
 
     def training(self, documents: np.ndarray, seed: int) -> TrainingSource:
         if self.data.packing != "cut":
-            return ShuffledPieces(self._plan(documents), seed)
-        return ShuffledDocuments(
-            self.tokens,
-            self.offsets,
-            documents,
-            seq_len=self.seq_len,
-            seed=seed,
-            mask_documents=self.data.mask_documents,
+            return Shuffled(self._plan(documents), seed)
+        length, mask = self.seq_len, self.data.mask_documents
+        cut = CutDocuments(
+            self.tokens, self.offsets, documents, seq_len=length, mask_documents=mask
         )
+        return Shuffled(cut, seed)
 
     def validation(self, documents: np.ndarray) -> ValidationSource | None:
         if not len(documents):

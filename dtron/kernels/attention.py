@@ -267,9 +267,8 @@ def _cudnn_backward(
 def _flash4_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, score: Score
 ) -> tuple[Tensor, Tensor]:
-    out, lse = flash4_forward(
-        q, k, v, score.scale, score.causal, segments, score.window, score.softcap
-    )
+    settings = (score.scale, score.causal, segments, score.window, score.softcap)
+    out, lse = flash4_forward(q, k, v, *settings)
     return out, lse.masked_fill(lse == torch.inf, -torch.inf) if segments is not None else lse
 
 
@@ -284,20 +283,8 @@ def _flash4_backward(
     score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return flash4_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        score.scale,
-        score.causal,
-        deterministic,
-        segments,
-        score.window,
-        score.softcap,
-    )
+    settings = (score.scale, score.causal, deterministic, segments, score.window, score.softcap)
+    return flash4_backward(grad, q, k, v, out, lse, *settings)
 
 
 KERNELS: dict[str, Kernel] = {

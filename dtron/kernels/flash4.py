@@ -71,16 +71,7 @@ def _options(segments: Tensor | None, window: int, softcap: float) -> dict[str, 
 
 
 @flash4_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: bool,
-    segments: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     batch, queries, heads, _ = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[-1])
     return out, q.new_empty((batch, heads, queries), dtype=torch.float32)
@@ -123,20 +114,7 @@ def flash4_backward(
 
 
 @flash4_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-    deterministic: bool,
-    segments: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -248,150 +248,57 @@ def _(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
 
 
 @gated_backward_cast.register_fake
-def _(
-    gate: Tensor,
-    up: Tensor,
-    grad: Tensor,
-    scales: Tensor,
-    hidden_scale: Tensor,
-    dtype: torch.dtype,
-    hidden_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gate: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_tensors, dtype, hidden_dtype = rest
     of_gate, of_up = (torch.empty_like(gate, dtype=dtype) for _ in range(2))
     return of_gate, of_up, _empty_turned(gate, hidden_dtype)
 
 
 # -- GPUs ------------------------------------------------------------------------------------------
-# Triton is imported on use: it is needed on GPUs only.
 
 
 def _cast_plain_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    from dtron.kernels.float8_triton import flat_cast_kernel
-
     y = torch.empty_like(x, dtype=dtype)
-    n = x.numel()
-    _launch(
-        flat_cast_kernel,
-        (math.ceil(n / BLOCK),),
-        x,
-        scale,
-        y.view(torch.uint8),
-        n,
-        torch.finfo(dtype).max,
-        DTYPE=_triton_dtype(dtype),
-        BLOCK=BLOCK,
-    )
+    _by_blocks("flat_cast_kernel", x, scale, y, **_cast_to(dtype))
     return y
 
 
 def _turned_on_gpu(x: Tensor, _after: Tensor) -> Tensor:
-    from dtron.kernels.float8_triton import turn_kernel
-
     y = _empty_turned(x, x.dtype)
-    rows, columns = _BYTES_TILE
-    _launch(
-        turn_kernel,
-        _grid(x, _BYTES_TILE),
-        x.view(torch.uint8),
-        y.view(torch.uint8),
-        *x.shape,
-        ROWS=rows,
-        COLUMNS=columns,
-        num_warps=_WARPS,
-    )
+    _by_tiles("turn_kernel", _BYTES_TILE, x, y)
     return y
 
 
 def _cast_turned_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype, _after: Tensor) -> Tensor:
-    return _cast_by_tiles(x, scale, dtype, straight=False)[1]
+    y = _empty_turned(x, dtype)
+    _by_tiles("cast_kernel", TILE, x, scale, y, y, STRAIGHT=False, **_cast_to(dtype))
+    return y
 
 
 def _cast_both_on_gpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if x.element_size() == 4:  # Triton 3.6 writes every fourth row of its second store wrong
         straight = _cast_plain_on_gpu(x, scale, dtype)
         return straight, _turned_on_gpu(straight, x)
-    return _cast_by_tiles(x, scale, dtype, straight=True)
-
-
-def _cast_by_tiles(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool
-) -> tuple[Tensor, Tensor]:
-    from dtron.kernels.float8_triton import cast_kernel
-
-    y = _empty_turned(x, dtype)
-    same = torch.empty_like(x, dtype=dtype) if straight else y
-    _launch(
-        cast_kernel,
-        _grid(x, TILE),
-        x,
-        scale,
-        same.view(torch.uint8),
-        y.view(torch.uint8),
-        *x.shape,
-        torch.finfo(dtype).max,
-        STRAIGHT=straight,
-        DTYPE=_triton_dtype(dtype),
-        ROWS=TILE[0],
-        COLUMNS=TILE[1],
-        num_warps=_WARPS,
-    )
-    return same, y
+    straight, y = torch.empty_like(x, dtype=dtype), _empty_turned(x, dtype)
+    _by_tiles("cast_kernel", TILE, x, scale, straight, y, STRAIGHT=True, **_cast_to(dtype))
+    return straight, y
 
 
 def _gated_amax_on_gpu(gate: Tensor, up: Tensor) -> Tensor:
-    from dtron.kernels.float8_triton import gated_amax_kernel
-
     amax = gate.new_zeros((1, 1), dtype=torch.float32)
-    n = gate.numel()
-    _launch(
-        gated_amax_kernel,
-        (math.ceil(n / (BLOCK * BLOCKS)),),
-        gate,
-        up,
-        amax,
-        n,
-        BLOCK=BLOCK,
-        BLOCKS=BLOCKS,
-    )
+    _by_blocks("gated_amax_kernel", gate, up, amax, BLOCKS=BLOCKS)
     return amax
 
 
 def _gated_cast_on_gpu(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    from dtron.kernels.float8_triton import gated_cast_kernel
-
     hidden = torch.empty_like(gate, dtype=dtype)
-    n = gate.numel()
-    _launch(
-        gated_cast_kernel,
-        (math.ceil(n / BLOCK),),
-        gate,
-        up,
-        scale,
-        hidden.view(torch.uint8),
-        n,
-        torch.finfo(dtype).max,
-        DTYPE=_triton_dtype(dtype),
-        BLOCK=BLOCK,
-    )
+    _by_blocks("gated_cast_kernel", gate, up, scale, hidden, **_cast_to(dtype))
     return hidden
 
 
 def _gated_backward_amax_on_gpu(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
-    from dtron.kernels.float8_triton import gated_backward_amax_kernel
-
     amax = gate.new_zeros(2, dtype=torch.float32)
-    n = gate.numel()
-    _launch(
-        gated_backward_amax_kernel,
-        (math.ceil(n / (BLOCK * BLOCKS)),),
-        gate,
-        up,
-        grad,
-        amax,
-        n,
-        BLOCK=BLOCK,
-        BLOCKS=BLOCKS,
-    )
+    _by_blocks("gated_backward_amax_kernel", gate, up, grad, amax, BLOCKS=BLOCKS)
     return amax
 
 
@@ -404,37 +311,47 @@ def _gated_backward_cast_on_gpu(
     dtype: torch.dtype,
     hidden_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from dtron.kernels.float8_triton import gated_backward_cast_kernel
-
     of_gate, of_up = (torch.empty_like(gate, dtype=dtype) for _ in range(2))
     results = (of_gate, of_up, _empty_turned(gate, hidden_dtype))
-    _launch(
-        gated_backward_cast_kernel,
-        _grid(gate, TILE),
-        gate,
-        up,
-        grad,
-        scales,
-        hidden_scale,
-        *(result.view(torch.uint8) for result in results),
-        *gate.shape,
-        torch.finfo(dtype).max,
-        torch.finfo(hidden_dtype).max,
+    _by_tiles(
+        "gated_backward_cast_kernel",
+        TILE,
+        *(gate, up, grad, scales, hidden_scale, *results),
+        largest_grad=torch.finfo(dtype).max,
+        largest_hidden=torch.finfo(hidden_dtype).max,
         GRAD=_triton_dtype(dtype),
         HIDDEN=_triton_dtype(hidden_dtype),
-        ROWS=TILE[0],
-        COLUMNS=TILE[1],
-        num_warps=_WARPS,
     )
     return results
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
-    kernel[grid](*args, **settings)
+def _by_blocks(kernel: str, *tensors: Tensor, **settings: Any) -> None:
+    """Launch a kernel over the elements of the first tensor."""
+    n = tensors[0].numel()
+    grid = (math.ceil(n / (BLOCK * settings.get("BLOCKS", 1))),)
+    _launch(kernel, grid, tensors, n, BLOCK=BLOCK, **settings)
 
 
-def _grid(x: Tensor, tile: tuple[int, int]) -> tuple[int, int]:
-    return math.ceil(x.shape[0] / tile[0]), math.ceil(x.shape[1] / tile[1])
+def _by_tiles(kernel: str, tile: tuple[int, int], *tensors: Tensor, **settings: Any) -> None:
+    """Launch a kernel over tiles of the first tensor's matrix."""
+    rows, columns = tensors[0].shape
+    grid = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
+    settings |= {"ROWS": tile[0], "COLUMNS": tile[1], "num_warps": _WARPS}
+    _launch(kernel, grid, tensors, rows, columns, **settings)
+
+
+def _launch(
+    kernel: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *sizes: int, **settings: Any
+) -> None:
+    """Triton is imported here, as it is a GPU's. Its kernels see float8 as bytes."""
+    from dtron.kernels import float8_triton
+
+    as_bytes = (x.view(torch.uint8) if x.element_size() == 1 else x for x in tensors)
+    getattr(float8_triton, kernel)[grid](*as_bytes, *sizes, **settings)
+
+
+def _cast_to(dtype: torch.dtype) -> dict[str, Any]:
+    return {"largest": torch.finfo(dtype).max, "DTYPE": _triton_dtype(dtype)}
 
 
 def _triton_dtype(dtype: torch.dtype) -> object:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dtron.io.svg import element, key, picture, rect
+from dtron.io.svg import text as words
 from dtron.models import model_config
 from dtron.parallelisms.draw.timelines import Timeline, draw
 from dtron.plan.hardware import Hardware
@@ -98,22 +100,14 @@ def _x_axis(y: float, most: float, scale: float) -> list[str]:
     parts = []
     for tick in ticks(most / GIB):
         x = _LEFT + tick * GIB * scale
-        parts.append(f'<path d="M{x:.1f} {y:.0f}v5" stroke="#888"/>')
-        parts.append(f'<text x="{x:.1f}" y="{y + 17:.0f}" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text x="4" y="{y + 17:.0f}">GiB</text>')
-    return parts
+        parts.append(element("path", d=f"M{x:.1f} {y:.0f}v5", stroke="#888"))
+        parts.append(words(x, y + 17, f"{tick:g}", text_anchor="middle"))
+    return [*parts, words(4, y + 17, "GiB")]
 
 
 def _degrees(parallel: dict[str, Any]) -> str:
     shown = (f"{k} <b>{html.escape(str(v))}</b>" for k, v in parallel.items() if k[:6] != "layers")
     return f"<p>{' &middot; '.join(shown)}</p>"
-
-
-def _svg(height: float, parts: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
-        f'font-size="12" font-family="Helvetica, Arial, sans-serif">{"".join(parts)}</svg>'
-    )
 
 
 def _memory(memory: dict[str, Any]) -> str:
@@ -123,27 +117,29 @@ def _memory(memory: dict[str, Any]) -> str:
     scale, parts = (_WIDTH - _LEFT - 60) / most, []
     for row, rank in enumerate(ranks):
         x, y = float(_LEFT), 8 + row * _ROW
-        parts.append(f'<text x="4" y="{y + 15}">pp rank {rank["rank"]}</text>')
+        parts.append(words(4, y + 15, f"pp rank {rank['rank']}"))
         for colour, name in zip(COLOURS, CLASSES, strict=True):
             size = rank["classes"][name]
-            text = f"<title>{name}: {size / GIB:.1f} GiB</title>"
-            shape = f'x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{_ROW - 5}"'
-            parts.append(f'<rect {shape} fill="{colour}">{text}</rect>')
+            title = element("title", f"{name}: {size / GIB:.1f} GiB")
+            parts.append(rect(x, y, size * scale, _ROW - 5, colour, title))
             x += size * scale
-        parts.append(f'<text x="{x + 4:.0f}" y="{y + 15}">{rank["reserved"] / GIB:.1f}</text>')
+        parts.append(words(x + 4, y + 15, f"{rank['reserved'] / GIB:.1f}"))
     end, bottom = _LEFT + limit * scale, 8 + len(ranks) * _ROW
-    parts.append(f'<path d="M{end:.0f} 0V{bottom}" stroke="#c00" stroke-dasharray="4"/>')
+    parts += [_device_end(end, bottom)]
     parts += _x_axis(bottom, most, scale)
     for i, (colour, name) in enumerate(zip(COLOURS, CLASSES, strict=True)):
         row, column = divmod(i, _LEGEND)
         x, y = _LEFT + column * (_WIDTH - _LEFT) // _LEGEND, bottom + 32 + row * 18
-        parts.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 14}" y="{y + 10}">{name}</text>')
+        parts += [key(x, y + 10, colour, name)]
     text = (
         "<p>The most of each class, which are not all there at once. Numbers are the GiB that the "
         f"allocator holds; the dashed line is {limit / GIB:.1f} GiB, which have to hold them.</p>"
     )
-    return _svg(bottom + 32 + 18 * -(-len(CLASSES) // _LEGEND), parts) + text
+    return picture(_WIDTH, bottom + 32 + 18 * -(-len(CLASSES) // _LEGEND), parts) + text
+
+
+def _device_end(x: float, bottom: int) -> str:
+    return element("path", d=f"M{x:.0f} 0V{bottom}", stroke="#c00", stroke_dasharray=4)
 
 
 def _pipeline(times: Timeline, run: Resolved, time: dict[str, Any]) -> str:
@@ -171,21 +167,20 @@ def _front(searched: SearchResult, room: float) -> str:
     parts = []
     for point in points:
         x, y = at(point.n_bytes, point.speed)
-        shape = f'cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a9cdf5"'
-        parts.append(f"<circle {shape}><title>{_named(point)}</title></circle>")
-    end, _ = at(room, 0.0)
-    parts.append(f'<path d="M{end:.0f} 0V{height - 30}" stroke="#c00" stroke-dasharray="4"/>')
+        title = element("title", _named(point))
+        parts.append(element("circle", title, cx=x, cy=y, r=3, fill="#a9cdf5"))
+    parts.append(_device_end(at(room, 0.0)[0], height - 30))
     front = [at(*point) for point in pareto(tuple(point[:2] for point in points))]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
-    parts.append(f'<polyline points="{line}" fill="none" stroke="#c96f16" stroke-width="2"/>')
+    parts.append(element("polyline", points=line, fill="none", stroke="#c96f16", stroke_width=2))
     parts += _x_axis(height - 30, x_most, (_WIDTH - _LEFT - 20) / x_most)
     for tick in ticks(y_most):
         _, y = at(0.0, tick)
-        parts.append(f'<path d="M{_LEFT - 5} {y:.1f}h5" stroke="#888"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
-    parts.append('<text x="4" y="12">tok/s/GPU, by GiB reserved</text>')
+        parts.append(element("path", d=f"M{_LEFT - 5} {y:.1f}h5", stroke="#888"))
+        parts.append(words(_LEFT - 8, y + 4, f"{tick:,g}", text_anchor="end"))
+    parts.append(words(4, 12, "tok/s/GPU, by GiB reserved"))
     listed = "".join(f"<li>{_named(found.point)}</li>" for found in searched.best)
-    return _svg(height, parts) + f"<ol>{listed}</ol>"
+    return picture(_WIDTH, height, parts) + f"<ol>{listed}</ol>"
 
 
 def _named(point: LayoutPoint) -> str:

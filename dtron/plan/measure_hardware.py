@@ -191,13 +191,7 @@ def _attention(made: Calibration, device: torch.device) -> None:
         # The reference stores all scores: it is timed only if there is no other kernel.
         able = [r for r in able if r.name != problem.reference] or able
         for row in able:
-            inputs, backward = row.inputs(drawn), row.backward
-            assert backward is not None
-            outputs = row.forward(inputs)
-            calls = (
-                lambda row=row, inputs=inputs: row.forward(inputs),
-                lambda back=backward, inputs=inputs, outputs=outputs: back(inputs, outputs),
-            )
+            *_, calls = row.calls(drawn)
             forward, both = (seconds(call, device) for call in calls)
             made.attention.append(
                 {"kernel": row.name, "shape": shape, "forward": forward, "backward": both}

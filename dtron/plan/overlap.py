@@ -153,12 +153,8 @@ def _attention(
     best = min(own, key=lambda each: each["forward"] + each["backward"])["kernel"]
     problem = PROBLEMS["attention"]
     (row,) = (each for each in problem.rows if each.name == best)
-    inputs = row.inputs(problem.draw(shape, DTYPE, device))
-    if kind == "attention":
-        return lambda: row.forward(inputs)
-    outputs, backward = row.forward(inputs), row.backward
-    assert backward is not None
-    return lambda: backward(inputs, outputs)
+    *_, (forward, backward) = row.calls(problem.draw(shape, DTYPE, device))
+    return forward if kind == "attention" else backward
 
 
 class _ConcurrentCalls:

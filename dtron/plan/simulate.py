@@ -1,17 +1,13 @@
 """Simulation of a pipeline's step: each rank's actions with their durations, and transfers between
-ranks; and the cost of ranks that differ in speed.
+ranks.
 
     run_order    one pipeline, event by event
     Traffic      transfers that share links
-    slowest_of   ranks that reduce together: all wait for the slowest
 """
 
 import heapq
-import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import inf
-from statistics import NormalDist
 from typing import Any
 
 from dtron.parallelisms.pipeline.schedule_ops import (
@@ -144,36 +140,3 @@ def _users(wanted: list[list[list[int]]]) -> dict[int, set[int]]:
             for want in wants:
                 found.setdefault(want, set()).add(rank)
     return found
-
-
-@dataclass(frozen=True)
-class Disorder:
-    """How ranks differ in speed.
-
-    Args:
-        jitter: relative standard deviation of a rank's speed from step to step.
-        stragglers: fraction of ranks that are always slower.
-        straggle: how much slower they are, as a fraction.
-    """
-
-    jitter: float = 0.01
-    stragglers: float = 0.0
-    straggle: float = 0.0
-
-
-def slowest_of(ranks: int, disorder: Disorder, seed: int = 0, draws: int = 40) -> float:
-    """Mean factor by which the slowest of n ranks is slower than the median rank."""
-    rng = random.Random(seed)
-    total = 0.0
-    for _ in range(draws):
-        # The largest of n uniform numbers is u^(1/n): no need to draw all of them.
-        level = rng.random() ** (1 / ranks)
-        late = 1 + disorder.jitter * _normal(level)
-        straggling = rng.random() < 1 - (1 - disorder.stragglers) ** ranks
-        total += late * (1 + disorder.straggle * straggling)
-    return total / draws
-
-
-def _normal(level: float) -> float:
-    """Quantile of the standard normal distribution."""
-    return NormalDist().inv_cdf(min(level, 1 - 1e-12))

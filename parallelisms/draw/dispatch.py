@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dtron.config import Degree, resolve_expert_degrees
 from dtron.errors import ConfigError
+from dtron.io.svg import FRAME, heading, picture, rect, text
 from dtron.parallelisms.draw.timelines import COLOURS, WIDTH
 
 TONES = tuple(light for _, light in COLOURS.values())
@@ -65,36 +66,30 @@ def draw_mesh(views: Views, n_experts: int) -> str:
     its edp_shard, which is framed."""
     height = TOP + ROW * len(views.ranks) + 40
     shown = _named(INNER, views.dense), _named(APART, views.apart)
-    parts = [*_head(height, f"{shown[0]}: experts on {shown[1]}")]
+    parts = [heading(8, f"{shown[0]}: experts on {shown[1]}")]
     columns = [(LEFT, "all else"), (LEFT + 150, "experts"), (LEFT + 310, f"{n_experts} experts")]
-    parts += [f'<text x="{x}" y="{TOP - 26}" fill="#666">{text}</text>' for x, text in columns]
+    parts += [text(x, TOP - 26, words, fill="#666") for x, words in columns]
     for rank in views.ranks:
         y = TOP + ROW * rank
-        parts.append(f'<text x="8" y="{y + 16}">rank {rank}</text>')
+        parts.append(text(8, y + 16, f"rank {rank}"))
         for x, names, apart in ((LEFT, INNER, False), (LEFT + 150, APART, True)):
             place = " ".join(map(str, views.place(rank, apart)))
-            parts.append(f'<text x="{x}" y="{y + 16}">{place}</text>')
+            parts.append(text(x, y + 16, place))
             if rank == 0:
-                axes = ", ".join(names)
-                parts.append(f'<text x="{x}" y="{TOP - 10}" font-size="10">{axes}</text>')
+                parts.append(text(x, TOP - 10, ", ".join(names), font_size=10))
         parts.append(_held(views, rank, n_experts, LEFT + 310, y))
     caption = "Coloured: what a rank computes. Framed: what it keeps of that between steps."
-    parts.append(f'<text x="{LEFT}" y="{height - 14}">{caption}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return picture(WIDTH, height, [*parts, text(LEFT, height - 14, caption)])
 
 
 def _held(views: Views, rank: int, n_experts: int, left: int, top: int) -> str:
     (shard, ep, etp), (n_shards, n_ep, n_etp) = views.place(rank, True), views.apart
     step = (WIDTH - left - 12) / n_experts
     each, tall = n_experts // n_ep, BOX / n_etp
-    x, wide = left + step * each * ep, step * each
-    return (
-        f'<rect x="{left}" y="{top}" width="{step * n_experts:.1f}" height="{BOX}" fill="#f0f0f0"/>'
-        f'<rect x="{x:.1f}" y="{top + tall * etp:.1f}" width="{wide:.1f}" height="{tall:.1f}" '
-        f'fill="{TONES[ep % len(TONES)]}"/>'
-        f'<rect x="{x + wide * shard / n_shards:.1f}" y="{top + tall * etp:.1f}" '
-        f'width="{wide / n_shards:.1f}" height="{tall:.1f}" fill="none" stroke="#222"/>'
-    )
+    x, y, wide = left + step * each * ep, top + tall * etp, step * each
+    own = rect(x + wide * shard / n_shards, y, wide / n_shards, tall, "none", stroke="#222")
+    computed = rect(x, y, wide, tall, TONES[ep % len(TONES)])
+    return rect(left, top, step * n_experts, BOX, FRAME) + computed + own
 
 
 Row = tuple[int, int, int]
@@ -147,42 +142,29 @@ def draw_rows(journey: Journey, n_experts: int) -> str:
     height = TOP + block * len(stages) + 10
     most = max(len(rows) for ranks in stages.values() for rows in ranks)
     step = min(34.0, (WIDTH - LEFT - 12) / most)
-    parts = [*_head(height, f"{n_experts} experts on {n_ranks} ranks: the rows of one layer")]
+    parts = [heading(8, f"{n_experts} experts on {n_ranks} ranks: the rows of one layer")]
     for number, (title, ranks) in enumerate(stages.items()):
         y = TOP + block * number
-        parts.append(f'<text x="{LEFT}" y="{y - 8}" fill="#666">{title}</text>')
+        parts.append(text(LEFT, y - 8, title, fill="#666"))
         for rank, rows in enumerate(ranks):
             top = y + ROW * rank
-            parts.append(f'<text x="8" y="{top + 17}">rank {rank}</text>')
+            parts.append(text(8, top + 17, f"rank {rank}"))
             places = enumerate(rows)
             parts += [
                 _box(LEFT + step * i, top, step, row, n_experts // n_ranks) for i, row in places
             ]
     last = "4. the results go back the same ways and are summed by weight"
-    parts.append(f'<text x="{LEFT}" y="{height - 16}" fill="#666">{last}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return picture(WIDTH, height, [*parts, text(LEFT, height - 16, last, fill="#666")])
 
 
 def _box(x: float, y: int, step: float, row: Row, each: int) -> str:
     sender, token, expert = row
-    middle = x + step / 2
+    middle, name = x + step / 2, f"{chr(ord('a') + sender)}{token}"
     return (
-        f'<rect x="{x:.1f}" y="{y}" width="{step:.1f}" height="{ROW - 4}" stroke="#fff" '
-        f'fill="{TONES[expert // each % len(TONES)]}"/>'
-        f'<text x="{middle:.1f}" y="{y + 11}" font-size="10" text-anchor="middle">'
-        f"{chr(ord('a') + sender)}{token}</text>"
-        f'<text x="{middle:.1f}" y="{y + 22}" font-size="9" text-anchor="middle" fill="#555">'
-        f"{expert}</text>"
+        rect(x, y, step, ROW - 4, TONES[expert // each % len(TONES)], stroke="#fff")
+        + text(middle, y + 11, name, font_size=10, text_anchor="middle")
+        + text(middle, y + 22, expert, font_size=9, text_anchor="middle", fill="#555")
     )
-
-
-def _head(height: int, title: str) -> list[str]:
-    return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#222">',
-        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        f'<text x="8" y="20" font-size="15" font-weight="bold">{title}</text>',
-    ]
 
 
 def _named(names: Sequence[str], degrees: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 
 from dtron.errors import ConfigError
+from dtron.io.svg import FRAME, element, heading, picture, rect, text
 from dtron.parallelisms.pipeline.schedule_ops import COSTS, Kind, Order, Span, execute
 from dtron.parallelisms.pipeline.schedules import (
     SCHEDULES,
@@ -139,23 +140,15 @@ def draw(timeline: Timeline, title: str, caption: str = "") -> str:
     scale = (WIDTH - LEFT - 12) / timeline.length
     height = TOP + ROW * len(timeline.spans) + BOTTOM
     kinds = [kind for kind in COLOURS if any(_has(row, kind) for row in timeline.spans)]
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#222">',
-        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        f'<text x="{LEFT}" y="20" font-size="15" font-weight="bold">{_escape(title)}</text>',
-    ]
+    parts = [heading(LEFT, title)]
     for rank, row in enumerate(timeline.spans):
-        y = TOP + ROW * rank
-        parts.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
-        parts.append(f'<g text-anchor="middle" font-size="10" transform="translate({LEFT},{y})">')
-        parts.append(f'<rect width="{WIDTH - LEFT - 12}" height="{ROW - 2}" fill="#f0f0f0"/>')
-        parts += _boxes(row, timeline, scale)
-        parts.append("</g>")
+        y, frame = TOP + ROW * rank, rect(0, 0, WIDTH - LEFT - 12, ROW - 2, FRAME)
+        boxes = "\n".join([frame, *_boxes(row, timeline, scale)])
+        style = {"text_anchor": "middle", "font_size": 10, "transform": f"translate({LEFT},{y})"}
+        parts += [text(8, y + 17, f"rank {rank}"), element("g", boxes, **style)]
     parts.append(_legend(kinds, timeline.stages_per_rank, height - 32))
-    caption = _escape(caption or _caption(timeline))
-    parts.append(f'<text x="{LEFT}" y="{height - 10}">{caption}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    parts.append(text(LEFT, height - 10, caption or _caption(timeline)))
+    return picture(WIDTH, height, parts)
 
 
 def _has(row: Sequence[Span], kind: Kind) -> bool:
@@ -174,8 +167,8 @@ def _boxes(row: Sequence[Span], timeline: Timeline, scale: float) -> list[str]:
         width = (spans[0].end - spans[0].start) * scale
         shape = f"h{width:.1f}v{ROW - 2}h-{width:.1f}z"
         path = "".join(f"M{span.start * scale:.1f} 0{shape}" for span in spans)
-        stroke = f'stroke="#fff" stroke-width="{min(1.0, width / 8):.1f}"'
-        parts.append(f'<path fill="{fill}" {stroke} d="{path}"/>')
+        stroke = min(1.0, width / 8)
+        parts.append(element("path", fill=fill, stroke="#fff", stroke_width=stroke, d=path))
         parts += _numbers(spans, ink, scale)
     return parts
 
@@ -186,8 +179,8 @@ def _numbers(spans: Sequence[Span], ink: str, scale: float) -> list[str]:
     for span in spans:
         number, width = str(span.action.micro_batch), (span.end - span.start) * scale
         if width >= 3 + 6 * len(number):
-            parts.append(f'<tspan x="{span.start * scale + width / 2:.1f}">{number}</tspan>')
-    return [f'<text y="16" fill="{ink}">{"".join(parts)}</text>'] if parts else []
+            parts.append(element("tspan", number, x=span.start * scale + width / 2))
+    return [element("text", "".join(parts), y=16, fill=ink)] if parts else []
 
 
 def _tone(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
@@ -204,12 +197,12 @@ def _legend(kinds: Sequence[Kind], chunks: int, y: int) -> str:
     for kind in kinds:
         for chunk in range(chunks):
             colour = _tone(kind, chunk, chunks)[0]
-            parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+            parts.append(rect(x, y - 10, 12, 12, colour))
             x += 13
-        parts.append(f'<text x="{x + 4}" y="{y}">{NAMES[kind]}</text>')
+        parts.append(text(x + 4, y, NAMES[kind]))
         x += 24 + 6 * len(NAMES[kind])
     if chunks > 1:
-        parts.append(f'<text x="{x}" y="{y}">(a rank\'s stages from first to last)</text>')
+        parts.append(text(x, y, "(a rank's stages from first to last)"))
     return "".join(parts)
 
 
@@ -221,10 +214,6 @@ def _caption(timeline: Timeline) -> str:
         f"({timeline.bubble_of_ideal:.2%} of the computation). Peak activations: {max(peaks):g} "
         f"micro-batches ({where})"
     )
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def summary(timeline: Timeline) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from dtron.errors import ConfigError
+from dtron.io.svg import FRAME, element, heading, key, picture, rect, text
 from dtron.parallelisms.context.load_balance import work
 from dtron.parallelisms.context.split import Split
 from dtron.parallelisms.draw.timelines import COLOURS, LEFT, ROW, TOP, WIDTH
@@ -83,19 +84,13 @@ def draw(shares: Shares, title: str) -> str:
     height = TOP + ROW * (shares.cp + 1) + 42
     step = (WIDTH - LEFT - RIGHT) / len(shares.piece)
     tokens = range(len(shares.piece))
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#222">',
-        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        f'<text x="{LEFT}" y="20" font-size="15" font-weight="bold">{title}</text>',
-        _row("tokens", 0, step, shares, tokens, ""),
-    ]
+    parts = [heading(LEFT, title), _row("tokens", 0, step, shares, tokens, "")]
     for rank in range(shares.cp):
         mine = [token for token in tokens if shares.rank(token) == rank]
         label = f"{shares.pairs[rank]} pairs"
         parts.append(_row(f"rank {rank}", rank + 1, step, shares, mine, label))
     parts += [_borders(shares, step), _caption(shares, height - 14)]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return picture(WIDTH, height, parts)
 
 
 def _row(
@@ -104,25 +99,18 @@ def _row(
     """A line of the picture: its name, its tokens in their places, and a word on the right."""
     y = TOP + ROW * number
     parts = [
-        f'<text x="8" y="{y + 17}">{name}</text>',
-        f'<text x="{WIDTH - RIGHT + 8}" y="{y + 17}">{label}</text>',
-        f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{ROW - 2}" '
-        'fill="#f0f0f0"/>',
+        text(8, y + 17, name),
+        text(WIDTH - RIGHT + 8, y + 17, label),
+        rect(LEFT, y, WIDTH - LEFT - RIGHT, ROW - 2, FRAME),
     ]
     for token in tokens:
         early, place = shares.is_early(token), str(shares.place(token))
         fill = TONES[shares.rank(token) % len(TONES)][0 if early else 1]
         x = LEFT + step * token
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{step:.1f}" height="{ROW - 2}" fill="{fill}" '
-            'stroke="#fff"/>'
-        )
+        parts.append(rect(x, y, step, ROW - 2, fill, stroke="#fff"))
         if step >= 3 + 6 * len(place):
-            ink = "#fff" if early else "#222"
-            parts.append(
-                f'<text x="{x + step / 2:.1f}" y="{y + 16}" font-size="10" fill="{ink}" '
-                f'text-anchor="middle">{place}</text>'
-            )
+            style = {"fill": "#fff" if early else "#222", "text_anchor": "middle"}
+            parts.append(text(x + step / 2, y + 16, place, font_size=10, **style))
     return "\n".join(parts)
 
 
@@ -131,20 +119,16 @@ def _borders(shares: Shares, step: float) -> str:
     ends = list(accumulate(shares.lengths))[:-1]
     low, high = TOP - 4, TOP + ROW * (shares.cp + 1) + 2
     lines = [f"M{LEFT + step * end:.1f} {low}V{high}" for end in ends]
-    return f'<path d="{"".join(lines)}" stroke="#222" stroke-width="2"/>'
+    return element("path", d="".join(lines), stroke="#222", stroke_width=2)
 
 
 def _caption(shares: Shares, y: int) -> str:
     dark, light = TONES[0]
-    after = LEFT + 16
-    return (
-        f'<rect x="{LEFT}" y="{y - 10}" width="12" height="12" fill="{dark}"/>'
-        f'<text x="{after}" y="{y}">early piece</text>'
-        f'<rect x="{after + 80}" y="{y - 10}" width="12" height="12" fill="{light}"/>'
-        f'<text x="{after + 96}" y="{y}">late piece; a number is a token\'s place in its '
-        f"document. Pairs of query and key: {sum(shares.pairs)} in all, at most {_excess(shares)} "
-        "more on a rank than on average</text>"
+    rest = (
+        "late piece; a number is a token's place in its document. Pairs of query and key: "
+        f"{sum(shares.pairs)} in all, at most {_excess(shares)} more on a rank than on average"
     )
+    return key(LEFT, y, dark, "early piece") + key(LEFT + 96, y, light, rest)
 
 
 def _excess(shares: Shares) -> str:

@@ -21,10 +21,8 @@ deep_ep/buffers/legacy.py at commit 189df34), whose names 1.2.1 exports too. Fol
 against it.
 """
 
-import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ from dtron.parallelisms.expert.peer_memory import check_host
 
 KEY = 'parallel.dispatcher = "deepep"'
 _INSTEAD = 'use parallel.dispatcher = "all_to_all"'
-_NAMES = ("Buffer", "topk_idx_t")
+_OTHERS = 'use parallel.dispatcher = "symmetric_memory" (inside a host) or "all_to_all"'
 _BYTES, _MOST = 32, 16_352
 """Rows are copied in two halves, multiples of 16 bytes, each within a warp's 8 KiB less 8 bytes."""
 _RANKS = 8
@@ -52,26 +50,19 @@ def check_settings(ep: int, etp: int, deterministic: bool, float8: bool = False)
             new tensors.
     """
     if float8:
-        raise ConfigError(
-            f"float8.dispatch with {KEY}: rows are handed to DeepEP in bfloat16 alone; use "
-            'float8.dispatch = false, or parallel.dispatcher = "symmetric_memory" (inside a host) '
-            'or "all_to_all"'
-        )
-    if ep > _RANKS:
-        raise ConfigError(
-            f"{KEY} with parallel.ep = {ep}: only DeepEP's way inside a host is followed; use "
-            f"parallel.ep = 2, 4 or {_RANKS}, or {_INSTEAD}"
-        )
-    if etp > 1:
-        raise ConfigError(
-            f"{KEY} with parallel.etp = {etp}: DeepEP sends a row to one rank, not to all that "
-            f"share an expert; use parallel.etp = 1, or {_INSTEAD}"
-        )
-    if deterministic:
-        raise ConfigError(
-            f"{KEY} with debug.deterministic = true: torch then fills each new tensor, which "
-            f"DeepEP refuses beside its communication; {_INSTEAD}"
-        )
+        why = "rows are handed to DeepEP in bfloat16 alone; use float8.dispatch = false, or"
+        raise ConfigError(f"float8.dispatch with {KEY}: {why} {_OTHERS}")
+    refused = {
+        f"parallel.ep = {ep}: only DeepEP's way inside a host is followed": ep > _RANKS,
+        f"parallel.etp = {etp}: DeepEP sends a row to one rank, not to all that share an expert": (
+            etp > 1
+        ),
+        "debug.deterministic = true: torch then fills each new tensor, which DeepEP refuses": (
+            deterministic
+        ),
+    }
+    for reason in (reason for reason, holds in refused.items() if holds):
+        raise ConfigError(f"{KEY} with {reason}; {_INSTEAD}")
 
 
 def check_rows(dtype: torch.dtype, dim: int) -> None:
@@ -81,76 +72,89 @@ def check_rows(dtype: torch.dtype, dim: int) -> None:
         ConfigError: not bfloat16, no multiple of 32 bytes, or more than 16,352.
     """
     if dtype != torch.bfloat16:
-        raise ConfigError(
-            f"{KEY} sends rows in bfloat16, not in {str(dtype).removeprefix('torch.')}; use "
-            f'train.dtype = "bfloat16", or {_INSTEAD}'
-        )
-    if dim * dtype.itemsize % _BYTES or dim * dtype.itemsize > _MOST:
-        raise ConfigError(
-            f"{KEY} sends rows of a multiple of {_BYTES // dtype.itemsize} elements, up to "
-            f"{_MOST // dtype.itemsize}, which model.dim = {dim} is not; {_INSTEAD}"
-        )
+        name = str(dtype).removeprefix("torch.")
+        fix = f'use train.dtype = "bfloat16", or {_INSTEAD}'
+        raise ConfigError(f"{KEY} sends rows in bfloat16, not in {name}; {fix}")
+    each, most = _BYTES // dtype.itemsize, _MOST // dtype.itemsize
+    if dim % each or dim > most:
+        sizes = f"a multiple of {each} elements, up to {most}, which model.dim = {dim} is not"
+        raise ConfigError(f"{KEY} sends rows of {sizes}; {_INSTEAD}")
 
 
-def library(ep: int, on_gpus: bool) -> Any:
-    """The package deep_ep, for ep ranks of this machine.
+def library(ep: int, on_gpus: bool) -> tuple[Any, torch.dtype, list[Any]]:
+    """DeepEP's `Buffer`, its dtype of experts, and its settings for ep ranks of this machine.
 
     Raises:
-        ConfigError: no GPUs, it is absent or another version, or it has no setting for ep ranks.
+        ConfigError: no GPUs, the package is absent or another version, or it has no setting for ep
+            ranks.
     """
     if not on_gpus:
         raise ConfigError(f"{KEY} needs GPUs; {_INSTEAD} on CPUs")
     try:
-        found = importlib.import_module("deep_ep")
+        from deep_ep import Buffer, topk_idx_t  # type: ignore[import-not-found]
     except ImportError as error:
         raise ConfigError(
-            f"{KEY} needs the package deep_ep, which cannot be imported ({error}); build it from "
-            "github.com/deepseek-ai/DeepEP, or use parallel.dispatcher = "
-            '"symmetric_memory" (inside a host) or "all_to_all"'
+            f"{KEY} needs the package deep_ep, 1.2.1 or a 2.x with these names ({error}); "
+            f"build it from github.com/deepseek-ai/DeepEP, or {_OTHERS}"
         ) from error
-    if lacking := [name for name in _NAMES if not hasattr(found, name)]:
-        raise ConfigError(
-            f"{KEY} needs deep_ep.{lacking[0]}, which the installed version lacks; install DeepEP "
-            f"1.2.1 or a 2.x that has it, or {_INSTEAD}"
-        )
     try:
-        _configs(found.Buffer, ep)
+        return Buffer, topk_idx_t, [Buffer.get_dispatch_config(ep), Buffer.get_combine_config(ep)]
     except AssertionError as error:
-        raise ConfigError(
-            f"{KEY} with parallel.ep = {ep}: the installed DeepEP has no setting for so many ranks "
-            f"({error}); use parallel.ep = 2, 4 or 8, or another dispatcher"
-        ) from error
-    return found
+        why = f"the installed DeepEP has no setting for so many ranks ({error})"
+        raise ConfigError(f"{KEY} with parallel.ep = {ep}: {why}; use 2, 4 or 8") from error
 
 
-def _configs(buffer: Any, ranks: int) -> list[Any]:
-    return [buffer.get_dispatch_config(ranks), buffer.get_combine_config(ranks)]
-
-
-@dataclass
 class _Crossing:
-    """Of a layer's rows: by what they went, and the ways, along which all else goes too.
+    """Of a layer's rows: by what they go, and the ways, along which all else goes too.
 
     Where a forward is computed again, gradients go along the ways of the first, in whose order the
-    rows have to come again. DeepEP promises no order; its kernel inside a host sends in one."""
+    rows have to come again. DeepEP promises no order; its kernel inside a host sends in one.
 
-    buffer: Any
-    handle: Any = None
-    event: Any = None
-    """After which the rows have come."""
+    Args:
+        chosen: an expert for each row, (M, 1), or -1 for none.
+        n_experts: E, of all ranks.
+    """
+
+    def __init__(self, buffer: Any, chosen: Tensor, n_experts: int) -> None:
+        self.buffer, self.chosen, self.n_experts = buffer, chosen, n_experts
+        self.handle: Any = None
+
+    def dispatch(self, rows: Tensor) -> Tensor:
+        """Rows (M, D) to their experts, (N, D); the first ones' come with an expert of this rank
+        each, integers (N, 1), and neither may be read before `event` is waited for."""
+        rows = rows.contiguous()
+        if self.handle is not None:
+            return self.buffer.dispatch(rows, handle=self.handle)[0]
+        layout = self.buffer.get_dispatch_layout(self.chosen, self.n_experts)
+        per_rank, per_host, per_expert, goes, _ = layout
+        arriving, self.experts, _, _, self.handle, self.event = self.buffer.dispatch(
+            rows,
+            topk_idx=self.chosen,
+            topk_weights=torch.ones(self.chosen.shape, dtype=torch.float32, device=rows.device),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_host,
+            is_token_in_rank=goes,
+            num_tokens_per_expert=per_expert,
+            async_finish=True,
+        )
+        return arriving
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Rows (N, D) back to where they came from, (M, D)."""
+        return self.buffer.combine(rows.contiguous(), self.handle)[0]
 
 
-@dataclass
-class _Travelling:
-    """Rows on their way to experts of this rank."""
+class _Sent(torch.autograd.Function):
+    """Rows by one way of a crossing, and their gradients by the other."""
 
-    rows: Tensor
-    """(N, D), in DeepEP's order; not to be read before the crossing's event is waited for."""
-    experts: Tensor
-    """Integers (N, 1), of E / ep; not to be read before either."""
-    n_experts: int
-    """E / ep."""
-    crossing: _Crossing
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Callable, back: Callable) -> Tensor:
+        ctx.back = back
+        return there(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.back(gradients[0]), None, None
 
 
 class DeepEP:
@@ -176,7 +180,7 @@ class DeepEP:
     ) -> None:
         fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         check_settings(ep, etp, torch.are_deterministic_algorithms_enabled() and fills, float8)
-        self.library = library(ep, torch.cuda.is_available())
+        self._make, self._dtype, self._configs = library(ep, torch.cuda.is_available())
         check_host(group, KEY, "experts", f"use a smaller parallel.ep, or {_INSTEAD}")
         self.group, self.ep = group, ep
         self._buffer: Any = None
@@ -185,78 +189,38 @@ class DeepEP:
         """See Dispatcher."""
         return fqn
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> _Travelling:
+    def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> tuple[Tensor, _Crossing]:
         """See Dispatcher; rows in bfloat16."""
         check_rows(rows.dtype, rows.shape[1])
-        crossing = _Crossing(self._room(rows.shape[1] * rows.element_size()))
         row = torch.arange(len(rows), dtype=offsets.dtype, device=rows.device)
         expert = torch.searchsorted(offsets, row, right=True)
-        chosen = torch.where(row < offsets[-1], expert, -1).to(self.library.topk_idx_t)
-        arriving, experts = _Dispatched.apply(rows, chosen.unsqueeze(1), len(offsets), crossing)  # type: ignore[misc]
-        return _Travelling(arriving, experts, len(offsets) // self.ep, crossing)
+        chosen = torch.where(row < offsets[-1], expert, -1).to(self._dtype).unsqueeze(1)
+        buffer = self._room(rows.shape[1] * rows.element_size())
+        crossing = _Crossing(buffer, chosen, len(offsets))
+        return _Sent.apply(rows, crossing.dispatch, crossing.combine), crossing  # type: ignore[return-value]
 
-    def finish(self, pending: _Travelling, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def finish(
+        self, pending: tuple[Tensor, _Crossing], compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """See Dispatcher."""
-        pending.crossing.event.current_stream_wait()
-        experts, order = pending.experts.flatten().long().sort(stable=True)
-        own = torch.arange(pending.n_experts, device=experts.device)
+        rows, crossing = pending
+        crossing.event.current_stream_wait()
+        experts, order = crossing.experts.flatten().long().sort(stable=True)
+        own = torch.arange(crossing.n_experts // self.ep, device=experts.device)
         ends = torch.searchsorted(experts, own, right=True, out_int32=True)
         inverse = inverse_of(order)
-        results = compute(reordered(pending.rows, order, inverse), ends)
-        return _Combined.apply(reordered(results, inverse, order), pending.crossing)  # type: ignore[return-value]
+        results = reordered(compute(reordered(rows, order, inverse), ends), inverse, order)
+        return _Sent.apply(results, crossing.combine, crossing.dispatch)  # type: ignore[return-value]
 
     def check(self, device: torch.device) -> None:
         """See Dispatcher; nothing is ever lost."""
 
     def _room(self, row: int) -> Any:
         """A buffer for rows of so many bytes, made by all ranks together with the first layer."""
-        configs = _configs(self.library.Buffer, self.ep)
-        size = max(config.get_nvl_buffer_size_hint(row, self.ep) for config in configs)
+        size = max(config.get_nvl_buffer_size_hint(row, self.ep) for config in self._configs)
         if self._buffer is None or self._buffer.num_nvl_bytes < size:
             if self._buffer is not None:
                 self._buffer.destroy()
             # Else its end would wait for all ranks, also that of one which has raised.
-            self._buffer = self.library.Buffer(self.group, size, explicitly_destroy=True)
+            self._buffer = self._make(self.group, size, explicitly_destroy=True)
         return self._buffer
-
-
-class _Dispatched(torch.autograd.Function):
-    """Rows (M, D) with an expert each (M, 1), -1 for none, set off: (N, D), (N, 1)."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, chosen: Tensor, n_experts: int, crossing: _Crossing) -> Any:
-        ctx.crossing, buffer = crossing, crossing.buffer
-        per_rank, per_host, per_expert, goes, _ = buffer.get_dispatch_layout(chosen, n_experts)
-        arriving, experts, _, _, crossing.handle, crossing.event = buffer.dispatch(
-            rows.contiguous(),
-            topk_idx=chosen,
-            topk_weights=torch.ones(chosen.shape, dtype=torch.float32, device=rows.device),
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_host,
-            is_token_in_rank=goes,
-            num_tokens_per_expert=per_expert,
-            async_finish=True,
-        )
-        ctx.mark_non_differentiable(experts)
-        return arriving, experts
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        crossing = ctx.crossing
-        back, _, _ = crossing.buffer.combine(gradients[0].contiguous(), crossing.handle)
-        return back, None, None, None
-
-
-class _Combined(torch.autograd.Function):
-    """Results (N, D) back to where their rows came from, (M, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, results: Tensor, crossing: _Crossing) -> Tensor:
-        ctx.crossing = crossing
-        return crossing.buffer.combine(results.contiguous(), crossing.handle)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        crossing = ctx.crossing
-        there = crossing.buffer.dispatch(gradients[0].contiguous(), handle=crossing.handle)
-        return there[0], None

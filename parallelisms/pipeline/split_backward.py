@@ -18,8 +18,8 @@ computes theirs from: `DefersWeightGradient`, `DeferredMultiply`.
     accumulate_gradients(stage)              # FSDP: into the sum over micro-batches
     reduce_gradients(stage, last=True)       # FSDP: what a backward with reduction does at its end
 
-The last two are in `fsdp/torch_internals.py`. torch's own split (torch.distributed.pipelining) walks
-the autograd graph, in which a compiled block is one node that cannot be split.
+The last two are in `fsdp/torch_internals.py`. torch's own split (torch.distributed.pipelining)
+walks the autograd graph, in which a compiled block is one node that cannot be split.
 
 To compile: `defer([stage], compiled=True)`, then, under inductor, `options=COMPILE_OPTIONS`.
 

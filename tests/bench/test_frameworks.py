@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from dtron.bench import frameworks as peers
 from dtron.bench.command import main
 from dtron.bench.frameworks import (
-    PEERS,
     compare,
     dtron_facts,
     read_titan,
@@ -110,7 +109,7 @@ def test_tied_models_are_counted_whole() -> None:
 def test_equal_runs_have_a_ratio_of_their_windows() -> None:
     own, titan = outcome(), read_titan(log(), RESOLVED, warmup=5)
     seconds = [1.0] * 4 + [2.0] + [1.0] * 5  # windows of 6 and of 5 s
-    found = compare(PEERS["torchtitan"], own, titan, seconds)
+    found = compare(own, titan, seconds)
     assert found.differs == []
     tokens = 8 * 8192 / 4
     assert found.own_speed == pytest.approx((tokens * 5 / 6 + tokens) / 2)
@@ -133,7 +132,7 @@ def test_unequal_runs_have_none(fact: str, line: str, other: str) -> None:
     if not other:  # the peer does not say
         changed = "".join(row for row in log().splitlines(True) if line not in row)
     titan = read_titan(changed, RESOLVED, warmup=5)
-    found = compare(PEERS["torchtitan"], outcome(), titan, [1.0] * 10)
+    found = compare(outcome(), titan, [1.0] * 10)
     assert found.ratio is None
     assert any(text.startswith(f"{fact}: ") for text in found.differs)
 
@@ -258,12 +257,12 @@ def test_data_are_what_it_reads(tmp_path: Path) -> None:
 def test_a_peer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install torchtitan"):
-        require(PEERS["torchtitan"])
+        require()
     with pytest.raises(ConfigError, match="not installed"):
         main(["configs/llama3_8b.toml", "--against", "torchtitan"])
 
 
-def test_a_pair_is_run_and_compared(tmp_path: Path) -> None:
+def test_a_pair_is_run_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in that prints torchtitan's log, started as a peer is."""
     script = tmp_path / "peer.py"
     (tmp_path / "sample.log").write_text(log())
@@ -273,21 +272,20 @@ def test_a_pair_is_run_and_compared(tmp_path: Path) -> None:
         "import os\nassert os.environ['NCCL_MAX_CTAS'] == '8'\n"
         f"print(open({str(tmp_path / 'sample.log')!r}).read())\n"
     )
-    titan = PEERS["torchtitan"]
-    peer = peers.Peer(**{**titan.__dict__, "arguments": lambda *_: ["--standalone", str(script)]})
+    monkeypatch.setattr(peers, "titan_arguments", lambda *_: ["--standalone", str(script)])
     own = outcome()
     own.environment = {"NCCL_MAX_CTAS": "8"}
     own.times = {"seconds": [[9.0] * 5 + [1.6] * 10] * 4}
-    found = run_peer(peer, own, [], OPTIONS, tmp_path / "out")
+    found = run_peer(own, [], OPTIONS, tmp_path / "out")
     assert found["run"]["status"] == "ok"
     assert found["comparison"]["ratio"] == pytest.approx(8 * 8192 / 4 / 1.6 / 10250)
     assert (tmp_path / "out/data/data.json").exists()
     assert found["run"]["command"].startswith("NCCL_MAX_CTAS=8 ")
     (tmp_path / "out/config.json").unlink()
-    found = run_peer(peer, own, [], OPTIONS, tmp_path / "out")
+    found = run_peer(own, [], OPTIONS, tmp_path / "out")
     assert found.keys() == {"run"}
     assert "config.json" in found["run"]["reason"]
     script.write_text("raise RuntimeError('no memory left')\n")
-    found = run_peer(peer, own, [], OPTIONS, tmp_path / "out")
+    found = run_peer(own, [], OPTIONS, tmp_path / "out")
     assert found.keys() == {"run"}
     assert found["run"]["reason"] == "RuntimeError: no memory left"

@@ -22,7 +22,7 @@ from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, mo
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
-from dtron.plan.activations import block, output_gradients, deferred
+from dtron.plan.activations import block, deferred, output_gradients
 from dtron.plan.compute_time import repeated
 from dtron.plan.run_shape import Resolved
 

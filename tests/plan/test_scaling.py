@@ -6,7 +6,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.scaling import CHARACTER, LINE, Box, CurvePoint, crosses, draw, overlap
+from benchmarks.scaling import (
+    CHARACTER,
+    LINE,
+    Box,
+    CurvePoint,
+    Disorder,
+    crosses,
+    draw,
+    overlap,
+    slowest_of,
+)
 
 PICTURES = sorted((Path(__file__).parents[2] / "docs/plans").glob("scaling_*.svg"))
 SVG = "{http://www.w3.org/2000/svg}"
@@ -48,3 +58,9 @@ def test_labels_do_not_overlap() -> None:
 def test_labels_of_the_pages_do_not_overlap(path: Path) -> None:
     """Nor do they lie on a curve."""
     assert check_labels(path.read_text()) == 1 + (9 if "70b" in path.name else 12) + 3 + 5 + 1
+
+
+def test_more_ranks_wait_for_a_slower_one() -> None:
+    calm, rough = Disorder(jitter=0.0), Disorder(jitter=0.02)
+    assert slowest_of(1024, calm) == 1.0
+    assert 1 < slowest_of(8, rough) < slowest_of(1024, rough) < 1.2

@@ -40,7 +40,7 @@ from dtron.plan.search import (
     pareto,
     search,
 )
-from dtron.plan.simulate import Disorder, Traffic, run_order, slowest_of
+from dtron.plan.simulate import Traffic, run_order
 from dtron.plan.steptime import predict
 from dtron.setup.rules import resolve
 
@@ -337,12 +337,6 @@ def test_etp_is_looked_at_with_experts_and_float8_where_one_asks(tmp_path: Path)
     assert search(dense, 4, hardware("h200")).best[0].run.config.float8.recipe == ""
     with pytest.raises(ConfigError, match="a100 has no float8"):
         search(dense, 4, hardware("a100"), float8=True)
-
-
-def test_more_ranks_wait_for_a_slower_one() -> None:
-    calm, rough = Disorder(jitter=0.0), Disorder(jitter=0.02)
-    assert slowest_of(1024, calm) == 1.0
-    assert 1 < slowest_of(8, rough) < slowest_of(1024, rough) < 1.2
 
 
 def test_pareto_front() -> None:

@@ -1,13 +1,9 @@
 """Pictures of the recipes in the docs are those that the code draws."""
 
-from pathlib import Path
-
 import pytest
 
+from benchmarks.float8_pictures import DOCS, draw
 from dtron.float8 import RECIPES
-from dtron.float8.pictures import draw
-
-DOCS = Path(__file__).parents[2] / "docs" / "float8"
 
 
 @pytest.mark.parametrize("name", RECIPES)
