@@ -108,7 +108,7 @@ def input_gradient(
     )
 
 
-# With the alias annotations of none: what is queued is only read. Defined as in products.py.
+# Defined as in products.py. What is queued is only read, hence no alias annotations.
 torch.library.define(
     "dtron::float8_input_gradient",
     "(Tensor[] matmul, Tensor[] operands, bool[] transposed, Tensor[] numbers, Tensor call, "
