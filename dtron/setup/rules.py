@@ -218,13 +218,11 @@ def _undivided(run: ModelCandidate) -> Iterator[str]:
             if not _splits(run, key, size, degree):
                 every = range(1, most + 1)
                 legal = [n for n in every if all(_splits(run, k, v, n) for k, v in sizes.items())]
-                reason = f"does not divide model.{key} = {size}"
+                reason = f"does not divide model.{key} = {size}; use"
                 if key == "n_kv_heads" and _shares_heads(run):
-                    reason = (
-                        f"neither divides model.{key} = {size} nor cuts each head of "
-                        f"{model.head_size} evenly"
-                    )
-                yield f"parallel.{axis} = {degree} {reason}; use {', '.join(map(str, legal))}"
+                    reason = f"neither divides model.n_kv_heads = {size} nor cuts each head of "
+                    reason += f"{model.head_size} evenly; use"
+                yield f"parallel.{axis} = {degree} {reason} {', '.join(map(str, legal))}"
                 break
 
 
