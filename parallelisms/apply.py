@@ -205,7 +205,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     if passes.layout is not None:
         pieces, ranks = cut(model, passes.layout.stages), passes.layout.ranks
         parts = {s: take_stage(model, pieces, s) for s, rank in enumerate(ranks) if rank == pp}
-    whole = _Whole(
+    whole = _WholeModel(
         [list(unit) for unit in units],
         _blocks(model, passes),
         _cores(model, mesh, passes),
@@ -238,7 +238,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
 
 
 @dataclass(frozen=True)
-class _Done:
+class _StageResult:
     """What the passes did to one stage."""
 
     units: int
@@ -248,7 +248,7 @@ class _Done:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _WholeModel:
     """What is known of the whole model before it is cut."""
 
     units: list[list[str]]
@@ -268,11 +268,11 @@ class _Whole:
 def _apply_to_part(
     stage: int,
     part: nn.Module,
-    whole: _Whole,
+    whole: _WholeModel,
     mesh: Mesh,
     passes: Passes,
     offload: Offload | None,
-) -> _Done:
+) -> _StageResult:
     """The passes over one stage. Names are those of the whole model; it may lack some."""
     held = present(dict(part.named_modules()))
     split = passes.layout.deferred(stage, part) if passes.layout else []
@@ -322,7 +322,7 @@ def _apply_to_part(
         seed, fill = passes.init
         materialize(part, torch.device(mesh.device_type))
         initialize(part, seed, fill, names, whole.padded)
-    return _Done(len(units), recomputed, compiled, deferred)
+    return _StageResult(len(units), recomputed, compiled, deferred)
 
 
 def _inductor_options(passes: Passes, dispatcher: Dispatcher | None) -> dict[str, Any]:
@@ -376,6 +376,11 @@ def _check_axes(mesh: Mesh, passes: Passes) -> None:
         refuse_half_compiled(passes.recompute, passes.compile, ranks, kind)
     if mesh.size("tp") > 1 and passes.experts is None and experts() in _rows(passes):
         raise ConfigError("a row experts() needs `experts`: which modules are stacked experts")
+    if passes.parallel.async_tp and passes.layout is not None and passes.layout.splits_backward:
+        raise ConfigError(
+            "parallel.async_tp with a schedule that splits the backward: matmuls that are fused "
+            "with communication do not defer weight gradients; use one of the two"
+        )
     if mesh.size("tp") > 1 and not passes.placements:
         raise ConfigError(
             f"tp = {mesh.size('tp')} needs `placements`: rows such as "

@@ -14,6 +14,7 @@ Legend: B sequences per micro-batch and rank, T tokens per sequence.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -200,10 +201,13 @@ def _move_documents(
 ) -> Tensor | Tables | None:
     if documents is None or isinstance(documents, Tensor):
         return None if documents is None else _move(documents, device)
-    return {
-        key: row if key.endswith("on host") else tuple(_move(x, device) for x in row)
-        for key, row in documents.items()
-    }
+    # A read-only view: FSDP moves the tensors of a dict to the device, also what stays on the host.
+    return MappingProxyType(
+        {
+            key: row if key.endswith("on host") else tuple(_move(x, device) for x in row)
+            for key, row in documents.items()
+        }
+    )
 
 
 def stacked(read: Callable[[int], Packed], rows: range) -> Batch:

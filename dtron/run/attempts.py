@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,8 @@ class Attempts:
         self._path, self._ends = folder / "attempt.json", folder / "ends"
         self._place, self._token = place, ""
         self._moments: dict[str, float] = {"launched": _started(), "entered": time.time()}
-        self._cause, self._stopped = "", False
+        self._cause, self._stopped, self._failed = "", False, False
+        self._recording = threading.Lock()
         self._own: dict[str, Any] = {}
 
     def mark(self, moment: str) -> None:
@@ -109,11 +111,12 @@ class Attempts:
     def record_end(self, cause: str) -> None:
         """Record why this rank ends by an error; best effort. A rank that was stopped by a signal
         has lost the others since they were stopped too."""
-        if self._stopped and cause in _NO_FAULT:
-            return
-        self._stopped = cause == STOPPED
         end = {"token": self._token, "host": platform.node(), "cause": cause, "time": time.time()}
-        self._write(self._ends / f"rank-{self._place.rank}.json", end)
+        with self._recording:  # threads of signals and of the watchdog record too
+            if (self._stopped or self._failed) and cause in _NO_FAULT:
+                return
+            self._stopped, self._failed = cause == STOPPED, cause not in _NO_FAULT
+            self._write(self._ends / f"rank-{self._place.rank}.json", end)
 
     def finish(self) -> None:
         """On rank 0: record that this attempt has ended in order."""

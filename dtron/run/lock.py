@@ -144,12 +144,19 @@ class RankLocks:
         """Lock this rank's record, and write it; best effort where it cannot be locked."""
         if not _HAS_RECORD_LOCKS:
             return
-        with contextlib.suppress(OSError):  # of which rank 0 warns
-            self._file = _open(self.path, os.O_RDWR)
+        try:
+            self._file = _open(self.path, os.O_RDWR | os.O_CREAT)
             at, record = place.rank * _RECORD, json.dumps(_process(place))
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _flock(at, _RECORD))
             os.pwrite(
                 self._file.fileno(), record[: _RECORD - 1].ljust(_RECORD - 1).encode() + b"\n", at
+            )
+        except OSError as error:
+            log.warning(
+                "%s: rank %d cannot lock its record (%s); another start would not see it",
+                self.path,
+                place.rank,
+                error.strerror or error,
             )
 
     def owners(self) -> str:
@@ -175,16 +182,18 @@ class RankLocks:
 
 def _locked(file: IO[bytes]) -> Iterator[int]:
     """Ranks whose records another open file has locked, in order."""
-    start = 0
-    while True:
-        found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _flock(start, 0))
-        kind, _, at, length, _ = _FLOCK.unpack(found)
-        if kind == fcntl.F_UNLCK:
-            return
+    # One by one: of several locks in a range the system names any.
+    end = -(-os.fstat(file.fileno()).st_size // _RECORD)
+    yield from (rank for rank in range(end) if _first_lock(file, rank * _RECORD, _RECORD) != -1)
+    if (at := _first_lock(file, end * _RECORD, 0)) != -1:  # its record is not written yet
         yield at // _RECORD
-        if not length:  # no lock of dtron, and without an end
-            return
-        start = at + length
+
+
+def _first_lock(file: IO[bytes], start: int, length: int) -> int:
+    """Where a lock of another open file begins in a range (length 0: without an end), or -1."""
+    found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _flock(start, length))
+    kind, _, at, _, _ = _FLOCK.unpack(found)
+    return -1 if kind == fcntl.F_UNLCK else at
 
 
 def _flock(start: int, length: int) -> bytes:

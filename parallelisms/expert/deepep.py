@@ -52,16 +52,17 @@ def check_settings(ep: int, etp: int, deterministic: bool, float8: bool = False)
     if float8:
         why = "rows are handed to DeepEP in bfloat16 alone; use float8.dispatch = false, or"
         raise ConfigError(f"float8.dispatch with {KEY}: {why} {_OTHERS}")
-    refused = {
-        f"parallel.ep = {ep}: only DeepEP's way inside a host is followed": ep > _RANKS,
-        f"parallel.etp = {etp}: DeepEP sends a row to one rank, not to all that share an expert": (
-            etp > 1
-        ),
-        "debug.deterministic = true: torch then fills each new tensor, which DeepEP refuses": (
-            deterministic
-        ),
-    }
-    for reason in (reason for reason, holds in refused.items() if holds):
+    reason = ""
+    if ep > _RANKS:
+        reason = f"parallel.ep = {ep}: only DeepEP's kernels inside a host are supported"
+    elif etp > 1:
+        reason = f"parallel.etp = {etp}: DeepEP sends a row to one rank, not to all that share an "
+        reason += "expert"
+    elif deterministic:
+        reason = (
+            "debug.deterministic = true: torch then fills each new tensor, which DeepEP refuses"
+        )
+    if reason:
         raise ConfigError(f"{KEY} with {reason}; {_INSTEAD}")
 
 

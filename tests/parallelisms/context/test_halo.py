@@ -1,5 +1,6 @@
 """Halo exchange: what ranks send is what the others' queries see, and nothing else."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.utils import _to_kwargs
 
 from dtron.config import CpMethod
 from dtron.data.loader import _move_documents
@@ -133,7 +135,9 @@ def test_counts_stay_on_the_host() -> None:
     split = Split(drawn(np.random.default_rng(0)), (BATCH, TOKENS), 2)
     tables = split.tables({"ring": windowed(layout_of("ring", 2), 5)}, 0)
     moved = _move_documents(tables, torch.device("meta"))
-    assert isinstance(moved, dict)
+    assert isinstance(moved, Mapping)
+    _, (moved,) = _to_kwargs((), {"documents": moved}, torch.device("meta"), False)  # as FSDP does
+    moved = moved["documents"]
     devices = {name: {x.device.type for x in row} for name, row in moved.items()}
     name, on_host = table_names("ring", 5)
     assert devices == {"ring": {"meta"}, name: {"meta"}, on_host: {"cpu"}}

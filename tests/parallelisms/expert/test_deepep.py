@@ -249,7 +249,7 @@ def test_several_hosts_are_refused() -> None:
     wide = config(
         model={"override": {"n_experts": 16}}, parallel={"ep": 16}, train={"global_batch": 16}
     )
-    with pytest.raises(ConfigError, match=r"parallel.ep = 16: only DeepEP's way inside a host"):
+    with pytest.raises(ConfigError, match=r"parallel.ep = 16: only DeepEP's kernels inside a host"):
         check_layout(wide, 16)
 
 
@@ -270,7 +270,7 @@ def test_a_buffer_grows() -> None:
 
 def test_a_trace_says_what_it_leaves_out() -> None:
     run = config()
-    assert any("no buffers of DeepEP" in note for note in notes(run, traceable(run, 2), 2))
+    assert any("not DeepEP" in note for note in notes(run, traceable(run, 2), 2))
 
 
 CUDA = torch.device("cuda")

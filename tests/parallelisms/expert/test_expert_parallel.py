@@ -254,5 +254,5 @@ def test_dim_that_ranks_share() -> None:
     assert shared_dim((2, 6, 8), {0}, 4) == 2
     assert shared_dim((2, 8, 8), {0, 1}, 4) == 2
     assert shared_dim((2, 8), {0, 1}, 4) == 1
-    with pytest.raises(ConfigError, match=r"leave 4 ranks .* divide no dim of"):
+    with pytest.raises(ConfigError, match=r"leave 4 ranks .* divides no dim of"):
         shared_dim((2, 6, 10), {0}, 4)

@@ -462,7 +462,7 @@ def test_different_numbers_of_rows_are_reported() -> None:
 def test_room_that_is_always_there_is_no_capacity() -> None:
     """What is said to be enough is, though 1.5 x even loads had more room than that."""
     for _, said in run_ranks(4, exceeded, 1.5, 60):
-        assert "more than the 60" in said
+        assert "more than its capacity of 60" in said
         assert "parallel.ep_capacity = 4.0 or more" in said
 
 
@@ -478,7 +478,7 @@ def fewer_results() -> None:
     dispatcher = SymmetricMemory(dist.group.WORLD, 2, 1, 2.0)  # type: ignore[arg-type]
     rows, offsets = drawn("random", dist.get_rank())
     pending = dispatcher.begin(rows, offsets, layer_of(dispatcher, "layer"))
-    with pytest.raises(ConfigError, match="rows after the last offset need results"):
+    with pytest.raises(ConfigError, match="return one row per input row, padding included"):
         dispatcher.finish(pending, lambda x, ends: x[: int(ends[-1])])
 
 
