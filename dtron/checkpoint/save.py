@@ -65,7 +65,7 @@ class Saver:
     def __init__(self, seconds: int, folder: Location, on_commit: OnCommit | None = None) -> None:
         self.group = new_host_group(2 * seconds + 60)
         self.seconds, self.on_commit = seconds, on_commit
-        self._mount = mount_of(folder)
+        self._mount, self._committed = mount_of(folder), False
         self._listed: Location | None = None
         """Rank 0's listing of the folder of checkpoints for this save."""
 
@@ -129,6 +129,7 @@ class Saver:
         kept: Collection[Location] = (),
     ) -> None:
         folder, begun = location.folder / f"step-{metadata.step}", False
+        self._committed = False
         started = time.monotonic()
         try:
             self.run_on_first(lambda: self._begin(folder, kept))
@@ -139,7 +140,8 @@ class Saver:
             self._run_on(self._checking_rank(folder), lambda: self._check_files(folder))
             self.run_on_first(lambda: self._finish(seen, metadata))
         except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
-            if begun and dist.get_rank() == 0:
+            # A committed one stays, also where a rank is lost before all know of it.
+            if begun and dist.get_rank() == 0 and not self._committed:
                 with contextlib.suppress(OSError):
                     self._limited(lambda: delete_checkpoint(location.folder / folder.name))
             self._listed = None
@@ -179,6 +181,7 @@ class Saver:
 
     def _finish(self, folder: Location, metadata: CheckpointMetadata) -> None:
         commit(folder, metadata)
+        self._committed = True
         if self.on_commit is not None:
             self.on_commit(folder)
 

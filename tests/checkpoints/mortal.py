@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from dtron.checkpoint.async_staging import Staging
+from dtron.checkpoint.directory import METADATA
 from dtron.config import RunConfig
 from dtron.training.trainer import Trainer
 
@@ -45,7 +46,7 @@ def _die_after(trainer: Trainer, step: int) -> None:
 def _wait_for_save_before(trainer: Trainer, step: int) -> None:
     """The checkpoint of the step before is written in the background, on a busy machine slowly."""
     folder, end = trainer.rundir.path / "checkpoints" / f"step-{step - 1}", time.monotonic() + 60
-    while not folder.is_dir() and time.monotonic() < end:
+    while not (folder / METADATA).exists() and time.monotonic() < end:
         time.sleep(0.05)
 
 

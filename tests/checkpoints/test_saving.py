@@ -331,6 +331,25 @@ def test_a_failure_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert not steps(tmp_path / "run")
 
 
+def a_peer_is_lost_once_it_is_committed(config: Any) -> None:
+    run_on_first = saving.Saver.run_on_first
+
+    def then_lost(self: Any, act: Any) -> None:
+        run_on_first(self, act)
+        if steps(Path(config.run.dir)):
+            raise RuntimeError("Connection closed by peer")
+
+    saving.Saver.run_on_first = then_lost  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="Connection closed by peer"):
+        Trainer(config).fit()
+
+
+def test_a_committed_checkpoint_stays_where_a_rank_is_lost_before_all_know(tmp_path: Path) -> None:
+    """It was deleted, and the run directory, which names it, refused each restart."""
+    run_ranks(1, a_peer_is_lost_once_it_is_committed, tiny(tmp_path / "run", train__steps=1))
+    assert steps(tmp_path / "run") == [1]
+
+
 def test_what_a_killed_run_left_is_cleared_by_the_next_save(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for name in ("step-1.partial", "step-9.old.partial"):
