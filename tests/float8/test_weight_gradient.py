@@ -110,17 +110,26 @@ def compare(
     recipe: str, backend: str, device: str, dtype: torch.dtype, twice: bool = False
 ) -> None:
     """Bit by bit where nothing is compiled: then the same kernels get the same numbers. Of a layer
-    that is called twice autograd sums the gradients of one backward before it adds them."""
+    that is called twice autograd sums the gradients of one backward before it adds them. Compiled
+    in bfloat16 each graph rounds elsewhere, and float8 numbers differ: errors are at most twice
+    those of the whole backward, both against one in float64."""
     plain, split = (block(recipe, device, dtype, twice) for _ in range(2))
     wanted = run(plain, backend, None)
     found = run(split, backend, defer([split], compiled=bool(backend)))
     assert found.keys() == wanted.keys()
-    exact = not backend and not twice
-    limit = 0.0 if exact else 1e-12 if dtype == torch.float64 else 1e-2
+    limits = dict.fromkeys(wanted, 1e-12 if backend or twice else 0.0)
+    if backend and dtype != torch.float64:
+        exact = run(block(recipe, device, torch.float64, twice), "", None)
+        limits = {name: 2 * _error(wanted[name], exact[name]) for name in wanted}
+        wanted = exact
     for name, other in wanted.items():
-        assert found[name].dtype == other.dtype, name
-        error = (found[name] - other).double().norm() / other.double().norm()
-        assert error <= limit, (name, float(error))
+        assert backend or found[name].dtype == other.dtype, name
+        error = _error(found[name], other)
+        assert error <= limits[name], (name, error)
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -133,8 +142,9 @@ def test_split_backwards_equal_whole_ones_in_bfloat16() -> None:
     compare("tensorwise", "", "cpu", torch.bfloat16)
 
 
-def test_inductor_keeps_what_is_queued() -> None:
-    compare("tensorwise", "inductor", "cpu", torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_inductor_keeps_what_is_queued(dtype: torch.dtype) -> None:
+    compare("tensorwise", "inductor", "cpu", dtype)
 
 
 @pytest.mark.parametrize("backend", ["", "aot_eager_decomp_partition"])
