@@ -102,7 +102,7 @@ def test_a_normalizer_that_makes_texts_too_long_is_refused(
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content))
     if size == 39:  # 26 x 39 > 1000
-        with pytest.raises(DataError, match="it makes texts 1e\\+03 times as long"):
+        with pytest.raises(DataError, match="its normalizer makes texts 1e\\+03 times as long"):
             load_tokenizer(section(tokenizer=str(path)))
     else:
         load_tokenizer(section(tokenizer=str(path)))
