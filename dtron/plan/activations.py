@@ -120,8 +120,7 @@ def _attention(model: DecoderConfig) -> list[SavedTensor]:
     rows = [SavedTensor("wq", q, "neurons", PRODUCT), *_shared(model, "wk", kv)]
     if model.qk_norm:
         rows += [SavedTensor("q_norm", q, "neurons"), SavedTensor("k_norm", kv, "heads")]
-        rows += _statistics(model, "q_norm", model.n_heads, "neurons")
-        rows += _statistics(model, "k_norm", model.n_kv_heads, "heads")
+        rows += _statistics(model, "q_norm", model.n_heads + model.n_kv_heads, "neurons")
     return [*rows, *_shared(model, "wv", kv), *_attended(model, q)]
 
 

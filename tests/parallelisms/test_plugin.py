@@ -166,12 +166,12 @@ def parallel_run(case: Case) -> dict[str, Any]:
     return {"loss": loss.item(), "norm": norm.item(), "gradients": gradients}
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """||g - g_ref|| <= 1e-5 * max(||g_ref||, 1e-3 * ||all g_ref|| / sqrt(n))."""
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: float = 1e-5) -> None:
+    """||g - g_ref|| <= limit * max(||g_ref||, 1e-3 * ||all g_ref|| / sqrt(n))."""
     total = torch.stack([t.norm() for t in wanted.values()]).norm()
     floor = 1e-3 * total / len(wanted) ** 0.5
     for name, tensor in found.items():
-        bound = 1e-5 * max(wanted[name].norm(), floor)
+        bound = limit * max(wanted[name].norm(), floor)
         error = (tensor - wanted[name]).norm()
         assert error <= bound, f"{name}: {error:.3e} > {bound:.3e}"
 
@@ -236,10 +236,11 @@ def scaled_run(tp: int, rows: dict[Any, Any]) -> tuple[dict[str, Tensor], float]
         patterns = (unit,) if isinstance(unit, str) else unit
         placements[tuple(f"vit.{pattern}" for pattern in patterns)] = row
     mesh = Mesh(tp=tp)
+    # float64: the gradient of a key's bias is 0, and in float32 nothing but rounding
     model = parallelize(
-        Scaled(), mesh, units="vit.blocks.*", placements=placements, dtype="float32"
+        Scaled().double(), mesh, units="vit.blocks.*", placements=placements, dtype="float64"
     )
-    for images in torch.randn(2, 4, 16, 12, generator=torch.Generator().manual_seed(1)):
+    for images in torch.randn(2, 4, 16, 12, generator=torch.Generator().manual_seed(1)).double():
         F.cross_entropy(model(images), torch.arange(4)).backward()
     norm = global_norm(list(model.parameters()), mesh).item()
     return {k: p.grad.full_tensor() for k, p in model.named_parameters()}, norm  # type: ignore[union-attr]
@@ -250,9 +251,9 @@ def test_gradients_are_complete_after_each_backward(sequence_parallel: bool) -> 
     rows = SEQUENCE_PARALLEL if sequence_parallel else vit.PLACEMENTS
     ((wanted, norm),) = run_ranks(1, scaled_run, 1, rows)
     for found, found_norm in run_ranks(2, scaled_run, 2, rows):
-        assert_close(found, wanted)
+        assert_close(found, wanted, 1e-10)
         assert found.keys() == wanted.keys()
-        assert found_norm == pytest.approx(norm, rel=1e-5)
+        assert found_norm == pytest.approx(norm, rel=1e-10)
 
 
 def dropout_run(mode: str) -> list[Tensor]:

@@ -197,10 +197,6 @@ def test_layouts_that_experts_cannot_have(
     ("values", "message"),
     [
         (
-            {"train": {"global_batch": 8, "seq_len": 64, "loss_chunks": 2}},
-            "train.loss_chunks = 2 with model.override.mtp = 1: chunked loss does not support",
-        ),
-        (
             {"train": {"seq_len": 4}, "model": {"name": "deepseek_v3", "override": {"mtp": 4}}},
             "model.override.mtp = 4 looks beyond train.seq_len = 4; use less",
         ),
