@@ -137,7 +137,7 @@ class Applied:
     partial: frozenset[str]
     """Names of parameters that `reduce_replicas` has to sum over tp once a step."""
     names: Mapping[str, str]
-    """FQN of a parameter -> its name, which is another one for a tied weight's second FQN."""
+    """FQN of a parameter -> the FQN that names it; they differ for a tied weight's second FQN."""
     shared: SharedWeights
     """Parameters whose gradients have to be summed with another stage's once a step."""
     deferred: Mapping[int, WeightGradients]
@@ -376,11 +376,6 @@ def _check_axes(mesh: Mesh, passes: Passes) -> None:
         refuse_half_compiled(passes.recompute, passes.compile, ranks, kind)
     if mesh.size("tp") > 1 and passes.experts is None and experts() in _rows(passes):
         raise ConfigError("a row experts() needs `experts`: which modules are stacked experts")
-    if passes.parallel.async_tp and passes.layout is not None and passes.layout.splits_backward:
-        raise ConfigError(
-            "parallel.async_tp with a schedule that splits the backward: matmuls that are fused "
-            "with communication do not defer weight gradients; use one of the two"
-        )
     if mesh.size("tp") > 1 and not passes.placements:
         raise ConfigError(
             f"tp = {mesh.size('tp')} needs `placements`: rows such as "

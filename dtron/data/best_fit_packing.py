@@ -25,15 +25,12 @@ Language Modeling, arXiv:2404.10830.
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from dtron.data.packing import (
     IGNORE,
-    CutDocuments,
     Packed,
-    State,
     Tokens,
     Waste,
     number_documents,
@@ -225,33 +222,6 @@ class PackingPlan:
             return Packed(tokens, labels, None, None, numbers)
         masks = number_documents([*lengths, self._seq_len - filled])
         return Packed(tokens, labels, *masks, numbers)
-
-
-class Shuffled:
-    """The training split: endless epochs, each in another order."""
-
-    def __init__(self, plan: CutDocuments | PackingPlan, seed: int) -> None:
-        self._plan, self._seed = plan, seed
-        self._epoch = 0
-        self._order: Any = plan.order(seed, 0)
-
-    def sequence(self, k: int) -> Packed:
-        """Return sequence k of the run, k = 0, 1, 2, ..."""
-        epoch, index = divmod(k, len(self._plan))
-        if epoch != self._epoch:  # one order is kept: k usually ascends
-            self._epoch, self._order = epoch, self._plan.order(self._seed, epoch)
-        return self._plan.sequence(self._order, index)
-
-    def state(self, k: int) -> State:
-        """Return no state: sequence k depends on k alone."""
-        return {}
-
-    def seek(self, k: int, state: State) -> None:
-        """Do nothing: any sequence can be read at any time."""
-
-    def waste(self) -> Waste:
-        """Return what packing costs in the current epoch."""
-        return self._plan.waste(self._order)
 
 
 class FixedPieces:

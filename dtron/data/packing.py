@@ -21,7 +21,7 @@ Legend: T tokens per sequence.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -206,6 +206,46 @@ class CutDocuments:
     def waste(self, order: ConcatenatedDocuments) -> Waste:
         """Return what packing costs in an epoch: no padding, but split documents."""
         return Waste(len(self), 0.0, order.split_documents(self._seq_len))
+
+
+class SequencePlan(Protocol):
+    """The sequences of a split, given the order of an epoch, which each plan has in a form of its
+    own."""
+
+    def __len__(self) -> int: ...
+
+    def order(self, seed: int, epoch: int) -> Any: ...
+
+    def sequence(self, order: Any, index: int) -> Packed: ...
+
+    def waste(self, order: Any) -> Waste: ...
+
+
+class Shuffled:
+    """The training split: endless epochs, each in another order."""
+
+    def __init__(self, plan: SequencePlan, seed: int) -> None:
+        self._plan, self._seed = plan, seed
+        self._epoch = 0
+        self._order = plan.order(seed, 0)
+
+    def sequence(self, k: int) -> Packed:
+        """Return sequence k of the run, k = 0, 1, 2, ..."""
+        epoch, index = divmod(k, len(self._plan))
+        if epoch != self._epoch:  # one order is kept: k usually ascends
+            self._epoch, self._order = epoch, self._plan.order(self._seed, epoch)
+        return self._plan.sequence(self._order, index)
+
+    def state(self, k: int) -> State:
+        """Return no state: sequence k depends on k alone."""
+        return {}
+
+    def seek(self, k: int, state: State) -> None:
+        """Do nothing: any sequence can be read at any time."""
+
+    def waste(self) -> Waste:
+        """Return what packing costs in the current epoch."""
+        return self._plan.waste(self._order)
 
 
 class OrderedDocuments:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dtron.config import Data
-from dtron.data.best_fit_packing import FixedPieces, PackingPlan, Shuffled
+from dtron.data.best_fit_packing import FixedPieces, PackingPlan
 from dtron.data.cache import (
     TokenCache,
     cache_path,
@@ -30,6 +30,7 @@ from dtron.data.hf import HfStream, hf_corpus, stream_name
 from dtron.data.packing import (
     CutDocuments,
     OrderedDocuments,
+    Shuffled,
     Tokens,
     TrainingSource,
     ValidationSource,

@@ -56,7 +56,7 @@ class Attempts:
         self._path, self._ends = folder / "attempt.json", folder / "ends"
         self._place, self._token = place, ""
         self._moments: dict[str, float] = {"launched": _started(), "entered": time.time()}
-        self._cause, self._stopped, self._failed = "", False, False
+        self._cause, self._own_end = "", ""
         self._recording = threading.Lock()
         self._own: dict[str, Any] = {}
 
@@ -109,13 +109,13 @@ class Attempts:
         self._write(self._path, {**self._own, "hosts": list(hosts)})
 
     def record_end(self, cause: str) -> None:
-        """Record why this rank ends by an error; best effort. A rank that was stopped by a signal
-        has lost the others since they were stopped too."""
+        """Record why this rank ends by an error; best effort. A fault of its own is never replaced
+        by what followed from it, nor a signal by the loss of others, which were stopped too."""
         end = {"token": self._token, "host": platform.node(), "cause": cause, "time": time.time()}
         with self._recording:  # threads of signals and of the watchdog record too
-            if (self._stopped or self._failed) and cause in _NO_FAULT:
+            if cause in _NO_FAULT and self._own_end not in ("", LOST_PEER, PEER_FAILED):
                 return
-            self._stopped, self._failed = cause == STOPPED, cause not in _NO_FAULT
+            self._own_end = cause
             self._write(self._ends / f"rank-{self._place.rank}.json", end)
 
     def finish(self) -> None:

@@ -197,7 +197,7 @@ class MetricsWriter:
 
     def _check_mounted(self, path: Path) -> None:
         """Call `check_mounted`, which looks at each folder of the path, once in some seconds, and
-        whenever the device of the run directory is another one."""
+        whenever the device of the run directory has changed."""
         now = time.monotonic()
         if now - self._checked < _MOUNT_SECONDS and self._device == _device(path.parent):
             return

@@ -71,9 +71,9 @@ class TrainStep:
     """Trains a parallel model, one global batch per call.
 
     Args:
-        dropout_seed: seed of the dropout masks; None if the model has no dropout. mtp_weight:
-        weight of the loss of multi-token prediction, which contributes gradient only; the
-            logged loss is unchanged.
+        dropout_seed: seed of the dropout masks; None if the model has no dropout.
+        mtp_weight: weight of the loss of multi-token prediction, which contributes gradient only;
+            the logged loss is unchanged.
         guard: detects bad losses, whose steps may be skipped.
         after_update: called after each step to update state that depends on weights, such as
             float8 scales; its argument, a bool scalar on the device, is whether the step was taken.
@@ -110,7 +110,7 @@ class TrainStep:
 
         Args:
             compute: wrapper around the gradient computation, e.g. to run it twice; None: run it
-            once.
+                once.
         """
         with phase("forward_backward"):
             accumulate = functools.partial(self.accumulate, batches, step)

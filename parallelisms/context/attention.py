@@ -158,8 +158,9 @@ def _blocks(
 ) -> Blocks:
     if gathers:
         return GatheredBlocks(q, tables, group, inner)
-    rings = NamedGroup.find(group).size() > 1
-    return (HaloBlocks if window and rings else RingBlocks)(q, tables, group, inner, window)
+    if window and NamedGroup.find(group).size() > 1:
+        return HaloBlocks(q, tables, group, inner, window)
+    return RingBlocks(q, tables, group, inner)
 
 
 def run_context_attention(

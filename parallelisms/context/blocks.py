@@ -38,7 +38,6 @@ class Blocks:
         tables: of `Split.tables` for the method; empty: one document per sequence.
         group: name of the process group over the blocks.
         inner: ranks whose tokens a block holds.
-        window: most keys that a query sees; 0: all.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class Blocks:
         tables: Sequence[Tensor],
         group: str,
         inner: int,
-        window: int = 0,
     ) -> None:
         self.batch, self.tables, self.inner = q.shape[0], tables, inner
         self.group = NamedGroup.find(group)

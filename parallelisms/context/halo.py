@@ -91,24 +91,20 @@ def whole_sequences(
     Args:
         half: tokens of a piece.
     """
-    tokens = np.arange(2 * size * half).reshape(2 * size, half)
-    blocks = [np.concatenate([tokens[s], tokens[-1 - s]]) for s in range(size)]
-    piece, numbers = tokens.ravel() // half, np.zeros(tokens.size, dtype=np.int64)
-    index, counts, _ = halo(piece, numbers, blocks, rank, window)
+    pieces = np.arange(2 * size * half).reshape(2 * size, half)
+    index, counts, _ = halo(pieces, np.zeros(pieces.size, dtype=np.int64), rank, window)
     borders = np.flatnonzero(np.diff(index) != 1) + 1
     spans = [(int(part[0]), int(part[-1]) + 1) for part in np.split(index, borders)]
     return spans, counts.tolist()
 
 
-def halo(
-    piece: Ints, numbers: Ints, blocks: Sequence[Ints], mine: int, window: int
-) -> tuple[Ints, Ints, list[Ints]]:
+def halo(pieces: Ints, numbers: Ints, mine: int, window: int) -> tuple[Ints, Ints, list[Ints]]:
     """Which keys a block sends, receives and attends to.
 
     Args:
-        piece: (N n,) number of each token's piece, of 2 n.
-        numbers: (N n,) number of its document, ascending.
-        blocks: (N,) tokens of each block, those of its early piece, then those of its late one.
+        pieces: (2 n, N / 2) tokens of each piece, ascending. Block s has piece s and, counted from
+            the last one, piece s.
+        numbers: (N n,) number of each token's document, ascending.
         mine: number of the block.
     Returns:
         index: (.,) the block's tokens that are sent to each other block in turn; then the keys of
@@ -117,15 +113,16 @@ def halo(
             tokens received from each, and the number of the late queries' keys.
         runs: (.,) the keys of the early and of the late queries as tokens, ascending.
     """
-    n = len(blocks)
-    seen = [_run(piece, numbers, number, window) for number in range(2 * n)]
-    needed = np.zeros((n, piece.size), dtype=bool)
+    n = len(pieces) // 2
+    blocks = np.concatenate([pieces, pieces[::-1]], axis=1)[:n]
+    seen = [_run(queries, numbers, window) for queries in pieces]
+    needed = np.zeros((n, pieces.size), dtype=bool)
     for block in range(n):
         needed[block, seen[block]] = needed[block, seen[-1 - block]] = True
         needed[block, blocks[block]] = False
     sent = [np.flatnonzero(row[blocks[mine]]) for row in needed]
     received = [block[needed[mine, block]] for block in blocks]
-    place = np.zeros(piece.size, dtype=np.int64)
+    place = np.zeros(pieces.size, dtype=np.int64)
     pool = np.concatenate([blocks[mine], *received])
     place[pool] = np.arange(pool.size)
     runs = [seen[mine], seen[-1 - mine]]
@@ -136,9 +133,8 @@ def halo(
     return np.concatenate([*sent, *(place[run] for run in runs)]), np.array(counts), runs
 
 
-def _run(piece: Ints, numbers: Ints, number: int, window: int) -> Ints:
+def _run(queries: Ints, numbers: Ints, window: int) -> Ints:
     """Tokens that the queries of a piece see, ascending."""
-    queries = np.flatnonzero(piece == number)
     documents, first = np.unique(numbers[queries], return_index=True)
     ends = np.append(queries[first[1:] - 1], queries[-1]) + 1
     begins = np.maximum(queries[first] - (window - 1), np.searchsorted(numbers, documents))

@@ -48,11 +48,12 @@ class Split:
         numbers = _count_documents(self.documents)
         found = {}
         for method, shape in layouts.items():
-            found[method] = _tables(self, numbers, shape, rank)
+            pieces = _pieces(self, shape)
+            found[method] = _tables(self, numbers, pieces, shape, rank)
             for window in shape.windows if shape.rings else ():
                 if window < self.shape[1]:
                     name, on_host = table_names(method, window)
-                    *index, counts, bounds = _tables(self, numbers, shape, rank, window)
+                    *index, counts, bounds = _tables(self, numbers, pieces, shape, rank, window)
                     found |= {name: (*index, bounds), on_host: (counts,)}
         return found
 
@@ -64,24 +65,23 @@ def _count_documents(documents: NDArray) -> Ints:
 
 
 def _tables(
-    split: Split, numbers: Ints, shape: ContextLayout, rank: int, window: int = 0
+    split: Split, numbers: Ints, pieces: Ints, shape: ContextLayout, rank: int, window: int = 0
 ) -> tuple[Tensor, ...]:
     """`arrange` (N,) from the order of arrival to early, then late tokens. Then, of a ring: `order`
     (outer, N), from there to the order of the sequences, of every block; segments
     (outer, 2, n + 1) of every step. Gathered: `keys` of the early and of the late queries among the
     gathered tokens, int64 (.,) each; segments (2, 2, n + 1). Of a ring with a window: `index` and
     `counts` of `halo`; segments (2, 2, n + 1) of the early and of the late queries."""
-    flat, early, late = _pieces(split, shape)
-    mine = rank // shape.inner
-    blocks = [np.concatenate(both) for both in zip(early, late, strict=True)]
-    arrange = _positions(_arrival(split, shape, mine), flat.size)[blocks[mine]]
+    mine, early, late = rank // shape.inner, pieces, pieces[::-1]
+    blocks = np.concatenate([early, late], axis=1)[: shape.outer]
+    arrange = _positions(_arrival(split, shape, mine), pieces.size)[blocks[mine]]
     if window:
-        index, counts, runs = halo(flat, numbers, blocks, mine, window)
+        index, counts, runs = halo(pieces, numbers, mine, window)
         pairs, rest = list(zip((early[mine], late[mine]), runs, strict=True)), [index, counts]
     elif shape.gathers:
         ends = (mine + 1, 2 * shape.outer - mine)
-        gathered = _positions(np.concatenate(blocks), flat.size)
-        keys = [np.flatnonzero(flat < end) for end in ends]
+        gathered = _positions(blocks.ravel(), pieces.size)
+        keys = [np.sort(pieces[:end], axis=None) for end in ends]
         pairs = list(zip((early[mine], late[mine]), keys, strict=True))
         rest = [gathered[k] for k in keys]
     else:
@@ -90,20 +90,16 @@ def _tables(
             (late[mine] if s > mine else blocks[mine], early[s] if s < mine else blocks[s])
             for s in steps
         ]
-        rest = [np.stack([np.argsort(block, kind="stable") for block in blocks])]
+        rest = [np.argsort(blocks, axis=1, kind="stable")]
     bounds = _bounds([(numbers[q], numbers[k]) for q, k in pairs])
     return (*map(torch.from_numpy, (arrange, *rest)), bounds)
 
 
-def _pieces(split: Split, shape: ContextLayout) -> tuple[Ints, list[Ints], list[Ints]]:
-    """Of the blocks: the number of each token's piece, (B * T,), and the tokens of each block's
-    early and late piece, sequence by sequence."""
-    flat, last = split.piece.ravel() // shape.inner, 2 * shape.outer - 1
-    early, late = (
-        [np.flatnonzero(flat == number) for number in numbers]
-        for numbers in (range(shape.outer), range(last, last - shape.outer, -1))
-    )
-    return flat, early, late
+def _pieces(split: Split, shape: ContextLayout) -> Ints:
+    """Tokens of each piece of the blocks, ascending, as indices into (B * T,): (2 outer, N / 2).
+    Block s has piece s and, counted from the last one, piece s."""
+    numbers = split.piece.ravel() // shape.inner
+    return np.argsort(numbers, kind="stable").reshape(2 * shape.outer, -1)
 
 
 def _arrival(split: Split, shape: ContextLayout, block: int) -> Ints:

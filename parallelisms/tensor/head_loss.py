@@ -7,7 +7,7 @@ labels go into the head, and the loss comes out. Under tp each rank multiplies b
 gradient of the hidden states is a part of a sum, which the head's placement reduces, to the rank's
 tokens under sequence parallelism.
 
-The weight's gradient comes with the loss, so there is none to put off (`split_backward.py`).
+The weight's gradient comes with the loss, so there is none to defer (`split_backward.py`).
 """
 
 from collections.abc import Callable

@@ -204,16 +204,16 @@ def late_pieces_as_they_come() -> None:
 def halo_one_token_short() -> None:
     """The first query of a piece lacks the first key of its window, which another rank holds."""
     run = halo._run
-    halo._run = lambda piece, numbers, number, window: run(piece, numbers, number, window - 1)
+    halo._run = lambda queries, numbers, window: run(queries, numbers, window - 1)
 
 
 def halo_of_one_piece() -> None:
     """A piece that lies farther away than the one before, and still in the window, is skipped."""
     run = halo._run
 
-    def shortened(piece: Any, numbers: Any, number: int, window: int) -> Any:
-        keys = run(piece, numbers, number, window)
-        return keys[piece[keys] >= number - 1]
+    def shortened(queries: Any, numbers: Any, window: int) -> Any:
+        keys = run(queries, numbers, window)
+        return keys[keys >= queries[0] - len(queries)]
 
     halo._run = shortened
 

@@ -178,6 +178,13 @@ def test_a_rank_that_was_stopped_has_lost_nobody(tmp_path: Path) -> None:
     assert causes == [STOPPED, STOPPED, "E: its own"]
 
 
+def test_a_fault_is_not_replaced_by_what_follows_from_it(tmp_path: Path) -> None:
+    made = Attempts(tmp_path, PLACE)
+    for cause in ("E: its own", STOPPED, LOST_PEER):
+        made.record_end(cause)
+    assert json.loads((tmp_path / "ends/rank-0.json").read_text())["cause"] == "E: its own"
+
+
 def test_parts_of_a_recovery() -> None:
     moments = {"ended": 3.0, "launched": 5.0, "entered": 9.0, "met": 8.5}
     moments |= {"built": 12.5, "loaded": 13.0, "stepped": 20.0}

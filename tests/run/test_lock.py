@@ -142,6 +142,16 @@ def test_live_ranks_are_named_and_counted(tmp_path: Path) -> None:
     assert held[0].owners() == ""
 
 
+def test_a_rank_that_cannot_lock_its_record_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It trains on, out of another start's sight."""
+    (tmp_path / "ranks").mkdir()
+    lock.RankLocks(tmp_path / "ranks").acquire(Place(5, 0, 8))
+    (message,) = caplog.messages
+    assert "rank 5 cannot lock its record" in message
+
+
 def open_locked(directory: Path, seconds: float) -> str:
     place = Place(dist.get_rank(), dist.get_rank(), 2)
     return lock_of(Rendezvous(place, None), directory, seconds, dist.barrier)
