@@ -36,10 +36,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # this is one of the processes
         return
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    alone = _named(config) or option.usepdb or option.collectonly
+    alone = set(_named(config)) - {"gpu"} or option.usepdb or option.collectonly
     if getattr(option, "numprocesses", 0) is None and whole and not alone:
         option.numprocesses = min(MOST_WORKERS, os.cpu_count() or 1)
-        option.dist = "worksteal"  # neighbours stay in one process: they share fixtures
+        if _named(config):
+            option.dist, option.loadscopereorder = "loadfile", False  # in GPU_ORDER
+        else:
+            option.dist = "worksteal"  # neighbours stay in one process: they share fixtures
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,8 +70,15 @@ def _no_process_group_is_left() -> Iterator[None]:
         pytest.fail("the default process group is left initialized")
 
 
-# Tests on GPUs come last, and among them first what a run that is cut short should have seen. Ranks
-# compile what parity's last cases need while this process runs the kernels' tests.
+@pytest.fixture(autouse=True)
+def _memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that share a GPU do not see what the others only keep."""
+    yield
+    if request.node.get_closest_marker("gpu") is not None:
+        sys.modules["torch"].cuda.empty_cache()
+
+
+# Tests on GPUs come last, and among them first what a run that is cut short should have seen.
 PARITY = "tests/parallelisms/test_parity_gpu.py"
 GPU_ORDER = {
     PARITY: 1,

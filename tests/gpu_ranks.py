@@ -49,6 +49,8 @@ Answer = tuple[str, Any]
 
 _SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 _MOST_SHARED = 4
+_FEW_BUFFERS = {"NCCL_MAX_NCHANNELS": "4"}
+"""Communicators have buffers per channel: after all layouts of two ranks 23 GB on each GPU."""
 _SHARING = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # torch refuses them by default
     "NCCL_MAX_NCHANNELS": "2",  # buffers of all communicators of all ranks are on one GPU
@@ -245,7 +247,7 @@ def _serve(
 ) -> None:
     """A rank: start, answer one call after the other, end with the pipe."""
     gc.freeze()  # imported modules are no garbage, and compilers make the collector walk them
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
+    os.environ.update(_FEW_BUFFERS, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
     if os.environ.get(_SHARE_GPUS) == "1":
         os.environ.update(_SHARING)
     if device_type == "cpu":
@@ -263,11 +265,16 @@ def _serve(
 
 
 def _call(body: bytes, args: bytes) -> Any:
-    """Nothing of earlier calls is left: graphs, which count against a limit of recompilations, and
-    what ranks share by the name of a group, which has to go on all of them at the same time."""
+    """Nothing of earlier calls is left: graphs, which count against a limit of recompilations,
+    memory that other processes need, and what ranks share by the name of a group, which has to go
+    on all of them at the same time."""
     torch._dynamo.reset()
     gc.collect()
-    return pickle.loads(body)(*pickle.loads(args))
+    try:
+        return pickle.loads(body)(*pickle.loads(args))
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _answer(body: Callable[..., Any], args: tuple, seconds: int, stack: TextIO) -> bytes:
