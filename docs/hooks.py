@@ -17,7 +17,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from dtron.config import RunConfig
+from dtron.config import RunConfig, is_automatic
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -83,7 +83,9 @@ def configuration() -> str:
         parts.append(f"## [{name}] {{#{name}}}\n\n{model.__doc__}\n")
         for key, field in model.model_fields.items():
             default = json.dumps(field.get_default(call_default_factory=True))
-            facts = f"{type_name(field.annotation)}{bounds(field.metadata)}; default `{default}`"
+            facts = f"{type_name(field.annotation)}{bounds(field.metadata)}"
+            auto = is_automatic(name, key)
+            facts += ' or `"auto"`; default `"auto"`' if auto else f"; default `{default}`"
             doc = " ".join((field.description or "").split())
             parts.append(f"### {name}.{key} {{#{name}.{key}}}\n\n{facts}\n\n{doc}\n")
     return "\n".join(parts)

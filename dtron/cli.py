@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import dtron
-from dtron.config import RunConfig, choices, fields
+from dtron.config import RunConfig, choices, fields, is_automatic
 from dtron.errors import (
     ArgumentParser,
     ConfigError,
@@ -49,9 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: RunConfig) -> None:
+    from dtron.plan.automatic import of_place
+    from dtron.run.process import Place
     from dtron.training.trainer import Trainer  # which needs torch
 
-    trainer = Trainer(config)
+    automatic = of_place(config, Place.of_environment())
+    config = automatic.config
+    trainer = Trainer(config, automatic)
     try:
         if trainer.place.device.type == "cpu":  # a GPU's allocator fails with an error
             from dtron.plan.remedies import check_step_memory  # other runs need no planner
@@ -208,6 +212,7 @@ def _field_help() -> str:
             section = key.split(".")[0]
             lines.append(f"\n[{section}]")
         shown = list(default) if isinstance(default, tuple) else default
+        shown = "auto" if is_automatic(*key.split(".")) else shown
         lines.append(f"  {key} = {json.dumps(shown)}")
         lines.append(f"      {doc}")
         if legal := choices(*key.split(".")):

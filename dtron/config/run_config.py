@@ -262,7 +262,13 @@ def fields(model: type[BaseModel]) -> tuple[tuple[str, Any, str], ...]:
 def choices(section: str, key: str) -> tuple[Any, ...]:
     """Return the legal values of a Literal key; an empty tuple for any other key."""
     kind = type(getattr(RunConfig(), section)).model_fields[key].annotation
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    also = ("auto",) if is_automatic(section, key) else ()
+    return (*get_args(kind), *also) if get_origin(kind) is Literal else ()
+
+
+def is_automatic(section: str, key: str) -> bool:
+    """Whether a key is set at the start if it is unset or "auto" (`dtron/setup/automatic.py`)."""
+    return key in getattr(RunConfig(), section).automatic
 
 
 def _apply_override(values: dict[str, Any], text: str) -> None:

@@ -5,9 +5,9 @@ Choices are Literals, units are in the names, values are frozen. Rules across se
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_RANKS = 2**20
 MAX_LAYERS = 10_000
@@ -57,6 +57,17 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+    automatic: ClassVar[frozenset[str]] = frozenset()
+    """Keys that `dtron/setup/automatic.py` sets where they are unset or "auto"; until then, and on
+    CPUs, they have their default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unset_automatic(cls, values: Any) -> Any:
+        """Leave out "auto" of the keys in `automatic`: code that reads a config never sees it."""
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in values.items() if not (k in cls.automatic and v == "auto")}
 
 
 class Run(Section):
@@ -91,6 +102,9 @@ class Parallel(Section):
     """Parallelism degrees, numbers of ranks: world size = pp x dp_replicate x dp_shard x cp x
     tp."""
 
+    automatic = frozenset(
+        ("dispatcher", "zero", "reduce_by", "copy_engines", "async_tp", "schedule", "cp_method")
+    )
     dp_replicate: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Data-parallel replicas of the model; gradients are all-reduced between them."""
     dp_shard: int = Field(default=-1, ge=-1, le=MAX_RANKS)
@@ -113,7 +127,8 @@ class Parallel(Section):
     """With ep or etp > 1, how tokens are dispatched to their experts. `all_to_all`: NCCL all-to-all
     for dispatch and combine; the host waits for the GPU once per layer. `symmetric_memory`: ranks
     of one host read each other's memory, without such a wait; set `ep_capacity`. `deepep`: the
-    library DeepEP, in bfloat16, if it is installed."""
+    library DeepEP, in bfloat16, if it is installed. `auto`: `symmetric_memory` on GPUs of one host
+    if `ep_capacity` is enough for any load (`ep`), else `all_to_all`."""
     ep_capacity: float = Field(default=2.0, ge=1.0, le=1e6)
     """With `dispatcher = "symmetric_memory"`, the most token copies that a rank receives, as a
     multiple of an even load; buffers and activations of experts grow with it. The run stops when a
@@ -124,7 +139,7 @@ class Parallel(Section):
     gathered once per step. 1: optimizer state; gradients are reduced once per step. All stages
     shard 16 bytes per parameter (12 of float32 weights and AdamW moments, 4 of gradient). In
     addition, each rank holds 2 bytes per parameter in bfloat16 with 2 or 1, and the unsharded
-    gradients in `reduce_dtype` with 1."""
+    gradients in `reduce_dtype` with 1. `auto`: 2 on GPUs if it fits, else 3."""
     reduce: Literal["auto", "step", "micro_batch"] = "auto"
     """When gradients are reduced if a step has several micro-batches. `micro_batch`: after each
     one, so that gradients stay sharded. `step`: once per step, with less communication; each rank
@@ -137,11 +152,13 @@ class Parallel(Section):
     reduce_by: Literal["reduce_scatter", "all_to_all"] = "reduce_scatter"
     """How gradients are summed over dp_shard and cp. `all_to_all`: they are sent in `train.dtype`
     and summed in `reduce_dtype` by the receiver: the same sums as a reduce-scatter, from half the
-    bytes. Refused where micro-batches are summed before the reduction (`reduce = "step"`)."""
+    bytes. Refused where micro-batches are summed before the reduction (`reduce = "step"`). `auto`:
+    `all_to_all` in bfloat16 on GPUs of one host with torch before 2.15, else `reduce_scatter`."""
     copy_engines: bool = False
     """Gather parameters, and send gradients with `reduce_by = "all_to_all"`, by the copy engines of
     the GPUs instead of NCCL kernels, so that overlapped matmuls keep all multiprocessors. For
-    dp_shard x cp ranks on GPUs of one host."""
+    dp_shard x cp ranks on GPUs of one host. `auto`: true there with `reduce_by =
+    "all_to_all"`."""
     prefetch: int = Field(default=1, ge=0, le=MAX_LAYERS)
     """How many FSDP units ahead parameters are gathered while the current unit computes, in forward
     and in backward. More overlaps more and holds more memory."""
@@ -150,10 +167,13 @@ class Parallel(Section):
     computes and holds norms, dropout and residuals for 1 / tp of the tokens. false: for all."""
     async_tp: bool = False
     """With tp > 1 on GPUs, overlap tensor parallelism's all-gathers and reduce-scatters with the
-    matmuls that need them, by symmetric memory."""
+    matmuls that need them, by symmetric memory. `auto`: true for a compiled model if tp is inside a
+    host and no rule refuses it."""
     schedule: PathText = "1F1B"
     """Pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
-    ZBVZeroBubble, DualPipeV, or the path of a .csv file with a schedule of your own."""
+    ZBVZeroBubble, DualPipeV, or the path of a .csv file with a schedule of your own. `auto`:
+    on GPUs, for dense models without tp and recomputation and with zero below 3, ZBVZeroBubble or
+    else Interleaved1F1B if it fits model and memory; else 1F1B."""
     stages_per_rank: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Pipeline stages per rank; 0: the default of the schedule."""
     pp_layout: Text | list[LayerCount] | list[list[Text]] = ""
@@ -166,7 +186,8 @@ class Parallel(Section):
     cp_method: CpMethod | list[CpMethod] = "ring"
     """With cp > 1, how attention sees the tokens of other ranks: ring, all_gather, ulysses
     (all-to-all over heads) or hierarchical (all-to-all within groups of `cp_inner` ranks, a ring
-    between them). A list gives one method per layer."""
+    between them). A list gives one method per layer. `auto`: on GPUs of one host ulysses, or else
+    all_gather, for attention without windows; else ring."""
     cp_inner: int = Field(default=0, ge=0, le=MAX_RANKS)
     """Ranks per all-to-all group with `cp_method = "hierarchical"`; 0: the largest proper divisor
     of cp."""
@@ -193,6 +214,7 @@ class Parallel(Section):
 class Train(Section):
     """The training loop: steps, batch sizes, precision, validation."""
 
+    automatic = frozenset(("loss_chunks",))
     steps: int = Field(default=100, ge=1, le=MAX_STEPS)
     """Optimizer steps."""
     seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
@@ -203,7 +225,8 @@ class Train(Section):
     """Sequences that a rank computes at once; gradients are accumulated until `global_batch`."""
     loss_chunks: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
     """Number of chunks of a micro-batch's tokens in which head and loss are computed. More chunks
-    save memory: only one chunk's logits and their gradient exist at a time. 1: all at once."""
+    save memory: only one chunk's logits and their gradient exist at a time. 1: all at once. `auto`:
+    1, or on GPUs 4, 8 or 16 if the run needs it to fit."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of computation. Parameters are float32 in both cases; for AdamW's moments see
     `optim.moments`."""

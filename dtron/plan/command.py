@@ -16,6 +16,7 @@ from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.models import MODELS
 from dtron.models.contract import check_family
+from dtron.plan.automatic import of_hardware, of_place
 from dtron.plan.exact import exact, print_exact
 from dtron.plan.hardware import DEFAULT, HARDWARE, hardware, of_device
 from dtron.plan.html_report import page
@@ -24,6 +25,7 @@ from dtron.plan.report import print_plan, print_search
 from dtron.plan.run_shape import Resolved
 from dtron.plan.search import HEADROOM, search
 from dtron.run.process import Place
+from dtron.setup.automatic import Automatic
 from dtron.setup.preflight import preflight
 
 
@@ -90,16 +92,18 @@ def main(arguments: Sequence[str]) -> int:
         file, config = config, searched.best[0].run.config
         if not given.json:
             print_search(_console(), searched, row.room, file)
-        if given.out:
-            given.out.write_text(config.to_toml())
-            _tell(given, f"the fastest layout is in {given.out}")
     elif idle := [
         option
         for option in ("--out", "--float8", "--headroom")
         if getattr(given, option[2:]) not in (None, False)
     ]:
         raise ConfigError(f"{idle[0]} has no effect without --search")
-    found = plan(config, given.world_size, row, given.tokens)
+    automatic = of_hardware(config, given.world_size, row)
+    config = automatic.config
+    if given.out:
+        given.out.write_text(config.to_toml())
+        _tell(given, f"the fastest layout is in {given.out}")
+    found = plan(config, given.world_size, row, given.tokens) | {"automatic": automatic.chosen}
     if given.exact and found["legal"]:
         found["exact"] = exact(config, given.world_size)
     if given.page and found["legal"]:
@@ -114,6 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.json:
         print(json.dumps(found, indent=1))
     else:
+        _print_automatic(automatic)
         print_plan(_console(), found)
         if "exact" in found:
             print_exact(_console(), found["exact"])
@@ -142,6 +147,11 @@ def _tell(given: argparse.Namespace, line: str) -> None:
         print(line)
 
 
+def _print_automatic(automatic: Automatic) -> None:
+    if line := automatic.line():
+        print(line)
+
+
 def dry_run(config: RunConfig, name: str) -> int:
     """Print the plan for this launch's ranks and every reason why they cannot start, on the first
     rank; then run the checks of a start. Returns the exit status.
@@ -153,6 +163,8 @@ def dry_run(config: RunConfig, name: str) -> int:
     """
     place = Place.of_environment()
     row = hardware(name) if name else of_device(place.device)
+    automatic = of_place(config, place)
+    config = automatic.config
     found = plan(config, place.world_size, row)
     if found["legal"]:
         preflight(config, place, starts=False)
@@ -160,6 +172,7 @@ def dry_run(config: RunConfig, name: str) -> int:
     if place.rank == 0:
         if found["legal"]:
             print(f"all checks of a start passed, data and tokenizer too; {place.world_size} ranks")
+        _print_automatic(automatic)
         print_plan(_console(), found)
         if not name:
             print(f"{_assumed(place.device, row.name)}; --hardware NAME takes another row")

@@ -376,7 +376,8 @@ def _replicas(shards: int) -> list[int]:
 
 def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     """Return the run with a choice. Weights stay gathered over a step of several micro-batches;
-    pp_layout and keys of other schedules are reset."""
+    pp_layout and keys of other schedules are reset. Unset keys stay unset, for
+    `dtron.plan.automatic`."""
     cp = {} if choice["cp"] > 1 else {"cp_method": "ring", "cp_inner": 0}
     parallel = config.parallel.model_copy(
         update={
@@ -385,12 +386,12 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
                 for key in ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule")
             },
             "stages_per_rank": choice["stages_per_rank"],
-            "zero": 1 if choice["micro_batches"] > 1 else config.parallel.zero,
             "dp_shard": -1,
             "pp_layout": "",
             "defer_head": 0,
-            "async_tp": False,
             "high_priority": [],
+            **({"zero": 1} if choice["micro_batches"] > 1 else {}),
+            **({"async_tp": False} if config.parallel.async_tp else {}),
             **({"sequence_parallel": True} if choice["tp"] == 1 else {}),
             **cp,
         }

@@ -19,13 +19,14 @@ def warn_untested() -> None:
 
 def untested(version: str) -> str:
     """Return the warning for a version such as 2.16.0+cpu; empty if it is tested."""
-    release = version.partition("+")[0]
-    first, last = map(_minor, TORCH)
-    if first <= _minor(release) <= last:
+    first, last = map(release, TORCH)
+    if first <= release(version) <= last:
         return ""
-    return f"torch {release} is not tested with dtron ({' to '.join(TORCH)}); continuing"
+    shown = version.partition("+")[0]
+    return f"torch {shown} is not tested with dtron ({' to '.join(TORCH)}); continuing"
 
 
-def _minor(version: str) -> tuple[int, int]:
+def release(version: str) -> tuple[int, int]:
+    """Return (2, 16) for a version such as 2.16.0+cpu."""
     major, minor, *_ = version.split(".")
     return int(major), int(minor)

@@ -30,6 +30,8 @@ class RunInfo:
     data: DataSetup
     builder: ModelBuilder
     model: ParallelModel
+    automatic: dict[str, dict[str, Any]]
+    """`Automatic.chosen`."""
 
     def gather(
         self, parameters: Iterable[torch.Tensor], step: int, group: dist.ProcessGroup
@@ -54,6 +56,7 @@ class RunInfo:
             "torch": torch.__version__,
             "device": device,
             "world_size": self.place.world_size,
+            "automatic": self.automatic,
             "mesh": mesh.degrees,
             "experts": mesh.expert_degrees if setup.config.n_experts else None,
             "micro_batches": config.micro_batches(self.place.world_size),

@@ -51,6 +51,7 @@ from dtron.run.profiler import ProfileWindow, phase
 from dtron.run.rendezvous import meet
 from dtron.run.step_times import StepTimes
 from dtron.setup.agreement import check_agreement_of_ranks, common_to_ranks
+from dtron.setup.automatic import Automatic
 from dtron.setup.compatibility import (
     model_metadata,
     resume_settings,
@@ -77,15 +78,21 @@ class Trainer:
 
         Trainer(RunConfig.load("configs/quickstart.toml")).fit()
 
+    Args:
+        config: with concrete values; automatic keys that are unset have their default.
+        automatic: how `config` was chosen, for the log and run.json.
     Raises:
         DtronError: the config cannot run here; no process group has been started.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, automatic: Automatic | None = None) -> None:
         self.config = config
+        self.automatic = automatic or Automatic(config)
         self.place = Place.of_environment()
         self.console = Console()
         set_up_logging(self.place, self.console)
+        if line := self.automatic.line():
+            log.info("%s", line)
         self.rundir = RunDir(config.run.dir)
         self.attempts = Attempts(self.rundir.path, self.place)
         warn_of_shared_store(self.place)
@@ -185,7 +192,7 @@ class Trainer:
         with self.faults.paused():
             self._load()
         self._refresh_weights()
-        info = RunInfo(config, place, self.data_setup, builder, model)
+        info = RunInfo(config, place, self.data_setup, builder, model, self.automatic.chosen)
         self._open_run(info)
         self.faults.built(modules_of(model.applied), lambda: self.step)
 

@@ -426,7 +426,8 @@ def test_a_page_names_an_overridden_model_its_time_and_its_cost(tmp_path: Path) 
     """And what it draws lies inside of its pictures."""
     out, config = tmp_path / "plan.html", str(ROOT / "configs/llama3_8b.toml")
     words = ["--config", config, "--world-size", "4", "--page", str(out), "--tokens", "15e12"]
-    plan_command([*words, *SMALL, "parallel.pp=2", "train.micro_batch=1", "parallel.zero=1"])
+    keys = ["parallel.pp=2", "parallel.schedule=1F1B", "train.micro_batch=1", "parallel.zero=1"]
+    plan_command([*words, *SMALL, *keys])
     text = out.read_text()
     assert "<h1>llama of 2.80 B parameters on 4 x h100</h1>" in text
     assert "15 T tokens: " in text

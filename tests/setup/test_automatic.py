@@ -1,0 +1,334 @@
+"""Automatic settings: the fastest value that the machine has, that fits and that no rule refuses.
+
+Planted mistakes that turn this red: each condition of a row left out, a row left out, rules not
+asked, memory not asked, set keys overwritten, a choice made on CPUs, "auto" kept in a config.
+"""
+
+import json
+import logging
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtron.cli import commands, main
+from dtron.config import RunConfig, Section, fields
+from dtron.plan import automatic as planner
+from dtron.plan.automatic import of_hardware
+from dtron.plan.hardware import hardware
+from dtron.run.process import Place
+from dtron.setup.automatic import ROWS, Automatic, Machine, choose
+from dtron.setup.rules import ModelCandidate, resolve
+from dtron.training.trainer import Trainer
+from tests.training.test_trainer import tiny
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+HOST = Machine(gpus=True, host=8, peers=True, torch=(2, 13))
+KEYS = [row.key for row in ROWS]
+MIXTURE = "model.name=mixtral parallel.ep=2"
+PIPELINE = "parallel.pp=2 model.override.n_layers=8"
+TP = "parallel.tp=2 compile.enable=true"
+CP = "parallel.cp=4"
+SHARED = {"zero": 2, "reduce_by": "all_to_all", "copy_engines": True}
+"""Choices of a run whose ranks share parameters inside a host."""
+
+
+SMALL = [
+    *("model.size=debug", "compile.enable=false", "train.seq_len=256", "train.global_batch=8"),
+    *("train.micro_batch=1", "parallel.zero=auto"),
+]
+
+
+def config_of(words: str = "") -> RunConfig:
+    return RunConfig.load(CONFIGS / "llama3_8b.toml", [*SMALL, *words.split()])
+
+
+def chosen(words: str, machine: Machine = HOST, share: Any = 0.5, world: int = 8) -> dict[str, Any]:
+    """Name -> value of what is chosen.
+
+    Args:
+        share: of a GPU's memory that a run takes, or a function of its config.
+    """
+
+    def used(config: RunConfig) -> float:
+        return share if isinstance(share, float) else share(config)
+
+    found = choose(ModelCandidate(config_of(words), world), machine, used)
+    for key, row in found.chosen.items():
+        section, name = key.split(".")
+        assert getattr(getattr(found.config, section), name) == row["value"]
+        assert row["reason"]
+    if world == 8:
+        resolve(found.config, 8)
+    return {key.split(".")[1]: row["value"] for key, row in found.chosen.items()}
+
+
+CHOSEN = [
+    ("train.global_batch=8", SHARED),
+    ("train.global_batch=16", SHARED),
+    ("parallel.zero=3", {"reduce_by": "all_to_all", "copy_engines": True}),
+    ("parallel.zero=1 train.global_batch=16", {}),  # sums of micro-batches would be rounded
+    ("parallel.reduce_by=all_to_all train.dtype=float32", {"zero": 2, "copy_engines": True}),
+    (CP, {**SHARED, "cp_method": "ulysses"}),
+    (f"{CP} model.override.n_heads=6 model.override.n_kv_heads=2 model.override.head_dim=16",
+     {**SHARED, "cp_method": "all_gather"}),
+    (f"{CP} model.override.window=64", SHARED),
+    (f"{MIXTURE}", {**SHARED, "dispatcher": "symmetric_memory"}),
+    (f"{MIXTURE} parallel.ep=4", SHARED),  # more than ep_capacity
+    (f"{MIXTURE} parallel.ep=4 parallel.ep_capacity=4",
+     {**SHARED, "dispatcher": "symmetric_memory"}),
+    (f"{MIXTURE} parallel.etp=2", SHARED),
+    (f"{MIXTURE} compile.enable=true recompute.mode=selective",  # refused with all_to_all
+     {**SHARED, "dispatcher": "symmetric_memory"}),
+    (PIPELINE, {"zero": 2, "schedule": "ZBVZeroBubble"}),
+    (f"{PIPELINE} parallel.zero=1", {"schedule": "ZBVZeroBubble"}),
+    (f"{PIPELINE} parallel.zero=3", {"reduce_by": "all_to_all", "copy_engines": True}),
+    (f"{PIPELINE} parallel.pp_layout=Ett|ttttttL", SHARED),  # a stage per rank
+    (f"{PIPELINE} parallel.defer_head=1", {"zero": 2, "schedule": "Interleaved1F1B"}),
+    (f"{PIPELINE} parallel.tp=2", SHARED),
+    (f"{PIPELINE} recompute.mode=full", SHARED),
+    (f"{PIPELINE} model.name=mixtral", SHARED),
+    (TP, {**SHARED, "async_tp": True}),
+    ("parallel.tp=2", SHARED),  # not compiled
+    (f"{TP} parallel.sequence_parallel=false", SHARED),
+    (f"{TP} model.name=mixtral", SHARED),
+    (f"{TP} float8.recipe=rowwise", SHARED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "expected"), CHOSEN)
+def test_a_choice_is_the_first_that_no_rule_refuses(words: str, expected: dict[str, Any]) -> None:
+    assert chosen(words) == expected
+
+
+EVERYTHING = {
+    "parallel.cp_method": CP,
+    "parallel.dispatcher": MIXTURE,
+    "parallel.schedule": PIPELINE,
+    "parallel.async_tp": TP,
+    "train.loss_chunks": "",
+    "parallel.zero": "",
+    "parallel.reduce_by": "",
+    "parallel.copy_engines": "",
+}
+"""A run in which a key is chosen."""
+
+
+def needs_chunks(config: RunConfig) -> float:
+    return 4 / (2 + config.train.loss_chunks)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_what_is_set_is_obeyed(key: str) -> None:
+    """Even to the default; "auto" is as unset."""
+    name = key.split(".")[1]
+    share = needs_chunks if name == "loss_chunks" else 0.5
+    assert name in chosen(EVERYTHING[key], share=share)
+    assert name in chosen(f"{EVERYTHING[key]} {key}=auto", share=share)
+    default = json.dumps({k: d for k, d, _ in fields(RunConfig)}[key])
+    assert name not in chosen(f"{EVERYTHING[key]} {key}={default}", share=share)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    "machine",
+    [Machine(), replace(HOST, host=1), replace(HOST, peers=False)],
+    ids=["no GPUs", "ranks on several hosts", "no peer access"],
+)
+def test_a_choice_needs_the_machine(key: str, machine: Machine) -> None:
+    anywhere = {"zero", "schedule"} if machine.gpus else set()
+    assert set(chosen(EVERYTHING[key], machine)) <= anywhere
+
+
+def test_a_group_of_ranks_is_inside_a_host() -> None:
+    hosts = replace(HOST, host=4)
+    assert chosen(f"{CP} parallel.dp_replicate=2", hosts) == {**SHARED, "cp_method": "ulysses"}
+    assert chosen(CP, hosts) == {"zero": 2, "cp_method": "ulysses"}
+    assert chosen("parallel.cp=8", hosts) == {"zero": 2}
+    assert chosen(f"{CP} parallel.tp=2", hosts) == {"zero": 2}
+    assert chosen("parallel.reduce_by=all_to_all", hosts) == {"zero": 2}
+    assert chosen(f"{TP} parallel.tp=4", hosts) == {"zero": 2, "async_tp": True}
+    assert chosen(f"{TP} parallel.tp=4", replace(HOST, host=6)) == {"zero": 2}
+
+
+def test_exact_sums_only() -> None:
+    """Gradients of norms are float32 since torch 2.15; others of float32 would be rounded."""
+    assert chosen("", replace(HOST, torch=(2, 15))) == {"zero": 2}
+    assert chosen("train.dtype=float32") == {"zero": 2}
+    assert chosen("parallel.reduce_dtype=bfloat16") == {"zero": 2}
+    assert not {"moments", "reduce_dtype", "recipe"} & {key.split(".")[1] for key in KEYS}
+
+
+def test_a_choice_fits() -> None:
+    def of(**shares: float) -> Any:
+        def share(config: RunConfig) -> float:
+            parallel = config.parallel
+            return max([0.5, *(shares[k] for k in shares if getattr(parallel, k) == TAKEN[k])])
+
+        return share
+
+    assert chosen("", share=of(zero=0.96)) == {"reduce_by": "all_to_all", "copy_engines": True}
+    assert chosen("", share=of(zero=0.95)) == SHARED
+    assert chosen(f"{PIPELINE} parallel.zero=1", share=of(schedule=0.96)) == {
+        "schedule": "Interleaved1F1B"
+    }
+    assert chosen("", share=0.97) == SHARED  # none needs more
+    assert chosen("", share=float("inf")) == {}  # unknown
+    assert chosen("", share=1.5) == {}
+
+
+TAKEN = {"zero": 2, "schedule": "ZBVZeroBubble"}
+
+
+def test_chunks_where_logits_do_not_fit() -> None:
+    assert chosen("", share=needs_chunks)["loss_chunks"] == 4
+    assert chosen("", share=lambda c: 8 / (2 + c.train.loss_chunks))["loss_chunks"] == 8
+    assert chosen("", share=lambda c: 16 / (2 + c.train.loss_chunks))["loss_chunks"] == 16
+    assert chosen("", share=lambda c: 32 / (2 + c.train.loss_chunks)) == {}
+    assert "loss_chunks" not in chosen("", share=1.0)
+
+
+def test_errors_are_those_of_a_run_without_choices() -> None:
+    """Degrees that do not multiply, a model that does not exist: rules report them."""
+    for words in ("parallel.dp_shard=3", "model.size=none", f"{TP} model.override.n_heads=3"):
+        assert chosen(words, world=7) == {}
+
+
+def test_cpus_have_the_defaults() -> None:
+    """Of every shipped config, and of one with "auto", which no code sees."""
+    for path in CONFIGS.glob("*.toml"):
+        config = RunConfig.load(path)
+        found = planner.of_place(config, Place(rank=0, local_rank=0, world_size=8))
+        if not torch.cuda.is_available():
+            assert (found.config, found.chosen, found.line()) == (config, {}, "")
+    plain = RunConfig()
+    assert config_of(" ".join(f"{key}=auto" for key in KEYS)) == config_of()
+    assert (plain.parallel.zero, plain.parallel.schedule, plain.train.loss_chunks) == (3, "1F1B", 1)
+
+
+def test_each_automatic_key_has_a_row() -> None:
+    sections = {k: v.annotation for k, v in RunConfig.model_fields.items()}
+    known = {
+        f"{section}.{name}"
+        for section, model in sections.items()
+        if isinstance(model, type) and issubclass(model, Section)
+        for name in model.automatic
+    }
+    assert known == set(KEYS)
+    assert len(KEYS) == len(known)
+
+
+def test_the_resolved_config_repeats_the_run() -> None:
+    """It holds every value, so that nothing is chosen again on another machine."""
+    run = ModelCandidate(config_of(TP), 8)
+    found = choose(run, HOST, lambda _: 0.5)
+    again = RunConfig.of(tomllib.loads(found.config.to_toml()))
+    assert again == found.config
+    assert again.parallel.copy_engines is again.parallel.async_tp is True
+    assert choose(replace(run, config=again), HOST, lambda _: 0.5).chosen == {}
+    assert choose(replace(run, config=again), Machine(), lambda _: 0.5).config == again
+
+
+def test_a_run_logs_one_line_and_writes_what_was_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = {
+        "parallel.zero": {"value": 2, "reason": "it fits"},
+        "parallel.reduce_by": {"value": "all_to_all", "reason": "half the bytes"},
+    }
+    config = tiny(tmp_path / "run", parallel__zero=2, train__steps=1)
+    Trainer(config, Automatic(config, chosen)).fit()
+    logging.getLogger("dtron").handlers.clear()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "automatically" in line]
+    (line,) = lines
+    assert line.endswith(
+        'chosen automatically: parallel.zero = 2 (it fits), parallel.reduce_by = "all_to_all" '
+        "(half the bytes)"
+    )
+    assert json.loads((tmp_path / "run/run.json").read_text())["automatic"] == chosen
+    assert RunConfig.load(tmp_path / "run/config.toml").parallel.zero == 2
+
+
+def test_shipped_configs_are_fast_as_they_are() -> None:
+    """On the hardware that their comments name."""
+    h200 = hardware("h200")
+    for name, world, expected in (
+        ("llama3_8b", 4, {"reduce_by": "all_to_all", "copy_engines": True}),
+        ("llama3_8b_32k", 4, {**SHARED, "cp_method": "ulysses"}),
+        ("llama3_8b_128k", 4, {**SHARED, "cp_method": "ulysses"}),
+        ("gpt_7.1b", 2, {"async_tp": True}),
+    ):
+        found = of_hardware(RunConfig.load(CONFIGS / f"{name}.toml"), world, h200)
+        values = {key.split(".")[1]: row["value"] for key, row in found.chosen.items()}
+        if torch.__version__ >= "2.15":
+            expected = {k: v for k, v in expected.items() if k not in ("reduce_by", "copy_engines")}
+        assert values == expected, name
+
+
+def test_a_plan_shows_what_a_start_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIGS / "llama3_8b.toml")
+    words = ["plan", "--config", config, "--world-size", "4", "parallel.zero=auto"]
+    assert commands([*words, "--hardware", "h200"]) == 0
+    assert "chosen automatically: parallel.zero = 2 (" in capsys.readouterr().out
+    assert commands([*words, "--hardware", "h200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["automatic"]["parallel.zero"]["value"], found["parallel"]["zero"]) == (2, 2)
+    assert commands([*words, "--hardware", "h200", "--json", "parallel.zero=3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["automatic"].get("parallel.zero"), found["parallel"]["zero"]) == (None, 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a CPU here")
+def test_a_start_chooses_once_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine that says it has GPUs; rules about it, which knows better, refuse async TP."""
+    monkeypatch.setattr(Machine, "of_place", lambda _: HOST)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Properties())
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = config_of(TP)
+    found = planner.of_place(config, Place.of_environment())
+    assert found.chosen.keys() == {f"parallel.{name}" for name in SHARED}
+    trained: list[tuple[RunConfig, Automatic]] = []
+
+    def trainer(config: RunConfig, automatic: Automatic) -> None:
+        trained.append((config, automatic))
+        raise RuntimeError("stopped here")
+
+    monkeypatch.setattr("dtron.training.trainer.Trainer", trainer)
+    file = tmp_path / "run.toml"
+    file.write_text(config.to_toml().replace("zero = 3\n", ""))
+    with pytest.raises(RuntimeError, match="stopped here"):
+        main(["--config", str(file)])
+    ((started, automatic),) = trained
+    assert started.parallel.zero == automatic.chosen["parallel.zero"]["value"] == 2
+    keys = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    assert main(["--config", str(file), "--dry-run", *keys]) == 0
+    assert "chosen automatically: parallel.zero = 2 (" in capsys.readouterr().out
+
+
+class _Properties:
+    total_memory = 150e9
+
+
+def test_a_machine_is_what_its_ranks_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {2, 3})
+
+    def of(world: int, local: int, hosts: str = "") -> tuple[bool, int, bool]:
+        monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
+        if hosts:
+            monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
+        found = Machine.of_place(Place(0, 0, world, local_world_size=local))
+        return found.gpus, found.host, found.peers
+
+    assert of(8, 4, "2") == (True, 4, False)  # GPUs 2 and 3 do not reach each other
+    assert of(4, 2) == (True, 2, True)
+    assert of(12, 8, "2") == of(12, 4, "2") == (True, 1, True)  # hosts of 8 and 4
+    assert of(8, 8)[2] is False  # two ranks share a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert of(4, 4) == (False, 1, False)
