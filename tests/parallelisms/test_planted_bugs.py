@@ -303,7 +303,7 @@ def queued_float8_matmul_dropped() -> None:
     take, seen = WeightGradients.take, Counter()
 
     def most(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
-        seen[id(weight)] += isinstance(matmul, weight_gradient._Float8Matmul)
+        seen[id(weight)] += isinstance(matmul, weight_gradient.Float8Matmul)
         if seen[id(weight)] != 2:
             take(self, weight, matmul)
 
@@ -315,7 +315,7 @@ def scales_of_the_micro_batch_before() -> None:
     take, last = WeightGradients.take, {}
 
     def stale(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
-        if isinstance(matmul, weight_gradient._Float8Matmul):
+        if isinstance(matmul, weight_gradient.Float8Matmul):
             old = last.get(id(weight), matmul.operands.scales)
             last[id(weight)] = matmul.operands.scales
             matmul = replace(matmul, operands=replace(matmul.operands, scales=old))
@@ -447,6 +447,31 @@ def sequences_for_tokens() -> None:
     async_tp.from_rows = fused.from_rows = back
 
 
+def input_gradients_not_reduce_scattered() -> None:
+    """A fused gather's backward takes the rank's tokens of its own part of the sum."""
+    reduce_scatter = async_tp.scatter_rows
+
+    def scatter(x: Tensor, ranks: async_tp.Ranks) -> Tensor:
+        if torch._C._current_graph_task_id() < 0:  # forward
+            return reduce_scatter(x, ranks)
+        return x.chunk(ranks.size)[dist.get_rank() % ranks.size].contiguous()
+
+    async_tp.scatter_rows = scatter
+
+
+def siblings_not_queued() -> None:
+    """Of the weights that share a gathered input only the first one has a gradient."""
+    queue, last = async_tp.queue_weight_gradient, [0]
+
+    def first(needed: Tensor, operands: Sequence[Tensor], number: Tensor) -> None:
+        if last[0] == needed.data_ptr():
+            operands = [torch.zeros_like(operands[0]), *operands[1:]]
+        queue(needed, operands, number)
+        last[0] = needed.data_ptr()
+
+    async_tp.queue_weight_gradient = fused.queue_weight_gradient = first
+
+
 def head_gradients_not_summed() -> None:
     """Ranks that share keys and values each learn of their own queries alone."""
 
@@ -503,6 +528,10 @@ OVERLAPPED = parity.float8(
     "tensorwise", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4
 )
 FUSED = Case("gpt", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4)
+QUEUED = replace(
+    OVERLAPPED, world=4, parallel=Parallel(pp=2, tp=2, schedule="ZBVZeroBubble", async_tp=True)
+)
+LATENT_FUSED = Case("deepseek_v3", 2, Parallel(tp=2, async_tp=True), sequences=4)
 SPLIT8 = parity.float8("tensorwise", 2, Parallel(pp=2, schedule="ZBVZeroBubble"))
 SHARED8 = replace(SPLIT8, world=4, parallel=Parallel(pp=2, tp=2, schedule="ZBVZeroBubble"))
 HEADS = Parallel(cp=2, cp_method="ulysses")
@@ -582,6 +611,8 @@ BUGS = [
     Bug(scales_of_the_micro_batch_before, SPLIT8, LINEARS8),
     Bug(sequences_for_tokens, OVERLAPPED, ALSO_LOSS),
     Bug(sequences_for_tokens, FUSED, ALSO_LOSS),
+    Bug(input_gradients_not_reduce_scattered, LATENT_FUSED, BEFORE_EXPERTS),
+    Bug(siblings_not_queued, QUEUED, LINEARS8),
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
 ]
 

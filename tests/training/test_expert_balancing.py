@@ -148,14 +148,6 @@ def test_checkpoint_loads_under_other_experts(
             "parallel.sequence_parallel = false with parallel.tp = 2 and experts: each rank routes "
             "tokens of its own; use true",
         ),
-        (
-            "deepseek_v3",
-            {},
-            {"tp": 2, "dp_shard": 1, "async_tp": True},
-            "parallel.async_tp with model.n_experts = 16 and model.kv_lora_rank = 32: matmuls "
-            "of experts and of latent attention are not fused with communication; use "
-            "parallel.async_tp = false",
-        ),
         ("llama", {}, {"ep": 2}, "parallel.ep = 2 has no effect without model.override.n_experts"),
         (
             "mixtral",
