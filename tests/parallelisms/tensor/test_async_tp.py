@@ -1,6 +1,7 @@
 """Products fused with tensor parallelism's communication: operators called, graphs, GPUs."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -252,9 +253,11 @@ def test_operators_on_gpus() -> None:
 def on_gpus() -> None:
     """On one of two ranks."""
     reference = whole(2, torch.float32, "cuda")
-    for compiled in (False, True):
+    for compiled, deferred in itertools.product((False, True), repeat=2):
         model = split(copy.deepcopy(reference))
+        queue = defer([model], compiled) if deferred else None
+        options = COMPILE_OPTIONS if deferred else {}
         for block in model if compiled else ():  # type: ignore[attr-defined]
-            block.compile(fullgraph=True, dynamic=False)
-        errors = errors_of(model, copy.deepcopy(reference))
+            block.compile(fullgraph=True, dynamic=False, options=options)
+        errors = errors_of(model, copy.deepcopy(reference), queue)
         assert max(errors.values()) <= 1e-5, errors
