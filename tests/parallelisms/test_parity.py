@@ -22,6 +22,7 @@ from dtron.parallelisms.pipeline.schedules import SCHEDULES, order_of, write_csv
 from tests.parallelisms.parity import (
     DELAYED,
     DENSE,
+    LATENT8,
     LIMITED,
     MTP,
     SINKHORN,
@@ -557,6 +558,7 @@ BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
 TIED8 = {"float8": {"output": True}, "override": {"vocab_size": 64, "tied": True}}
 EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
+LATENT_64: dict[str, Any] = {"override": LATENT8, "seq_len": 64}
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
 PARTLY: dict[str, Any] = {
     "float8": {"skip": SKIPPED, "output": True},
@@ -603,6 +605,10 @@ FLOAT8 = [
     ),
     float8("tensorwise", 4, HEAD_OVERLAPPED, **HEAD8),
     float8("tensorwise", 2, Parallel(tp=2, async_tp=True), "mixtral", **EXPERTS8),
+    # layers of a rank's own tokens
+    float8("tensorwise", 2, Parallel(tp=2, async_tp=True), "deepseek_v3", override=LATENT8),
+    float8("tensorwise", 4, V_OVERLAPPED, "deepseek_v3", override=LATENT8 | {"mtp": 1}),
+    float8("tensorwise", 4, Parallel(cp=2, tp=2), "deepseek_v3", **DELAYED, **LATENT_64),
     # experts: a scale a row, wherever the row is
     float8("rowwise", 2, Parallel(ep=2), "mixtral", **EXPERTS8, recompute=FULL),
     float8("tensorwise", 4, Parallel(tp=2, ep=2), "mixtral", **EXPERTS8),

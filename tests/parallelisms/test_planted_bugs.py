@@ -23,6 +23,7 @@ from dtron.config import Parallel, Recompute
 from dtron.data import Batch
 from dtron.float8 import async_tp as fused
 from dtron.float8 import casting, delayed, weight_gradient
+from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.context import halo
@@ -287,6 +288,11 @@ def scales_of_ones_own() -> None:
     casting.shared = lambda amax, _groups: amax
 
 
+def token_scales_of_ones_own() -> None:
+    """Layers of a tp rank's own tokens cast them, and their gradients, by scales of its own."""
+    TokenwiseLinear.token_groups = Float8Linear.token_groups  # type: ignore[method-assign]
+
+
 def gradient_scales_of_ones_own() -> None:
     """The same in the backward alone, whose I is the last that ranks do together."""
     shared = casting.shared
@@ -528,6 +534,9 @@ OVERLAPPED = parity.float8(
     "tensorwise", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4
 )
 FUSED = Case("gpt", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4)
+LATENT8 = parity.float8(
+    "tensorwise", 2, Parallel(tp=2), "deepseek_v3", override=parity.LATENT8, steps=1
+)
 QUEUED = replace(
     OVERLAPPED, world=4, parallel=Parallel(pp=2, tp=2, schedule="ZBVZeroBubble", async_tp=True)
 )
@@ -605,6 +614,7 @@ BUGS = [
     Bug(predictions_across_documents, PREDICTED, ALSO_LOSS),
     *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
     *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in (*SCALED, OVERLAPPED)],
+    Bug(token_scales_of_ones_own, LATENT8, ALSO_LOSS),
     Bug(gradient_scales_of_ones_own, SHARED8, BEFORE_HEAD),
     Bug(weight_gradient_dropped, SPLIT8, rf"{LINEARS8}|gradient head\.weight"),
     Bug(queued_float8_matmul_dropped, SPLIT8, LINEARS8),
