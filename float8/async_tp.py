@@ -9,8 +9,9 @@ scale that all ranks know. What travels after it is its result, in the dtype of 
     rowwise   forward   product + reduce-scatter, fused
               backward  all-gather of the output's gradient + grad_input, fused
 
-grad_weight multiplies what was gathered already. On GPUs with float8 the fused operators of
-symmetric memory overlap both; where products are emulated the same functions run unfused.
+grad_weight multiplies what was gathered already, at once or deferred by a schedule: W has no cast
+and no collective. On GPUs with float8 the fused operators of symmetric memory overlap both; where
+products are emulated the same functions run unfused.
 
 They are called by name, not left to inductor's pass: of a product that was flattened it hands over
 the flat matrix with the sequence's dim, and the operator of torch 2.11 and 2.13 then cuts whole
@@ -44,9 +45,19 @@ from dtron.float8.casting import (
     scales_together,
     turn_weight,
 )
-from dtron.float8.linear import Float8Linear, MatmulSettings, ahead, gathered, largest, one_of
+from dtron.float8.linear import (
+    Float8Linear,
+    MatmulSettings,
+    ahead,
+    gathered,
+    largest,
+    one_of,
+    to_defer,
+)
 from dtron.float8.products import product
+from dtron.float8.weight_gradient import Float8Matmul, Operands
 from dtron.parallelisms.functional_collectives import all_gather, wait_tensor
+from dtron.parallelisms.pipeline.weight_gradients import DeferredMatmul, queue_weight_gradient
 from dtron.parallelisms.placement import Style, change_argument
 from dtron.parallelisms.tensor.async_tp import (
     Ranks,
@@ -139,9 +150,9 @@ def _fuses(data: Tensor, settings: MatmulSettings) -> bool:
     return data.is_cuda and not settings.emulate
 
 
-_OF_A_LAYER = 5
+_OF_A_LAYER = 6
 """Arguments of a layer: weight, its data and scale where it comes in float8, leaf and scales of
-`Delayed`."""
+`Delayed`, number of the `Site` that defers its weight gradient."""
 
 
 @torch.compiler.allow_in_graph  # as in linear.py
@@ -152,16 +163,17 @@ class _GatherProducts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """(M / tp, D), and of each layer the arguments above, its weight (N, D) -> (M, N) each."""
         layers = [rest[i : i + _OF_A_LAYER] for i in range(0, len(rest), _OF_A_LAYER)]
-        casts, known = settings.recipe.output, [scales for *_, scales in layers]
+        casts, known = settings.recipe.output, [scales for *_, scales, _ in layers]
         mine = quantize(x, casts.left, settings.input, one_of(known[0], 0))
         weights = _weights(layers, settings)
         whole, outs = gather_products(
             mine, weights, x.dtype, settings, casts.fast_accumulation, ranks
         )
         seen = None if layers[0][3] is None else largest(x)
+        numbers = [number for *_, number in layers]
         held = [w if data is None else data for w, data, *_ in layers]
         scales = [w8.scale for w8 in weights]
-        ctx.save_for_backward(whole.data, whole.scale, seen, *held, *scales, *known)
+        ctx.save_for_backward(whole.data, whole.scale, seen, *held, *scales, *known, *numbers)
         ctx.settings, ctx.ranks, ctx.dtype = settings, ranks, x.dtype
         return tuple(outs)
 
@@ -169,7 +181,7 @@ class _GatherProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, x_scale, seen, *others = ctx.saved_tensors
         n, settings, ranks = len(grads), ctx.settings, ctx.ranks
-        held, scales, known = others[:n], others[n : 2 * n], others[2 * n :]
+        held, scales, known, numbers = (others[i : i + n] for i in range(0, 4 * n, n))
         to_input, to_weight = settings.recipe.grad_input, settings.recipe.grad_weight
         cast = to_input.left
         of_grads = [one_of(k, 2) for k in known]
@@ -202,9 +214,13 @@ class _GatherProducts(torch.autograd.Function):
                 fast = to_weight.fast_accumulation
                 grad_weight = product(across, x8, ctx.dtype, settings.emulate, fast)
             of_leaf = None if seen is None else torch.cat([seen, largest(grads[i])])
-            found += [grad_weight, None, None, of_leaf, None]
+            found += [grad_weight, None, None, of_leaf, None, None]
         if travelling is not None:
             grad_x = wait_tensor(travelling)
+        for (_, across), number in zip(both, numbers, strict=True):
+            if number is not None:
+                assert grad_x is not None
+                queue_weight_gradient(grad_x, [across.data, x, across.scale, x_scale], number)
         return grad_x, None, None, *found
 
 
@@ -213,19 +229,19 @@ class _ProductScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, settings: MatmulSettings, ranks: Ranks, *layer: Any) -> Tensor:
         """(M, N), and of the layer the arguments above, its weight (D, N) -> (M / tp, D)."""
-        weight, data, _, leaf, scales = layer
+        weight, data, _, leaf, scales, number = layer
         casts = settings.recipe.output
         x8 = quantize(x, casts.left, settings.input, one_of(scales, 0))
         (weight8,) = _weights([layer], settings)
         seen = None if leaf is None else largest(x)
         held = weight if data is None else data
-        ctx.save_for_backward(x8.data, x8.scale, held, weight8.scale, seen, scales)
+        ctx.save_for_backward(x8.data, x8.scale, held, weight8.scale, seen, scales, number)
         ctx.settings, ctx.ranks, ctx.dtype = settings, ranks, x.dtype
         return product_scatter(x8, weight8, x.dtype, settings, casts.fast_accumulation, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x, x_scale, held, scale, seen, scales = ctx.saved_tensors
+        x, x_scale, held, scale, seen, scales, number = ctx.saved_tensors
         settings, to_input, to_weight = (
             ctx.settings,
             ctx.settings.recipe.grad_input,
@@ -236,17 +252,19 @@ class _ProductScatter(torch.autograd.Function):
         fast = to_input.fast_accumulation
         whole, (grad_x,) = gather_products(mine, [weight8], ctx.dtype, settings, fast, ctx.ranks)
         grad_weight = None
+        if number is not None:
+            queue_weight_gradient(grad_x, [whole.data, x, whole.scale, x_scale], number)
         if ctx.needs_input_grad[3]:
             x8 = Scaled(x, x_scale, to_weight.right).turned(grad)
             across, fast = whole.turned(grad), to_weight.fast_accumulation
             grad_weight = product(across, x8, ctx.dtype, settings.emulate, fast)
         found = None if seen is None else torch.cat([seen, largest(grad)])
-        return grad_x, None, None, grad_weight, None, None, found, None
+        return grad_x, None, None, grad_weight, None, None, found, None, None
 
 
 def _weights(layers: Sequence[Sequence[Any]], settings: MatmulSettings) -> list[Scaled]:
     """Weights in float8; those that have no scale yet find it by one reduction."""
-    cast, known = settings.recipe.output.right, [one_of(scales, 1) for *_, scales in layers]
+    cast, known = settings.recipe.output.right, [one_of(scales, 1) for *_, scales, _ in layers]
     bare = [i for i, (_, data, *_) in enumerate(layers) if data is None and known[i] is None]
     if bare:
         found = scales_together([layers[i][0] for i in bare], cast, settings.weight)
@@ -258,9 +276,23 @@ def _weights(layers: Sequence[Sequence[Any]], settings: MatmulSettings) -> list[
     ]
 
 
-class GatheredLinear(Float8Linear):
+class _FusedLinear(Float8Linear):
+    """A layer whose weight gradient, if it is deferred, is queued by an operator of its own."""
+
+    transposed: tuple[bool, bool]
+    """See `Operands`."""
+
+    def deferred_matmul(self, operands: Sequence[Tensor], dtype: torch.dtype) -> DeferredMatmul:
+        """See `queue_weight_gradient`."""
+        left, right, *scales = operands
+        queued = Operands(left, right, tuple(scales), self.transposed)
+        return Float8Matmul(queued, self.recipe.grad_weight, dtype, self.emulate)
+
+
+class GatheredLinear(_FusedLinear):
     """A layer split by rows whose output was made with its siblings', by `GatherProducts`."""
 
+    transposed = (False, True)
     place = 0
     """Among the siblings."""
 
@@ -269,8 +301,10 @@ class GatheredLinear(Float8Linear):
         return input[self.place]
 
 
-class ScatteringLinear(Float8Linear):
+class ScatteringLinear(_FusedLinear):
     """A layer split by columns that scatters its sum along the sequence."""
+
+    transposed = (True, True)
 
     def _split(self, x: Tensor, weight: DTensor) -> Tensor:
         """(B, T, N), split by columns -> (B, T, D), split along the sequence."""
@@ -280,7 +314,7 @@ class ScatteringLinear(Float8Linear):
         ranks, settings = Ranks.of(mesh), self.settings_over_ranks()
         local, part = x.to_local(), weight.to_local()
         rows = rows_of(local)
-        out = _ProductScatter.apply(rows, settings, ranks, *_arguments(self, part))
+        out = _ProductScatter.apply(rows, settings, ranks, *_arguments(self, rows, part))
         assert isinstance(out, Tensor)
         self.show(rows, part, out, settings)
         out = from_rows(out, local.shape[0])
@@ -333,7 +367,7 @@ def _products(x: Tensor, layers: Sequence[GatheredLinear], ranks: Ranks) -> list
     rows, settings = rows_of(x), layers[0].settings_over_ranks()
     weights = [layer.weight.to_local() for layer in layers]  # type: ignore[operator]
     pairs = list(zip(layers, weights, strict=True))
-    given = [part for layer, weight in pairs for part in _arguments(layer, weight)]
+    given = [part for layer, weight in pairs for part in _arguments(layer, rows, weight)]
     outs = _GatherProducts.apply(rows, settings, ranks, *given)
     assert isinstance(outs, tuple)
     done = []
@@ -344,5 +378,6 @@ def _products(x: Tensor, layers: Sequence[GatheredLinear], ranks: Ranks) -> list
     return done
 
 
-def _arguments(layer: Float8Linear, weight: Tensor) -> tuple[Any, ...]:
-    return weight, *gathered(weight), *ahead(layer)
+def _arguments(layer: Float8Linear, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    own, number = to_defer(layer, x, weight)
+    return own, *gathered(weight), *ahead(layer), number

@@ -8,6 +8,7 @@ layout of ranks computes what one process computes.
 
     weight is split       input            weight      grad
     not                   cp               -           cp
+    not, own tokens       cp and tp        -           cp and tp
     by rows (colwise)     cp               tp          cp and tp
     by columns (rowwise)  cp and tp        tp          cp
 
@@ -125,9 +126,13 @@ class Float8Linear(nn.Linear):
         """(..., K) -> (..., O), in the input's dtype."""
         if isinstance(self.weight, DTensor):
             return self._split(input, self.weight)
-        settings = self._settings(self.groups.cp, (), self.groups.cp)
-        out = self._multiply(input, self.weight, settings)
+        shared = self.token_groups()
+        out = self._multiply(input, self.weight, self._settings(shared, (), shared))
         return out if self.bias is None else out + self.bias
+
+    def token_groups(self) -> tuple[str, ...]:
+        """Groups whose ranks have other tokens of the micro-batch, if the weight is not split."""
+        return self.groups.cp
 
     def defer_weight_gradient(self, gradients: WeightGradients) -> None:
         """See `DefersWeightGradient`."""
@@ -206,6 +211,14 @@ class Float8Linear(nn.Linear):
 
     def _known(self, i: int) -> Tensor | None:
         return None if self.delayed is None else self.delayed.of(i)
+
+
+class TokenwiseLinear(Float8Linear):
+    """A layer whose weight is whole on each tp rank, which multiplies its own tokens."""
+
+    def token_groups(self) -> tuple[str, ...]:
+        """See `Float8Linear.token_groups`."""
+        return self.groups.both
 
 
 def gathered(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -61,7 +61,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class _Float8Matmul(DeferredMatmul):
+class Float8Matmul(DeferredMatmul):
     """The queued grad_weight of a float8 layer."""
 
     operands: Operands
@@ -146,7 +146,7 @@ def run_input_gradient(
         left, right, *scales = operands[i * size : (i + 1) * size]
         flags = (transposed[2 * i], transposed[2 * i + 1])
         queued = Operands(left, right, tuple(scales), flags)
-        site.take(_Float8Matmul(queued, recipe.grad_weight, dtype, emulate))
+        site.take(Float8Matmul(queued, recipe.grad_weight, dtype, emulate))
     grad, grad_scale, weight, weight_scale = matmul
     casts = recipe.grad_input
     left8, right8 = Scaled(grad, grad_scale, casts.left), Scaled(weight, weight_scale, casts.right)

@@ -250,12 +250,6 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "parallel.defer_head = 0 or train.loss_chunks = 1",
     ),
     Rule(
-        "parallel.defer_head parallel.async_tp",
-        lambda c: not (c.parallel.defer_head and c.parallel.async_tp),
-        "parallel.defer_head = {c.parallel.defer_head} with parallel.async_tp: the head's matmuls "
-        "cannot be both deferred and fused with communication; use one of the two",
-    ),
-    Rule(
         "parallel.async_tp parallel.sequence_parallel",
         lambda c: not c.parallel.async_tp or c.parallel.sequence_parallel,
         "parallel.async_tp overlaps the all-gathers and reduce-scatters of "

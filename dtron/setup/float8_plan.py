@@ -6,7 +6,7 @@ with `float8.filter = "auto"` it depends on a measurement.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from dtron.float8.auto_filter import LayerTimes, Shape, measure, table
 from dtron.float8.convert import MULTIPLE, Choice, convert, fuse, layer_names
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import check_sizes, convert_experts
-from dtron.float8.linear import Float8Linear, ScaleGroups
+from dtron.float8.linear import Float8Linear, ScaleGroups, TokenwiseLinear
 from dtron.float8.products import why_emulated
 from dtron.float8.recipes import EXPERTS, RECIPES, Recipe
 from dtron.float8.statistics import Statistics
@@ -52,6 +52,8 @@ class Float8Plan:
     """FQNs of modules with experts whose matmuls are in float8."""
     overlapped: bool = False
     """Whether matmuls are fused with tp's communication (`parallel.async_tp`)."""
+    tokenwise: tuple[str, ...] = ()
+    """FQNs of layers that multiply the tokens of one tp rank by a whole weight."""
     head: Shape | None = None
     """Shape of the head's matmul on one rank; None: the head is not float8."""
     gathering: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -139,12 +141,16 @@ class Float8Plan:
         return styles
 
     def _kinds(self) -> dict[str, type[Float8Linear]]:
-        """Return the classes of the layers that are fused with communication, by FQN."""
+        """Return the classes of the layers that are fused with communication, or that multiply a
+        rank's own tokens, by FQN."""
+        chosen = set(self.layers) & set(self.tokenwise)
+        tokenwise: dict[str, type[Float8Linear]] = dict.fromkeys(chosen, TokenwiseLinear)
         if not self.overlapped:
-            return {}
+            return tokenwise
         read = [name for module in self._gathered_modules() for name in self.gathering[module]]
         scattering = [name for name in self.scattering if name in self.layers]
         return {
+            **tokenwise,
             **dict.fromkeys(read, GatheredLinear),
             **dict.fromkeys(scattering, ScatteringLinear),
         }
@@ -262,9 +268,10 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
         require_torchao()
     degrees = config.degrees(world_size)
     rows = spec.placements(model, config.parallel.sequence_parallel)
+    tokenwise = _tokenwise(plan.layers, rows, config)
     shapes = {
         name: (
-            config.tokens,
+            config.tokens // (degrees["tp"] if name in tokenwise else 1),
             *_local_features(name, whole.get_submodule(name), rows, degrees, settings),
         )
         for name in plan.layers
@@ -273,7 +280,7 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
     experts = tuple(select(whole, spec.experts)) if settings.experts else ()
     for name in experts:
         check_sizes(name, whole.get_submodule(name), config.parallel.etp)
-    plan = replace(plan, shapes=shapes, head=head, experts=experts)
+    plan = replace(plan, shapes=shapes, head=head, experts=experts, tokenwise=tokenwise)
     if not settings.gather_inputs and not config.parallel.async_tp:
         return plan
     plan = replace(plan, gathering=_gathering(whole, rows), overlapped=config.parallel.async_tp)
@@ -283,6 +290,22 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
             "whose input layers are all float8; widen it"
         )
     return replace(plan, scattering=_scattering(whole, rows))
+
+
+def _tokenwise(
+    layers: Collection[str], rows: Mapping[str, Row], config: RunConfig
+) -> tuple[str, ...]:
+    """Return the layers of a rank's own tokens. Raises ConfigError: too few tokens for float8."""
+    tp, tokens = config.parallel.tp, config.tokens
+    own = [pattern for pattern, row in rows.items() if row.kind == "sequence" and tp > 1]
+    found = tuple(name for name in layers if any(matches(pattern, name) for pattern in own))
+    if found and tokens % (tp * MULTIPLE):
+        raise ConfigError(
+            f"parallel.tp = {tp} leaves {found[0]} {tokens / tp:g} of the {tokens} tokens of a "
+            f"micro-batch, and float8 needs multiples of {MULTIPLE}; raise train.seq_len or "
+            "train.micro_batch, or name the layer in float8.skip"
+        )
+    return found
 
 
 def _gathering(model: nn.Module, rows: Mapping[str, Row]) -> dict[str, tuple[str, ...]]:
@@ -327,11 +350,7 @@ def _local_features(
     assert isinstance(linear, nn.Linear)
     tp, ranks = degrees["tp"], degrees["dp_shard"] * degrees["cp"]
     kinds = {row.kind for pattern, row in rows.items() if matches(pattern, name)}
-    if "sequence" in kinds and tp > 1:
-        raise ConfigError(
-            f"float8 with parallel.tp = {tp}: {name} takes a part of the tokens on each rank, "
-            "whose scales the others would have to share; name the layer in float8.skip"
-        )
+    tp = tp if kinds & {"colwise", "rowwise"} else 1
     by_columns, inward, outward = "rowwise" in kinds, linear.in_features, linear.out_features
     dim = inward if by_columns else outward
     if dim % (tp * MULTIPLE):

@@ -198,11 +198,6 @@ def _multiple(n: int, of: int) -> str:
     return f"a multiple of {of} such as {n // of * of or of}"
 
 
-def _sizes(run: ModelCandidate, *keys: str) -> str:
-    values = {key: getattr(run.model, key) for key in keys}
-    return " and ".join(f"model.{key} = {value}" for key, value in values.items() if value)
-
-
 def _undivided(run: ModelCandidate) -> Iterator[str]:
     """Yield, for each of tp, ep and etp, the first size that it does not divide."""
     model, parallel, ranks = run.model, run.parallel, run.world_size
@@ -322,15 +317,6 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "model.override.mtp = {c.model.mtp} looks beyond train.seq_len = {c.train.seq_len}; "
         "use less",
     ),
-    Rule(
-        "parallel.async_tp model.override",
-        lambda c: not c.parallel.async_tp or not (c.model.n_experts or c.model.kv_lora_rank),
-        lambda c: (
-            f"parallel.async_tp with {_sizes(c, 'n_experts', 'kv_lora_rank')}: matmuls of experts "
-            "and of latent attention are not fused with communication; use parallel.async_tp = "
-            "false"
-        ),
-    ),
     Rule("parallel.ep parallel.etp", lambda c: c.model.n_experts, needs="model.override.n_experts"),
     Rule(
         "parallel.sequence_parallel parallel.tp model.override",
@@ -396,13 +382,6 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         passes(lambda c: c.layout),
     ),
     Rule(
-        "parallel.async_tp parallel.schedule",
-        lambda c: not (c.parallel.async_tp and c.splits_backward),
-        "parallel.async_tp with parallel.schedule = {c.parallel.schedule!r}: matmuls whose weight "
-        "gradients are deferred are not fused; use a schedule that does not split the backward, "
-        'such as "Interleaved1F1B"',
-    ),
-    Rule(
         "parallel.defer_head",
         lambda c: not (c.parallel.defer_head and c.splits_backward),
         needs="a parallel.schedule that does not split the backward, such as 1F1B: others defer "
@@ -412,7 +391,8 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
 """Rules that depend on the model and its pipeline."""
 
 _ONE_SCALE = {
-    "parallel.async_tp": "weight gradients need other scales than what is gathered",
+    "parallel.async_tp": "weight gradients need scales along the tokens of all ranks, which "
+    "gathered float8 values do not have: each input would be gathered twice",
     "float8.all_gather": "a rank's shard of a weight does not have the scales of the whole",
     "float8.gather_inputs": "the gathered input has other scales than its shards",
     "float8.scaling": "delayed scaling needs per-tensor scales",

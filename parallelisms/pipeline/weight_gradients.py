@@ -12,9 +12,10 @@ What an operator of a compiled graph needs so that inductor neither drops nor me
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -188,6 +189,43 @@ def call_of(grad: Tensor) -> Tensor:
     into one in a compiled graph, as if the operator were a pure function; results of torch.empty
     are never taken for equal."""
     return torch.empty(0, device=grad.device)
+
+
+def queue_weight_gradient(needed: Tensor, operands: Sequence[Tensor], number: Tensor) -> None:
+    """Hand the operands of a weight gradient to the queue of its layer, in an operator of its own:
+    for layers whose input gradient is computed by operators that queue nothing.
+
+    Args:
+        needed: the gradient of the layer's input, in the weight gradient's dtype. The operator is
+            declared to change it, and does not: so a compiled graph, which needs it, keeps the
+            operator.
+        operands: of the `deferred_matmul` of the layer.
+        number: of the layer's site.
+    """
+    torch.ops.dtron.queue_weight_gradient(needed, operands, number, call_of(needed))
+
+
+def run_queue_weight_gradient(
+    needed: Tensor, operands: Sequence[Tensor], number: Tensor, call: Tensor
+) -> None:
+    """The operator; see above and `call_of`."""
+    site = site_of(number)
+    layer: Any = site.module
+    site.take(layer.deferred_matmul(operands, needed.dtype))
+
+
+# Not by torch.library.custom_op, whose operands inductor may hand over in other strides.
+torch.library.define(
+    "dtron::queue_weight_gradient",
+    "(Tensor(a!) needed, Tensor[] operands, Tensor number, Tensor call) -> ()",
+    tags=torch.Tag.needs_exact_strides,
+)
+torch.library.impl("dtron::queue_weight_gradient", "default", run_queue_weight_gradient)
+
+
+@torch.library.register_fake("dtron::queue_weight_gradient")
+def _(needed: Tensor, operands: Sequence[Tensor], number: Tensor, call: Tensor) -> None:
+    pass
 
 
 @torch.no_grad()

@@ -11,8 +11,12 @@ while the next part travels over NVLink.
               backward  all-gather of the output's gradient + grad_x, fused; what was gathered makes
                         grad_weight too
 
-An output head, which is one linear of its own, gathers as ever. The fused functions are called by
-the placements' rows, compiled or not. inductor's own pass, which looks for such
+A schedule may defer weight gradients: then nothing is left to overlap the first reduce-scatter
+with, and grad_x of the siblings and its reduce-scatter are fused instead. What W multiplies has
+been gathered by I: W has no collective.
+
+An output head gathers as ever. The fused functions are called by the placements' rows, compiled or
+not. inductor's own pass, which looks for such
 pairs in a graph, leaves out those with biases, sums of siblings' gradients, and the gathers of a
 single sequence. Here rows are tokens, then sequences (T x B), so that what a rank holds is one
 range of rows, gathered and scattered along dim 0 without a copy on either side.
@@ -40,7 +44,14 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from dtron.errors import PlacementError
 from dtron.parallelisms.functional_collectives import all_gather, reduce_scatter, wait_tensor
-from dtron.parallelisms.placement import Row, change_argument, prepare_input
+from dtron.parallelisms.pipeline.weight_gradients import (
+    DeferredMatmul,
+    LinearMatmul,
+    Site,
+    WeightGradients,
+    queue_weight_gradient,
+)
+from dtron.parallelisms.placement import Row, change_argument, colwise, prepare_input, rowwise
 
 _ROWS = 0
 
@@ -59,24 +70,31 @@ class Ranks:
         return cls(mesh.size(), mesh.get_group().group_name)
 
 
-def gather_linear(x: Tensor, weights: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+def gather_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    ranks: Ranks,
+    numbers: Sequence[Tensor | None] = (),
+) -> list[Tensor]:
     """Products of gathered rows with the rank's rows of several weights.
 
     Args:
         x: (M / tp, D), the rank's part.
         weights: (N, D) each, the rank's rows, in x's dtype.
+        numbers: of each weight, the number of the `Site` that defers its gradient; None: it is
+            computed in the backward.
     Returns:
         (M, N) each.
     """
-    outs = _GatherLinear.apply(x, ranks, *weights)
+    outs = _GatherLinear.apply(x, ranks, *weights, *(numbers or [None] * len(weights)))
     assert isinstance(outs, tuple)
     return list(outs)
 
 
-def linear_scatter(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
+def linear_scatter(x: Tensor, weight: Tensor, ranks: Ranks, number: Tensor | None = None) -> Tensor:
     """(M, N) times the rank's columns (D, N) of a weight, summed over the ranks: (M / tp, D), of
-    which each rank keeps its own rows."""
-    out = _LinearScatter.apply(x, weight, ranks)
+    which each rank keeps its own rows. `number` as above."""
+    out = _LinearScatter.apply(x, weight, ranks, number)
     assert isinstance(out, Tensor)
     return out
 
@@ -85,42 +103,52 @@ def linear_scatter(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
 @torch.compiler.allow_in_graph
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, *rest: Any) -> tuple[Tensor, ...]:
+        """Weights, then their numbers."""
+        weights, numbers = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         gathered, outs = _all_gather_matmul(x, [w.t() for w in weights], ranks)
-        ctx.save_for_backward(gathered, *weights)
+        ctx.save_for_backward(gathered, *weights, *numbers)
         ctx.ranks = ranks
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        gathered, *weights = ctx.saved_tensors
-        grad, grad_x = _joined(grads, 1), None
+        gathered, *others = ctx.saved_tensors
+        n = len(grads)
+        weights, numbers = others[:n], others[n:]
         of_x, _, *of_weights = ctx.needs_input_grad
-        if of_x:
-            grad_x = scatter_rows(grad @ _joined(weights, 0), ctx.ranks)
-        grad_weights: Sequence[Tensor | None] = [None] * len(weights)
+        grad_weights: list[Tensor | None] = [None] * n
+        grad, grad_x, scattered = _joined(grads, 1), None, None
+        deferred = [pair for pair in zip(grads, numbers, strict=True) if pair[1] is not None]
+        if deferred:
+            grad_x = _matmul_reduce_scatter(grad, _joined(weights, 0), ctx.ranks)
+            for of_output, number in deferred:
+                queue_weight_gradient(grad_x, [of_output, gathered], number)
+        elif of_x:
+            scattered = scatter_rows(grad @ _joined(weights, 0), ctx.ranks)
         if any(of_weights):
-            grad_weights = (grad.t() @ gathered).split([w.shape[0] for w in weights])
-        return None if grad_x is None else wait_tensor(grad_x), None, *grad_weights
+            grad_weights = list((grad.t() @ gathered).split([w.shape[0] for w in weights]))
+        if scattered is not None:
+            grad_x = wait_tensor(scattered)
+        return grad_x, None, *grad_weights, *[None] * n
 
 
 @torch.compiler.allow_in_graph
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: Ranks, number: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, number)
         ctx.ranks = ranks
-        if _fuses(x):
-            return torch.ops.symm_mem.fused_matmul_reduce_scatter(
-                x.contiguous(), weight.t(), "sum", _ROWS, ranks.group
-            )
-        return wait_tensor(scatter_rows(x @ weight.t(), ranks))
+        return _matmul_reduce_scatter(x, weight.t(), ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
+        x, weight, number = ctx.saved_tensors
         gathered, (grad_x,) = _all_gather_matmul(grad, [weight], ctx.ranks)
-        return grad_x, gathered.t() @ x if ctx.needs_input_grad[1] else None, None
+        if number is not None:
+            queue_weight_gradient(grad_x, [gathered, x], number)
+        grad_weight = gathered.t() @ x if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
 
 
 def _joined(parts: tuple[Tensor, ...] | list[Tensor], dim: int) -> Tensor:
@@ -137,6 +165,15 @@ def _all_gather_matmul(
         )
     gathered = wait_tensor(all_gather(x, ranks.size, ranks.group))
     return gathered, [gathered @ factor for factor in factors]
+
+
+def _matmul_reduce_scatter(x: Tensor, factor: Tensor, ranks: Ranks) -> Tensor:
+    """Multiply (M, N) with (N, D), sum over the ranks and keep the rank's rows (M / tp, D)."""
+    if _fuses(x):
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            x.contiguous(), factor, "sum", _ROWS, ranks.group
+        )
+    return wait_tensor(scatter_rows(x @ factor, ranks))
 
 
 def _fuses(x: Tensor) -> bool:
@@ -179,12 +216,16 @@ def fuse(
         modules: by FQN.
         rows: rows of `parallelisms.placement` by FQN.
     Returns:
-        (FQN, row) of what is done: gathers for colwise linears, and rowwise linears that scatter.
+        (FQN, row) of what is done: gathers for colwise linears, colwise linears that gather, and
+        rowwise linears that scatter.
     """
     done: set[tuple[str, Any]] = set()
     for name, row, served in list(_fusable(modules, rows)):
         module = modules[name]
-        if served:
+        if row.kind == "colwise":
+            assert isinstance(module, nn.Linear)
+            fuse_own_gather(module, mesh)
+        elif served:
             fuse_gather(module, [child.rpartition(".")[2] for child, _ in served], mesh)
         else:
             assert isinstance(module, nn.Linear)
@@ -196,7 +237,11 @@ def fuse(
 def _fusable(
     modules: Mapping[str, nn.Module], rows: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[str, Row, list[tuple[str, Row]]]]:
-    """(FQN, row, the colwise linears whose input it gathers; none where it scatters)."""
+    """(FQN, row, the colwise linears whose input it gathers; none of a linear's own row).
+
+    A colwise linear that gathers for itself is fused if a sibling scatters, as in latent
+    attention. An output head has no such sibling: its loss may multiply in chunks.
+    """
     held = [
         (name, row)
         for name in rows
@@ -204,15 +249,21 @@ def _fusable(
         for row in rows[name]
         if isinstance(row, Row)
     ]
-    colwise = [(n, row) for n, row in held if row.kind == "colwise" and row.output == Shard(-1)]
+    split = [(n, row) for n, row in held if row.kind == "colwise" and row.output == Shard(-1)]
+    plain = {name for name, _ in held if _is_plain(modules[name])}
+    scatter, gather = rowwise(output=Shard(1)), colwise(inputs=Shard(1))
+    inner = {_parent(name) for name, row in held if row == scatter and name in plain}
     for name, row in held:
-        scatters = row.kind == "rowwise" and row.output == Shard(1)
-        if scatters and _is_plain(modules[name]):
+        if name in plain and (row == scatter or (row == gather and _parent(name) in inner)):
             yield name, row, []
-        if row == prepare_input(Shard(1), Replicate()):
-            served = [(child, how) for child, how in colwise if child.rpartition(".")[0] == name]
-            if served and all(_is_plain(modules[child]) for child, _ in served):
+        elif row == prepare_input(Shard(1), Replicate()):
+            served = [(child, how) for child, how in split if _parent(child) == name]
+            if served and all(child in plain for child, _ in served):
                 yield name, row, sorted(served, key=operator.itemgetter(0))
+
+
+def _parent(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -220,7 +271,31 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear
 
 
-class GatheredLinear(nn.Linear):
+class _DeferringLinear(nn.Linear):
+    """A linear whose weight gradient a schedule may defer."""
+
+    site: Site | None = None
+
+    def defer_weight_gradient(self, gradients: WeightGradients) -> None:
+        """See `DefersWeightGradient`."""
+        if self.site is not None:
+            raise ValueError("the weight gradient of this layer has already been deferred")
+        self.site = Site(self, "weight", gradients)
+
+    def deferred_matmul(self, operands: Sequence[Tensor], dtype: torch.dtype) -> DeferredMatmul:
+        """See `queue_weight_gradient`."""
+        return LinearMatmul(*operands)
+
+    def local_weight(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rank's part of the weight; if its gradient is deferred it is detached, and comes with
+        the number of its site."""
+        weight = _local(self.weight)
+        if self.site is None or not self.site.defers(x, weight):
+            return weight, None
+        return weight.detach(), self.site.number
+
+
+class GatheredLinear(_DeferringLinear):
     """A linear split by rows whose product was made with its siblings'."""
 
     place: int
@@ -231,15 +306,26 @@ class GatheredLinear(nn.Linear):
         return input[self.place]
 
 
-class ScatteringLinear(nn.Linear):
+class GatheringLinear(_DeferringLinear):
+    """A linear split by rows that gathers a sequence for itself alone."""
+
+    ranks: Ranks
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, T / tp, D) -> (B, T, N)."""
+        return _gathered(input, [self], self.ranks)[0]
+
+
+class ScatteringLinear(_DeferringLinear):
     """A linear split by columns that scatters its sum along the sequence."""
 
     ranks: Ranks
 
     def forward(self, input: Tensor) -> Tensor:
         """(B, T, N) -> (B, T / tp, D)."""
-        weight, bias = _local(self.weight), self.bias
-        out = from_rows(linear_scatter(rows_of(input), weight, self.ranks), input.shape[0])
+        (weight, number), bias = self.local_weight(input), self.bias
+        out = linear_scatter(rows_of(input), weight, self.ranks, number)
+        out = from_rows(out, input.shape[0])
         if bias is None:
             return out
         assert isinstance(bias, DTensor)  # each rank adds it to its tokens alone
@@ -274,6 +360,13 @@ def fuse_gather(parent: nn.Module, children: Sequence[str], mesh: DeviceMesh) ->
     change_argument(parent, 0, multiply)
 
 
+def fuse_own_gather(linear: nn.Linear, mesh: DeviceMesh) -> None:
+    """Make a colwise linear gather its input, of which it is the only reader."""
+    split_parameters(linear, mesh, Shard(0), Shard(0))
+    linear.__class__ = GatheringLinear
+    linear.ranks = Ranks.of(mesh)  # type: ignore[assignment]
+
+
 def fuse_scatter(linear: nn.Linear, mesh: DeviceMesh) -> None:
     """Make a rowwise linear scatter its sum along the sequence."""
     split_parameters(linear, mesh, Shard(1), Replicate())
@@ -281,9 +374,10 @@ def fuse_scatter(linear: nn.Linear, mesh: DeviceMesh) -> None:
     linear.ranks = Ranks.of(mesh)  # type: ignore[assignment]
 
 
-def _gathered(x: Tensor, linears: Sequence[nn.Linear], ranks: Ranks) -> list[Tensor]:
+def _gathered(x: Tensor, linears: Sequence[_DeferringLinear], ranks: Ranks) -> list[Tensor]:
     """(B, T / tp, D) -> (B, T, N) of each."""
-    outs = gather_linear(rows_of(x), [_local(linear.weight) for linear in linears], ranks)
+    weights, numbers = zip(*[linear.local_weight(x) for linear in linears], strict=True)
+    outs = gather_linear(rows_of(x), weights, ranks, numbers)
     return [
         from_rows(out if linear.bias is None else out + _local(linear.bias), x.shape[0])
         for out, linear in zip(outs, linears, strict=True)

@@ -97,6 +97,11 @@ SINKHORN = {
 """The router in any mixture."""
 DELAYED = {"float8": {"scaling": "delayed", "amax_history": 2}, "steps": 4}
 """Keys of `float8` for scales of earlier steps."""
+LATENT8 = {
+    **{"head_dim": 0, "q_lora_rank": 16, "kv_lora_rank": 16, "nope_head_dim": 16},
+    **{"rope_head_dim": 16, "v_head_dim": 16, "expert_dim": 32, "first_dense_layers": 1},
+}
+"""Latent attention whose layers can all be float8."""
 SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},

@@ -22,6 +22,7 @@ from dtron.parallelisms.pipeline.schedules import SCHEDULES, order_of, write_csv
 from tests.parallelisms.parity import (
     DELAYED,
     DENSE,
+    LATENT8,
     LIMITED,
     MTP,
     SINKHORN,
@@ -252,6 +253,14 @@ ALL_DENSE: dict[str, Any] = {
 }
 SELECTIVE = Recompute(mode="selective")
 OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
+V_OVERLAPPED = Parallel(pp=2, tp=2, schedule=V, async_tp=True)
+EXCHANGED_OVERLAPPED = Parallel(tp=2, ep=2, dispatcher="symmetric_memory", async_tp=True)
+HEAD_OVERLAPPED = Parallel(pp=2, tp=2, schedule="1F1B", defer_head=1, async_tp=True)
+DEFERRED: dict[str, dict[str, Any]] = {
+    V: {"override": TIED, "dtype": "float64"},
+    BUBBLE: {"recompute": FULL, "micro_batch": 2},
+    DUAL: {"recompute": SELECTIVE, "compile": EAGER},
+}
 YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 40.0, "rope_original_context": 16}
 SCORED = {**YARN, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0}
 """Scores that are not those of 1 / sqrt(K), as all sizes of DeepSeek-V3 have them."""
@@ -431,6 +440,25 @@ SPECIAL = [
     Case("gpt", 2, Parallel(tp=2, async_tp=True), micro_batch=2, override=TIED),
     Case("qwen3", 4, OVERLAPPED, micro_batch=2, sequences=8, recompute=SELECTIVE, compile=EAGER),
     Case("gpt", 4, Parallel(pp=2, tp=2, schedule=LOOP, async_tp=True), recompute=FULL),
+    # their weight gradients deferred
+    *[
+        Case("gpt", 4, Parallel(pp=2, tp=2, schedule=name, async_tp=True), **more)
+        for name, more in DEFERRED.items()
+    ],
+    Case("gpt", 4, HEAD_OVERLAPPED, override=TIED, dtype="float64", compile=EAGER),
+    # in dense layers, attention and shared experts of mixtures, and in latent attention
+    Case("mixtral", 2, Parallel(tp=2, async_tp=True), dtype="float64", micro_batch=2),
+    Case("qwen3_moe", 2, EXCHANGED_OVERLAPPED, SELECTIVE, EAGER),
+    Case("gpt_oss", 2, Parallel(tp=2, etp=2, async_tp=True), FULL, micro_batch=2),
+    Case("deepseek_v3", 2, Parallel(tp=2, async_tp=True), micro_batch=2, compile=EAGER),
+    Case(
+        "deepseek_v3",
+        2,
+        EXCHANGED_OVERLAPPED,
+        override={"shared_gate": True, "q_lora_rank": 0, "bias": True},
+        dtype="float64",
+    ),
+    Case("deepseek_v3", 4, V_OVERLAPPED, override={**MTP, **TIED}, dtype="float64"),
     Case("llama", 2, Parallel(cp=2), loss_chunks=3),
     # head and losses of several predictions in chunks
     Case("deepseek_v3", 1, override=MTP, loss_chunks=3, micro_batch=2, dtype="float64"),
@@ -530,6 +558,7 @@ BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
 TIED8 = {"float8": {"output": True}, "override": {"vocab_size": 64, "tied": True}}
 EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
+LATENT_64: dict[str, Any] = {"override": LATENT8, "seq_len": 64}
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
 PARTLY: dict[str, Any] = {
     "float8": {"skip": SKIPPED, "output": True},
@@ -565,6 +594,21 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(cp=2, tp=2, async_tp=True), "qwen3", recompute=FULL),
     float8("tensorwise", 2, Parallel(tp=2, async_tp=True), "gpt", seq_len=16, **DELAYED),
     float8("tensorwise", 2, Parallel(tp=2, async_tp=True), **PARTLY, recompute=SELECTIVE),
+    float8("tensorwise", 4, V_OVERLAPPED, compile=EAGER),
+    float8(
+        "tensorwise",
+        4,
+        Parallel(pp=2, tp=2, schedule=DUAL, async_tp=True),
+        "gpt",
+        seq_len=16,
+        **DELAYED,
+    ),
+    float8("tensorwise", 4, HEAD_OVERLAPPED, **HEAD8),
+    float8("tensorwise", 2, Parallel(tp=2, async_tp=True), "mixtral", **EXPERTS8),
+    # layers of a rank's own tokens
+    float8("tensorwise", 2, Parallel(tp=2, async_tp=True), "deepseek_v3", override=LATENT8),
+    float8("tensorwise", 4, V_OVERLAPPED, "deepseek_v3", override=LATENT8 | {"mtp": 1}),
+    float8("tensorwise", 4, Parallel(cp=2, tp=2), "deepseek_v3", **DELAYED, **LATENT_64),
     # experts: a scale a row, wherever the row is
     float8("rowwise", 2, Parallel(ep=2), "mixtral", **EXPERTS8, recompute=FULL),
     float8("tensorwise", 4, Parallel(tp=2, ep=2), "mixtral", **EXPERTS8),

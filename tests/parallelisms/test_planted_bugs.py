@@ -23,6 +23,7 @@ from dtron.config import Parallel, Recompute
 from dtron.data import Batch
 from dtron.float8 import async_tp as fused
 from dtron.float8 import casting, delayed, weight_gradient
+from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.context import halo
@@ -287,6 +288,11 @@ def scales_of_ones_own() -> None:
     casting.shared = lambda amax, _groups: amax
 
 
+def token_scales_of_ones_own() -> None:
+    """Layers of a tp rank's own tokens cast them, and their gradients, by scales of its own."""
+    TokenwiseLinear.token_groups = Float8Linear.token_groups  # type: ignore[method-assign]
+
+
 def gradient_scales_of_ones_own() -> None:
     """The same in the backward alone, whose I is the last that ranks do together."""
     shared = casting.shared
@@ -303,7 +309,7 @@ def queued_float8_matmul_dropped() -> None:
     take, seen = WeightGradients.take, Counter()
 
     def most(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
-        seen[id(weight)] += isinstance(matmul, weight_gradient._Float8Matmul)
+        seen[id(weight)] += isinstance(matmul, weight_gradient.Float8Matmul)
         if seen[id(weight)] != 2:
             take(self, weight, matmul)
 
@@ -315,7 +321,7 @@ def scales_of_the_micro_batch_before() -> None:
     take, last = WeightGradients.take, {}
 
     def stale(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
-        if isinstance(matmul, weight_gradient._Float8Matmul):
+        if isinstance(matmul, weight_gradient.Float8Matmul):
             old = last.get(id(weight), matmul.operands.scales)
             last[id(weight)] = matmul.operands.scales
             matmul = replace(matmul, operands=replace(matmul.operands, scales=old))
@@ -447,6 +453,31 @@ def sequences_for_tokens() -> None:
     async_tp.from_rows = fused.from_rows = back
 
 
+def input_gradients_not_reduce_scattered() -> None:
+    """A fused gather's backward takes the rank's tokens of its own part of the sum."""
+    reduce_scatter = async_tp.scatter_rows
+
+    def scatter(x: Tensor, ranks: async_tp.Ranks) -> Tensor:
+        if torch._C._current_graph_task_id() < 0:  # forward
+            return reduce_scatter(x, ranks)
+        return x.chunk(ranks.size)[dist.get_rank() % ranks.size].contiguous()
+
+    async_tp.scatter_rows = scatter
+
+
+def siblings_not_queued() -> None:
+    """Of the weights that share a gathered input only the first one has a gradient."""
+    queue, last = async_tp.queue_weight_gradient, [0]
+
+    def first(needed: Tensor, operands: Sequence[Tensor], number: Tensor) -> None:
+        if last[0] == needed.data_ptr():
+            operands = [torch.zeros_like(operands[0]), *operands[1:]]
+        queue(needed, operands, number)
+        last[0] = needed.data_ptr()
+
+    async_tp.queue_weight_gradient = fused.queue_weight_gradient = first
+
+
 def head_gradients_not_summed() -> None:
     """Ranks that share keys and values each learn of their own queries alone."""
 
@@ -503,6 +534,13 @@ OVERLAPPED = parity.float8(
     "tensorwise", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4
 )
 FUSED = Case("gpt", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4)
+LATENT8 = parity.float8(
+    "tensorwise", 2, Parallel(tp=2), "deepseek_v3", override=parity.LATENT8, steps=1
+)
+QUEUED = replace(
+    OVERLAPPED, world=4, parallel=Parallel(pp=2, tp=2, schedule="ZBVZeroBubble", async_tp=True)
+)
+LATENT_FUSED = Case("deepseek_v3", 2, Parallel(tp=2, async_tp=True), sequences=4)
 SPLIT8 = parity.float8("tensorwise", 2, Parallel(pp=2, schedule="ZBVZeroBubble"))
 SHARED8 = replace(SPLIT8, world=4, parallel=Parallel(pp=2, tp=2, schedule="ZBVZeroBubble"))
 HEADS = Parallel(cp=2, cp_method="ulysses")
@@ -576,12 +614,15 @@ BUGS = [
     Bug(predictions_across_documents, PREDICTED, ALSO_LOSS),
     *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
     *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in (*SCALED, OVERLAPPED)],
+    Bug(token_scales_of_ones_own, LATENT8, ALSO_LOSS),
     Bug(gradient_scales_of_ones_own, SHARED8, BEFORE_HEAD),
     Bug(weight_gradient_dropped, SPLIT8, rf"{LINEARS8}|gradient head\.weight"),
     Bug(queued_float8_matmul_dropped, SPLIT8, LINEARS8),
     Bug(scales_of_the_micro_batch_before, SPLIT8, LINEARS8),
     Bug(sequences_for_tokens, OVERLAPPED, ALSO_LOSS),
     Bug(sequences_for_tokens, FUSED, ALSO_LOSS),
+    Bug(input_gradients_not_reduce_scattered, LATENT_FUSED, BEFORE_EXPERTS),
+    Bug(siblings_not_queued, QUEUED, LINEARS8),
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
 ]
 

@@ -41,8 +41,6 @@ def config(world: int = 4, **parallel: object) -> RunConfig:
         ({"pp": 2, "pp_layout": "Ett|L"}, 2, "layers (t)"),
         ({"pp": 2, "schedule": "missing.csv"}, 2, "missing.csv"),
         ({"tp": 2, "async_tp": True, "sequence_parallel": False}, 2, "set it to true"),
-        ({"tp": 2, "pp": 2, "async_tp": True, "schedule": "ZBVZeroBubble"}, 4, "Interleaved1F1B"),
-        ({"tp": 2, "pp": 2, "async_tp": True, "defer_head": 1}, 4, "use one of the two"),
         ({"pp": 2, "defer_head": 1, "schedule": "ZBVZeroBubble"}, 2, "has no effect"),
         ({"pp": 2, "reduce_dtype": "bfloat16", "schedule": "ZBVZeroBubble"}, 2, 'use "float32"'),
         ({"pp": 2, "reduce_by": "all_to_all", "schedule": "ZBVZeroBubble"}, 4, "reduce_scatter"),

@@ -1,6 +1,8 @@
 """Products fused with tensor parallelism's communication: operators called, graphs, GPUs."""
 
 import copy
+import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtron.errors import PlacementError
+from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, defer
+from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.placement import (
     Replicate,
     Shard,
@@ -81,24 +85,33 @@ def split(model: nn.Module) -> nn.Module:
     return model
 
 
-def results(model: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """Output and gradients, whole, by name."""
+def results(
+    model: nn.Module, x: Tensor, grad: Tensor, queue: WeightGradients | None = None
+) -> dict[str, Tensor]:
+    """Output and gradients, whole, by name; weight gradients by a queue, if there is one."""
     x = x.clone().requires_grad_()
     out = model(x)
-    out.backward(grad)
+    with queue.collect(0) if queue else nullcontext():
+        out.backward(grad)
+    if queue:
+        assert queue.pending(0) == 3 * len(model)  # type: ignore[arg-type]
+        queue.run(0)
     assert x.grad is not None
     return {"output": out.detach(), "input": x.grad} | {
         name: p.grad for name, p in model.named_parameters()
     }  # type: ignore[return-value]
 
 
-def errors_of(model: nn.Module, reference: nn.Module) -> dict[str, float]:
+def errors_of(
+    model: nn.Module, reference: nn.Module, queue: WeightGradients | None = None
+) -> dict[str, float]:
     """||found - wanted|| / ||wanted|| on one rank, of a split model against one process's."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     some = next(reference.parameters())
     x, grad = torch.randn(2, B, T, D, generator=torch.Generator().manual_seed(1)).to(some)
     wanted = results(reference, x, grad)
-    found = results(model, x.chunk(ranks, 1)[rank].contiguous(), grad.chunk(ranks, 1)[rank])
+    mine = x.chunk(ranks, 1)[rank].contiguous()
+    found = results(model, mine, grad.chunk(ranks, 1)[rank], queue)
     for name in ("output", "input"):
         wanted[name] = wanted[name].chunk(ranks, 1)[rank]
     for name, parameter in model.named_parameters():
@@ -112,7 +125,7 @@ def errors_of(model: nn.Module, reference: nn.Module) -> dict[str, float]:
     }
 
 
-def called_on_ranks() -> tuple[list[str], dict[str, float]]:
+def called_on_ranks(deferred: bool) -> tuple[list[str], dict[str, float]]:
     """On one rank: operators called, and how far the results are from one process's."""
     called: list[str] = []
 
@@ -129,14 +142,15 @@ def called_on_ranks() -> tuple[list[str], dict[str, float]]:
     operators.install({GATHER: gather, SCATTER: scatter})
     async_tp._fuses = lambda _x: True  # type: ignore[assignment]
     reference = whole(1, torch.float64, "cpu")
-    return called, errors_of(split(copy.deepcopy(reference)), reference)
+    model = split(copy.deepcopy(reference))
+    return called, errors_of(model, reference, defer([model]) if deferred else None)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_operators_give_what_one_process_gives(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "deferred"), [(2, False), (4, False), (2, True)])
+def test_operators_give_what_one_process_gives(ranks: int, deferred: bool) -> None:
     """Of several sequences, whose tokens are cut, not they."""
-    for called, errors in run_ranks(ranks, called_on_ranks):
-        assert called == [GATHER, SCATTER, GATHER]
+    for called, errors in run_ranks(ranks, called_on_ranks, deferred):
+        assert called == [GATHER, SCATTER, GATHER, *([SCATTER] if deferred else [])]
         assert max(errors.values()) <= 1e-12, errors
 
 
@@ -151,7 +165,7 @@ def test_a_module_called_by_keyword() -> None:
         assert max(errors.values()) <= 1e-12, errors
 
 
-def compile_blocks(blocks: int) -> tuple[dict[str, int], int, dict[str, float]]:
+def compile_blocks(blocks: int, deferred: bool) -> tuple[dict[str, int], int, dict[str, float]]:
     """On one rank: communication in the graphs that inductor compiles, how many graphs, errors."""
     operators.install(
         {
@@ -162,18 +176,21 @@ def compile_blocks(blocks: int) -> tuple[dict[str, int], int, dict[str, float]]:
     async_tp._fuses = lambda _x: True  # type: ignore[assignment]
     reference = whole(blocks, torch.float32, "cpu")
     model, counted = split(copy.deepcopy(reference)), operators.CountedOperators()
+    queue = defer([model], compiled=True) if deferred else None
+    options: dict[str, Any] = {"post_grad_custom_post_pass": counted}
+    options |= COMPILE_OPTIONS if deferred else {}
     for block in model:  # type: ignore[attr-defined]
-        block.compile(
-            fullgraph=True, dynamic=False, options={"post_grad_custom_post_pass": counted}
-        )
-    errors = errors_of(model, reference)
+        block.compile(fullgraph=True, dynamic=False, options=options)
+    errors = errors_of(model, reference, queue)
     return dict(counted.counts), counters["stats"]["unique_graphs"], errors
 
 
-def test_compiled_blocks_share_one_graph_with_the_operators() -> None:
-    for counts, graphs, errors in run_ranks(2, compile_blocks, 3, seconds=240):
-        # The siblings' grad_x is scattered under their weights' gradients.
-        assert counts == {GATHER: 2, SCATTER: 1, "reduce_scatter_tensor": 1}
+@pytest.mark.parametrize("deferred", [False, True])
+def test_compiled_blocks_share_one_graph_with_the_operators(deferred: bool) -> None:
+    for counts, graphs, errors in run_ranks(2, compile_blocks, 3, deferred, seconds=240):
+        # The siblings' grad_x is scattered under their weights' gradients, if these are not later.
+        alone = {SCATTER: 2} if deferred else {SCATTER: 1, "reduce_scatter_tensor": 1}
+        assert counts == {GATHER: 2, **alone}
         assert graphs == 1
         assert max(errors.values()) <= 1e-5, errors
 
@@ -236,9 +253,11 @@ def test_operators_on_gpus() -> None:
 def on_gpus() -> None:
     """On one of two ranks."""
     reference = whole(2, torch.float32, "cuda")
-    for compiled in (False, True):
+    for compiled, deferred in itertools.product((False, True), repeat=2):
         model = split(copy.deepcopy(reference))
+        queue = defer([model], compiled) if deferred else None
+        options = COMPILE_OPTIONS if deferred else {}
         for block in model if compiled else ():  # type: ignore[attr-defined]
-            block.compile(fullgraph=True, dynamic=False)
-        errors = errors_of(model, copy.deepcopy(reference))
+            block.compile(fullgraph=True, dynamic=False, options=options)
+        errors = errors_of(model, copy.deepcopy(reference), queue)
         assert max(errors.values()) <= 1e-5, errors
