@@ -167,8 +167,8 @@ class Parallel(Section):
     computes and holds norms, dropout and residuals for 1 / tp of the tokens. false: for all."""
     async_tp: bool = False
     """With tp > 1 on GPUs, overlap tensor parallelism's all-gathers and reduce-scatters with the
-    matmuls that need them, by symmetric memory. `auto`: true for a compiled model if tp is inside a
-    host and no rule refuses it."""
+    matmuls that need them, by symmetric memory. `auto`: true for a compiled dense model if tp is
+    inside a host and the schedule does not split the backward."""
     schedule: PathText = "1F1B"
     """Pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
     ZBVZeroBubble, DualPipeV, or the path of a .csv file with a schedule of your own. `auto`:
