@@ -348,6 +348,14 @@ def packed_documents(packing: str, masked: bool, seq_len: int, vocabulary: int) 
     )
 
 
+def shallow(case: Case) -> Case:
+    """Without a pipeline, a first, a middle and a last layer, unless layers differ."""
+    if case.parallel.pp > 1 or not isinstance(case.parallel.cp_method, str):
+        return case
+    dense = {**SIZES[case.model], **case.override}.get("first_dense_layers", 0)
+    return replace(case, override={"n_layers": 3 + dense, **case.override})
+
+
 def reference(case: Case, device_type: str = "cpu") -> dict[str, Any]:
     """Plain PyTorch in one process: the whole batch at once, SGD, torch's own clipping.
 

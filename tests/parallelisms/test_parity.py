@@ -8,7 +8,6 @@ in test_matrix.py.
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +25,13 @@ from tests.parallelisms.parity import (
     LIMITED,
     MTP,
     SINKHORN,
-    SIZES,
     Batches,
     Case,
     check,
     float8,
     rows_of,
     selected,
+    shallow,
 )
 
 MOST_RANKS, MOST_EXPERT_RANKS = 8, 4
@@ -141,14 +140,6 @@ PACKED_AXES: Axes = {
     "micro_batch": [{}, {"micro_batch": 2}],
     "optimizer": [{}, {"optimizer": "narrow_adamw", "dtype": "float64", "steps": 3}],
 }
-
-
-def shallow(case: Case) -> Case:
-    """Without a pipeline, a first, a middle and a last layer, unless layers differ."""
-    if case.parallel.pp > 1 or not isinstance(case.parallel.cp_method, str):
-        return case
-    dense = {**SIZES[case.model], **case.override}.get("first_dense_layers", 0)
-    return replace(case, override={"n_layers": 3 + dense, **case.override})
 
 
 def case_of(choice: Choice, axes: Axes = AXES, micro_batches: int = 0) -> Case:
