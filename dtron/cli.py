@@ -49,13 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: RunConfig) -> None:
-    from dtron.plan.automatic import of_place
-    from dtron.run.process import Place
+    from dtron.plan.automatic import at_start
     from dtron.training.trainer import Trainer  # which needs torch
 
-    automatic = of_place(config, Place.of_environment())
-    config = automatic.config
-    trainer = Trainer(config, automatic)
+    trainer = Trainer(config, at_start)
+    config = trainer.config
     try:
         if trainer.place.device.type == "cpu":  # a GPU's allocator fails with an error
             from dtron.plan.remedies import check_step_memory  # other runs need no planner

@@ -194,7 +194,9 @@ def print_breakdowns(console: Console, outcomes: Sequence[Outcome]) -> None:
 def _brief(outcome: Outcome, options: Options) -> str:
     found = report.figures([outcome], options)
     assert found is not None, "a run without a reason has figures"
-    return f"{found.step_seconds:.4g} s a step, {outcome.wall_seconds:.0f} s in all"
+    line = f"{found.step_seconds:.4g} s a step, {outcome.wall_seconds:.0f} s in all"
+    chosen = [f"{k}={row['value']}" for k, row in outcome.facts.get("automatic", {}).items()]
+    return f"{line}; chosen automatically: {' '.join(chosen)}" if chosen else line
 
 
 def _title(given: argparse.Namespace, options: Options, outcomes: Sequence[Outcome]) -> str:

@@ -311,6 +311,17 @@ def refusal(config: RunConfig, options: Options) -> str:
     return ""
 
 
+def with_equals(own: Outcome) -> RunConfig:
+    """What a run did, without what it chose for itself and the peer has no equal for: such choices
+    change how the same numbers are computed."""
+    config, defaults = RunConfig.of(own.config), {key: d for key, d, _ in fields(RunConfig)}
+    for key in own.facts.get("automatic", {}).keys() & {*_TITAN_LACKS}:
+        section, name = key.split(".")
+        values = getattr(config, section).model_copy(update={name: defaults[key]})
+        config = config.model_copy(update={section: values})
+    return config
+
+
 def run_peer(
     own: Outcome, extra: Sequence[str], options: Options, directory: Path
 ) -> dict[str, Any]:
@@ -321,7 +332,7 @@ def run_peer(
     Returns:
         `run`, how the peer's run ended, and, if it ended well, `comparison`.
     """
-    config = RunConfig.of(own.config)
+    config = with_equals(own)
     arguments = [*titan_arguments(config, options.ranks, options, directory.absolute()), *extra]
     environment = {**own.environment, **_ENVIRONMENT}
     outcome = Outcome(PEER, "ok", directory=str(directory), environment=environment)

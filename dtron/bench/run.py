@@ -162,9 +162,7 @@ def run_point(
     outcome = Outcome(label, "ok", directory=str(directory), environment=dict(environment))
     try:
         resolved, every = bench_config(config, overrides, options, run_dir)
-        from dtron.setup.rules import check_layout
-
-        check_layout(resolved, options.ranks)
+        _check_layout(resolved, options.ranks)
     except DtronError as error:
         outcome.status, outcome.reason = "refused", one_line(str(error))
         return outcome
@@ -178,9 +176,20 @@ def run_point(
         outcome.status = "refused" if refused else "failed"
     outcome.reason = outcome.reason.removeprefix(_ERROR)
     if outcome.status == "ok":
+        outcome.config = RunConfig.load(run_dir / "config.toml").model_dump(mode="json")
         outcome.facts = json.loads((run_dir / "run.json").read_text())
         outcome.times = json.loads((run_dir / "steps.json").read_text())
     return outcome
+
+
+def _check_layout(config: RunConfig, ranks: int) -> None:
+    """Refuse what cannot run without a process. On GPUs a start may choose what makes it legal."""
+    import torch
+
+    from dtron.setup.rules import check_layout
+
+    if not torch.cuda.is_available():
+        check_layout(config, ranks)
 
 
 def torchrun(ranks: int) -> list[str]:

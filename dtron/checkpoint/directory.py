@@ -74,6 +74,8 @@ class CheckpointMetadata:
     """State of the run's guards: means of the loss, number of rollbacks."""
     schedule: dict[str, Any] = field(default_factory=dict)
     """Keys of the run's config that learning rates depend on, and `warmup_steps`."""
+    automatic: dict[str, Any] = field(default_factory=dict)
+    """Keys of the run's config that were chosen automatically, with their values."""
 
     @classmethod
     def of_weights(cls, model: dict[str, Any], world_size: int) -> "CheckpointMetadata":

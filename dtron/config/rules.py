@@ -175,7 +175,14 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         needs="parallel.pp > 1",
     ),
     Rule("parallel.dispatcher float8.dispatch", needs="parallel.ep > 1 or parallel.etp > 1"),
-    Rule("parallel.ep_capacity", needs='parallel.dispatcher = "symmetric_memory"'),
+    Rule(
+        "parallel.ep_capacity",  # with which the dispatcher may be chosen
+        lambda c: (
+            c.parallel.dispatcher == "symmetric_memory"
+            or (c.parallel.ep > 1 and "dispatcher" not in c.parallel.model_fields_set)
+        ),
+        needs='parallel.dispatcher = "symmetric_memory", or "auto" with parallel.ep > 1',
+    ),
     Rule("parallel.cp_method", needs="parallel.cp > 1"),
     Rule(
         "parallel.cp_inner",

@@ -40,6 +40,7 @@ from dtron.errors import ConfigError, cause_of, config_error, nearest_key, note,
 from dtron.io.untrusted import TOML_BYTES, parse, parse_toml, read_text_or_pipe
 
 _PIPE_SECONDS = 10.0
+_CHOSEN = 'chosen automatically; "auto" chooses again'
 """Time limit for reading a config from a pipe."""
 
 
@@ -126,8 +127,12 @@ class RunConfig(Section):
         except ValidationError as error:
             raise config_error(error, "", [key for key, _, _ in fields(cls)]) from None
 
-    def to_toml(self) -> str:
-        """Return TOML of all keys with their values; reading it gives an equal config."""
+    def to_toml(self, chosen: Collection[str] = ()) -> str:
+        """Return TOML of all keys with their values; reading it gives an equal config.
+
+        Args:
+            chosen: keys that were chosen automatically, which a comment says.
+        """
         parts = []
         for name in type(self).model_fields:
             section = getattr(self, name)
@@ -138,7 +143,8 @@ class RunConfig(Section):
                 if isinstance(value, dict):
                     tables[f"{name}.{key}"] = value
                 else:
-                    parts.append(f"{key} = {toml_value(value)}")
+                    why = f"  # {_CHOSEN}" if f"{name}.{key}" in chosen else ""
+                    parts.append(f"{key} = {toml_value(value)}{why}")
             for header, table in tables.items():
                 parts += ["", f"[{header}]"] if table else []
                 parts += [f"{key} = {toml_value(value)}" for key, value in table.items()]

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     automatic = of_hardware(config, given.world_size, row)
     config = automatic.config
     if given.out:
-        given.out.write_text(config.to_toml())
+        given.out.write_text(config.to_toml(automatic.chosen))
         _tell(given, f"the fastest layout is in {given.out}")
     found = plan(config, given.world_size, row, given.tokens) | {"automatic": automatic.chosen}
     if given.exact and found["legal"]:
@@ -163,11 +163,14 @@ def dry_run(config: RunConfig, name: str) -> int:
     """
     place = Place.of_environment()
     row = hardware(name) if name else of_device(place.device)
-    automatic = of_place(config, place)
-    config = automatic.config
+    if name:
+        automatic = of_hardware(config, place.world_size, row)
+    else:
+        automatic = of_place(config, place)
+    asked, config = config, automatic.config
     found = plan(config, place.world_size, row)
     if found["legal"]:
-        preflight(config, place, starts=False)
+        preflight(asked if name else config, place, starts=False)
         found["unchecked"] = []  # all of it was looked for
     if place.rank == 0:
         if found["legal"]:

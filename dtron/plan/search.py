@@ -391,7 +391,7 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
             "defer_head": 0,
             "high_priority": [],
             **({"zero": 1} if choice["micro_batches"] > 1 else {}),
-            **({"async_tp": False} if config.parallel.async_tp else {}),
+            **({"async_tp": False} if config.parallel.async_tp and choice["tp"] == 1 else {}),
             **({"sequence_parallel": True} if choice["tp"] == 1 else {}),
             **cp,
         }

@@ -80,6 +80,33 @@ class Rendezvous:
         except RuntimeError as error:
             raise PeerError(f"rank 0 has ended: {_line(error)}") from error
 
+    def gather_at_rank_0(self, name: str, value: str) -> list[str]:
+        """The values of all ranks, on rank 0; empty on the others.
+
+        Args:
+            name: no other value of this attempt has it.
+        Raises:
+            RankError: a rank gives no value in time.
+        """
+        place, store = self.place, self.store
+        if place.world_size == 1:
+            return [value]
+        if store is None:
+            values = [""] * place.world_size
+            dist.all_gather_object(values, value)
+            return values if place.rank == 0 else []
+        if place.rank:
+            store.set(f"{name}/{place.rank}", value)
+            return []
+        names = [f"{name}/{rank}" for rank in range(1, place.world_size)]
+        seconds = self.timeout_seconds + _LATER_SECONDS
+        try:
+            return [value, *within(seconds, lambda: _await_all(store, names, seconds))]
+        except (TimeoutError, RuntimeError) as error:
+            raise RankError(
+                f"ranks have not sent {name!r} to rank 0 ({_line(error)}); look at their logs"
+            ) from error
+
     def close(self) -> None:
         """Let the store go: the process may meet others again."""
         self.store = None
@@ -89,6 +116,12 @@ def _await(store: dist.Store, name: str, seconds: float) -> bytes:
     """The value of a name, for which others give up first."""
     store.wait([name], datetime.timedelta(seconds=seconds + _LATER_SECONDS))
     return store.get(name)
+
+
+def _await_all(store: dist.Store, names: list[str], seconds: float) -> list[str]:
+    """The values of some names, for which others give up first."""
+    store.wait(names, datetime.timedelta(seconds=seconds + _LATER_SECONDS))
+    return [value.decode() for value in store.multi_get(names)]
 
 
 def meet(place: Place, timeout_seconds: int) -> Rendezvous:

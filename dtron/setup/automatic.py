@@ -1,6 +1,6 @@
 """Automatic settings: a key that is unset, or "auto", takes the fastest value that fits and that
-gives the same results up to the order of summation. Chosen once at the start, on GPUs; on CPUs
-and in code that builds a RunConfig itself, such keys have their default.
+gives the same results up to the order of summation. Chosen by rank 0 for all at each start on GPUs;
+on CPUs, and in code that builds a RunConfig itself, such keys have their default.
 
 A row needs a measured gain in benchmarks/RESULTS.md. Choices without one are not made:
 `parallel.prefetch` ("nothing waits for a gather", benchmarks/NOTES.md), zero = 1, settings across
@@ -9,7 +9,7 @@ hosts. `parallel.reduce` and `model.attention` have "auto" as a value of their o
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,9 @@ from dtron.run.process import Place
 from dtron.setup.rules import ModelCandidate, all_broken
 from dtron.setup.versions import release
 
+_NVLINK, _BRIDGES = ("sxm", "hbm3", "h20", "h800", "b200", "b300"), ("pcie", "nvl")
+"""In the names of GPUs that have NVLink to all others of their host, and of those that have it to
+one other or to none."""
 HEADROOM = 0.05
 """Share of a GPU's memory that a choice leaves free: predictions are off by some per cent."""
 
@@ -33,21 +36,46 @@ class Machine:
     gpus: bool = False
     host: int = 1
     """Ranks per host; 1 if hosts differ."""
-    peers: bool = False
-    """Whether the GPUs of a host read each other's memory."""
+    nvlink: bool = False
+    """Whether the GPUs of a host read each other's memory over NVLink."""
     torch: tuple[int, int] = (2, 11)
+    memory: float = float("inf")
+    """Bytes of a GPU."""
 
     @classmethod
     def of_place(cls, place: Place) -> "Machine":
-        """The machine of this process. Ranks of equal hosts find the same."""
+        """The machine that this process sees."""
         if place.device.type != "cuda":
             return cls()
         host, count = place.local_world_size, torch.cuda.device_count()
         hosts = int(os.environ.get("GROUP_WORLD_SIZE", place.world_size // host))
-        host = host if hosts * host == place.world_size else 1
+        told = "LOCAL_WORLD_SIZE" in os.environ  # without it the number of hosts is not known
+        host = host if told and hosts * host == place.world_size else 1
         pairs = [(a, b) for a in range(host) for b in range(host) if a != b]
-        peers = count >= host and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
-        return cls(True, host, peers, release(torch.__version__))
+        linked = count >= host and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+        properties = torch.cuda.get_device_properties(place.device)
+        linked = linked and has_nvlink(properties.name)
+        return cls(True, host, linked, release(torch.__version__), float(properties.total_memory))
+
+    @classmethod
+    def of_all(cls, machines: Sequence["Machine"]) -> "Machine":
+        """What the machines of all ranks have in common."""
+        first = machines[0]
+        equal = all(each.host == first.host for each in machines)
+        return replace(
+            first,
+            gpus=all(each.gpus for each in machines),
+            host=first.host if equal else 1,
+            nvlink=all(each.nvlink for each in machines),
+            memory=min(each.memory for each in machines),
+        )
+
+
+def has_nvlink(name: str) -> bool:
+    """Whether GPUs of this name have NVLink to all others of their host. Peer access does not tell:
+    it also goes over PCIe, where the choices inside a host were not measured."""
+    name = name.lower()
+    return any(x in name for x in _NVLINK) and not any(x in name for x in _BRIDGES)
 
 
 @dataclass(frozen=True)
@@ -64,8 +92,8 @@ class _Known:
         return self.used(self.run.config)
 
     def inside(self, ranks: int) -> bool:
-        """Whether neighbouring ranks are on GPUs of one host that read each other's memory."""
-        return ranks > 1 and self.machine.peers and self.machine.host % ranks == 0
+        """Whether neighbouring ranks are on GPUs of one host with NVLink between them."""
+        return ranks > 1 and self.machine.nvlink and self.machine.host % ranks == 0
 
     @property
     def shards_inside(self) -> bool:
@@ -177,6 +205,14 @@ class Automatic:
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
     """{"value", "reason"} by key, of the automatic keys that are not at their default."""
 
+    @classmethod
+    def of(cls, config: RunConfig, chosen: dict[str, dict[str, Any]]) -> "Automatic":
+        """What another rank has chosen, for the same config."""
+        for key, row in chosen.items():
+            section, name = key.split(".")
+            config = _with_value(config, section, name, row["value"])
+        return cls(config, chosen)
+
     def line(self) -> str:
         """The log line; empty if all keys have their default."""
         shown = [f"{k} = {json.dumps(v['value'])} ({v['reason']})" for k, v in self.chosen.items()]
@@ -184,25 +220,40 @@ class Automatic:
 
 
 def choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], float]) -> Automatic:
-    """Set the automatic keys of a run; a value that a rule refuses or that does not fit is not
+    """Set the automatic keys of a run; a value that breaks a rule or that does not fit is not
     taken.
 
     Args:
         run: the run; a MachineCandidate at a start, so that rules about this machine count.
-        used: predicts the share of a GPU's memory that a run reserves; inf: unknown.
+        used: predicts the share of a GPU's memory that a run reserves; inf: unknown. Slow, so that
+            it is first asked about all choices together.
     """
-    chosen: dict[str, dict[str, Any]] = {}
-    for row in ROWS if machine.gpus else ():
+    if not machine.gpus:
+        return Automatic(run.config)
+    together = _choose(run, machine, lambda _: 0.0)
+    if together.config is run.config or used(together.config) <= 1 - HEADROOM:
+        return together
+    return _choose(run, machine, used)
+
+
+def _choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], float]) -> Automatic:
+    """Set one key after the other. What a default breaks, as one stage per rank may, a later choice
+    may mend; a run that stays refused has no choices, so that errors name what was set."""
+    given, chosen = run.config, dict[str, dict[str, Any]]()
+    broken = set(all_broken(run))
+    for row in ROWS:
         known = _Known(run, machine, used)
         section, name = row.key.split(".")
         if name in getattr(run.config, section).model_fields_set or not _holds(row, known):
             continue
         for value in row.values:
             changed = replace(run, config=_with_value(run.config, section, name, value))
-            if not any(all_broken(changed)) and _fits(used(changed.config), known):
-                run, chosen[row.key] = changed, {"value": value, "reason": row.reason}
+            left = set(all_broken(changed))
+            if left <= broken and _fits(used(changed.config), known):
+                run, broken = changed, left
+                chosen[row.key] = {"value": value, "reason": row.reason}
                 break
-    return Automatic(run.config, chosen)
+    return Automatic(given) if broken else Automatic(run.config, chosen)
 
 
 def _holds(row: Row, known: _Known) -> bool:
@@ -213,8 +264,9 @@ def _holds(row: Row, known: _Known) -> bool:
 
 
 def _fits(share: float, before: _Known) -> bool:
-    """Whether a value fits, or needs no more memory than the run without it."""
-    return share <= 1 - HEADROOM or share <= before.share <= 1
+    """Whether a value fits, or needs no more memory than the run without it, which fits itself or
+    would not."""
+    return share <= 1 - HEADROOM or share <= before.share <= 1 or share <= 1 < before.share
 
 
 def _with_value(config: RunConfig, section: str, name: str, value: Any) -> RunConfig:

@@ -112,6 +112,22 @@ def _changed_settings(
             yield key, value, saved
 
 
+def _log_other_choices(
+    checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata
+) -> None:
+    """Log what was chosen for a checkpoint by a machine or versions that this run does not have."""
+    for key, before in metadata.automatic.items():
+        section, name = key.split(".")
+        if (value := getattr(getattr(config, section), name, before)) != before:
+            log.info(
+                "%s = %r, but %r was chosen for %s: results can differ by rounding",
+                key,
+                value,
+                before,
+                checkpoint,
+            )
+
+
 def _log_schedule_changes(
     checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata
 ) -> None:
@@ -180,8 +196,9 @@ def check_data(
 
 
 def warn_of_changes(checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata) -> None:
-    """Log changed settings that select other text for a sequence number, or other learning
-    rates."""
+    """Log changed settings that select other text for a sequence number, other learning rates, or,
+    chosen automatically, another order of sums."""
+    _log_other_choices(checkpoint, config, metadata)
     known = _CONTENT_KEYS if {"content", "tokenizer"} <= metadata.data.keys() else ()
     for key, value, saved in _changed_settings(config, metadata):
         if key in known:

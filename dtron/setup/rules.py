@@ -37,6 +37,7 @@ from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.layout import StageNames, build_layout
 from dtron.parallelisms.placement import Row
 from dtron.setup.float8_plan import Float8Plan, plan_float8
+from dtron.setup.versions import release
 
 
 @dataclass(frozen=True)
@@ -473,6 +474,18 @@ LAYERS: tuple[Rule[ModelCandidate], ...] = (
     Rule("float8.recipe float8.filter float8.skip", passes(lambda c: c.float8)),
 )
 """Rules about single float8 layers, checked if no other rule is broken."""
+
+
+def rounding_warnings(config: RunConfig) -> Iterator[str]:
+    """Yield a warning if gradients that were float32 are rounded before they are summed."""
+    train, parallel = config.train, config.parallel
+    wide = train.dtype == "bfloat16" and parallel.reduce_dtype == "float32"
+    if wide and parallel.reduce_by == "all_to_all" and release(torch.__version__) >= (2, 15):
+        yield (
+            'parallel.reduce_by = "all_to_all" rounds gradients of norms to bfloat16 with torch '
+            '2.15 and later; use "reduce_scatter" for float32 sums'
+        )
+
 
 _ON_GPUS = "parallel.async_tp parallel.high_priority recompute.offload"
 

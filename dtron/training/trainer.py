@@ -4,6 +4,7 @@ import gc
 import logging
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,7 @@ from dtron.run.process import (
     warn_of_shared_store,
 )
 from dtron.run.profiler import ProfileWindow, phase
-from dtron.run.rendezvous import meet
+from dtron.run.rendezvous import Rendezvous, meet
 from dtron.run.step_times import StepTimes
 from dtron.setup.agreement import check_agreement_of_ranks, common_to_ranks
 from dtron.setup.automatic import Automatic
@@ -69,6 +70,7 @@ from dtron.training.step import StepResult
 from dtron.training.step_log import StepLog
 
 log = logging.getLogger("dtron")
+Chooser = Callable[[RunConfig, Place, Rendezvous], Automatic]
 _SIGNAL_SECONDS = 10**6
 """Time-out of the agreement on signals: longer than any wait for it."""
 
@@ -79,20 +81,16 @@ class Trainer:
         Trainer(RunConfig.load("configs/quickstart.toml")).fit()
 
     Args:
-        config: with concrete values; automatic keys that are unset have their default.
-        automatic: how `config` was chosen, for the log and run.json.
+        config: automatic keys that are unset have their default, unless they are chosen.
+        choose: sets them once the ranks have met (`dtron.plan.automatic.at_start`).
     Raises:
         DtronError: the config cannot run here; no process group has been started.
     """
 
-    def __init__(self, config: RunConfig, automatic: Automatic | None = None) -> None:
-        self.config = config
-        self.automatic = automatic or Automatic(config)
+    def __init__(self, config: RunConfig, choose: Chooser | None = None) -> None:
         self.place = Place.of_environment()
         self.console = Console()
         set_up_logging(self.place, self.console)
-        if line := self.automatic.line():
-            log.info("%s", line)
         self.rundir = RunDir(config.run.dir)
         self.attempts = Attempts(self.rundir.path, self.place)
         warn_of_shared_store(self.place)
@@ -100,6 +98,12 @@ class Trainer:
         with self.faults.watching("rendezvous"):
             self.rendezvous = meet(self.place, config.parallel.timeout_seconds)
         self.attempts.met(self.rendezvous.token)
+        self.automatic = Automatic(config)
+        if choose is not None:
+            self.automatic = choose(config, self.place, self.rendezvous)
+        self.config = config = self.automatic.config
+        if line := self.automatic.line():
+            log.info("%s", line)
         self.lock = RunLock(self.rundir.path, self.rendezvous, config.run.wait_seconds)
         try:
             found = preflight(config, self.place, self.rendezvous)
@@ -246,7 +250,8 @@ class Trainer:
         checkpoint, metadata = self.resume.checkpoint, self.resume.metadata
         own = location_of(self.resume.locations, checkpoint) is not None
         if first:
-            self.rundir.open(config.to_toml(), metadata.step if own and metadata else None)
+            text = config.to_toml(self.automatic.chosen)
+            self.rundir.open(text, metadata.step if own and metadata else None)
             for folder in self.resume.folders:
                 abandon_after(folder, self.step if own else 0)
             self.rundir.begun.write_text(self.place.job)
@@ -430,6 +435,7 @@ class Trainer:
             data={**self.batches.loader.state_dict(), **self.data_setup.identity},
             faults=self._guard_state(),
             schedule=schedule_settings(self.config, self.warmup),
+            automatic={key: row["value"] for key, row in self.automatic.chosen.items()},
         )
 
     def _guard_state(self) -> dict[str, Any]:

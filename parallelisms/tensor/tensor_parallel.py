@@ -45,6 +45,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from dtron.errors import PlacementError
+from dtron.parallelisms.expert.peer_memory import check_host
 from dtron.parallelisms.functional_collectives import is_pending
 from dtron.parallelisms.placement import (
     Row,
@@ -216,9 +217,13 @@ def apply_tensor_parallel(
             (`Mesh.heads`); needed where `shared_heads` has some.
     Raises:
         PlacementError: modules that share a parameter split it differently.
+        ConfigError: products overlap communication of ranks on several hosts.
     """
     modules = present(dict(model.named_modules()))
     shared = _shared_parameters(model)
+    if overlap:
+        fix = "use a smaller parallel.tp, or leave async_tp out"
+        check_host(mesh.get_group(), "parallel.async_tp", "activations", fix)
     done = fuse(modules, made.rows, mesh) if overlap else set()
     for name, rows in made.rows.items():
         for row in rows if name in modules else ():

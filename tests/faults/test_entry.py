@@ -30,8 +30,13 @@ def wait_until_it_began(process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("seconds", [0, 0.5, 2, 5, 8])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [
+        *[(signal.SIGINT, seconds) for seconds in (0, 2, 8)],
+        *[(signal.SIGTERM, seconds) for seconds in (0.5, 5)],
+    ],
+)
 def test_a_signal_before_training_is_one_line(
     tmp_path: Path, number: signal.Signals, seconds: float
 ) -> None:

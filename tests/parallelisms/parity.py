@@ -617,7 +617,7 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
         read = routing.read() if routing else {}
         figures.append([read.get(name, 0.0) for name in ("balance_loss", "z_loss")])
     validation = None  # of what is compiled it would be other graphs, which take as long again
-    if not case.compile.enable:
+    if case.steps > 1 and not case.compile.enable:
         held_out = micro_batches(case, mesh, case.steps)
         validation = evaluate(model, held_out).item()
     parameters = whole(applied, [p.detach() for _, p in applied.named_parameters()])

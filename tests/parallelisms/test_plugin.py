@@ -70,11 +70,10 @@ class Case:
 
 CASES = [
     *[Case(m, 2, tp=2, loop=True) for m in UNITS],
-    *[Case(m, 4, tp=2, loop=True) for m in UNITS],
+    Case("hf_bert", 4, tp=2, loop=True),
     *[Case(m, 2, pp=2) for m in UNITS],
-    *[Case(m, 4, tp=2) for m in UNITS],
+    Case("vit", 4, tp=2),
     Case("hf_llama", 4, tp=2, pp=2, schedule="ZBVZeroBubble"),
-    Case("hf_llama", 4, pp=2),
     Case("hf_bert", 2, tp=2, split_vocabulary=True),
     Case("hf_bert", 4, tp=2, pp=2, split_vocabulary=True),
 ]

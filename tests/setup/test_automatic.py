@@ -20,13 +20,15 @@ from dtron.plan import automatic as planner
 from dtron.plan.automatic import of_hardware
 from dtron.plan.hardware import hardware
 from dtron.run.process import Place
-from dtron.setup.automatic import ROWS, Automatic, Machine, choose
+from dtron.run.rendezvous import meet
+from dtron.setup.automatic import ROWS, Automatic, Machine, choose, has_nvlink
 from dtron.setup.rules import ModelCandidate, resolve
 from dtron.training.trainer import Trainer
+from tests.harness import run_ranks
 from tests.training.test_trainer import tiny
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-HOST = Machine(gpus=True, host=8, peers=True, torch=(2, 13))
+HOST = Machine(gpus=True, host=8, nvlink=True, torch=(2, 13))
 KEYS = [row.key for row in ROWS]
 MIXTURE = "model.name=mixtral parallel.ep=2"
 PIPELINE = "parallel.pp=2 model.override.n_layers=8"
@@ -137,8 +139,8 @@ def test_what_is_set_is_obeyed(key: str) -> None:
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize(
     "machine",
-    [Machine(), replace(HOST, host=1), replace(HOST, peers=False)],
-    ids=["no GPUs", "ranks on several hosts", "no peer access"],
+    [Machine(), replace(HOST, host=1), replace(HOST, nvlink=False)],
+    ids=["no GPUs", "ranks on several hosts", "no NVLink"],
 )
 def test_a_choice_needs_the_machine(key: str, machine: Machine) -> None:
     anywhere = {"zero", "schedule"} if machine.gpus else set()
@@ -242,7 +244,7 @@ def test_a_run_logs_one_line_and_writes_what_was_chosen(
         "parallel.reduce_by": {"value": "all_to_all", "reason": "half the bytes"},
     }
     config = tiny(tmp_path / "run", parallel__zero=2, train__steps=1)
-    Trainer(config, Automatic(config, chosen)).fit()
+    Trainer(config, lambda *_: Automatic(config, chosen)).fit()
     logging.getLogger("dtron").handlers.clear()
     lines = [line for line in capsys.readouterr().out.splitlines() if "automatically" in line]
     (line,) = lines
@@ -251,7 +253,15 @@ def test_a_run_logs_one_line_and_writes_what_was_chosen(
         "(half the bytes)"
     )
     assert json.loads((tmp_path / "run/run.json").read_text())["automatic"] == chosen
+    written = (tmp_path / "run/config.toml").read_text()
+    assert 'zero = 2  # chosen automatically; "auto" chooses again\n' in written
+    assert "loss_chunks = 1\n" in written
     assert RunConfig.load(tmp_path / "run/config.toml").parallel.zero == 2
+    config = tiny(tmp_path / "run", checkpoint__resume="latest", train__steps=2)
+    Trainer(config).fit()
+    said = capsys.readouterr().out
+    assert "parallel.zero = 3, but 2 was chosen for" in said
+    assert "parallel.reduce_by = 'reduce_scatter', but 'all_to_all' was chosen for" in said
 
 
 def test_shipped_configs_are_fast_as_they_are() -> None:
@@ -283,21 +293,110 @@ def test_a_plan_shows_what_a_start_chooses(capsys: pytest.CaptureFixture[str]) -
     assert (found["automatic"].get("parallel.zero"), found["parallel"]["zero"]) == (None, 3)
 
 
+def chosen_at_a_start(config: RunConfig, machines: list[Machine]) -> tuple[int, dict[str, Any]]:
+    """On one rank: how many predictions it made, and what it trains with."""
+    predicted, place = [], Place.of_environment()
+    Machine.of_place = classmethod(lambda _, place: machines[place.rank])  # type: ignore[assignment]
+    share = planner._share
+    planner._share = lambda *given: predicted.append(given) or share(*given)
+    found = planner.at_start(config, place, meet(place, 60))
+    assert found == Automatic.of(config, found.chosen)
+    return len(predicted), {key: row["value"] for key, row in found.chosen.items()}
+
+
+H200 = replace(HOST, host=4, memory=150e9)
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [
+        ([H200] * 4, {f"parallel.{key}": value for key, value in SHARED.items()}),
+        ([*[H200] * 3, replace(H200, nvlink=False)], {"parallel.zero": 2}),
+        ([replace(H200, host=8), *[H200] * 3], {"parallel.zero": 2}),
+        ([*[H200] * 3, replace(H200, memory=hardware("h100").outside + 1e6)], {}),
+        ([*[H200] * 3, Machine()], {}),
+    ],
+    ids=["equal", "one without NVLink", "hosts differ", "one has less memory", "one has no GPU"],
+)
+def test_rank_0_chooses_by_what_all_machines_have(
+    machines: list[Machine], expected: dict[str, Any]
+) -> None:
+    """And alone predicts: once where everything fits."""
+    if torch.__version__ >= "2.15":
+        expected = {key: value for key, value in expected.items() if key == "parallel.zero"}
+    (n, first), *others = run_ranks(4, chosen_at_a_start, config_of(), machines)
+    assert first == expected
+    assert n == 1 if expected else n >= 0
+    assert [found for _, found in others] == [expected] * 3
+    assert [n for n, _ in others] == [0] * 3
+
+
+def test_predictions_are_few() -> None:
+    """One where everything fits; a planner that fails leaves the defaults."""
+    asked: list[RunConfig] = []
+
+    def used(config: RunConfig) -> float:
+        asked.append(config)
+        return 0.5
+
+    choose(ModelCandidate(config_of(TP), 8), HOST, used)
+    assert len(asked) == 1
+
+
+def test_a_choice_may_mend_a_default() -> None:
+    """1F1B has a stage a rank; a run that stays refused has no choices."""
+    two = f"{PIPELINE} parallel.stages_per_rank=2"
+    assert chosen(two) == {"zero": 2, "schedule": "ZBVZeroBubble"}
+    run = ModelCandidate(config_of(f"{two} parallel.tp=2"), 8)
+    assert choose(run, HOST, lambda _: 0.5).chosen == {}
+
+
+def test_chunks_that_leave_no_headroom_are_better_than_none() -> None:
+    shares = {1: 1.2, 4: 1.1, 8: 0.97, 16: 0.96}
+    assert chosen("", share=lambda c: shares[c.train.loss_chunks])["loss_chunks"] == 8
+
+
+def test_a_planner_that_fails_stops_no_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(planner, "memory", lambda _: 1 // 0)
+    found = of_hardware(config_of(), 8, hardware("h200"))
+    assert (found.config, found.chosen) == (config_of(), {})
+    assert "the planner failed; settings that depend on memory keep their defaults" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "linked"),
+    [
+        ("NVIDIA H200", True),
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA A100-SXM4-80GB", True),
+        ("NVIDIA B200", True),
+        ("NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 NVL", False),
+        ("NVIDIA A100-PCIE-40GB", False),
+        ("NVIDIA L40S", False),
+        ("NVIDIA GeForce RTX 4090", False),
+    ],
+)
+def test_links_of_gpus_by_name(name: str, linked: bool) -> None:
+    assert has_nvlink(name) == linked
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a CPU here")
 def test_a_start_chooses_once_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a machine that says it has GPUs; rules about it, which knows better, refuse async TP."""
-    monkeypatch.setattr(Machine, "of_place", lambda _: HOST)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Properties())
+    monkeypatch.setattr(Machine, "of_place", lambda _: replace(HOST, memory=150e9))
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = config_of(TP)
     found = planner.of_place(config, Place.of_environment())
     assert found.chosen.keys() == {f"parallel.{name}" for name in SHARED}
-    trained: list[tuple[RunConfig, Automatic]] = []
+    given = []
 
-    def trainer(config: RunConfig, automatic: Automatic) -> None:
-        trained.append((config, automatic))
+    def trainer(config: RunConfig, choose: Any) -> None:
+        given.append((config, choose))
         raise RuntimeError("stopped here")
 
     monkeypatch.setattr("dtron.training.trainer.Trainer", trainer)
@@ -305,32 +404,43 @@ def test_a_start_chooses_once_for_all(
     file.write_text(config.to_toml().replace("zero = 3\n", ""))
     with pytest.raises(RuntimeError, match="stopped here"):
         main(["--config", str(file)])
-    ((started, automatic),) = trained
-    assert started.parallel.zero == automatic.chosen["parallel.zero"]["value"] == 2
+    ((started, choose_for),) = given
+    assert "zero" not in started.parallel.model_fields_set
+    assert choose_for is planner.at_start
     keys = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     assert main(["--config", str(file), "--dry-run", *keys]) == 0
     assert "chosen automatically: parallel.zero = 2 (" in capsys.readouterr().out
-
-
-class _Properties:
-    total_memory = 150e9
+    words = [*keys, "parallel.tp=4", "compile.enable=true", "parallel.async_tp=auto"]
+    assert main(["--config", str(file), "--dry-run", "--hardware", "h200", *words]) == 0
+    assert "parallel.async_tp = true (" in capsys.readouterr().out  # of H200s, not of this machine
 
 
 def test_a_machine_is_what_its_ranks_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {2, 3})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Properties())
 
-    def of(world: int, local: int, hosts: str = "") -> tuple[bool, int, bool]:
-        monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
-        if hosts:
-            monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
+    def of(world: int, local: int, hosts: str = "", told: bool = True) -> tuple[bool, int, bool]:
+        for name, value in (("GROUP_WORLD_SIZE", hosts), ("LOCAL_WORLD_SIZE", str(local) * told)):
+            monkeypatch.delenv(name, raising=False)
+            if value:
+                monkeypatch.setenv(name, value)
         found = Machine.of_place(Place(0, 0, world, local_world_size=local))
-        return found.gpus, found.host, found.peers
+        assert found.memory == 150e9 * found.gpus or not found.gpus
+        return found.gpus, found.host, found.nvlink
 
     assert of(8, 4, "2") == (True, 4, False)  # GPUs 2 and 3 do not reach each other
     assert of(4, 2) == (True, 2, True)
     assert of(12, 8, "2") == of(12, 4, "2") == (True, 1, True)  # hosts of 8 and 4
     assert of(8, 8)[2] is False  # two ranks share a GPU
+    assert of(4, 4, told=False) == (True, 1, True)  # srun: perhaps of several hosts
+    _Properties.name = "NVIDIA H200 NVL"
+    assert of(4, 2) == (True, 2, False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert of(4, 4) == (False, 1, False)
+
+
+class _Properties:
+    total_memory = 150e9
+    name = "NVIDIA H200"

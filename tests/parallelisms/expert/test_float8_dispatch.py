@@ -73,7 +73,7 @@ def equals_experts_that_cast(kind: Kind, etp: int) -> None:
         assert changed[:3] == [True] * 3  # results and both gradients
 
 
-@pytest.mark.parametrize(("world", "etp"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "etp"), [(2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("kind", [AllToAll, SymmetricMemory])
 def test_equals_experts_that_cast_what_they_get(kind: Kind, world: int, etp: int) -> None:
     """Every bit of results and gradients, in either dispatcher, for loads of any kind."""
@@ -101,10 +101,9 @@ def compiled_equals_all_to_all() -> None:
         torch.testing.assert_close(three, one, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_compiled_layers_equal_eager_ones(world: int) -> None:
+def test_compiled_layers_equal_eager_ones() -> None:
     """By symmetric memory, in one graph, forward and backward."""
-    run_ranks(world, compiled_equals_all_to_all, seconds=240)
+    run_ranks(2, compiled_equals_all_to_all, seconds=240)
 
 
 def not_finite(kind: Kind) -> None:
