@@ -1,8 +1,6 @@
 """How many collectives tensor parallelism takes, and how many bytes."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -60,11 +58,6 @@ def count_accumulation(case: Case, axis: str = "tp") -> Counts:
     return made.table().get(axis, {})
 
 
-def count_each(count: Callable[[Case], Any], cases: Sequence[Case]) -> list[Any]:
-    """On one rank, of each case."""
-    return [count(case) for case in cases]
-
-
 def split(model: str, sequences: int, whole_sequence: bool = False, **override: int) -> Case:
     """A case with tp = 2, and `sequences` micro-batches a rank. Experts, which tp ranks share, need
     others beside, or the two would have one group."""
@@ -103,7 +96,8 @@ def test_activations_of_a_layer(model: str, whole_sequence: bool) -> None:
     """Few collectives each way, of the size of x or less, however long the rest of the model."""
     more = {"first_dense_layers": 1, "n_shared_experts": 1} if model == "deepseek_v3" else {}
     cases = [split(model, 2, whole_sequence, n_layers=n, **more) for n in (2, 5)]
-    few, many = run_ranks(cases[0].world, count_each, count_layers, cases)[0]
+    # In processes of their own: torch's caches give a second mesh the groups of an equal first one.
+    few, many = (run_ranks(case.world, count_layers, case)[0] for case in cases)
     tokens = 2 * cases[0].seq_len
     for way, widths in zip(("forward", "backward"), WIDTHS[model, whole_sequence], strict=True):
         for name, of_many in many[way].items():
@@ -135,7 +129,7 @@ def test_gradients_of_replicated_parameters_are_reduced_once(
     """One all-reduce a step, however many micro-batches; none where each rank has the whole."""
     more = {"first_dense_layers": 1} if model == "deepseek_v3" else {}
     cases = [split(model, n, whole_sequence, n_layers=2, **more) for n in (1, 3)]
-    found = run_ranks(cases[0].world, count_each, count_accumulation, cases)[0]
+    found = [run_ranks(case.world, count_accumulation, case)[0] for case in cases]
     counts = [{name: figures["count"] for name, figures in each.items()} for each in found]
     # Without sequence parallelism only QK norms see a part: that of the rank's heads.
     once = int(not whole_sequence or model == "qwen3")
