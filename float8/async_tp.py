@@ -52,7 +52,6 @@ from dtron.float8.linear import (
     gathered,
     largest,
     one_of,
-    to_defer,
 )
 from dtron.float8.products import product
 from dtron.float8.weight_gradient import Float8Matmul, Operands
@@ -207,10 +206,11 @@ class _GatherProducts(torch.autograd.Function):
                 ]
                 travelling = scatter_rows(sum(parts[1:], parts[0]), ranks)
         found: list[Any] = []
-        x8 = Scaled(x, x_scale, to_weight.right).turned(grads[0])
+        at_once = ctx.needs_input_grad[3::_OF_A_LAYER]
+        x8 = Scaled(x, x_scale, to_weight.right).turned(grads[0]) if any(at_once) else None
         for i, (_, across) in enumerate(both):
             grad_weight = None
-            if ctx.needs_input_grad[3 + _OF_A_LAYER * i]:
+            if x8 is not None and at_once[i]:
                 fast = to_weight.fast_accumulation
                 grad_weight = product(across, x8, ctx.dtype, settings.emulate, fast)
             of_leaf = None if seen is None else torch.cat([seen, largest(grads[i])])
@@ -379,5 +379,5 @@ def _products(x: Tensor, layers: Sequence[GatheredLinear], ranks: Ranks) -> list
 
 
 def _arguments(layer: Float8Linear, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-    own, number = to_defer(layer, x, weight)
+    own, number = layer.weight_of_call(x, weight)
     return own, *gathered(weight), *ahead(layer), number

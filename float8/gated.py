@@ -30,7 +30,7 @@ from dtron.float8.casting import (
     shared,
     turn_weight,
 )
-from dtron.float8.linear import Float8Linear, ahead, gathered, largest, one_of, to_defer
+from dtron.float8.linear import Float8Linear, ahead, gathered, largest, one_of
 from dtron.float8.products import product
 from dtron.float8.weight_gradient import Deferred, Operands, input_gradient
 from dtron.kernels.float8 import (
@@ -70,7 +70,8 @@ class Float8GatedUnit(nn.Module):
         if any(layer.probe is not None for layer in layers):
             return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
         rows = x.reshape(-1, x.shape[-1])
-        own, numbers = zip(*(to_defer(layer, rows, layer.weight) for layer in layers), strict=True)
+        calls = [layer.weight_of_call(rows, layer.weight) for layer in layers]
+        own, numbers = zip(*calls, strict=True)
         pairs = zip(layers, own, strict=True)
         weights = [part for layer, w in pairs for part in (w, *gathered(layer.weight))]
         weights += [part for layer in layers for part in ahead(layer)]

@@ -41,7 +41,7 @@ from dtron.float8.casting import (
 from dtron.float8.products import product
 from dtron.float8.recipes import Cast, Recipe
 from dtron.float8.weight_gradient import Operands, input_gradient
-from dtron.parallelisms.pipeline.weight_gradients import Site, WeightGradients
+from dtron.parallelisms.pipeline.weight_gradients import DeferringLinear
 
 Probe = Callable[[str, Tensor, Cast, tuple[str, ...], Tensor | None], None]
 """(operand: input, weight or grad; (M, S), the cast of its first product, who shares its scale, the
@@ -85,7 +85,7 @@ class MatmulSettings:
     grad: tuple[str, ...]
 
 
-class Float8Linear(nn.Linear):
+class Float8Linear(DeferringLinear):
     """nn.Linear by a float8 recipe.
 
     Args:
@@ -106,8 +106,6 @@ class Float8Linear(nn.Linear):
         self.recipe, self.emulate, self.groups = recipe, emulate, groups
         self.probe: Probe | None = None
         self.delayed: Delayed | None = None
-        self.site: Site | None = None
-        """Where its weight gradients are queued, if a schedule defers them."""
         self.input_gradient: Placement = Partial()
         """Placement of the input's gradient where the weight is split by rows: a part of a sum; or
         Replicate() where what gathered the input sums it up itself."""
@@ -133,12 +131,6 @@ class Float8Linear(nn.Linear):
     def token_groups(self) -> tuple[str, ...]:
         """Groups whose ranks have other tokens of the micro-batch, if the weight is not split."""
         return self.groups.cp
-
-    def defer_weight_gradient(self, gradients: WeightGradients) -> None:
-        """See `DefersWeightGradient`."""
-        if self.site is not None:
-            raise ValueError("the weight gradient of this layer has already been deferred")
-        self.site = Site(self, "weight", gradients)
 
     def extra_repr(self) -> str:
         """The recipe beside the sizes."""
@@ -179,7 +171,7 @@ class Float8Linear(nn.Linear):
     def _multiply(self, x: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor:
         """(..., K) times the local weight (O, K), as it is or gathered in float8."""
         rows = x.reshape(-1, x.shape[-1])
-        own, number = to_defer(self, rows, weight)
+        own, number = self.weight_of_call(rows, weight)
         out = _Linear.apply(rows, own, *gathered(weight), *ahead(self), number, settings)
         assert isinstance(out, Tensor)
         self.show(rows, weight, out, settings)
@@ -224,14 +216,6 @@ class TokenwiseLinear(Float8Linear):
 def gathered(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Data and scale of a weight that was gathered in float8 (all_gather.py); else None."""
     return getattr(weight, "_data", None), getattr(weight, "_scale", None)
-
-
-def to_defer(layer: Float8Linear, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The weight of a call, detached if its gradient is deferred, and then its site's number."""
-    if layer.site is None or not layer.site.defers(x, weight):
-        return weight, None
-    # Detached: its gradient does not go through autograd, where None would become zeros.
-    return weight.detach(), layer.site.number
 
 
 def ahead(layer: Float8Linear) -> tuple[Tensor | None, Tensor | None]:

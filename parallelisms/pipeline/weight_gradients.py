@@ -171,6 +171,25 @@ class Site:
         self.gradients.take(getattr(self.module, self.name), matmul)
 
 
+class DeferringLinear(nn.Linear):
+    """A linear that can defer its weight gradient by itself; subclasses multiply."""
+
+    site: Site | None = None
+
+    def defer_weight_gradient(self, gradients: WeightGradients) -> None:
+        """See `DefersWeightGradient`."""
+        if self.site is not None:
+            raise ValueError("the weight gradient of this layer has already been deferred")
+        self.site = Site(self, "weight", gradients)
+
+    def weight_of_call(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rank's part of the weight; if its gradient is deferred, detached and with the number
+        of its site: the gradient does not go through autograd, where None would become zeros."""
+        if self.site is None or not self.site.defers(x, weight):
+            return weight, None
+        return weight.detach(), self.site.number
+
+
 # An operator takes tensors and numbers, no objects, hence a table of the process. It changes only
 # when layers are made or freed; what a backward changes is in the WeightGradients of its stage. So
 # it does not matter that autograd runs the backward of CUDA tensors on threads of its own, where

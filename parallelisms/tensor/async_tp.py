@@ -46,9 +46,8 @@ from dtron.errors import PlacementError
 from dtron.parallelisms.functional_collectives import all_gather, reduce_scatter, wait_tensor
 from dtron.parallelisms.pipeline.weight_gradients import (
     DeferredMatmul,
+    DeferringLinear,
     LinearMatmul,
-    Site,
-    WeightGradients,
     queue_weight_gradient,
 )
 from dtron.parallelisms.placement import Row, change_argument, colwise, prepare_input, rowwise
@@ -126,8 +125,12 @@ class _GatherLinear(torch.autograd.Function):
                 queue_weight_gradient(grad_x, [of_output, gathered], number)
         elif of_x:
             scattered = scatter_rows(grad @ _joined(weights, 0), ctx.ranks)
-        if any(of_weights):
-            grad_weights = list((grad.t() @ gathered).split([w.shape[0] for w in weights]))
+        if at_once := [i for i in range(n) if of_weights[i]]:
+            # Siblings in one matmul, unless a part of them is deferred or frozen.
+            left = grad if len(at_once) == n else _joined([grads[i] for i in at_once], 1)
+            found = (left.t() @ gathered).split([weights[i].shape[0] for i in at_once])
+            for i, grad_weight in zip(at_once, found, strict=True):
+                grad_weights[i] = grad_weight
         if scattered is not None:
             grad_x = wait_tensor(scattered)
         return grad_x, None, *grad_weights, *[None] * n
@@ -252,7 +255,8 @@ def _fusable(
     split = [(n, row) for n, row in held if row.kind == "colwise" and row.output == Shard(-1)]
     plain = {name for name, _ in held if _is_plain(modules[name])}
     scatter, gather = rowwise(output=Shard(1)), colwise(inputs=Shard(1))
-    inner = {_parent(name) for name, row in held if row == scatter and name in plain}
+    linear = {name for name, _ in held if isinstance(modules[name], nn.Linear)}
+    inner = {_parent(name) for name, row in held if row == scatter and name in linear}
     for name, row in held:
         if name in plain and (row == scatter or (row == gather and _parent(name) in inner)):
             yield name, row, []
@@ -271,31 +275,13 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear
 
 
-class _DeferringLinear(nn.Linear):
-    """A linear whose weight gradient a schedule may defer."""
-
-    site: Site | None = None
-
-    def defer_weight_gradient(self, gradients: WeightGradients) -> None:
-        """See `DefersWeightGradient`."""
-        if self.site is not None:
-            raise ValueError("the weight gradient of this layer has already been deferred")
-        self.site = Site(self, "weight", gradients)
-
+class _FusedLinear(DeferringLinear):
     def deferred_matmul(self, operands: Sequence[Tensor], dtype: torch.dtype) -> DeferredMatmul:
         """See `queue_weight_gradient`."""
         return LinearMatmul(*operands)
 
-    def local_weight(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rank's part of the weight; if its gradient is deferred it is detached, and comes with
-        the number of its site."""
-        weight = _local(self.weight)
-        if self.site is None or not self.site.defers(x, weight):
-            return weight, None
-        return weight.detach(), self.site.number
 
-
-class GatheredLinear(_DeferringLinear):
+class GatheredLinear(_FusedLinear):
     """A linear split by rows whose product was made with its siblings'."""
 
     place: int
@@ -306,7 +292,7 @@ class GatheredLinear(_DeferringLinear):
         return input[self.place]
 
 
-class GatheringLinear(_DeferringLinear):
+class GatheringLinear(_FusedLinear):
     """A linear split by rows that gathers a sequence for itself alone."""
 
     ranks: Ranks
@@ -316,14 +302,14 @@ class GatheringLinear(_DeferringLinear):
         return _gathered(input, [self], self.ranks)[0]
 
 
-class ScatteringLinear(_DeferringLinear):
+class ScatteringLinear(_FusedLinear):
     """A linear split by columns that scatters its sum along the sequence."""
 
     ranks: Ranks
 
     def forward(self, input: Tensor) -> Tensor:
         """(B, T, N) -> (B, T / tp, D)."""
-        (weight, number), bias = self.local_weight(input), self.bias
+        (weight, number), bias = self.weight_of_call(input, _local(self.weight)), self.bias
         out = linear_scatter(rows_of(input), weight, self.ranks, number)
         out = from_rows(out, input.shape[0])
         if bias is None:
@@ -374,9 +360,10 @@ def fuse_scatter(linear: nn.Linear, mesh: DeviceMesh) -> None:
     linear.ranks = Ranks.of(mesh)  # type: ignore[assignment]
 
 
-def _gathered(x: Tensor, linears: Sequence[_DeferringLinear], ranks: Ranks) -> list[Tensor]:
+def _gathered(x: Tensor, linears: Sequence[_FusedLinear], ranks: Ranks) -> list[Tensor]:
     """(B, T / tp, D) -> (B, T, N) of each."""
-    weights, numbers = zip(*[linear.local_weight(x) for linear in linears], strict=True)
+    calls = [linear.weight_of_call(x, _local(linear.weight)) for linear in linears]
+    weights, numbers = zip(*calls, strict=True)
     outs = gather_linear(rows_of(x), weights, ranks, numbers)
     return [
         from_rows(out if linear.bias is None else out + _local(linear.bias), x.shape[0])
