@@ -2,7 +2,7 @@
 gives the same results up to the order of summation. Chosen by rank 0 for all at each start on GPUs;
 on CPUs, and in code that builds a RunConfig itself, such keys have their default.
 
-A row needs a measured gain in benchmarks/RESULTS.md. Choices without one are not made:
+A choice needs a measured gain in benchmarks/RESULTS.md. Choices without one are not made:
 `parallel.prefetch` ("nothing waits for a gather", benchmarks/NOTES.md), zero = 1, settings across
 hosts. `parallel.reduce` and `model.attention` have "auto" as a value of their own.
 """
@@ -79,8 +79,8 @@ def has_nvlink(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Known:
-    """Argument of a row's condition."""
+class _Situation:
+    """Argument of a choice's condition."""
 
     run: ModelCandidate
     machine: Machine
@@ -102,18 +102,18 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class Row:
+class Choice:
     """A key, its values from the fastest on, when they are tried, and the logged reason."""
 
     key: str
     values: tuple[Any, ...]
-    holds: Callable[[_Known], bool]
+    holds: Callable[[_Situation], bool]
     reason: str
 
 
-ROWS = (
+CHOICES = (
     # "Experts, DeepSeek-V2-Lite's shapes", 2 x H200: 40,099 against 37,893 tok/s/GPU.
-    Row(
+    Choice(
         "parallel.dispatcher",
         ("symmetric_memory",),
         lambda c: (
@@ -124,14 +124,14 @@ ROWS = (
         "ep is inside a host, and ep_capacity is enough for any load",
     ),
     # "Head and loss in chunks": peak memory. More chunks are slower ("by copy engines", machine A).
-    Row(
+    Choice(
         "train.loss_chunks",
         (4, 8, 16),
         lambda c: 1 < c.share < float("inf"),
         "whole logits do not fit",
     ),
     # "Llama-3-8B with context parallelism", 4 x H200: 7,023 and 6,865 against 6,739 tok/s/GPU.
-    Row(
+    Choice(
         "parallel.cp_method",
         ("ulysses", "all_gather"),
         lambda c: (
@@ -142,7 +142,7 @@ ROWS = (
         "cp is inside a host",
     ),
     # "Llama-3-8B, 8192 tokens, bfloat16, 4 x H200": 1.515 against 1.541 s.
-    Row(
+    Choice(
         "parallel.zero",
         (2,),
         lambda c: c.run.shards > 1,
@@ -150,7 +150,7 @@ ROWS = (
     ),
     # "Llama-3-8B with tensor and pipeline parallelism", 4 x H200: 10,669 and 10,206 against 9,870
     # tok/s/GPU, without tp and recomputation, parameters gathered once per step.
-    Row(
+    Choice(
         "parallel.schedule",
         ("ZBVZeroBubble", "Interleaved1F1B"),
         lambda c: (
@@ -164,7 +164,7 @@ ROWS = (
     # "Llama-3-8B by copy engines", 4 x H200, with the next row: 11,238 tok/s/GPU, against 11,018
     # with reduce_scatter in bfloat16 where torchtitan was 1% slower. torch 2.15 passes gradients of
     # norms in float32, which would be rounded.
-    Row(
+    Choice(
         "parallel.reduce_by",
         ("all_to_all",),
         lambda c: (
@@ -175,7 +175,7 @@ ROWS = (
         ),
         "the same float32 sums from half the bytes",
     ),
-    Row(
+    Choice(
         "parallel.copy_engines",
         (True,),
         lambda c: c.shards_inside and c.run.parallel.reduce_by == "all_to_all",
@@ -184,7 +184,7 @@ ROWS = (
     # "Llama-3-8B with tensor and pipeline parallelism", compiled: 9,986 against 9,608 tok/s/GPU. A
     # mixture lost 3% ("Automatic settings, 2 x H100"); latent attention and split backwards are not
     # measured.
-    Row(
+    Choice(
         "parallel.async_tp",
         (True,),
         lambda c: (
@@ -241,29 +241,29 @@ def _choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], f
     may mend; a run that stays refused has no choices, so that errors name what was set."""
     given, chosen = run.config, dict[str, dict[str, Any]]()
     broken = set(all_broken(run))
-    for row in ROWS:
-        known = _Known(run, machine, used)
-        section, name = row.key.split(".")
-        if name in getattr(run.config, section).model_fields_set or not _holds(row, known):
+    for choice in CHOICES:
+        situation = _Situation(run, machine, used)
+        section, name = choice.key.split(".")
+        if name in getattr(run.config, section).model_fields_set or not _holds(choice, situation):
             continue
-        for value in row.values:
+        for value in choice.values:
             changed = replace(run, config=_with_value(run.config, section, name, value))
             left = set(all_broken(changed))
-            if left <= broken and _fits(used(changed.config), known):
+            if left <= broken and _fits(used(changed.config), situation):
                 run, broken = changed, left
-                chosen[row.key] = {"value": value, "reason": row.reason}
+                chosen[choice.key] = {"value": value, "reason": choice.reason}
                 break
     return Automatic(given) if broken else Automatic(run.config, chosen)
 
 
-def _holds(row: Row, known: _Known) -> bool:
+def _holds(choice: Choice, situation: _Situation) -> bool:
     try:
-        return row.holds(known)
+        return choice.holds(situation)
     except ConfigError:  # which the rules report
         return False
 
 
-def _fits(share: float, before: _Known) -> bool:
+def _fits(share: float, before: _Situation) -> bool:
     """Whether a value fits, or needs no more memory than the run without it, which fits itself or
     would not."""
     return share <= 1 - HEADROOM or share <= before.share <= 1 or share <= 1 < before.share

@@ -21,7 +21,7 @@ from dtron.plan.automatic import of_hardware
 from dtron.plan.hardware import hardware
 from dtron.run.process import Place
 from dtron.run.rendezvous import meet
-from dtron.setup.automatic import ROWS, Automatic, Machine, choose, has_nvlink
+from dtron.setup.automatic import CHOICES, Automatic, Machine, choose, has_nvlink
 from dtron.setup.rules import ModelCandidate, resolve
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
@@ -29,7 +29,7 @@ from tests.training.test_trainer import tiny
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HOST = Machine(gpus=True, host=8, nvlink=True, torch=(2, 13))
-KEYS = [row.key for row in ROWS]
+KEYS = [choice.key for choice in CHOICES]
 MIXTURE = "model.name=mixtral parallel.ep=2"
 PIPELINE = "parallel.pp=2 model.override.n_layers=8"
 TP = "parallel.tp=2 compile.enable=true"
