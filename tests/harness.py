@@ -32,8 +32,9 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "torch.utils.tensorboard",
     "dtron.training.trainer",
+    "s3fs",  # skipped, as transformers, where it is not installed
     "tests.parallelisms.parity",
-    "transformers.models.bert.modeling_bert",  # skipped where it is not installed
+    "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
 ]
 _TIMEOUT_SECONDS = 60

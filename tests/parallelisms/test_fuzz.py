@@ -19,7 +19,7 @@ from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import SIZES, Case, check
 
 MOST_RANKS, TRIES = 8, 400
-SEED, IN_FULL = 20261123, 16
+SEED, IN_FULL = 20261123, 12
 """Without --fuzz: the draws of `-m full`."""
 YARN = {
     **{"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_context": 8},

@@ -8,6 +8,7 @@ in test_matrix.py.
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -678,7 +679,18 @@ PAIRED = [
     *map(expert_case_of, EXPERT_CHOICES),
     *map(packed_case_of, PACKED_CHOICES),
 ]
-SHALLOW = [shallow(case) for case in SPECIAL]
+CARRIED = {"zero", "copy_engines", "async_tp", "reduce_by", "dispatcher", "defer_head", "schedule"}
+"""Keys of [parallel] whose code holds something from one step to the next."""
+
+
+def brief(case: Case) -> Case:
+    """One step where a second one only repeats the first."""
+    carries = CARRIED & case.parallel.model_fields_set or case.recompute.offload
+    plain = not case.compile.enable and case.optimizer == "sgd" and "mtp" not in case.override
+    return case if carries or not plain or case.steps != 2 else replace(case, steps=1)
+
+
+SHALLOW = [brief(shallow(case)) for case in SPECIAL]
 DEFAULT = representatives([*PAIRED, *SHALLOW, *FLOAT8])
 
 
