@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+import torch
+
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.models import MODELS
@@ -61,8 +63,6 @@ def of_place(config: RunConfig, place: Place, machine: Machine | None = None) ->
 
 def of_hardware(config: RunConfig, world_size: int, row: Hardware) -> Automatic:
     """Choose the automatic settings of a planned run, with the installed torch."""
-    import torch  # a plan without choices needs none
-
     host = min(row.host, world_size)
     host = host if world_size % host == 0 else 1
     machine = Machine(True, host, row.domain >= host, release(torch.__version__))

@@ -102,10 +102,12 @@ class Rendezvous:
         seconds = self.timeout_seconds + _LATER_SECONDS
         try:
             return [value, *within(seconds, lambda: _await_all(store, names, seconds))]
-        except (TimeoutError, RuntimeError) as error:
+        except (TimeoutError, RuntimeError):
+            late = [str(rank) for rank, key in enumerate(names, 1) if not store.check([key])]
             raise RankError(
-                f"ranks have not sent {name!r} to rank 0 ({_line(error)}); look at their logs"
-            ) from error
+                f"ranks {', '.join(late)} have not sent {name!r} to rank 0 within {seconds:.0f} "
+                "seconds; look at the logs of the hosts where they run"
+            ) from None
 
     def close(self) -> None:
         """Let the store go: the process may meet others again."""

@@ -223,6 +223,21 @@ def test_rank_0_that_stops_after_its_answer_ends_a_start(
         second.result(10)
 
 
+def test_values_come_to_rank_0_or_their_ranks_are_named(
+    agents: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = come(3)
+    for each in others:
+        assert each.gather_at_rank_0("machine", f"of {each.place.rank}") == []
+    assert first.gather_at_rank_0("machine", "mine") == ["mine", "of 1", "of 2"]
+    others[0].gather_at_rank_0("more", "")
+    first.timeout_seconds = 1
+    monkeypatch.setattr(rendezvous, "_LATER_SECONDS", 0)
+    with pytest.raises(RankError, match="^ranks 2 have not sent 'more' to rank 0 within 1 sec"):
+        first.gather_at_rank_0("more", "")
+    assert meet(Place(0, 0, 1), 1).gather_at_rank_0("machine", "mine") == ["mine"]
+
+
 RANK_0 = """
 import sys, time
 from dtron.run.rendezvous import meet
