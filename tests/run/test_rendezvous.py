@@ -233,7 +233,7 @@ def test_values_come_to_rank_0_or_their_ranks_are_named(
     others[0].gather_at_rank_0("more", "")
     first.timeout_seconds = 1
     monkeypatch.setattr(rendezvous, "_LATER_SECONDS", 0)
-    with pytest.raises(RankError, match="^ranks 2 have not sent 'more' to rank 0 within 1 sec"):
+    with pytest.raises(RankError, match=r"^ranks 2 have not sent 'more' to rank 0 within 1 sec"):
         first.gather_at_rank_0("more", "")
     assert meet(Place(0, 0, 1), 1).gather_at_rank_0("machine", "mine") == ["mine"]
 
