@@ -41,6 +41,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_bench_of_a_sweep": NONE,
     },
     "checkpoints/test_saving.py": {
+        "test_a_full_disk_is_reported_and_training_goes_on": NONE,
         "test_a_full_disk_stops_the_run_and_leaves_older_checkpoints": "^sync",
         "test_one_copy_of_replicated_data_is_written": NONE,
         "test_room_for_copies_is_made_beside_training": "changes0",
@@ -51,6 +52,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_pickles_of_a_hugging_face_folder_are_not_loaded": NONE,
     },
     "checkpoints/test_locations.py": {
+        "test_a_restarted_attempt_goes_on_from_what_the_job_has_written": NONE,
         "test_a_fast_tier_before_a_durable_one": NONE,
         "test_a_process_or_a_disk_that_fails_costs_one_checkpoint": "die",
         "test_a_run_that_dies_while_its_last_checkpoint_is_copied": "False-False",
@@ -148,6 +150,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_experts_on_other_ranks_break_their_blocks": NONE,
     },
     "parallelisms/expert/test_deepep.py": {
+        "test_dispatchers_refuse_what_preflight_does": NONE,
         "test_a_buffer_grows": NONE,
         "test_equals_all_to_all": "2-shuffled",
         "test_models_train_alike": NONE,
@@ -170,7 +173,7 @@ KEPT: dict[str, dict[str, str]] = {
     "parallelisms/expert/test_expert_parallel.py": {
         "test_a_layer_waits_once_and_sends_rows_both_ways": "1",
         "test_experts_are_split_by_their_own_axes": NONE,
-        "test_ranks_with_all_rows_and_with_none": "^qwen3_moe-4-ep=4-seq",
+        "test_ranks_with_all_rows_and_with_none": NONE,
         "test_shared_experts_are_computed_while_rows_travel": "^mixtral.*-ep=2-seq",
         "test_symmetric_memory_waits_for_nothing": "2",
     },
@@ -181,11 +184,12 @@ KEPT: dict[str, dict[str, str]] = {
         "test_bytes_in_shared_memory": NONE,
         "test_bytes_of_all_to_alls": "1",
         "test_compiled_layers_equal_eager_ones": NONE,
-        "test_dispatchers_by_hand_refuse_too": "old_gpus",
+        "test_beside_a_recipe_and_experts_in_float8": NONE,
+        "test_dispatchers_by_hand_refuse_too": NONE,
         "test_equals_experts_that_cast_what_they_get": "SymmetricMemory-2-2",
         "test_losses_and_gradients_are_near_those_without": NONE,
         "test_models_equal_one_process_whose_experts_cast": "^deepseek_v3-2-ep=2-dispatch=True",
-        "test_what_is_not_finite_stays_so": "AllToAll",
+        "test_what_is_not_finite_stays_so": NONE,
     },
     "parallelisms/draw/test_dispatch.py": {
         "test_rows_are_those_that_experts_get": NONE,
@@ -198,7 +202,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_compiled_blocks": "selective-aot_eager",
     },
     "parallelisms/test_parity_gpu.py": {
-        "test_the_same_code_on_cpus": "mixtral",
+        "test_the_same_code_on_cpus": NONE,
     },
     "parallelisms/expert/test_peer_memory.py": {
         "test_exchanges_wait_for_the_late": "0",
@@ -219,6 +223,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_gradients_of_tensor_parallel_ranks_are_those_of_fsdp": NONE,
     },
     "parallelisms/expert/test_symmetric_dispatch.py": {
+        "test_a_mailbox_needs_two_halves": NONE,
         "test_bounded_buffers_equal_one_process": NONE,
         "test_calls_of_forwards_backwards_and_recomputation_take_turns": "^none-eager",
         "test_compiled_blocks_compute_shared_experts_while_rows_travel": NONE,
@@ -253,6 +258,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_what_is_kept_between_micro_batches_is_in_the_peak": "zero 3",
     },
     "plan/test_feasibility.py": {
+        "test_experts_split_as_tp_are_refused_with_what_fits": NONE,
         "test_a_plan_says_that_deepep_was_not_looked_for": NONE,
         "test_deepep_over_several_hosts_is_refused": NONE,
         "test_degrees": "llama3_70b",
@@ -266,6 +272,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_row_that_takes_too_long_says_so": NONE,
     },
     "plan/test_search.py": {
+        "test_large_numbers_are_written_out": NONE,
         "test_etp_is_looked_at_with_experts_and_float8_where_one_asks": NONE,
         "test_offload_is_looked_at_where_nothing_else_fits": NONE,
         "test_a_reader_that_goes_ends_it_quietly": NONE,
@@ -276,6 +283,19 @@ KEPT: dict[str, dict[str, str]] = {
     },
     "models/test_contract.py": {
         "test_a_family_trains_in_layouts_as_in_one_process": "tp 2 x pp 2",
+    },
+    "run/test_lock.py": {
+        "test_the_lock_is_shared_through_the_store_of_a_rendezvous": NONE,
+        "test_ranks_share_the_lock_of_their_first": NONE,
+    },
+    "data/test_data_cache.py": {
+        "test_a_signal_while_tokenizing_leaves_no_files": "15",
+    },
+    "bench/test_kernels.py": {
+        "test_an_update_is_one_part_of_float32_parameters": NONE,
+    },
+    "kernels/test_float8_kernels.py": {
+        "test_kernels_equal_formulas_in_the_interpreter": NONE,
     },
     "test_documentation.py": {
         "test_the_configuration_page_has_every_key": NONE,
@@ -307,6 +327,8 @@ KEPT: dict[str, dict[str, str]] = {
         "test_the_page_is_what_the_rules_say": NONE,
     },
     "training/test_trainer.py": {
+        "test_gradients_that_travel_in_bfloat16_have_the_sums_of_float32": NONE,
+        "test_no_factor_is_rounded_to_bfloat16": "gpt",
         "test_a_signal_before_training_ends_all_ranks_before_the_first_step": NONE,
         "test_a_step_never_waits_for_a_value": "mixtral|moments",
         "test_checkpoints_walk_through_all_layouts": NONE,
