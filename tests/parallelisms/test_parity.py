@@ -366,7 +366,7 @@ SHARED_HEADS = [
         dtype="float64",
     ),
     Case("llama", 4, Parallel(tp=2, pp=2, schedule=V), override=MQA | {"bias": True}),
-    Case("qwen3", 8, Parallel(tp=4, pp=2, schedule=V), override=TIED, compile=EAGER, sequences=8),
+    Case("qwen3", 8, Parallel(tp=4, pp=2, schedule=V), override=TIED, sequences=8),
     Case("llama", 8, Parallel(tp=4, cp=2), dtype="float64", recompute=FULL, documents=True),
     Case("llama", 8, Parallel(tp=8), override={"n_heads": 8, "head_dim": 8}, optimizer="adamw"),
 ]
@@ -627,7 +627,6 @@ FLOAT8 = [
         Parallel(pp=2, tp=2, dp_shard=2, schedule=V, reduce="micro_batch"),
         float8=GATHERS,
         recompute=FULL,
-        compile=EAGER,
     ),
     float8("tensorwise", 4, Parallel(pp=2, tp=2, schedule=V), "gpt", seq_len=16, **TIED8),
     float8("rowwise", 2, Parallel(pp=2, schedule=V), "mixtral", **EXPERTS8, recompute=FULL),
