@@ -311,7 +311,7 @@ def refusal(config: RunConfig, options: Options) -> str:
     return ""
 
 
-def with_equals(own: Outcome) -> RunConfig:
+def config_for_peer(own: Outcome) -> RunConfig:
     """What a run did, without what it chose for itself and the peer has no equal for: such choices
     change how the same numbers are computed."""
     config, defaults = RunConfig.of(own.config), {key: d for key, d, _ in fields(RunConfig)}
@@ -332,7 +332,7 @@ def run_peer(
     Returns:
         `run`, how the peer's run ended, and, if it ended well, `comparison`.
     """
-    config = with_equals(own)
+    config = config_for_peer(own)
     arguments = [*titan_arguments(config, options.ranks, options, directory.absolute()), *extra]
     environment = {**own.environment, **_ENVIRONMENT}
     outcome = Outcome(PEER, "ok", directory=str(directory), environment=environment)

@@ -71,7 +71,7 @@ class Rendezvous:
             return value
         store, seconds = self.store, self.timeout_seconds + seconds + _LATER_SECONDS
         try:
-            return within(seconds, lambda: _await(store, name, seconds)).decode()
+            return within(seconds, lambda: _await(store, [name], seconds))[0]
         except TimeoutError:
             raise RankError(
                 f"rank {self.place.rank} has not got {name!r} from rank 0 within {seconds:.0f} "
@@ -101,7 +101,7 @@ class Rendezvous:
         names = [f"{name}/{rank}" for rank in range(1, place.world_size)]
         seconds = self.timeout_seconds + _LATER_SECONDS
         try:
-            return [value, *within(seconds, lambda: _await_all(store, names, seconds))]
+            return [value, *within(seconds, lambda: _await(store, names, seconds))]
         except (TimeoutError, RuntimeError):
             late = [str(rank) for rank, key in enumerate(names, 1) if not store.check([key])]
             raise RankError(
@@ -114,13 +114,7 @@ class Rendezvous:
         self.store = None
 
 
-def _await(store: dist.Store, name: str, seconds: float) -> bytes:
-    """The value of a name, for which others give up first."""
-    store.wait([name], datetime.timedelta(seconds=seconds + _LATER_SECONDS))
-    return store.get(name)
-
-
-def _await_all(store: dist.Store, names: list[str], seconds: float) -> list[str]:
+def _await(store: dist.Store, names: list[str], seconds: float) -> list[str]:
     """The values of some names, for which others give up first."""
     store.wait(names, datetime.timedelta(seconds=seconds + _LATER_SECONDS))
     return [value.decode() for value in store.multi_get(names)]
@@ -229,7 +223,7 @@ class _Meeting:
         self.lacks = f"rank {rank} has found rank 0 at {host}:{port}, which has not begun"
         store = dist.PrefixStore(token, connect_to_store(host, port, self.timeout))
         store.set(f"{_ACKNOWLEDGED}/{rank}", "")
-        _await(store, _COMPLETE, self.timeout.total_seconds())
+        _await(store, [_COMPLETE], self.timeout.total_seconds())
         return store, token
 
     def _pause(self) -> None:

@@ -231,7 +231,7 @@ def choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], fl
     if not machine.gpus:
         return Automatic(run.config)
     together = _choose(run, machine, lambda _: 0.0)
-    if together.config is run.config or used(together.config) <= 1 - HEADROOM:
+    if used(together.config) <= 1 - HEADROOM:
         return together
     return _choose(run, machine, used)
 
@@ -264,8 +264,8 @@ def _holds(choice: Choice, situation: _Situation) -> bool:
 
 
 def _fits(share: float, before: _Situation) -> bool:
-    """Whether a value fits, or needs no more memory than the run without it, which fits itself or
-    would not."""
+    """Whether a value fits with headroom; or without, where the run does not fit otherwise or needs
+    as much."""
     return share <= 1 - HEADROOM or share <= before.share <= 1 or share <= 1 < before.share
 
 

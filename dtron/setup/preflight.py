@@ -43,7 +43,7 @@ from dtron.run.rendezvous import Rendezvous
 from dtron.setup.compatibility import check_data, warn_of_changes
 from dtron.setup.float8_plan import Float8Plan
 from dtron.setup.resume import ResumeState, find_resume_state
-from dtron.setup.rules import MachineCandidate, all_broken, host_warnings, rounding_warnings
+from dtron.setup.rules import MachineCandidate, all_broken, host_warnings, setting_warnings
 
 log = logging.getLogger("dtron")
 
@@ -125,7 +125,7 @@ def _set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
     check_family(*family, run.model)
     if starts:
         warnings = [*host_warnings(config, place.world_size, place.local_world_size)]
-        for warning in [*warnings, *rounding_warnings(config), *counted_as_decoder(*family)]:
+        for warning in [*warnings, *setting_warnings(config), *counted_as_decoder(*family)]:
             log.warning("%s", warning)
     if starts and place.device.type == "cpu":
         _check_memory(config, run.model, place)

@@ -476,8 +476,8 @@ LAYERS: tuple[Rule[ModelCandidate], ...] = (
 """Rules about single float8 layers, checked if no other rule is broken."""
 
 
-def rounding_warnings(config: RunConfig) -> Iterator[str]:
-    """Yield a warning if gradients that were float32 are rounded before they are summed."""
+def setting_warnings(config: RunConfig) -> Iterator[str]:
+    """Yield warnings about settings whose effect depends on automatic settings or on torch."""
     train, parallel = config.train, config.parallel
     wide = train.dtype == "bfloat16" and parallel.reduce_dtype == "float32"
     if wide and parallel.reduce_by == "all_to_all" and release(torch.__version__) >= (2, 15):
@@ -485,6 +485,9 @@ def rounding_warnings(config: RunConfig) -> Iterator[str]:
             'parallel.reduce_by = "all_to_all" rounds gradients of norms to bfloat16 with torch '
             '2.15 and later; use "reduce_scatter" for float32 sums'
         )
+    if parallel.dispatcher != "symmetric_memory":
+        for key, value in changed(config, "parallel.ep_capacity"):
+            yield f'{key} = {value!r} has no effect: parallel.dispatcher is "{parallel.dispatcher}"'
 
 
 _ON_GPUS = "parallel.async_tp parallel.high_priority recompute.offload"

@@ -98,9 +98,8 @@ class Trainer:
         with self.faults.watching("rendezvous"):
             self.rendezvous = meet(self.place, config.parallel.timeout_seconds)
         self.attempts.met(self.rendezvous.token)
-        self.automatic = Automatic(config)
-        if choose is not None:
-            self.automatic = choose(config, self.place, self.rendezvous)
+        own = (config, self.place, self.rendezvous)
+        self.automatic = choose(*own) if choose else Automatic(config)
         self.config = config = self.automatic.config
         if line := self.automatic.line():
             log.info("%s", line)

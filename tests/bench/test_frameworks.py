@@ -11,6 +11,7 @@ from dtron.bench import frameworks as peers
 from dtron.bench.command import main
 from dtron.bench.frameworks import (
     compare,
+    config_for_peer,
     dtron_facts,
     read_titan,
     require,
@@ -199,6 +200,18 @@ def test_arguments_say_the_same_work(tmp_path: Path) -> None:
 def test_work_without_an_equal_is_refused(tmp_path: Path, changes: dict, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         titan_arguments(config(**changes), 4, OPTIONS, tmp_path)
+
+
+def test_what_dtron_chose_for_itself_is_no_other_work(tmp_path: Path) -> None:
+    """The peer gets a chosen schedule, which it has; what is set and has no equal stays refused."""
+    chosen = {"reduce_by": "all_to_all", "copy_engines": True, "pp": 2, "schedule": "ZBVZeroBubble"}
+    own = outcome(config(parallel=chosen))
+    with pytest.raises(ConfigError, match="reduce_by"):
+        titan_arguments(config_for_peer(own), 4, OPTIONS, tmp_path)
+    keys = ("reduce_by", "copy_engines", "schedule")
+    own.facts["automatic"] = {f"parallel.{key}": {"value": chosen[key]} for key in keys}
+    arguments = titan_arguments(config_for_peer(own), 4, OPTIONS, tmp_path)
+    assert any("ZBVZeroBubble" in each for each in arguments)
 
 
 # Keys with which both still do the same work: how dtron does it, and what takes no time.

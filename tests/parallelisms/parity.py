@@ -148,6 +148,7 @@ class Case:
     packing: Literal["", "cut", "best_fit", "pad"] = ""
     """Rows are documents of 1 to T + 3 tokens, packed as in training; empty: random tokens."""
     steps: int = 2
+    """Then validation is compared too, unless there is one step or blocks are compiled."""
     optimizer: Literal["sgd", "adamw", "narrow_adamw"] = "sgd"
     float8: Float8 = Float8()
 
@@ -616,7 +617,9 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
         loads += routing.counts.tolist() if routing else []
         read = routing.read() if routing else {}
         figures.append([read.get(name, 0.0) for name in ("balance_loss", "z_loss")])
-    validation = None  # of what is compiled it would be other graphs, which take as long again
+    # After a step of several alone: a quarter of a one-step case. Of what is compiled it would be
+    # other graphs, which take as long again.
+    validation = None
     if case.steps > 1 and not case.compile.enable:
         held_out = micro_batches(case, mesh, case.steps)
         validation = evaluate(model, held_out).item()

@@ -17,9 +17,10 @@ from dtron.plan.hardware import hardware
 from dtron.plan.plan import plan
 from dtron.plan.report import print_plan
 from dtron.run.process import Place
+from dtron.setup import rules
 from dtron.setup.compatibility import _defaults, model_metadata
 from dtron.setup.preflight import preflight
-from dtron.setup.rules import check_layout, host_warnings, reasons
+from dtron.setup.rules import check_layout, host_warnings, reasons, setting_warnings
 
 BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}
 
@@ -409,3 +410,21 @@ def test_the_version_and_help_are_printed(capsys: pytest.CaptureFixture[str]) ->
         assert capsys.readouterr().out == f"dtron {__version__}\n"
     assert commands(["help"]) == 0
     assert "usage: dtron COMMAND" in capsys.readouterr().out
+
+
+def test_settings_without_effect_or_with_another_one_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a dispatcher and a torch that are known only at the start."""
+    experts = {"ep": 2, "ep_capacity": 3.0}
+    (found,) = setting_warnings(config(**experts))
+    assert found == (
+        'parallel.ep_capacity = 3.0 has no effect: parallel.dispatcher is "all_to_all"'
+    )
+    assert not list(setting_warnings(config(**experts, dispatcher="symmetric_memory")))
+    exchanged = RunConfig.of(
+        {"parallel": {"reduce_by": "all_to_all"}, "train": {"dtype": "bfloat16"}}
+    )
+    for version, told in (((2, 13), 0), ((2, 15), 1)):
+        monkeypatch.setattr(rules, "release", lambda _, version=version: version)
+        assert len(list(setting_warnings(exchanged))) == told

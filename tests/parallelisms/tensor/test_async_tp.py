@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtron.errors import PlacementError
+from dtron.errors import ConfigError, PlacementError
 from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, defer
 from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.placement import (
@@ -222,6 +222,18 @@ def test_asked_for_and_absent_is_an_error() -> None:
     ):
         with pytest.raises(PlacementError, match="no row gathers or scatters a sequence"):
             check_rows(dict(model.named_modules()), plan(model, rows, 2).rows)
+
+
+def on_hosts() -> None:
+    import socket
+
+    socket.gethostname = lambda: f"host{dist.get_rank() % 2}"
+    with pytest.raises(ConfigError, match=r"async_tp: ranks .*several hosts \(host0, host1\).*tp"):
+        split(whole(1, torch.float64, "cpu"))
+
+
+def test_ranks_of_several_hosts_are_refused() -> None:
+    run_ranks(2, on_hosts)
 
 
 def frozen_weights() -> tuple[bool, dict[str, float]]:
