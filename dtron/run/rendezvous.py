@@ -33,6 +33,9 @@ _ACKNOWLEDGED, _COMPLETE = "acknowledged", "complete"
 _POLL_SECONDS = 0.1
 _LATER_SECONDS = 30
 """Additional wait of the other ranks: rank 0 gives up first and names the missing ranks."""
+_PORT_TRIES, _PORT_SECONDS = 4, 2.0
+"""How often rank 0 tries to open MASTER_PORT, and the pause between. torchrun finds a port that is
+free and closes it again; until rank 0 has started, a short-lived connection may take it."""
 
 
 class Rendezvous:
@@ -186,15 +189,18 @@ class _Meeting:
 
     def _open(self, host: str, port: int) -> dist.TCPStore:
         mine = port != 0  # an earlier run of this process may hold MASTER_PORT
-        try:
-            return dist.TCPStore(host, port, None, True, self.timeout, False, multi_tenant=mine)
-        except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            raise RankError(
-                f"MASTER_PORT = {port} is in use on this host by another process; set another "
-                "port, the same for all ranks"
-            ) from None
+        for left in reversed(range(_PORT_TRIES)):
+            try:
+                return dist.TCPStore(host, port, None, True, self.timeout, False, multi_tenant=mine)
+            except dist.DistNetworkError as error:
+                if "EADDRINUSE" not in str(error):
+                    raise
+            if left and not self.over:
+                time.sleep(_PORT_SECONDS)
+        raise RankError(
+            f"MASTER_PORT = {port} is in use on this host by another process; set another port, the "
+            "same for all ranks"
+        )
 
     def _answer(self, agents: dist.Store, store: dist.Store, answer: list) -> None:
         """Answer nonces until all ranks have acknowledged."""

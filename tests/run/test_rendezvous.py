@@ -278,6 +278,13 @@ def test_without_agents_ranks_meet_at_master_port(no_agents: int) -> None:
     assert first[0].token != second[0].token
 
 
+def test_a_port_that_is_let_go_again_is_taken(no_agents: int) -> None:
+    """torchrun found it free, and another connection had it for a moment."""
+    busy = socket.create_server(("", no_agents))
+    threading.Timer(1, busy.close).start()
+    check_met(come(2))
+
+
 def test_a_run_that_has_ended_holds_no_store(tmp_path: Path) -> None:
     trainer = Trainer(tiny(tmp_path / "run", train__steps=1))
     assert trainer.rendezvous.store is not None
