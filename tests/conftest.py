@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.selection import COLLECTED, ONLY_BY_NAME, in_default_run, only_by_name
+from tests.selection import COLLECTED, ONLY_BY_NAME, only_by_name, run_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: ranks share the cores
 
@@ -91,12 +91,12 @@ GPU_ORDER = {
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is not in the default run, and drop what runs only by name."""
+    """Mark what is not in the default run, and drop what runs only where -m names its marker."""
     config.stash[COLLECTED] = list(items)
     for item in items:
         asked = config.option.fuzz and item.path.name == "test_fuzz.py"
-        if not (asked or only_by_name(item) or in_default_run(item.nodeid)):
-            item.add_marker("full")
+        if not (asked or only_by_name(item)) and (run := run_of(item.nodeid)):
+            item.add_marker(run)
     absent = set(ONLY_BY_NAME) - set(_named(config))
     dropped = [item for item in items if only_by_name(item) & absent]
     items[:] = [item for item in items if not only_by_name(item) & absent]

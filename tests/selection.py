@@ -1,4 +1,4 @@
-"""Which tests the default run takes; all others get the marker `full`.
+"""Which tests the default run takes; all others get the marker `full` or `matrix`.
 
 A test is in the default run unless a row says otherwise. The default run keeps one representative
 of every model, mesh axis, schedule, context-parallel method, dispatcher, float8 recipe, recompute
@@ -31,7 +31,7 @@ FULL_FILES = (
     "faults/test_soak.py",
 )
 """Files under tests/ of which no test is in the default run."""
-NONE = ""
+NONE = "(?!)"  # matches nothing
 KEPT: dict[str, dict[str, str]] = {
     "bench/test_frameworks.py": {
         "test_a_pair_is_run_and_compared": NONE,
@@ -343,6 +343,39 @@ KEPT: dict[str, dict[str, str]] = {
 }
 """Of these test functions of a file the default run keeps what a pattern matches in the parameters'
 ids, or nothing."""
+REPEATED: dict[str, dict[str, str]] = {
+    "checkpoints/test_stores.py": {
+        "test_a_kill_inside_a_save": "^index|^latest",
+    },
+    "faults/test_hangs.py": {
+        "test_a_rank_that_stops_at_the_start_is_named": "-0$|^rendezvous",
+    },
+    "faults/test_memory.py": {
+        "test_out_of_memory_is_one_message_of_all_ranks": "01",
+    },
+    "models/test_decoder.py": {
+        "test_blocks_compile_once_to_one_graph": "^(mixtral|deepseek_v3|gpt_oss)|override[23]$",
+    },
+    "models/test_router.py": {
+        "test_recomputation_does_not_count_again": "selective-True",
+    },
+    "parallelisms/expert/test_symmetric_dispatch.py": {
+        "test_calls_of_forwards_backwards_and_recomputation_take_turns": "eager|^selective",
+        "test_compiled_blocks_equal_one_process": "aot_eager",
+    },
+    "parallelisms/test_compile.py": {
+        "test_depth_adds_no_graph": (
+            "^(gpt|deepseek_v3|llama-2-tp=2-seq|llama-2-cp=2-seq)|schedule|hierarchical|symmetric|"
+            "scaling|mode=selective-offload"
+        ),
+    },
+    "parallelisms/pipeline/test_split_backward.py": {
+        "test_experts_gradients_equal_a_plain_backward": "^(?!inductor)|32$",
+        "test_inductor_keeps_what_is_queued": "selective",
+    },
+}
+"""Of these test functions of a file `-m full` keeps what a pattern matches; the others repeat it
+with another model, layout or moment, and are in `-m matrix`."""
 
 ONLY_BY_NAME = ("gpu", "matrix", "soak")
 """Markers of tests that run only where -m names the marker."""
@@ -350,14 +383,16 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """All tests that pytest found, selected or not."""
 
 
-def in_default_run(nodeid: str) -> bool:
-    """Whether a test is in the default run, by its node id from the root of the repository."""
+def run_of(nodeid: str) -> str:
+    """The marker of the run that takes a test, by its node id from the root of the repository:
+    empty for the default run, else "full" or "matrix"."""
     file, _, rest = nodeid.removeprefix("tests/").partition("::")
-    function, _, ids = rest.partition("[")
-    kept = KEPT.get(file, {}).get(function)
-    if kept is None:
-        return file not in FULL_FILES
-    return kept != NONE and re.search(kept, ids.removesuffix("]")) is not None
+    function, _, ids = rest.removesuffix("]").partition("[")
+    kept = KEPT.get(file, {}).get(function, NONE if file in FULL_FILES else "")
+    if re.search(kept, ids):
+        return ""
+    repeated = REPEATED.get(file, {}).get(function, "")
+    return "full" if re.search(repeated, ids) else "matrix"
 
 
 def only_by_name(item: pytest.Item) -> set[str]:

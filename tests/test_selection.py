@@ -12,7 +12,7 @@ from dtron.models import MODELS
 from dtron.parallelisms.expert.expert_parallel import DISPATCHERS
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import rows_of
-from tests.selection import COLLECTED, FULL_FILES, KEPT, NONE, only_by_name
+from tests.selection import COLLECTED, FULL_FILES, KEPT, NONE, REPEATED, only_by_name
 
 TESTS = Path(__file__).parent
 WHOLE = ("parallelisms/test_planted_bugs.py", "test_readme.py")
@@ -83,7 +83,11 @@ def test_every_function_has_a_case(collected: list[pytest.Item]) -> None:
 
 def functions(items: Iterable[pytest.Item]) -> set[str]:
     """Node ids without parameters."""
-    return {item.nodeid.partition("[")[0] for item in items}
+    return {_function(item) for item in items}
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 def test_rows_of_the_selection_are_needed(collected: list[pytest.Item]) -> None:
@@ -95,8 +99,18 @@ def test_rows_of_the_selection_are_needed(collected: list[pytest.Item]) -> None:
     for file, functions_of in KEPT.items():
         for function, pattern in functions_of.items():
             start = f"{file}::{function}"
-            items = [i for i in collected if i.nodeid.partition("[")[0] == f"tests/{start}"]
+            items = [item for item in collected if _function(item) == f"tests/{start}"]
             left = by_default(items)
             assert items, start
             assert len(left) < len(items), start
             assert bool(left) == (pattern != NONE), start
+
+
+@pytest.mark.usefixtures("collected")
+def test_rows_of_what_is_repeated_are_needed(pytestconfig: pytest.Config) -> None:
+    for file, functions_of in REPEATED.items():
+        for function in functions_of:
+            start = f"tests/{file}::{function}"
+            items = pytestconfig.stash[COLLECTED]
+            runs = [bool(i.get_closest_marker("matrix")) for i in items if _function(i) == start]
+            assert set(runs) == {False, True}, start

@@ -54,7 +54,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
-    (4, {"parallel__tp": 2, "model__override.norm_zero_centered": True}),
+    (2, {"parallel__tp": 2, "model__override.norm_zero_centered": True}),
     (4, {"parallel__pp": 2, "parallel__cp": 2, "train__loss_chunks": 2}),
     (4, {"parallel__tp": 4}),
 ]

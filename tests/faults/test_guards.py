@@ -100,7 +100,7 @@ def fit_poisoned(config: RunConfig) -> None:
 
 GUARDED: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
-    "experts apart, with biases": (4, {**SMALL, "parallel__tp": 2, "parallel__ep": 4}),
+    "experts apart, with biases": (2, {**SMALL, "parallel__tp": 2, "parallel__ep": 2}),
     "embeddings tied over stages": (
         2,
         {

@@ -1,12 +1,13 @@
 """Layouts equal one process: a subset in which any two settings meet, and special cases.
 
 The default run takes a few of them, in which every model, axis, schedule, context-parallel method,
-dispatcher, float8 recipe and recompute mode occurs; `-m full` takes the others. The whole matrix is
-in test_matrix.py.
+dispatcher, float8 recipe and recompute mode occurs; `-m full` takes those in which any two features
+meet, and `-m matrix` the others, with the whole matrix in test_matrix.py.
 """
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -690,14 +691,64 @@ def brief(case: Case) -> Case:
 
 
 SHALLOW = [brief(shallow(case)) for case in SPECIAL]
-DEFAULT = representatives([*PAIRED, *SHALLOW, *FLOAT8])
+ALL = [*PAIRED, *SHALLOW, *FLOAT8]
+DEFAULT = representatives(ALL)
+
+
+# What `-m full` takes: any two features that meet in a case meet in one of these.
+
+
+def features(case: Case) -> set[str]:
+    """The model, and what differs from the defaults: a key, and its value if that is a name."""
+    found = {case.model, *(case.override.keys() - {"n_layers", "vocab_size"})}
+    for section in (case.parallel, case.recompute, case.compile, case.float8):
+        for key, value in section.model_dump(exclude_defaults=True).items():
+            found.add(f"{key}={value}" if isinstance(value, str) else key)
+    for key in ("loss_chunks", "documents", "padded", "packing", "optimizer"):
+        value = getattr(case, key)
+        if value != Case.__dataclass_fields__[key].default:
+            found.add(f"{key}={value}" if isinstance(value, str) else key)
+    return found
+
+
+def meetings(case: Case) -> set[tuple[str, str]]:
+    """Each two features of a case."""
+    return set(itertools.combinations_with_replacement(sorted(features(case)), 2))
+
+
+def covering(cases: Sequence[Case], taken: Sequence[Case]) -> set[str]:
+    """Cases in which any two features meet that meet in some case and in none that is taken: the
+    cheapest first, without those whose pairs the others have."""
+    met = set().union(*map(meetings, taken))
+    new = {str(case): meetings(case) - met for case in cases}
+    times = Counter[tuple[str, str]]()
+    chosen = []
+    for case in sorted(cases, key=cost):
+        if any(not times[pair] for pair in new[str(case)]):
+            chosen.append(case)
+            times.update(new[str(case)])
+    for case in sorted(chosen, key=cost, reverse=True):
+        if all(times[pair] > 1 for pair in new[str(case)]):
+            chosen.remove(case)
+            times.subtract(new[str(case)])
+    return {str(case) for case in chosen}
+
+
+TAKEN = [case for case in ALL if case in PAIRED or str(case) in DEFAULT]
+SELECTED = {str(case) for case in TAKEN} | covering([*SHALLOW, *FLOAT8], TAKEN)
+
+
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    """Which run takes a case: the default one, `-m full` or `-m matrix`."""
+    if str(case) in DEFAULT:
+        return []
+    return [pytest.mark.full if str(case) in SELECTED else pytest.mark.matrix]
 
 
 def rows(cases: Sequence[Case]) -> list[Any]:
     """Parameters of a test, by ranks, so that cases that share processes follow each other."""
     ordered = sorted(cases, key=lambda case: case.world)
-    full = pytest.mark.full
-    return [c if str(c) in DEFAULT else pytest.param(c, marks=full) for c in ordered]
+    return [pytest.param(case, marks=marks(case)) for case in ordered]
 
 
 @pytest.mark.parametrize(

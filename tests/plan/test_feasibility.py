@@ -123,13 +123,14 @@ def test_deepep_over_several_hosts_is_refused() -> None:
 
 def test_a_plan_says_that_deepep_was_not_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
     """It is told of runs that need it alone."""
-    command = ["plan", "--config", str(CONFIGS / "deepseek_v3.toml"), "--world-size", "1024"]
-    words = ["parallel.dispatcher=deepep", "parallel.ep=8"]
+    config = CONFIGS / "deepseek_v3_debug.toml"
+    command = ["plan", "--config", str(config), "--world-size", "4"]
+    words = ["parallel.ep=2", "train.dtype=bfloat16", "parallel.dispatcher=deepep"]
     messages = "not checked: the package deep_ep"
-    for more, times in ((words, 1), (words[1:], 0)):
+    for more, times in ((words, 1), (words[:2], 0)):
         commands([*command, *more])
         assert capsys.readouterr().out.count(messages) == times
-    assert len(planned("deepseek_v3", 1024, *words)["unchecked"]) == 1
+    assert len(planned("deepseek_v3_debug", 4, *words)["unchecked"]) == 1
 
 
 def test_a_dry_run_that_passes_has_looked_for_it(

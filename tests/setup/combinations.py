@@ -162,7 +162,8 @@ def tested() -> Iterator[tuple[str, set[str]]]:
         acting = {each.name for each in FEATURES if each.acts_in(run)}
         if len(acting) > 1:
             matrix = test.startswith("test_equals")
-            order = (str(case) not in test_parity.DEFAULT, matrix, -len(acting), test)
+            taken = (str(case) in test_parity.DEFAULT, str(case) in test_parity.SELECTED)
+            order = (*(not each for each in taken), matrix, -len(acting), test)
             found.append((order, test, acting))
     for _, test, acting in sorted(found, key=lambda each: each[0]):
         yield test, acting

@@ -203,7 +203,7 @@ WIDE = {"dim": 32}
     "case",
     [
         Narrow("mixtral", 2, Parallel(ep=2), dtype="bfloat16", override=WIDE),
-        Narrow("deepseek_v3", 4, Parallel(ep=2, tp=2), FULL, dtype="bfloat16", override=WIDE),
+        Narrow("deepseek_v3", 2, Parallel(ep=2, tp=2), FULL, dtype="bfloat16", override=WIDE),
     ],
     ids=str,
 )

@@ -173,8 +173,8 @@ CASES = [
     Case("mixtral", 4, Parallel(ep=2, pp=2, schedule="ZBVZeroBubble"), **EIGHT),
     Case(
         "deepseek_v3",
-        4,
-        Parallel(ep=2, etp=2, tp=2, **SYMMETRIC),
+        2,
+        Parallel(ep=2, tp=2, **SYMMETRIC),
         Recompute(mode="selective"),
         Compile(enable=True, backend="aot_eager"),
         WIDE,
