@@ -15,17 +15,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dtron.config import Parallel
 from dtron.errors import ConfigError
 from dtron.parallelisms.apply import Applied, ParallelPlan, Passes, apply_passes, build_execution
-from dtron.parallelisms.fsdp.sharding import Policy
+from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
 from dtron.parallelisms.gradients import clip_scale, global_norm, scale_or_zero_
 from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.pipeline.accumulate import Execution, MicroBatch
 from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.schedules import Schedule, order_of, schedule_of, stage_ranks
 from dtron.parallelisms.pipeline.stages import cut
+from dtron.parallelisms.tensor.tensor_parallel import AnyRow
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Loss = Callable[[Any, Tensor], Tensor]
@@ -53,9 +56,11 @@ def parallelize(
         PlacementError: a pattern matches nothing, a parameter is covered by no row or shared by
             modules of different units, or tp does not divide what a row shards.
         ConfigError: pp > 1 (use `pipeline`), a mesh with cp, ep or etp comes without `context` or
-            `experts`, or a model on the meta device without `init`.
+            `experts`, a model on the meta device without `init`, a model that is wrapped or sharded
+            already, or an argument of another type.
     """
     plan = _completed(plan, fields)
+    _check(model, mesh, plan)
     if mesh.size("pp") > 1:
         raise ConfigError(f"pp = {mesh.size('pp')}: parallelize takes whole models; use pipeline")
     apply_passes(model, mesh, Passes(**vars(plan), keep_rng=True))
@@ -79,6 +84,47 @@ def _completed(plan: ParallelPlan | None, fields: dict[str, Any]) -> ParallelPla
                 "(schedule, stages and placements are arguments)"
             )
     return plan
+
+
+def _check(model: Any, mesh: Any, plan: ParallelPlan) -> None:
+    """Refuse arguments of another type, and models that something else has wrapped or sharded.
+
+    Raises:
+        ConfigError: names the argument, its type or value, and the fix.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {_type(model)}; pass an nn.Module, then the mesh")
+    if not isinstance(mesh, Mesh):
+        raise ConfigError(f"mesh is a {_type(mesh)}; pass a dtron.parallelisms.Mesh")
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError("model is wrapped in DistributedDataParallel; pass model.module")
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise ConfigError(
+            "model is compiled; pass the module that torch.compile got, and compile=Compile(...)"
+        )
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if sharded:
+        raise ConfigError(
+            f"{sharded[0]} is a DTensor already; parallelize or shard a model once, all of it"
+        )
+    if plan.dtype not in DTYPES:
+        raise ConfigError(f"dtype = {plan.dtype!r} is unknown; use {', '.join(map(repr, DTYPES))}")
+    several = isinstance(plan.units, Sequence) and not isinstance(plan.units, str)
+    for unit in plan.units if several else [plan.units]:
+        if not isinstance(unit, Sequence):
+            raise ConfigError(
+                f"units has a {_type(unit)}; name modules by patterns, such as 'blocks.*'"
+            )
+    for pattern, row in (plan.placements or {}).items():
+        if not isinstance(row, AnyRow):
+            raise ConfigError(
+                f"placements[{pattern!r}] is a {_type(row)}; use a row of "
+                "dtron.parallelisms, such as colwise()"
+            )
+
+
+def _type(value: object) -> str:
+    return type(value).__qualname__
 
 
 def pipeline(
@@ -115,6 +161,7 @@ def pipeline(
             unknown schedule.
     """
     plan = _completed(plan, fields)
+    _check(model, mesh, plan)
     pieces = [(stage,) if isinstance(stage, str) else tuple(stage) for stage in stages]
     if pieces:
         cut(model, pieces)  # checks the patterns on every mesh
@@ -195,14 +242,20 @@ class PipelinedModel:
 
         Raises:
             ConfigError: a number of micro-batches that does not divide B, or that the schedule does
-                not take.
+                not take, or a loss that is no scalar.
         """
         self._refuse_complete_gradients()
         batches, labels = self._split(inputs, targets, micro_batches, others, train=True)
         count = self._count(micro_batches) if divide_by is None else divide_by
 
         def share(output: Any, i: int) -> Tensor:
-            return loss(output, labels[i]) / count
+            value = loss(output, labels[i])
+            if value.dim():
+                raise ConfigError(
+                    f"loss returns a tensor of shape {tuple(value.shape)}, which has no backward; "
+                    "return a scalar, such as a mean or a sum"
+                )
+            return value / count
 
         total = self._execution.train(batches, share)
         self._applied.complete_gradients(self.mesh)

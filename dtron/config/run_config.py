@@ -188,12 +188,13 @@ class RunConfig(Section):
 
 def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degree, int]:
     """Replace dp_shard = -1 by the ranks that the other degrees leave, and check the product."""
+    for axis, n in degrees.items():
+        rest = axis == "dp_shard"
+        if not isinstance(n, int) or (n < 1 and not (rest and n == -1)):
+            legal = "-1 (all ranks that the other degrees leave) or " if rest else ""
+            raise ConfigError(f"parallel.{axis} = {n!r}; use {legal}at least 1")
     fixed = math.prod(n for axis, n in degrees.items() if not (axis == "dp_shard" and n == -1))
     resolved = dict(degrees)
-    if degrees["dp_shard"] == 0:
-        raise ConfigError(
-            "parallel.dp_shard = 0; use -1 (all ranks that the other degrees leave) or at least 1"
-        )
     if degrees["dp_shard"] == -1 and world_size % fixed == 0:
         resolved["dp_shard"] = world_size // fixed
     if math.prod(resolved.values()) != world_size:

@@ -198,8 +198,8 @@ class _Meeting:
             if left and not self.over:
                 time.sleep(_PORT_SECONDS)
         raise RankError(
-            f"MASTER_PORT = {port} is in use on this host by another process; set another port, the "
-            "same for all ranks"
+            f"MASTER_PORT = {port} is in use on this host by another process; set another "
+            "port, the same for all ranks"
         )
 
     def _answer(self, agents: dist.Store, store: dist.Store, answer: list) -> None:

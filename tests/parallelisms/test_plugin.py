@@ -1,5 +1,6 @@
 """The plug-in on models that dtron did not write: gradients in every layout equal one process."""
 
+import functools
 import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from dtron.config import Parallel, Recompute
 from dtron.errors import ConfigError, PlacementError
@@ -393,6 +396,56 @@ def test_what_a_pipeline_refuses() -> None:
     assert "micro_batches = 3 does not cut" in messages["rows"]
     assert "takes at least 2 x parallel.pp micro-batches" in messages["rule"]
     assert "8 rows and targets 4" in messages["targets"]
+
+
+def refused_arguments() -> dict[str, str]:
+    """Messages of arguments that are of another type (world 1)."""
+    mesh, device_mesh = Mesh(), init_device_mesh("cpu", (1,))
+    plain: dict[str, Any] = {"units": "blocks.*"}
+
+    def apply(model: Any, mesh: Any = mesh, **options: Any) -> str:
+        return refuse(ConfigError, parallelize, model, mesh, **{**plain, **options})
+
+    done = parallelize(vit.ViT(), mesh, **plain)
+    averaged = pipeline(vit.ViT(), mesh, units="blocks.*", dtype="float32")
+    images, labels, _ = batch("vit")
+    each = functools.partial(F.cross_entropy, reduction="none")
+    return {
+        "swapped": apply(mesh, vit.ViT()),
+        "device mesh": apply(vit.ViT(), device_mesh),
+        "DDP": apply(DistributedDataParallel(vit.ViT())),
+        "compiled": apply(torch.compile(vit.ViT())),
+        "again": apply(done),
+        "nested": apply(nn.Sequential(done), units="0.blocks.*"),
+        "dtype": apply(vit.ViT(), dtype="fp32"),
+        "torch's dtype": apply(vit.ViT(), dtype=torch.float32),
+        "class": apply(vit.ViT(), units=vit.ViT),
+        "modules": apply(vit.ViT(), units=[vit.ViT()]),
+        "function": apply(vit.ViT(), placements={"embed": colwise}),
+        "name": apply(vit.ViT(), placements={"embed": "colwise"}),
+        "zero": refuse(ConfigError, Mesh, tp=0),
+        "text": refuse(ConfigError, Mesh, tp="2"),
+        "loss": refuse(ConfigError, averaged.step, images, labels, each),
+    }
+
+
+def test_arguments_of_another_type_are_refused() -> None:
+    messages = run_ranks(1, refused_arguments)[0]
+    assert messages["swapped"] == "model is a Mesh; pass an nn.Module, then the mesh"
+    assert "mesh is a DeviceMesh; pass a dtron.parallelisms.Mesh" in messages["device mesh"]
+    assert "DistributedDataParallel; pass model.module" in messages["DDP"]
+    assert "model is compiled; pass the module that torch.compile got" in messages["compiled"]
+    assert "is a DTensor already" in messages["again"]
+    assert "is a DTensor already" in messages["nested"]
+    assert "dtype = 'fp32' is unknown; use 'bfloat16', 'float32'" in messages["dtype"]
+    assert "dtype = torch.float32 is unknown" in messages["torch's dtype"]
+    assert "units has a type; name modules by patterns" in messages["class"]
+    assert "units has a ViT; name modules by patterns" in messages["modules"]
+    assert "placements['embed'] is a function; use a row" in messages["function"]
+    assert "placements['embed'] is a str; use a row" in messages["name"]
+    assert messages["zero"] == "parallel.tp = 0; use at least 1"
+    assert messages["text"] == "parallel.tp = '2'; use at least 1"
+    assert "loss returns a tensor of shape (8,), which has no backward" in messages["loss"]
 
 
 def test_fields_replace_those_of_a_plan() -> None:
