@@ -16,10 +16,10 @@ own adapter, and the GPUs of a group in one host share the group's traffic.
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from dtron.errors import ConfigError, cause_of, config_error, nearest
@@ -62,62 +62,76 @@ OVERLAP = (
 measured, use them too."""
 
 
+Rate = Annotated[float, Field(ge=1, le=1e20)]
+Bytes = Annotated[float, Field(ge=1e3, le=1e16)]
+Seconds = Annotated[float, Field(ge=0, le=10)]
+Fraction = Annotated[float, Field(ge=1e-3, le=10)]
+Count = Annotated[int, Field(ge=1, le=2**20)]
+"""Bounds of the figures of a row: from larger and smaller ones a prediction is inf or nan."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One kind of machine. Rates are per second and GPU."""
 
     name: str
     source: str
-    peak: PositiveFloat
+    peak: Rate
     """Dense bfloat16 FLOP/s of the data sheet."""
-    ceiling: PositiveFloat
+    ceiling: Rate
     """Measured FLOP/s of large bfloat16 matmuls."""
-    ceiling_float8: NonNegativeFloat
+    ceiling_float8: Annotated[float, Field(ge=0, le=1e20)]
     """Measured FLOP/s of large matmuls with tensor-wise float8 operands; 0: no float8."""
-    multiprocessors: PositiveInt
-    memory: PositiveFloat
+    multiprocessors: Count
+    memory: Bytes
     """Bytes of device memory."""
-    outside: NonNegativeFloat
+    outside: Annotated[float, Field(ge=0, le=1e16)]
     """Bytes of device memory outside the allocator: CUDA context, NCCL, libraries."""
-    copy: PositiveFloat
+    copy: Rate
     """Bytes per second that a copy reads and writes."""
-    attention: tuple[PositiveFloat, PositiveFloat]
+    attention: tuple[Rate, Rate]
     """FLOP/s of causal attention, forward and backward, with its fastest kernel and head width 128;
     the backward's FLOPs are counted as twice the forward's."""
-    host: PositiveInt
+    host: Count
     """GPUs per host."""
-    domain: PositiveInt
+    domain: Count
     """GPUs per NVLink domain."""
-    nvlink: PositiveFloat
+    nvlink: Rate
     """Bus bandwidth of a large all-gather inside the NVLink domain, bytes per second."""
-    network: PositiveFloat
+    network: Rate
     """Bandwidth of a GPU's network adapter that collectives reach, bytes per second."""
-    latency: tuple[NonNegativeFloat, NonNegativeFloat]
+    latency: tuple[Seconds, Seconds]
     """Latency per hop over NVLink and over the network, seconds."""
-    launch: NonNegativeFloat
+    launch: Seconds
     """Seconds between two kernels on a stream."""
-    host_link: PositiveFloat
+    host_link: Rate
     """Bandwidth between a GPU and its host's pinned memory in one direction, bytes per second."""
-    host_memory: PositiveFloat
+    host_memory: Bytes
     """Bytes of host memory."""
-    depth: NonNegativeFloat = 96
+    depth: Annotated[float, Field(ge=0, le=1e6)] = 96
     """Length of a matmul's sums at which it reaches half of its rate."""
-    narrow: PositiveFloat = 0.75
+    narrow: Fraction = 0.75
     """Fraction of attention's rates that heads narrower than 128 reach."""
-    wide: tuple[PositiveFloat, PositiveFloat] = (0.71, 0.57)
+    wide: tuple[Fraction, Fraction] = (0.71, 0.57)
     """Fractions that heads wider than 128 reach, forward and backward together: with values
     narrower than keys, and with equal widths. From an H200 with cuDNN (benchmarks/RESULTS.md): keys
     of 192 with values of 128; the mean of 192 with padded values and of 256."""
-    kinds: tuple[tuple[str, PositiveFloat], ...] = ()
+    kinds: tuple[tuple[str, Fraction], ...] = ()
     """Fraction of `nvlink` that collectives reach, by kind; kinds not listed reach all of it."""
-    issue: NonNegativeFloat = 50e-6
+    issue: Seconds = 50e-6
     """Seconds that the host takes to issue a collective, which is the time of a small one."""
-    overlap: tuple[tuple[str, str, PositiveFloat, PositiveFloat], ...] = OVERLAP
+    overlap: tuple[tuple[str, str, Fraction, Fraction], ...] = OVERLAP
     """Rates under overlap: (kind of `dtron.plan.compute_time.Work`, collective, fraction of its
     rate that the work keeps, fraction that the collective keeps)."""
-    calls: tuple[tuple[str, NonNegativeFloat], ...] = ()
+    calls: tuple[tuple[str, Seconds], ...] = ()
     """Host seconds per call, by kind (`dtron.plan.host_overhead`); empty: not measured, the host is
     assumed to keep up."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if self.room <= 0:
+            raise ValueError(f"memory = {self.memory:g} must exceed outside = {self.outside:g}")
+        return self
 
     @property
     def room(self) -> float:

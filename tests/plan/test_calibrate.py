@@ -242,6 +242,10 @@ def test_rows_that_are_none_are_refused(tmp_path: Path) -> None:
         (("copy =", "# copy ="), "copy is required"),
         (("copy = 4", "copy = -4"), "copy = -42"),
         (("copy = 4", "copy = = 4"), "row.toml"),
+        (("copy = 4", "copy = 1e300 # 4"), r"copy = 1e\+300"),
+        (("copy = 4", "copy = inf # 4"), "copy = inf"),
+        (("copy = 4", "copy = nan # 4"), "copy = nan"),
+        (("outside = ", "outside = 9e15 # "), "memory = .* must exceed outside = 9e.15"),
     ):
         file.write_text(text.replace(*change))
         with pytest.raises(ConfigError, match=messages):
