@@ -1,4 +1,4 @@
-"""Metadata of a run at its start: run.json and the first log lines."""
+"""Metadata of a run: run.json and the first log lines."""
 
 import logging
 import platform
@@ -23,7 +23,7 @@ log = logging.getLogger("dtron")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Collects and logs the metadata of a run whose model is built."""
+    """Collects and logs the metadata of a run, once its model is built."""
 
     config: RunConfig
     place: Place

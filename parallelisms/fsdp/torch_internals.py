@@ -141,8 +141,8 @@ def bypass_reduction(unit: FSDPModule) -> None:
 
 
 def _post_backward(group: Any, post_backward: Callable[[], None], *_: Any) -> None:
-    """Replace the reduction in FSDP's `post_backward`, which also accumulates micro-batches and frees
-    parameters."""
+    """Call FSDP's `post_backward`, which accumulates micro-batches and frees parameters, with
+    another reduction."""
     if not all(map(_is_unsharded, group.fsdp_params)):
         return  # the unit has had no forward yet
     reduces, group.reduce_grads = group.reduce_grads, False
