@@ -364,10 +364,10 @@ class Offload:
         if before is not None:
             self._free(before)
         if call.storages:
-            self._record(call)
+            self._add(call)
         return out
 
-    def _record(self, call: _BlockCall) -> None:
+    def _add(self, call: _BlockCall) -> None:
         """Record a call as the last one of its forward."""
         ends, last = self._ends[call.stage], self._last
         if last is not None and last.stage == call.stage and last.number < call.number:
