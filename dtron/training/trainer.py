@@ -361,7 +361,7 @@ class Trainer:
         """
         config, number, first = self.config, self.step + 1, self.step == self.info["start_step"]
         batches, attended = self.batches.next_step()
-        self.guards.data_is_there(number)
+        self.guards.data_loaded(number)
         lr = learning_rate(
             self.step, config.train.steps, config.optim.lr, config.schedule, self.warmup
         )
