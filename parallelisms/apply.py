@@ -369,11 +369,13 @@ def _check_axes(mesh: Mesh, passes: Passes) -> None:
             'Context("blocks.*.attn.core")'
         )
     for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp"):
-        if (asked := getattr(passes.parallel, axis)) not in (-1, 1, mesh.degrees[axis]):
-            raise ConfigError(f"parallel.{axis} = {asked} on a mesh of {mesh.degrees[axis]}")
+        if (degree := getattr(passes.parallel, axis)) not in (-1, 1, mesh.degrees[axis]):
+            raise ConfigError(f"parallel.{axis} = {degree} on a mesh of {mesh.degrees[axis]}")
     for axis in ("ep", "etp"):
-        if (asked := getattr(passes.parallel, axis)) not in (1, mesh.expert_degrees[axis]):
-            raise ConfigError(f"parallel.{axis} = {asked} on a mesh of {mesh.expert_degrees[axis]}")
+        if (degree := getattr(passes.parallel, axis)) not in (1, mesh.expert_degrees[axis]):
+            raise ConfigError(
+                f"parallel.{axis} = {degree} on a mesh of {mesh.expert_degrees[axis]}"
+            )
     if mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1 and passes.experts is None:
         raise ConfigError(
             f"ep x etp = {mesh.expert_degrees['ep'] * mesh.expert_degrees['etp']} needs `experts`: "

@@ -199,10 +199,10 @@ class PipelinedModel:
         batches, labels = self._split(inputs, targets, micro_batches, others, train=True)
         count = self._count(micro_batches) if divide_by is None else divide_by
 
-        def share(output: Any, i: int) -> Tensor:
+        def scaled_loss(output: Any, i: int) -> Tensor:
             return loss(output, labels[i]) / count
 
-        total = self._execution.train(batches, share)
+        total = self._execution.train(batches, scaled_loss)
         self._applied.complete_gradients(self.mesh)
         return self._sum(total)
 
@@ -285,9 +285,9 @@ class PipelinedModel:
     def _count(self, micro_batches: int) -> int:
         return micro_batches * self.mesh.size(*LOSS_AXES)
 
-    def _sum(self, share: Tensor) -> Tensor:
-        dist.all_reduce(share, group=self.mesh.group(*SHARE_AXES))
-        return share
+    def _sum(self, partial_loss: Tensor) -> Tensor:
+        dist.all_reduce(partial_loss, group=self.mesh.group(*SHARE_AXES))
+        return partial_loss
 
     def _split(
         self, inputs: Tensor, targets: Tensor, n: int, others: Mapping[str, Any], train: bool

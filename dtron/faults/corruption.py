@@ -131,7 +131,7 @@ def compute_twice(
     rng = torch.get_rng_state()
     device_rng = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     hashes: list[dict[str, int]] = []
-    share = torch.zeros(())
+    partial_loss = torch.zeros(())
     for attempt in range(2):
         if attempt:
             for buffer, old in zip(buffers, before, strict=True):
@@ -141,22 +141,22 @@ def compute_twice(
             torch.set_rng_state(rng)
             if device_rng is not None:
                 torch.cuda.set_rng_state(device_rng)
-        share = accumulate()
-        hashes.append(_state(applied, share))
+        partial_loss = accumulate()
+        hashes.append(_state(applied, partial_loss))
     first, second = hashes
     own = next((name for name, value in first.items() if second[name] != value), "")
     ranks: list[str] = [""] * dist.get_world_size(host)
     dist.all_gather_object(ranks, own, group=host)
     wrong = [f"{name} of rank {rank}" for rank, name in enumerate(ranks) if name]
-    return share, ", ".join(wrong)
+    return partial_loss, ", ".join(wrong)
 
 
-def _state(applied: Applied, share: Tensor) -> dict[str, int]:
+def _state(applied: Applied, partial_loss: Tensor) -> dict[str, int]:
     """Hash the loss and every gradient, in the model's order."""
     gradients = {
         name: bit_hash(local_part(p.grad))
         for name, p in applied.named_parameters()
         if p.grad is not None
     }
-    named = {"the loss": bit_hash(share.reshape(1)), **gradients}
+    named = {"the loss": bit_hash(partial_loss.reshape(1)), **gradients}
     return dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True))

@@ -97,7 +97,7 @@ class Guards:
         return self._compute_twice if step == self.options.verify_step else None
 
     def _compute_twice(self, accumulate: Callable[[], Tensor]) -> Tensor:
-        share, wrong = compute_twice(self.applied, accumulate, self.host)
+        partial_loss, wrong = compute_twice(self.applied, accumulate, self.host)
         step = self.options.verify_step
         if wrong:
             raise TrainingError(
@@ -106,7 +106,7 @@ class Guards:
                 "nondeterministic"
             )
         log.info("step %d, computed twice: loss and gradients have the same bits", step)
-        return share
+        return partial_loss
 
     def after_step(self, step: int) -> Spike | None:
         """Run the checks after step `step` (1-based) has been enqueued.

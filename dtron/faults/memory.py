@@ -45,13 +45,13 @@ class MemoryInUse:
             modules: FQN of every module of this rank.
         """
         place, used, peak, free = self._usage()
-        asked = _requested_bytes(str(error))
+        failed = _requested_bytes(str(error))
         module = module_of(error.__traceback__, modules)
         message = f"out of memory on {when}" + (f", in {module}" if module else "")
-        requested = f" {size(asked)} were requested, with" if asked else ""
+        requested = f" {size(failed)} were requested, with" if failed else ""
         message += f":{requested} {size(used)} in use (at most {size(peak)}) and {size(free)} free"
-        room = min(used + free, used + asked - 1) if asked else used + free
-        return OutOfMemoryError(f"{message} on {place}", max(peak, used + asked), room)
+        room = min(used + free, used + failed - 1) if failed else used + free
+        return OutOfMemoryError(f"{message} on {place}", max(peak, used + failed), room)
 
     def _usage(self) -> tuple[str, float, float, float]:
         """Return (name of the device, bytes in use, peak bytes, bytes free for this rank)."""

@@ -153,12 +153,14 @@ class StopSignal:
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is not threading.main_thread():
             return self  # only the main thread can catch signals
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        listener = threading.Thread(target=self._listen, args=(ours,), name="signals", daemon=True)
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        listener = threading.Thread(
+            target=self._listen, args=(reader,), name="signals", daemon=True
+        )
         listener.start()
-        self._wakeup = before, theirs, listener
+        self._wakeup = before, writer, listener
         self._catch(*SIGNALS)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY})  # blocked by train.py until here
         return self
@@ -168,9 +170,9 @@ class StopSignal:
             signal.signal(number, handler)
         self._previous = {}
         if self._wakeup is not None:
-            before, theirs, listener = self._wakeup
+            before, writer, listener = self._wakeup
             signal.set_wakeup_fd(before)
-            theirs.close()
+            writer.close()
             # The thread may have the last reference to process groups, whose destruction in a
             # thread would abort an interpreter that is shutting down.
             listener.join()
@@ -208,9 +210,9 @@ class StopSignal:
             self._previous.setdefault(number, previous)
         self._caught |= set(numbers)
 
-    def _listen(self, ours: socket.socket) -> None:
-        with contextlib.closing(ours):
-            while received := ours.recv(16):
+    def _listen(self, reader: socket.socket) -> None:
+        with contextlib.closing(reader):
+            while received := reader.recv(16):
                 for number in set(received) & self._caught:
                     self._received(signal.Signals(number))
 

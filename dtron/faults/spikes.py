@@ -56,14 +56,14 @@ class Spikes:
         self._unread: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
 
     @torch.no_grad()
-    def observe(self, share: Tensor, step: int) -> Tensor:
+    def observe(self, partial_loss: Tensor, step: int) -> Tensor:
         """Return whether this step's loss is a spike: a bool scalar on the device.
 
         Args:
-            share: this rank's partial loss.
+            partial_loss: this rank's partial loss.
             step: 1-based.
         """
-        loss = share.double() / self.copies
+        loss = partial_loss.double() / self.copies
         dist.all_reduce(loss)  # over all ranks, for equal bits on all of them
         mean, absolute, steps = self.state.unbind()
         deviation = torch.maximum(_NORMAL * absolute, _SMALLEST * mean.abs())

@@ -257,8 +257,8 @@ class Watchdog:
     def _module_of(self, owner: Any) -> str:
         if isinstance(owner, nn.Module):
             return self.modules.get(id(owner), "")
-        held = getattr(owner, "modules", None)  # FSDP's parameter groups have a tuple
-        found = (self.modules.get(id(module)) for module in held) if type(held) is tuple else ()
+        modules = getattr(owner, "modules", None)  # a tuple in FSDP's parameter groups
+        found = map(self.modules.get, map(id, modules)) if type(modules) is tuple else ()
         return next(filter(None, found), "")
 
     def _describe_collective(self, name: str, local: Mapping[str, Any]) -> str:

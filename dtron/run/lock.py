@@ -51,18 +51,18 @@ class RunLock:
         self._path, self._ranks = directory / "lock", RankLocks(directory / "ranks")
         self._file: IO[bytes] | None = None
         self._created = not directory.exists()
-        place, held = rendezvous.place, "no"
+        place, acquired = rendezvous.place, "no"
         try:
             if place.rank == 0:
                 self._acquire(place, wait_seconds)
-                held = "yes"
+                acquired = "yes"
         except OSError as error:  # not writable, which `preflight` reports; or locks do not work
-            held = "yes"
+            acquired = "yes"
             if self._file is not None:
                 log.warning("%s cannot be locked (%s); run only one run here", directory, error)
         finally:
-            held = rendezvous.broadcast_from_rank_0("lock", held, wait_seconds)
-        if held != "yes":
+            acquired = rendezvous.broadcast_from_rank_0("lock", acquired, wait_seconds)
+        if acquired != "yes":
             raise PeerError("rank 0 was refused the run directory")
         self._ranks.acquire(place)
 

@@ -157,12 +157,12 @@ def check_writable(path: Path) -> None:
     if link := dangling_link(path):
         what = "it" if link == path else str(link)
         raise OSError(f"{what} is a link to {os.readlink(link)}, which does not exist")
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     probe = path / f".write-test-{os.getpid()}"
     try:
         probe.write_bytes(bytes(_PROBE_BYTES))
     finally:
         probe.unlink(missing_ok=True)
-        for folder in made:
+        for folder in created:
             folder.rmdir()

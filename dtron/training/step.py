@@ -33,11 +33,11 @@ class Guard(Protocol):
     skips: bool
     """Whether steps with a bad loss are skipped."""
 
-    def observe(self, share: Tensor, step: int) -> Tensor:
+    def observe(self, partial_loss: Tensor, step: int) -> Tensor:
         """Return whether the loss of a step (1-based) is bad: a bool scalar on the device.
 
         Args:
-            share: this rank's share of the loss.
+            partial_loss: this rank's part of the loss, which the sum over ranks makes complete.
         """
         ...
 
@@ -47,11 +47,11 @@ class StepResult:
     """Results of a step: scalars on the device."""
 
     loss: Tensor
-    """This rank's share of the mean loss; the sum over SHARE_AXES is the loss."""
+    """This rank's partial mean loss; the sum over SHARE_AXES is the loss."""
     grad_norm: Tensor
     """Global norm before clipping, the same on every rank."""
     mtp_loss: Tensor
-    """This rank's share of the mean loss of the P multi-token predictions; 0 without any."""
+    """This rank's partial mean loss of the P multi-token predictions; 0 without any."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class TrainStep:
         """Run forward and backward of all micro-batches; gradients are complete afterwards.
 
         Returns:
-            This rank's share of the mean loss.
+            This rank's partial mean loss.
         """
         counts = self._global_label_counts(batches)
         self.mtp_loss = torch.zeros_like(self.mtp_loss)

@@ -99,13 +99,13 @@ def whole_sequences(
     return spans, counts.tolist()
 
 
-def halo(chunks: Ints, numbers: Ints, mine: int, window: int) -> tuple[Ints, Ints, list[Ints]]:
+def halo(chunks: Ints, numbers: Ints, block: int, window: int) -> tuple[Ints, Ints, list[Ints]]:
     """Compute which keys a block sends, receives and attends to.
 
     Args:
         chunks: (2 n, N / 2), tokens of each chunk, ascending. Block s has chunks s and 2 n - 1 - s.
         numbers: (N n,), number of each token's document, ascending.
-        mine: index of the block.
+        block: index of the block.
     Returns:
         index: (.,), indices of the block's tokens to send, by receiving block; then indices, among
             its own and the received keys, of the keys of early and of late queries.
@@ -117,15 +117,15 @@ def halo(chunks: Ints, numbers: Ints, mine: int, window: int) -> tuple[Ints, Int
     blocks = np.concatenate([chunks, chunks[::-1]], axis=1)[:n]
     visible = [_visible_keys(queries, numbers, window) for queries in chunks]
     needed = np.zeros((n, chunks.size), dtype=bool)
-    for block in range(n):
-        needed[block, visible[block]] = needed[block, visible[-1 - block]] = True
-        needed[block, blocks[block]] = False
-    sent = [np.flatnonzero(row[blocks[mine]]) for row in needed]
-    received = [block[needed[mine, block]] for block in blocks]
+    for b in range(n):
+        needed[b, visible[b]] = needed[b, visible[-1 - b]] = True
+        needed[b, blocks[b]] = False
+    sent = [np.flatnonzero(row[blocks[block]]) for row in needed]
+    received = [tokens[needed[block, tokens]] for tokens in blocks]
     position = np.zeros(chunks.size, dtype=np.int64)
-    gathered = np.concatenate([blocks[mine], *received])
+    gathered = np.concatenate([blocks[block], *received])
     position[gathered] = np.arange(gathered.size)
-    keys = [visible[mine], visible[-1 - mine]]
+    keys = [visible[block], visible[-1 - block]]
     counts = [
         [len(tokens) for tokens in (*by_block, own)]
         for by_block, own in zip((sent, received), keys, strict=True)

@@ -45,17 +45,17 @@ class RingBlocks(Blocks):
 
     def _pair(self, block: int) -> Pair:
         early, late = slice(0, self.half), slice(self.half, None)
-        own: Where = ALL
-        theirs: Where = ALL
+        queries: Where = ALL
+        keys: Where = ALL
         segments = None
         if self.tables:
             _, order, bounds = self.tables
-            own, theirs, segments = order[self.rank], order[block], bounds[block]
+            queries, keys, segments = order[self.rank], order[block], bounds[block]
         if block == self.rank:
-            return Pair(own, own, True, segments)
+            return Pair(queries, keys, True, segments)
         if block < self.rank:
-            return Pair(own, early, False, segments)
-        return Pair(late, theirs, False, segments)
+            return Pair(queries, early, False, segments)
+        return Pair(late, keys, False, segments)
 
     def _send_receive(self, x: Tensor) -> tuple[Tensor, list[dist.Work]]:
         """Send to the next rank and receive from the previous one, without waiting."""

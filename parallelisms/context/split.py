@@ -84,22 +84,22 @@ def _tables(
         - a ring with a window: `index` and `counts` of `halo`; segments (2, 2, n + 1) of early and
           late queries.
     """
-    mine, early, late = rank // shape.inner, chunks, chunks[::-1]
+    block, early, late = rank // shape.inner, chunks, chunks[::-1]
     blocks = np.concatenate([early, late], axis=1)[: shape.outer]
-    arrange = _inverse(_arrival_order(split, shape, mine), chunks.size)[blocks[mine]]
+    arrange = _inverse(_arrival_order(split, shape, block), chunks.size)[blocks[block]]
     if window:
-        index, counts, runs = halo(chunks, numbers, mine, window)
-        pairs, rest = list(zip((early[mine], late[mine]), runs, strict=True)), [index, counts]
+        index, counts, keys = halo(chunks, numbers, block, window)
+        pairs, rest = list(zip((early[block], late[block]), keys, strict=True)), [index, counts]
     elif shape.gathers:
-        ends = (mine + 1, 2 * shape.outer - mine)
+        ends = (block + 1, 2 * shape.outer - block)
         gathered = _inverse(blocks.ravel(), chunks.size)
         keys = [np.sort(chunks[:end], axis=None) for end in ends]
-        pairs = list(zip((early[mine], late[mine]), keys, strict=True))
+        pairs = list(zip((early[block], late[block]), keys, strict=True))
         rest = [gathered[k] for k in keys]
     else:
         steps = range(shape.outer)
         pairs = [
-            (late[mine] if s > mine else blocks[mine], early[s] if s < mine else blocks[s])
+            (late[block] if s > block else blocks[block], early[s] if s < block else blocks[s])
             for s in steps
         ]
         rest = [np.argsort(blocks, axis=1, kind="stable")]

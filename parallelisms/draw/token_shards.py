@@ -86,9 +86,9 @@ def draw(shards: Shards, title: str) -> str:
     tokens = range(len(shards.chunk))
     parts = [heading(LEFT, title), _row("tokens", 0, step, shards, tokens, "")]
     for rank in range(shards.cp):
-        mine = [token for token in tokens if shards.rank(token) == rank]
+        of_rank = [token for token in tokens if shards.rank(token) == rank]
         label = f"{shards.pairs[rank]} pairs"
-        parts.append(_row(f"rank {rank}", rank + 1, step, shards, mine, label))
+        parts.append(_row(f"rank {rank}", rank + 1, step, shards, of_rank, label))
     parts += [_borders(shards, step), _caption(shards, height - 14)]
     return picture(WIDTH, height, parts)
 

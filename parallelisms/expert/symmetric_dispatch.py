@@ -112,12 +112,12 @@ def routes_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> R
     offsets = own_after.view(each, n_ranks)[:, -1].clamp(max=most).int()
 
     row = torch.arange(n_rows, device=ends.device)
-    mine, starts = (table.index_select(0, rank).squeeze(0) for table in (ends, starts))
-    expert = _bucket(mine, row).clamp(max=n_experts - 1)
+    own_ends, starts = (table.index_select(0, rank).squeeze(0) for table in (ends, starts))
+    expert = _bucket(own_ends, row).clamp(max=n_experts - 1)
     first = before.view(n_experts, n_ranks).index_select(1, rank).squeeze(1)
     place = first[expert] + row - starts[expert]
     combine = torch.where(place < most, expert // each * (etp * most) + place, LOST)
-    combine = torch.where(row < mine[-1], combine, NONE)
+    combine = torch.where(row < own_ends[-1], combine, NONE)
     return RowRoutes(dispatch, combine, offsets, own_after[-1:])
 
 

@@ -296,10 +296,10 @@ def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -
         for column, cell in enumerate(row, start=1)
         for action in _cell(cell, f"{name} row {number} (rank {rank}) cell {column}")
     ]
-    held = len({a.micro_batch for _, rank, a in placed if rank == 0 and a.kind is Kind.FORWARD})
-    if held != m:
+    n_found = len({a.micro_batch for _, rank, a in placed if rank == 0 and a.kind is Kind.FORWARD})
+    if n_found != m:
         raise ConfigError(
-            f"{name} holds {held} micro-batches, but a step has {m}: train.global_batch / "
+            f"{name} holds {n_found} micro-batches, but a step has {m}: train.global_batch / "
             f"(data-parallel ranks x train.micro_batch); give it {m}, or change one of these keys"
         )
     for where, rank, action in placed:

@@ -48,8 +48,8 @@ def cut(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
         for patterns in stages
     )
     stage_of: dict[str, int] = {}
-    for stage, held in enumerate(modules):
-        for name in held:
+    for stage, names_of_stage in enumerate(modules):
+        for name in names_of_stage:
             if name in stage_of:
                 raise PlacementError(
                     f"module {name} is in stage {stage_of[name]} and in stage {stage}"
@@ -70,8 +70,8 @@ def _check_order(model: nn.Module, stage_of: Mapping[str, int]) -> None:
         if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             continue
         names = [f"{prefix}.{name}".lstrip(".") for name, _ in container.named_children()]
-        held = [name for name in names if name in stage_of]
-        for first, second in itertools.pairwise(held):
+        in_stages = [name for name in names if name in stage_of]
+        for first, second in itertools.pairwise(in_stages):
             if stage_of[first] > stage_of[second]:
                 raise PlacementError(
                     f"{first} is in stage {stage_of[first]} and {second}, which follows it, in "
@@ -142,37 +142,37 @@ class SharedWeights:
         for name, stages in sorted(cut.shared.items()):
             if len(stages) != 2:
                 raise PlacementError(f"{name} is shared by {len(stages)} stages; two can share")
-            owner, copy_holder = stages
-            first, second = ranks[owner], ranks[copy_holder]
-            held = {
+            owner, copy_stage = stages
+            first, second = ranks[owner], ranks[copy_stage]
+            local = {
                 stage: parameter
                 for stage in stages
                 if ranks[stage] == rank
                 for fqn, parameter in parts[stage].named_parameters()
                 if cut.names[fqn] == name and parameter.requires_grad
             }
-            if not held:
+            if not local:
                 continue
-            found.copies += [held[copy_holder]] if copy_holder in held else []
+            found.copies += [local[copy_stage]] if copy_stage in local else []
             if first == second == rank:
-                found.pairs.append((held[owner], held[copy_holder]))
+                found.pairs.append((local[owner], local[copy_stage]))
             elif rank in (first, second):
                 other = second if rank == first else first
-                found.remote.setdefault(other, []).extend(held.values())
+                found.remote.setdefault(other, []).extend(local.values())
         return found
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all shared parameters of this rank, owners and copies."""
         pairs = [parameter for pair in self.pairs for parameter in pair]
-        return pairs + [parameter for held in self.remote.values() for parameter in held]
+        return pairs + [parameter for group in self.remote.values() for parameter in group]
 
     @torch.no_grad()
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
         """Sum the gradients of both stages, in place; one exchange per pair of ranks."""
         for counted, copied in self.pairs:
-            mine, other = local_gradients([counted, copied])
-            other.add_(mine)
-            mine.copy_(other)
+            first, second = local_gradients([counted, copied])
+            second.add_(first)
+            first.copy_(second)
         for rank, parameters in sorted(self.remote.items()):
             gradients = local_gradients(parameters)
             flat = flatten(gradients)
