@@ -44,8 +44,10 @@ def compile_blocks(
 
 
 def compile_activations(experts: Iterable[nn.Module], options: Compile) -> None:
-    """Compile the elementwise `activate` of experts in place, for dynamic numbers of tokens: one
-    kernel in the forward and one in the backward."""
+    """Compile the elementwise `activate` of experts in place, for dynamic numbers of tokens.
+
+    It then is one kernel in the forward and one in the backward.
+    """
     for module in experts if options.enable else ():
         if hasattr(module, "activate"):
             module.activate = _compile_dynamic(module.activate, options)  # type: ignore[assignment]

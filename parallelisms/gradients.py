@@ -24,8 +24,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the local shards of all existing gradients; writing to them writes to the
-    gradients."""
+    """Return the local shards of all existing gradients, sharing their memory."""
     return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
@@ -67,8 +66,7 @@ def reduce_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> N
 def global_norm(
     parameters: Sequence[Tensor], mesh: Mesh, copies: Collection[Tensor] = ()
 ) -> Tensor:
-    """Compute the 2-norm of all gradients of all ranks: a scalar on the device, equal on every
-    rank.
+    """Compute the global 2-norm of all gradients: a scalar on the device, equal on every rank.
 
     float32, or float64 for float64 gradients. Not finite if any gradient is not.
 
@@ -109,8 +107,10 @@ def _owned(parameter: Tensor, mesh: Mesh) -> bool:
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """Compute the factor for all gradients: min(1, max_norm / norm); 1 if max_norm is 0, NaN if the
-    norm is not finite. A scalar on the device."""
+    """Compute the factor for all gradients, min(1, max_norm / norm): a scalar on the device.
+
+    1 if max_norm is 0, NaN if the norm is not finite.
+    """
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
     return torch.where(norm.isfinite(), scale, torch.nan)
 

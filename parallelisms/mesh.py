@@ -116,8 +116,10 @@ class Mesh:
 
     @property
     def experts(self) -> DeviceMesh:
-        """The expert mesh (pp, dp_replicate, edp_shard, ep, etp) over the same ranks; the first use
-        creates it, a collective over all ranks."""
+        """The expert mesh over the same ranks: (pp, dp_replicate, edp_shard, ep, etp).
+
+        The first use creates it, a collective over all ranks.
+        """
         if self._experts is None:
             degrees = self.expert_degrees
             self._experts = init_device_mesh(
@@ -139,9 +141,11 @@ class Mesh:
         return self.experts["dp_replicate", "edp_shard"]
 
     def context(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Split the cp axis into blocks of `inner` neighbouring ranks; return the process groups
-        (ranks with this rank's index in all blocks, ranks of this block). The first call creates
-        them, a collective over all ranks."""
+        """Split the cp axis into blocks of `inner` neighbouring ranks; return two process groups.
+
+        The ranks with this rank's index in all blocks, and the ranks of this block. The first call
+        creates the groups, a collective over all ranks.
+        """
         if inner not in self._context:
             cp, tp = self.degrees["cp"], self.degrees["tp"]
             self._context[inner] = init_device_mesh(
@@ -154,8 +158,10 @@ class Mesh:
         return mesh["cp_outer"].get_group(), mesh["cp_inner"].get_group()
 
     def heads(self, n_heads: int) -> DeviceMesh:
-        """Split the tp axis into `n_heads` blocks of neighbouring ranks that share a head; return
-        the 1-D mesh of this rank's block. The first call is a collective over all ranks."""
+        """Split the tp axis into `n_heads` blocks of neighbouring ranks that share a head.
+
+        Returns the 1-D mesh of this rank's block. The first call is a collective over all ranks.
+        """
         tp = self.degrees["tp"]
         if n_heads == 1:
             return self.flat("tp")
@@ -188,8 +194,10 @@ class Mesh:
         return self.device_mesh[_JOIN.join(self._used_axes(axes))]
 
     def group(self, *axes: Degree) -> dist.ProcessGroup:
-        """The process group over the flattened axes. The first call with several axes of degree
-        2 or more creates it, a collective over all ranks."""
+        """The process group over the flattened axes.
+
+        The first call with several axes of degree 2 or more is a collective over all ranks.
+        """
         used = self._used_axes(axes)
         if used not in self._groups:
             self._groups[used] = _group(self.degrees, used)

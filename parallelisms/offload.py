@@ -130,8 +130,10 @@ def _power_of_two(least: int) -> int:
 
 
 def _check_host_memory(size: int, reserved: int) -> None:
-    """Raise ConfigError if less than 5% of the host's memory would be left; otherwise the kernel
-    would kill a process without an error."""
+    """Raise ConfigError if less than 5% of the host's memory would be left.
+
+    Without this check, the kernel would kill a process without an error.
+    """
     total, available = host_memory()
     if available - size < total / 20:
         have, more, left, whole = (n / 2**30 for n in (reserved, size, available, total))
@@ -144,8 +146,10 @@ def _check_host_memory(size: int, reserved: int) -> None:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[float, float]:
-    """Return (total, available) bytes of memory, of the host or of a container with a lower limit;
-    (0, infinity) if Linux does not report it."""
+    """Return (total, available) bytes of memory; (0, infinity) if Linux does not report it.
+
+    Of the host, or of a container with a lower limit.
+    """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         kibibytes = {key: int(value.split()[0]) for key, value in (x.split(":") for x in lines)}
@@ -180,8 +184,11 @@ class _CopyStream:
         self.to_host = to_host
 
     def copy(self, pairs: Sequence[tuple[Buffer, Tensor]]) -> Event:
-        """Issue copies between buffers and device memory, uint8 (bytes,). They run after all work
-        issued so far on the current stream and after the last copies of the buffers."""
+        """Issue copies between buffers and device memory, uint8 (bytes,).
+
+        They run after all work issued so far on the current stream and after the last copies of the
+        buffers.
+        """
         if self.stream is None:
             for buffer, memory in pairs:
                 self._copy(buffer, memory)
@@ -380,8 +387,7 @@ class Offload:
         self._last = call
 
     def _pack(self, tensor: Any) -> Any:
-        """Pack hook: return a function that returns the tensor, or the tensor itself if it is not
-        offloaded."""
+        """Pack hook: return a function that returns the tensor, or the tensor if it stays."""
         if is_pending(tensor):
             return self._pack(tensor.trigger_wait())
         if _wraps(tensor):
@@ -498,15 +504,20 @@ def _entries(cache: Mapping[Any, Any]) -> Iterator[Any]:
 
 
 def _owned_elsewhere(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
-    """Return storage addresses of the block's parameters and buffers, and of inputs that are leaves
-    of the graph, which their owner keeps alive (a pipeline a stage's input)."""
+    """Return addresses of storages that other objects keep alive.
+
+    These are the block's parameters and buffers, and inputs that are leaves of the graph, which
+    their owner keeps alive (a pipeline a stage's input).
+    """
     inputs = (x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and _views_leaf(x))
     return _addresses([*block.parameters(), *block.buffers(), *inputs])
 
 
 def _views_leaf(x: Tensor) -> bool:
-    """Whether x is a leaf or a view of one: FSDP replaces inputs by views, once per unit whose
-    forward starts with this block."""
+    """Whether x is a leaf or a view of one.
+
+    FSDP replaces inputs by views, once per unit whose forward starts with this block.
+    """
     node, output = x.grad_fn, x.output_nr
     for _ in range(_MAX_UNITS):
         if node is None:

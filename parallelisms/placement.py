@@ -53,8 +53,10 @@ Unit = str | tuple[str, ...]
 
 
 class PassThrough(nn.Module):
-    """Placeholder for a module on another pipeline stage: returns its first tensor argument. It has
-    the module's FQN, so that patterns match the same names in every stage."""
+    """Placeholder for a module on another pipeline stage: returns its first tensor argument.
+
+    It has the module's FQN, so that patterns match the same names in every stage.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """(x, ...) -> x."""
@@ -62,8 +64,9 @@ class PassThrough(nn.Module):
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the tensor that a pipeline stage sends on: its output, or the first tensor of a tuple,
-    list, mapping or Hugging Face output class.
+    """Return the tensor that a pipeline stage sends on: its output, or the first tensor in it.
+
+    The output may be a tuple, list, mapping or Hugging Face output class.
 
     Raises:
         PlacementError: there is none.
@@ -85,8 +88,10 @@ def present(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Row:
-    """How one module is sharded; made by the functions below. Instances of `Style` and of torch's
-    ParallelStyle are accepted as rows too."""
+    """How one module is sharded over tp; made by the functions below.
+
+    Instances of `Style` and of torch's ParallelStyle are accepted as rows too.
+    """
 
     kind: str
     inputs: Placement | None = None
@@ -97,8 +102,10 @@ class Row:
 
 
 class Style:
-    """How one module is sharded, as code: a row that a pass makes. (Subclasses of torch's
-    ParallelStyle would have to override a private method.)"""
+    """How one module is sharded, as code: a row that a pass makes.
+
+    (Subclasses of torch's ParallelStyle would have to override a private method.)
+    """
 
     covers_parameters = True
     """Whether it shards the module's parameters; false: only its inputs."""
@@ -165,8 +172,9 @@ def experts() -> Row:
 def prepare_input(
     layout: Placement, desired: Placement = Replicate(), argument: int | str = 0
 ) -> Row:
-    """Redistribute an input of a module from `layout` to `desired`, once for all its children
-    (torch's PrepareModuleInput). Forward gathers Shard(1); backward reduces gradients once.
+    """Redistribute an input of a module, once for all its children (torch's PrepareModuleInput).
+
+    Forward gathers Shard(1); backward reduces gradients once.
 
     Args:
         argument: the tensor's keyword, or its position, where keyword arguments follow positional
@@ -176,8 +184,10 @@ def prepare_input(
 
 
 def whole_input(layout: Placement, argument: int | str = 0) -> Row:
-    """Gather an input of a module from `layout` to a plain tensor on all ranks. The backward
-    all-reduces or reduce-scatters the ranks' partial gradients."""
+    """Gather an input of a module from `layout` to a plain tensor on all ranks.
+
+    The backward all-reduces or reduce-scatters the ranks' partial gradients.
+    """
     return Row("prepare_whole", layout, Replicate(), argument)
 
 
@@ -255,8 +265,10 @@ def select(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def select_parameters(model: nn.Module, pattern: str) -> list[str]:
-    """FQNs of the parameters that a pattern matches, if it matches no module: parameters of the
-    root, which has no FQN, or of a module with children."""
+    """FQNs of the parameters that a pattern matches; none if it matches a module.
+
+    These are parameters of the root, which has no FQN, or of a module with children.
+    """
     if any(matches(pattern, name) for name, _ in model.named_modules()):
         return []
     named = model.named_parameters(remove_duplicate=False)
@@ -264,8 +276,9 @@ def select_parameters(model: nn.Module, pattern: str) -> list[str]:
 
 
 def select_units(model: nn.Module, units: Unit | Sequence[Unit]) -> list[dict[str, nn.Module]]:
-    """Expand units to groups of modules, in order: one group per module of a pattern, one group for
-    all modules of a tuple of patterns.
+    """Expand units to groups of modules, in order.
+
+    A pattern gives one group per module, a tuple of patterns one group for all their modules.
 
     Raises:
         PlacementError: a pattern matches nothing, or a module is in two units.

@@ -229,8 +229,9 @@ class PipelinedModel:
         return self._sum(total)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale all gradients to a global norm of at most `max_norm`; 0: do not scale. If the norm
-        is not finite, gradients become zero.
+        """Scale all gradients to a global norm of at most `max_norm`; 0: do not scale.
+
+        If the norm is not finite, gradients become zero.
 
         Returns:
             The norm before scaling, a scalar on the device, equal on every rank.
@@ -248,8 +249,11 @@ class PipelinedModel:
         return self._applied.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters by name, sharing memory, for torch.distributed.checkpoint to save,
-        or to load into before `load_state_dict`. A tied weight of two local stages comes once."""
+        """This rank's parameters by name, sharing memory.
+
+        For torch.distributed.checkpoint to save, or to load into before `load_state_dict`. A tied
+        weight of two local stages comes once.
+        """
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
             state.setdefault(name, parameter.detach())
@@ -257,8 +261,7 @@ class PipelinedModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a `state_dict` of the same layout to the parameters, also to both copies of a tied
-        weight."""
+        """Copy a `state_dict` of the same layout to the parameters and copies of tied weights."""
         for name, parameter in self.named_parameters():
             parameter.copy_(state[name])
 

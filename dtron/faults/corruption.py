@@ -73,8 +73,10 @@ class Replicas:
         self.n_replicated = sum(1 for n in copies.values() if n > 1)
 
     def differences(self) -> list[Difference]:
-        """Compare all replicas; a collective with equal results on all ranks. Waits for the
-        device."""
+        """Compare all replicas; a collective with equal results on all ranks.
+
+        Waits for the device.
+        """
         hashes = [bit_hash(local_part(p)) for p in self.parameters]
         padding = self._max_length - len(hashes)
         own = torch.stack([*hashes, *[torch.zeros_like(hashes[0])] * padding])

@@ -92,8 +92,7 @@ class Guards:
             self.stragglers.data_loaded()
 
     def compute(self, step: int) -> Compute | None:
-        """Return a wrapper that computes gradients twice if `step` is faults.verify_step, else
-        None."""
+        """Return a wrapper that computes gradients twice in step faults.verify_step, else None."""
         return self._compute_twice if step == self.options.verify_step else None
 
     def _compute_twice(self, accumulate: Callable[[], Tensor]) -> Tensor:

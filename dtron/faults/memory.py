@@ -25,8 +25,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MemoryInUse:
-    """Memory in use by this rank's tensors: allocated on its GPU, or, on CPU, resident memory since
-    this object was created.
+    """Memory in use by this rank's tensors.
+
+    Allocated on its GPU; on CPU, resident memory since this object was created.
 
     Args:
         ranks: number of ranks on this host, which share its memory.

@@ -108,16 +108,20 @@ class LivenessCheck:
             self.deadline.begin()
 
     def end(self) -> None:
-        """End the check, once this rank is done: its collective must end before the process group
-        does, and its thread before the interpreter does, which would abort otherwise."""
+        """End the check, once this rank is done.
+
+        Its collective must end before the process group does, and its thread before the interpreter
+        does, which would abort otherwise.
+        """
         self.deadline.cancel()
         self.start()
         self._thread.join(_JOIN_SECONDS)
 
 
 class StopSignal:
-    """SIGTERM, SIGINT and SIGUSR1 (which Slurm can send before a time limit) as a flag on which all
-    ranks agree, one step later and without waiting.
+    """Stop requests by SIGTERM, SIGINT or SIGUSR1, as a flag on which all ranks agree.
+
+    They agree one step later, without waiting. (Slurm can send SIGUSR1 before a time limit.)
 
     Before training begins, SIGTERM and SIGINT end a rank immediately, also inside a collective:
     nothing is lost, and torchrun waits for the rank when another one has failed.

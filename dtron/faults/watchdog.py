@@ -128,8 +128,7 @@ class Watchdog:
         self.groups = groups
 
     def timed_out(self, error: BaseException) -> None:
-        """Report and end the process, if an error is a time-out of a store or collective of
-        torch."""
+        """Report and end the process, if an error is a time-out of torch's store or collective."""
         if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
             self.end()
             step, since, _ = self._beat
@@ -141,8 +140,7 @@ class Watchdog:
         self._beat = (step, time.monotonic(), 1)
 
     def pause(self, step: int) -> None:
-        """Stop watching until the next `beat`, during work after `step` that has other
-        time-outs."""
+        """Stop watching until the next `beat`, during work after `step` with other time-outs."""
         self._beat = (step, time.monotonic(), math.inf)
 
     @contextlib.contextmanager
@@ -168,8 +166,10 @@ class Watchdog:
                 self._report_and_exit(step + 1, late)
 
     def _reported(self) -> bool:
-        """Whether another rank has reported a hang of this start. Ranks start at different times;
-        by reporting as well, this one shows that it is not the missing one."""
+        """Whether another rank has reported a hang of this start.
+
+        Ranks start at different times; by reporting as well, this one shows that it is not missing.
+        """
         return self._phase == _START and self._start_reported() != self._before
 
     def _start_reported(self) -> float:
@@ -182,8 +182,10 @@ class Watchdog:
     def _report_and_exit(
         self, step: int, late: float, failed: Sequence[FrameType] | None = None
     ) -> None:
-        """Args:
-        failed: frames of an error of the main thread, the innermost first; None: it still runs.
+        """Report as much as possible, and exit the process.
+
+        Args:
+            failed: frames of an error of the main thread, innermost first; None: it still runs.
         """
         try:
             self._report(step, late, failed)
@@ -235,8 +237,10 @@ class Watchdog:
         return RankPosition(self.rank, step, round(late, 1), collective, module, innermost)
 
     def _stacks(self) -> list[FrameType]:
-        """Innermost frames of the main thread and of autograd's threads, which Python's threading
-        does not know."""
+        """Innermost frames of the main thread and of autograd's threads.
+
+        Python's threading does not know the latter.
+        """
         frames = sys._current_frames()
         known = {thread.ident for thread in threading.enumerate()}
         return [f for ident, f in frames.items() if ident == self._main or ident not in known]
@@ -284,8 +288,10 @@ def _location(frame: FrameType) -> str:
 
 
 def flight_recorder(groups: Mapping[str, str]) -> list[str]:
-    """List the collectives that are enqueued and not done, by torch's flight recorder, the oldest
-    first: `all_gather over tp of Float [[2, 16, 32]]`."""
+    """List the collectives that are enqueued and not done, by torch's flight recorder.
+
+    The oldest first: `all_gather over tp of Float [[2, 16, 32]]`.
+    """
     return [_describe_entry(entry, groups) for entry in recorded(active=True)]
 
 

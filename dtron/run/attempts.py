@@ -71,8 +71,9 @@ class Attempts:
         self.mark("met")
 
     def begin(self, step: int, most: int) -> None:
-        """On rank 0, once it has locked the run directory: log why the last attempt ended, and
-        count attempts without progress.
+        """On rank 0: log why the last attempt ended, and count attempts without progress.
+
+        Called once rank 0 has locked the run directory.
 
         Args:
             step: step at which this attempt starts.
@@ -111,8 +112,11 @@ class Attempts:
         self._write(self._path, {**self._attempt, "hosts": list(hosts)})
 
     def record_end(self, cause: str) -> None:
-        """Record why this rank ends by an error; best effort. An error of this rank is never
-        replaced by one of its consequences (`_NOT_THE_CAUSE`), nor a signal by a lost rank."""
+        """Record why this rank ends by an error; best effort.
+
+        An error of this rank is never replaced by one of its consequences (`_NOT_THE_CAUSE`), nor a
+        signal by a lost rank.
+        """
         end = {"token": self._token, "host": platform.node(), "cause": cause, "time": time.time()}
         with self._recording:  # called in threads too, by signals and the watchdog
             if cause in _NOT_THE_CAUSE and self._recorded_cause not in ("", LOST_PEER, PEER_FAILED):
@@ -127,8 +131,10 @@ class Attempts:
                 self._path.unlink(missing_ok=True)
 
     def recovered(self) -> dict[str, float]:
-        """After the first step: log the time of each phase of the recovery, and return the times as
-        metrics; empty if the last attempt ended without an error."""
+        """After the first step: log the time of each phase of the recovery; return metrics.
+
+        Empty if the last attempt ended without an error.
+        """
         self.mark("stepped")
         if not self._cause:
             return {}
@@ -165,8 +171,10 @@ class Attempts:
 
 
 def why_ended(ends: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], world_size: int) -> str:
-    """Find out why an attempt ended, from its ranks' records: the first error that is not a
-    consequence of another rank's, else the ranks without a record, which were killed.
+    """Find out why an attempt ended, from its ranks' records.
+
+    The cause is the first error that is not a consequence of another rank's; without one, the ranks
+    that have no record were killed.
 
     Args:
         ends: record of each rank that has one.

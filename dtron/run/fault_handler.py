@@ -112,8 +112,10 @@ class FaultHandler:
         return memory.explain(error, f"rank {self.place.rank}, {where}", self._modules)
 
     def _record_signal(self) -> None:
-        """Record that a signal was received, as torchrun sends it when another rank has failed. If
-        all ranks stop without an error, `Attempts.finish` invalidates the record."""
+        """Record that a signal was received, as torchrun sends it when another rank has failed.
+
+        If all ranks stop without an error, `Attempts.finish` invalidates the record.
+        """
         self.attempts.record_end(STOPPED)
 
     def _begin_watchdog(self, phase: str) -> Watchdog | None:

@@ -200,8 +200,10 @@ class MetricsWriter:
             self._pending.clear()
 
     def _check_mounted(self, path: Path) -> None:
-        """Call `check_mounted`, which is slow, every few seconds, and whenever the device of the
-        run directory has changed."""
+        """Call `check_mounted`, which is slow, every few seconds.
+
+        Also whenever the device of the run directory has changed.
+        """
         now = time.monotonic()
         if now - self._checked < _MOUNT_SECONDS and self._device == _device(path.parent):
             return

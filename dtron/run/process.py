@@ -105,8 +105,10 @@ def process_group(place: Place, timeout_seconds: int, store: dist.Store | None) 
 
 
 def warn_of_shared_store(place: Place) -> None:
-    """Warn if torchrun shares its store with the ranks on several hosts: an agent that is restarted
-    on a lost host does not get the store's new address then."""
+    """Warn if torchrun shares its store with the ranks on several hosts.
+
+    An agent that is restarted on a lost host does not get the store's new address then.
+    """
     hosts, get = int(os.environ.get("GROUP_WORLD_SIZE", "1")), os.environ.get
     shares = get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.rank == 0 and hosts > 1 and shares and get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
@@ -118,8 +120,10 @@ def warn_of_shared_store(place: Place) -> None:
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed torch, numpy and random, for code outside of dtron (dtron's random numbers do not depend
-    on global state); turn on deterministic kernels if `deterministic`."""
+    """Seed torch, numpy and random; turn on deterministic kernels if `deterministic`.
+
+    For code outside of dtron, whose own random numbers do not depend on global state.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -152,8 +156,10 @@ def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> N
 
 
 def check_writable(path: Path) -> None:
-    """Check that files can be written to a directory, by a test file; raises OSError. A directory
-    that does not exist is created and removed."""
+    """Check that files can be written to a directory, by a test file; raises OSError.
+
+    A directory that does not exist is created and removed.
+    """
     if link := dangling_link(path):
         what = "it" if link == path else str(link)
         raise OSError(f"{what} is a link to {os.readlink(link)}, which does not exist")

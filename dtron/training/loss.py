@@ -286,8 +286,10 @@ class _SplitCrossEntropy(torch.autograd.Function):
 def _token_losses(
     logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute loss, maximum logit, and sum of exp(logit - maximum) of each token, over the whole
-    vocabulary: (n,) each, in float32 at least."""
+    """Compute loss, maximum logit, and sum of exp(logit - maximum) of each token.
+
+    Over the whole vocabulary: (n,) each, in float32 at least.
+    """
     z = _masked(logits, vocabulary)
     top = _over_ranks(z.amax(dim=1), "max", vocabulary)
     z = z - top.unsqueeze(1)

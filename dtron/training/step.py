@@ -167,8 +167,9 @@ class TrainStep:
     def _loss_of_predictions(
         self, output: tuple[Tensor, ...], batch: Batch, counts: Tensor, weights: Tensor
     ) -> Tensor:
-        """Return the mean loss of the next token, with the gradient of all 1 + P losses; add the
-        mean of the P multi-token predictions to `mtp_loss`.
+        """Return the mean loss of the next token, with the gradient of all 1 + P losses.
+
+        The mean loss of the P multi-token predictions is added to `mtp_loss`.
 
         Args:
             output: logits of each prediction; or, if the head computes the losses, their weighted
@@ -186,8 +187,7 @@ class TrainStep:
         return means[0] + (objective - objective.detach())
 
     def _global_label_counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Count the labels of the step on all ranks: of the next token and of each of P MTP
-        predictions.
+        """Count the labels of the step on all ranks, for the next token and P MTP predictions.
 
         Returns:
             (1 + P,) on the device, each at least 1.
@@ -242,8 +242,10 @@ def as_micro_batch(
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, batches: Sequence[Batch]) -> Tensor:
-    """Compute the mean loss of batches, a scalar, equal on all ranks; all ranks must pass equally
-    many."""
+    """Compute the mean loss of batches, a scalar, equal on all ranks.
+
+    All ranks must pass equally many batches.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=model.mesh.device_type)
 
     def add(output: Tensor, i: int) -> None:

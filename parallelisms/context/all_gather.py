@@ -20,8 +20,10 @@ class GatheredBlocks(Blocks):
         return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
 
     def _gather(self, keys: Tensor) -> Tensor:
-        """All-gather (2, B, N / B, G, K) of all blocks to (2, B, T, G, K), in sequence order; with
-        documents to (2, 1, B * T, G, K), block after block."""
+        """All-gather keys (2, B, N / B, G, K) of all blocks to (2, B, T, G, K), in sequence order.
+
+        With documents to (2, 1, B * T, G, K), block after block.
+        """
         parts = all_gather(keys.flatten(0, 1), self.size, self.group.group_name)
         gathered = wait_tensor(parts).unflatten(0, (self.size, *keys.shape[:2]))
         if self.tables:

@@ -56,8 +56,10 @@ class Blocks:
     # precede those of earlier ranks in the sequence.
 
     def arrange(self, x: Tensor) -> Tensor:
-        """Reorder (B, inner * t, ...) to the order of a block: early tokens, then late ones; with
-        documents (1, B * inner * t, ...)."""
+        """Reorder (B, inner * t, ...) to the order of a block: early tokens, then late ones.
+
+        With documents, the result is (1, B * inner * t, ...).
+        """
         if self.tables:
             return x.flatten(0, 1)[self.tables[0]].unsqueeze(0)
         if self.inner == 1:

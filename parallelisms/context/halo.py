@@ -61,8 +61,10 @@ class HaloBlocks(GatheredBlocks):
         return wait_tensor(rows).movedim(0, 2)
 
     def key_gradients(self, keys: Tensor, dtype: torch.dtype, backward: Backward) -> Tensor:
-        """See `Blocks`: gradients of halos are sent to the owners of the keys, which add them rank
-        by rank, since a key can be in several halos."""
+        """See `Blocks`: gradients of halos are sent to the owners of the keys.
+
+        These add them rank by rank, since a key can be in several halos.
+        """
         gathered = self._gather(keys)
         grads = torch.zeros_like(gathered, dtype=dtype)
         for pair in self._pairs():

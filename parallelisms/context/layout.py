@@ -27,8 +27,7 @@ class ContextLayout:
 
 
 def table_names(method: CpMethod, window: int) -> tuple[str, str]:
-    """Return the names under which `Split.tables` puts the tables for a window of a ring: those on
-    the device, and those on the host."""
+    """Return the names of the tables for a window of a ring: on the device, and on the host."""
     return f"{method}, window {window}", f"{method}, window {window}, on host"
 
 

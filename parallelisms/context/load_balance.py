@@ -57,8 +57,7 @@ def _chunk_numbers_of(of_documents: Ints, n: int) -> Ints:
 
 
 def tokens_of_rank(chunk: Ints, rank: int, n: int) -> Ints:
-    """Return the indices in the sequence of a rank's tokens: of its early chunks in order, then of
-    its late ones.
+    """Return the indices in the sequence of a rank's tokens, early chunks before late ones.
 
     Args:
         chunk: (B, T), result of `chunk_numbers`.

@@ -108,8 +108,10 @@ def _tables(
 
 
 def _chunk_tokens(split: Split, shape: ContextLayout) -> Ints:
-    """Tokens of each chunk, ascending, as indices into (B * T,): (2 outer, N / 2). Block s has
-    chunks s and 2 outer - 1 - s."""
+    """Tokens of each chunk, ascending, as indices into (B * T,): (2 outer, N / 2).
+
+    Block s has chunks s and 2 outer - 1 - s.
+    """
     numbers = split.chunk.ravel() // shape.inner
     return np.argsort(numbers, kind="stable").reshape(2 * shape.outer, -1)
 

@@ -62,8 +62,11 @@ def views(degrees: Mapping[Degree, int], ep: int, etp: int) -> Views:
 
 
 def draw_mesh(views: Views, n_experts: int) -> str:
-    """Draw both meshes as SVG, a row per rank. Coloured by ep: the shard of the experts that the
-    rank computes. Framed: the part that it keeps, as one of edp_shard ranks."""
+    """Draw both meshes as SVG, a row per rank.
+
+    Coloured by ep: the shard of the experts that the rank computes. Framed: the part that it keeps,
+    as one of edp_shard ranks.
+    """
     height = TOP + ROW * len(views.ranks) + 40
     shown = _named(DENSE, views.dense), _named(EXPERTS, views.experts)
     parts = [heading(8, f"{shown[0]}: experts on {shown[1]}")]

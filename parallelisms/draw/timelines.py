@@ -66,8 +66,10 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Peak activations of each rank, in micro-batches through all its stages. A stage's are
-        live from the start of its F to the end of its B or W."""
+        """Peak activations of each rank, in micro-batches through all its stages.
+
+        A stage's activations are live from the start of its F to the end of its B or W.
+        """
         return tuple(_peak(row) / self.stages_per_rank for row in self.spans)
 
 

@@ -119,19 +119,25 @@ class Dispatcher(Protocol):
     ) -> None: ...
 
     def layer(self, fqn: str, device: torch.device) -> Any:
-        """Return the `layer` argument of `begin` for one layer. Called once per layer before any
-        `begin`, in the same order on all ranks. It has tensors instead of constants, so that layers
-        can share a graph."""
+        """Return the `layer` argument of `begin` for one layer.
+
+        Called once per layer before any `begin`, in the same order on all ranks. It has tensors
+        instead of constants, so that layers can share a graph.
+        """
         ...
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: Any) -> Any:
-        """Issue the dispatch of rows (M, D), with offsets int32 (E,) of all experts; the result is
-        passed to `finish`."""
+        """Issue the dispatch of rows (M, D); the result is passed to `finish`.
+
+        `offsets` are int32 (E,), of all experts.
+        """
         ...
 
     def finish(self, pending: Any, compute: Compute) -> Tensor:
-        """Compute and combine: return the results (M, D) of the rows given to `begin`; zero after
-        the last offset, NaN for dropped rows."""
+        """Compute and combine: return the results (M, D) of the rows given to `begin`.
+
+        They are zero after the last offset, NaN for dropped rows.
+        """
         ...
 
     def check(self, device: torch.device) -> None:
@@ -174,8 +180,7 @@ class _InFlight:
 
 
 class AllToAll:
-    """Dispatcher by all-to-all: one of counts, which the host reads, one for dispatch, and one for
-    combine.
+    """Dispatcher by all-to-all: one each for counts, dispatch and combine; the host reads counts.
 
     Args:
         group: ep x etp ranks, etp innermost.
@@ -230,8 +235,7 @@ class AllToAll:
         return _IssueExchange.apply(rows, exchange)
 
     def read(self, sizes: Tensor, _n_rows: int) -> list[list[int]]:
-        """Read the numbers of rows to and from each rank, int64 (2, P); here the host waits for the
-        device."""
+        """Read the numbers of rows to and from each rank, int64 (2, P); the host waits here."""
         return sizes.tolist()
 
     def _repeat(self, rows: Tensor, sent: list[int]) -> Tensor:
@@ -251,8 +255,10 @@ class AllToAll:
 
 
 class _IssueExchange(torch.autograd.Function):
-    """Issue an all-to-all of rows (M, D) -> (N, D); only `_WaitExchange` may read the result. The
-    backward waits for the gradients that `_WaitExchange`'s backward sent."""
+    """Issue an all-to-all of rows (M, D) -> (N, D); only `_WaitExchange` may read the result.
+
+    The backward waits for the gradients that `_WaitExchange`'s backward sent.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
@@ -286,8 +292,10 @@ class _WaitExchange(torch.autograd.Function):
 def _issue_rows(
     rows: Tensor, received: list[int], sent: list[int], group: str, float8: bool
 ) -> Tensor:
-    """Issue an all-to-all of rows; `_wait_rows` returns its result. Float8 bytes are viewed as the
-    rows' dtype, as autograd requires."""
+    """Issue an all-to-all of rows; `_wait_rows` returns its result.
+
+    Float8 bytes are viewed as the rows' dtype, as autograd requires.
+    """
     if not float8:
         return _start_all_to_all(rows, received, sent, group)
     return _start_all_to_all(packed(rows), received, sent, group).view(rows.dtype)
@@ -413,8 +421,7 @@ class _ShardedExperts:
         self.compute, self.dispatcher, self.layer = compute, dispatcher, layer
 
     def begin(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Any:
-        """Issue the dispatch. Rows after the last offset are not sent, so local experts have no
-        tail."""
+        """Issue the dispatch; rows after the last offset are not sent, so `tail` is not used."""
         return self.dispatcher.begin(rows, offsets, self.layer)
 
     def finish(self, pending: Any) -> Tensor:
@@ -466,8 +473,7 @@ def shared_dim(sizes: Sequence[int], taken: Collection[int], ranks: int) -> int:
 
 
 def _split(fqn: str, module: nn.Module, widths: Mapping[str, int], axes: DeviceMesh) -> None:
-    """Replace parameters by DTensors over (ep, etp). FSDP gathers the local part of each for
-    `forward`."""
+    """Replace parameters by DTensors over (ep, etp); FSDP gathers local parts for `forward`."""
     ep, etp = axes.size(0), axes.size(1)
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in widths:

@@ -27,8 +27,7 @@ _PAGE = 2**21
 
 
 class PeerMemory:
-    """Shared memory, `nbytes` on each rank of a group of one host. The constructor is a
-    collective."""
+    """Shared memory, `nbytes` on each rank of a group of one host; creation is a collective."""
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -51,8 +50,10 @@ class PeerMemory:
         return self._parts[rank].view(dtype).narrow(0, offset, numel)
 
     def barrier(self) -> None:
-        """Wait until all ranks have reached this point and their writes are visible; on GPUs the
-        current stream waits, not the host."""
+        """Wait until all ranks have reached this point and their writes are visible.
+
+        On GPUs the current stream waits, not the host.
+        """
         if self._handle is not None:
             self._handle.barrier()
         else:
@@ -80,8 +81,10 @@ def check_host(group: dist.ProcessGroup, key: str, shared: str, fix: str) -> Non
 
 
 class GrowingMemory:
-    """Shared memory that grows to the largest requested size. Growing waits for the device and all
-    ranks, and loses the content; it happens in the first step."""
+    """Shared memory that grows to the largest requested size.
+
+    Growing waits for the device and all ranks, and loses the content; it happens in the first step.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -143,8 +146,10 @@ class CopyEngine:
         self._free: torch.cuda.Event | None = None
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return (numel,) elements of this rank's shared memory, which other ranks will read. The
-        current stream waits until it is free. All ranks must request the same size."""
+        """Return (numel,) elements of this rank's shared memory, which other ranks will read.
+
+        The current stream waits until it is free. All ranks must request the same size.
+        """
         self._memory = None  # so that the old memory is freed before a larger one is created
         self._memory = memory = self._growing.at_least(numel * dtype.itemsize, self._device)
         if self._free is not None:
@@ -174,8 +179,7 @@ class CopyEngine:
         self._pull(parts, rank * parts[rank].numel())
 
     def _pull(self, parts: Sequence[Tensor], offset: int) -> None:
-        """Copy the other ranks' parts from shared memory, starting at the next rank, to spread the
-        load."""
+        """Copy other ranks' parts from shared memory, from the next rank on, to spread the load."""
         assert self._memory is not None, "`staging` has been called"
         self._memory.barrier()
         for i in range(1, len(parts)):

@@ -164,8 +164,7 @@ def check_device(device: torch.device, float8: bool) -> None:
 
 
 class SymmetricMemory:
-    """Dispatcher by symmetric memory: experts pull rows from the memory of the tokens' ranks, which
-    pull the results; see the module's docstring.
+    """Dispatcher by symmetric memory: ranks pull rows and results; see the module's docstring.
 
     Args:
         group: ep x etp ranks of one host, etp innermost.
@@ -242,8 +241,7 @@ class SymmetricMemory:
         raise TrainingError(self._explain(of_ranks))
 
     def _explain(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
-        """Return the error of the first layer that dropped rows; routers of later layers got its
-        NaN."""
+        """Return the error of the first layer that dropped rows, since later layers got its NaN."""
         found = [(entry, rank) for rank, entries in enumerate(of_ranks) for entry in entries]
         first = min((fqn for (fqn, *_), _ in found), key=_in_order)
         rows, n_rows, rank = max((*counts, rank) for (fqn, *counts), rank in found if fqn == first)

@@ -214,9 +214,11 @@ def _(numbers: Tensor, senders: Tensor, mailbox: str) -> Tensor:
 
 
 class PendingRows(NamedTuple):
-    """Pending rows for one call of `arrived`, and the routes of their gradients. Between the two
-    backwards the gradients are pending: no hook may read them, nor
-    torch.autograd.detect_anomaly."""
+    """Pending rows for one call of `arrived`, and the routes of their gradients.
+
+    Between the two backwards the gradients are pending: no hook may read them, nor
+    torch.autograd.detect_anomaly.
+    """
 
     rows: Tensor
     """(N, D), a placeholder."""

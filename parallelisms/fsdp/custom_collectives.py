@@ -65,8 +65,10 @@ class AllToAllSum:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Allocate, in alternate calls of FSDP, the input and the output. FSDP passes the dtype of
-        sums for both; the input gets the dtype of gradients."""
+        """Allocate the input and the output, in alternate calls of FSDP.
+
+        FSDP passes the dtype of sums for both; the input gets the dtype of gradients.
+        """
         self._allocates_input = not self._allocates_input
         if self._allocates_input and self._engine is not None:
             return self._engine.staging(math.prod(map(int, size)), self.dtype)

@@ -141,8 +141,10 @@ def bypass_reduction(unit: FSDPModule) -> None:
 
 
 def _post_backward(group: Any, post_backward: Callable[[], None], *_: Any) -> None:
-    """Call FSDP's `post_backward`, which accumulates micro-batches and frees parameters, with
-    another reduction."""
+    """Call FSDP's `post_backward`, but replace its reduction.
+
+    The rest of it accumulates micro-batches and frees parameters.
+    """
     if not all(map(_is_unsharded, group.fsdp_params)):
         return  # the unit has had no forward yet
     reduces, group.reduce_grads = group.reduce_grads, False

@@ -98,8 +98,10 @@ def add_reductions(order: Order, every_micro_batch: bool, stages: Collection[int
 
 
 def _transfer_order(span: Span) -> tuple[int, int]:
-    """Sort key of simultaneous transfers: even ranks send first, so that pairs of neighbours
-    communicate concurrently instead of one after another along the pipeline."""
+    """Sort key of simultaneous transfers: even ranks send first.
+
+    So pairs of neighbours communicate concurrently instead of one after another.
+    """
     return span.rank % 2, span.rank
 
 

@@ -93,8 +93,11 @@ def gpipe(p: int, v: int, m: int) -> Order:
 
 
 def one_f_one_b(p: int, v: int, m: int) -> Order:
-    """1F1B, or PipeDream-flush (arXiv:2104.04473): p - 1 - r forwards, then one forward and one
-    backward in turn. GPipe's bubble, with at most p - r micro-batches in flight."""
+    """1F1B, or PipeDream-flush (arXiv:2104.04473).
+
+    p - 1 - r forwards, then one forward and one backward in turn. GPipe's bubble, with at most
+    p - r micro-batches in flight.
+    """
     warmup = [min(p - 1 - rank, m) for rank in range(p)]
     return tuple(_row(r, "F" * w + "FB" * (m - w) + "B" * w) for r, w in enumerate(warmup))
 

@@ -29,8 +29,10 @@ class DeferredMatmul(ABC):
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """Compute the gradient of this rank's shard of the weight. It must not run collectives,
-        since ranks run W at different times."""
+        """Compute the gradient of this rank's shard of the weight.
+
+        It must not run collectives, since ranks run W at different times.
+        """
 
     def add_to(self, total: Tensor) -> None:
         """Add it to the local gradient, in place."""
@@ -150,8 +152,7 @@ class Site:
         _SITES[number] = self
 
     def defers(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether to defer a call's weight gradient; not if the input requires no gradient, since
-        then there is no I."""
+        """Whether to defer a call's weight gradient; there is no I if x requires no gradient."""
         if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
             return False
         if torch.compiler.is_compiling() and not self.gradients.compiled:
@@ -180,8 +181,10 @@ class DeferringLinear(nn.Linear):
         self.site = Site(self, "weight", gradients)
 
     def weight_of_call(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (weight, None), or (detached weight, number of its site) if its gradient is
-        deferred. Detached, since autograd would make zeros of a gradient None."""
+        """Return (weight, None), or (detached weight, number of its site) to defer its gradient.
+
+        Detached, since autograd would make zeros of a gradient None.
+        """
         if self.site is None or not self.site.defers(x, weight):
             return weight, None
         return weight.detach(), self.site.number
@@ -209,8 +212,9 @@ def call_of(grad: Tensor) -> Tensor:
 
 
 def queue_weight_gradient(needed: Tensor, operands: Sequence[Tensor], number: Tensor) -> None:
-    """Queue the operands of a weight gradient, for layers whose input gradient is computed by
-    operators that do not queue.
+    """Queue the operands of a weight gradient, by a separate operator.
+
+    For layers whose input gradient is computed by operators that do not queue.
 
     Args:
         needed: gradient of the layer's input, in the weight gradient's dtype. The operator is
