@@ -27,7 +27,7 @@ log = logging.getLogger("dtron")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EARLY = signal.SIGUSR1
-"""The signal that does not end a rank at once before training begins."""
+"""Before training begins, this signal stops the run in order; the others exit immediately."""
 EXIT_UNSAVED = 74
 """Exit code if the deadline ends the process before the save; sysexits.h's EX_IOERR."""
 EXIT_FAILED = 1

@@ -1,7 +1,7 @@
 """The run directory: its files, and what a start does with existing ones.
 
     config.toml      resolved config, which repeats the run (config-1.toml, ...: earlier starts)
-    run.json         metadata of the run: mesh, layout, versions, measured settings
+    run.json         metadata of the run: versions, mesh, stages, chosen settings
     metrics.jsonl    one object per logged step
     steps.json       the time of every step, if metrics.step_times
     lock, ranks      the processes that use the directory (`dtron/run/lock.py`)

@@ -4,9 +4,10 @@ torchrun shares its agents' store with the ranks of all attempts (TORCHELASTIC_U
 that a restarted rank may read addresses of the previous attempt (with NCCL its unique id, pytorch
 #135712). Here that store is used only for a handshake. Rank 0 of each attempt opens a new store.
 Every other rank writes a nonce to the agents' store; rank 0 answers it with the address of its
-store, and answers again if the nonce changes, as it does after an earlier attempt's. An answer with
-a rank's nonce comes from a live rank 0: the rank connects to the new store and acknowledges there,
-and all ranks start once all have acknowledged. So no address of an earlier attempt is used.
+store, and answers again if the nonce changes, since the first one may be of an earlier attempt. An
+answer with a rank's nonce comes from a live rank 0: the rank connects to the new store and
+acknowledges there, and all ranks start once all have acknowledged. So no address of an earlier
+attempt is used.
 
 Without agents (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, srun, mpirun), rank 0 opens its store at
 MASTER_PORT, and the handshake uses this store as well.
