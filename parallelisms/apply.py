@@ -1,14 +1,14 @@
-"""The one place that states the order in which a plain model becomes a parallel one.
+"""Apply all parallelisms to a plain model, in this order:
 
     model on meta -> float8 -> padded vocabulary -> cut into stages -> for each stage:
         tensor parallel -> expert parallel -> context parallel -> deferred weight gradients
         -> loss in the head -> recompute and compile -> offload -> fsdp -> storage -> weights
     -> optimizer
 
-Patterns are checked on the whole model, before a stage lacks a part of it. Selective recomputation
-is inside the compiled block, so that the compiler sees it, full one around it; offload is around
-both and sees what they keep. FSDP is outside, so that its hooks are not compiled. Passes act in
-place and keep every parameter's FQN.
+Patterns are resolved on the whole model, since a stage lacks the modules of other stages. Selective
+recomputation is inside the compiled block, so that the compiler sees it; full recomputation wraps
+the compiled block. Offload wraps both, and offloads the tensors that they save. FSDP wraps all of
+them, so that its hooks are not compiled. Passes act in place and keep every parameter's FQN.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -74,90 +74,92 @@ from dtron.parallelisms.tensor.tensor_parallel import (
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How to parallelise a model over a mesh; the argument of `parallelize` and `pipeline`."""
+    """Settings of `parallelize` and `pipeline`: how to parallelise a model over a mesh."""
 
     units: Unit | Sequence[Unit]
-    """Modules that FSDP gathers together, as patterns (`blocks.*`) or tuples of patterns. Modules
-    that no unit covers are gathered by the root."""
+    """FSDP units: patterns, one unit per module (`blocks.*`), or tuples of patterns, one unit for
+    all their modules. All other modules belong to the root's unit."""
     blocks: str | None = None
     """Pattern of the modules to recompute and compile; None: the pattern in `units` with a `*`."""
     placements: Placements | None = None
-    """How modules are sharded over tp: rows of `parallelisms.placement` by pattern, or by tuple of
-    patterns. Every parameter must be covered. Needed if tp > 1."""
+    """Tensor-parallel sharding: pattern, or tuple of patterns -> row of `parallelisms.placement`.
+    Every parameter must be covered. Required if tp > 1."""
     parallel: Parallel = Parallel()
-    """Its keys `zero`, `reduce`, `reduce_dtype`, `reduce_by`, `copy_engines` and `prefetch` apply,
-    the last four if ranks share parameters; the degrees are the mesh's."""
+    """Of its keys, `zero`, `reduce`, `reduce_dtype`, `reduce_by`, `copy_engines` and `prefetch` are
+    used, the last four only if FSDP shards parameters. Degrees come from the mesh."""
     dtype: str = "bfloat16"
-    """Dtype of computation; parameters keep theirs."""
+    """Compute dtype; parameters keep their own dtype."""
     recompute: Recompute = Recompute()
     compile: Compile = Compile()
     init: tuple[int, Initializer] | Callable[[nn.Module], None] | None = None
-    """(seed, initializer) draws the weights of a model on the meta device; a function materializes
-    a stage by itself; None: the module's own weights and buffers, those of rank 0 on all ranks."""
+    """How weights are set. (seed, initializer): initialize a model on the meta device. Function:
+    it materializes and initializes a stage. None: broadcast weights and buffers from rank 0."""
     convert: Callable[[nn.Module], None] | None = None
-    """A pass over the unsharded model that comes first (float8)."""
+    """A pass over the unsharded model, before all others (float8 conversion)."""
     context: Context | None = None
-    """Settings of context-parallel attention, needed if cp > 1: a rank then calls the model with
-    its shard of each sequence, as `Split` gives it."""
+    """Settings of context-parallel attention, required if cp > 1. Each rank then calls the model
+    with its shard of each sequence (`context.split.Split`)."""
     experts: ExpertLayers | None = None
-    """Which modules are stacked experts; needed if ep or etp > 1, and for a row `experts()`."""
+    """Which modules are stacked experts; required if ep or etp > 1, and for a row `experts()`."""
 
 
 @dataclass(frozen=True)
 class Passes(ParallelPlan):
-    """A plan with what the trainer and the plug-in add to it."""
+    """A ParallelPlan with the settings that only the trainer and the plug-in set."""
 
     vocabulary: tuple[str, ...] = ()
-    """Modules with one row per vocabulary token, padded with zeros if tp does not divide them."""
+    """Modules whose weight has one row per vocabulary token. Zero rows are added if tp does not
+    divide their number."""
     layout: Layout | None = None
     """The stages to cut the model into, if pp > 1."""
     replicas: Replicas = "backward"
-    """When gradients of parameters that each tp rank computes in part are summed: by each
-    backward, or by the caller's `reduce_replicas` once per step."""
+    """When partial gradients of replicated parameters (norms under sequence parallelism) are summed
+    over tp: "backward", in each backward; "step", once per step by `complete_gradients`."""
     keep_rng: bool = False
-    """Whether recomputation starts from the random state of the first forward."""
+    """Whether recomputation restores the RNG state of the first forward."""
     loss: tuple[str, HeadLoss] | None = None
-    """FQN of the head, and a function that computes the summed loss in the head's call if the model
-    is called with labels."""
+    """FQN of the head, and a function with which the head returns the summed loss instead of logits
+    if the model is called with labels."""
     smallest_offload: int = SMALLEST
-    """Smaller tensors (bytes) stay on the device under activation offload."""
+    """Activation offload leaves tensors of fewer bytes on the device."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What the passes made of a model."""
+    """A model after all passes, as modules of this rank."""
 
     parts: Mapping[int, nn.Module]
-    """This rank's stages by number; {0: the model} where it is not cut."""
+    """This rank's pipeline stages by stage number; {0: model} without a pipeline."""
     units: int
     recomputed_blocks: int
     compiled: tuple[str, ...]
     padded_rows: Mapping[str, int]
-    """Rows without padding, by name, of parameters with a padded vocabulary."""
+    """Number of rows without padding, by name of each parameter with a padded vocabulary."""
     partial: frozenset[str]
-    """Names of parameters that `reduce_replicas` has to sum over tp once a step."""
+    """Names of parameters whose gradients `complete_gradients` sums over tp once per step."""
     names: Mapping[str, str]
-    """FQN of a parameter -> the FQN that names it; they differ for a tied weight's second FQN."""
+    """FQN of a parameter -> its name. They differ only for the second FQN of a tied weight, whose
+    name is the first one."""
     shared: SharedWeights
-    """Parameters whose gradients have to be summed with another stage's once a step."""
+    """Tied weights, whose gradients are summed with those of another stage once per step."""
     deferred: Mapping[int, WeightGradients]
-    """Queues of weight gradients of the stages whose backward is split."""
+    """Queues of deferred weight gradients, by stage number."""
     loss_in_head: bool
-    """Whether the model, called with labels, gives the summed loss."""
+    """Whether the model, called with labels, returns the summed loss."""
     offload: Offload | None
-    """What offloads activations, where it is asked for."""
+    """Activation offload; None if it is off."""
     dispatcher: Dispatcher | None
-    """What brings rows to experts on other ranks, where there are some."""
+    """Sends tokens to experts on other ranks; None if all experts are local."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of all stages; a tied weight comes twice if both stages are here."""
+        """Yield (name, parameter) of this rank's stages; a weight tied across them comes twice."""
         for part in self.parts.values():
             for fqn, parameter in part.named_parameters():
                 yield self.names[fqn], parameter
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Stages in evaluation mode; afterwards each module as before, parameters freed."""
+        """Set evaluation mode inside; then restore the mode and free gathered parameters."""
         modes = {m: m.training for part in self.parts.values() for m in part.modules()}
         for part in self.parts.values():
             part.eval()
@@ -170,7 +172,7 @@ class Applied:
                 free_gathered(part)
 
     def complete_gradients(self, mesh: Mesh) -> None:
-        """What is left to sum once a step, after the backward of the last micro-batch."""
+        """Sum the gradients that are summed once per step; call it after the last backward."""
         partial = [p for name, p in self.named_parameters() if name in self.partial]
         reduce_replicas(partial, mesh.group("tp"))
         self.shared.sum_gradients(mesh.group("pp"))
@@ -179,14 +181,14 @@ class Applied:
 def build_execution(
     applied: Applied, layout: Layout | None, mesh: Mesh, policy: Policy
 ) -> Execution:
-    """What runs micro-batches: through a pipeline, or one after the other."""
+    """Return a Pipeline if the model has stages, else an Accumulation."""
     if layout is not None:
         return Pipeline(applied.parts, layout, mesh, policy, applied.deferred)
     return Accumulation(applied.parts[0], policy, torch.device(mesh.device_type))
 
 
 def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
-    """All passes in their order; see `plugin.parallelize`. Returns what they made."""
+    """Apply all passes in order, in place; arguments and errors as of `plugin.parallelize`."""
     _check_axes(mesh, passes)
     if passes.init is None:
         broadcast_from_first_rank(model, torch.device(mesh.device_type))
@@ -194,52 +196,52 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         passes.convert(model)
     tp, pp = mesh.size("tp"), mesh.rank("pp")
     padded = pad_vocabulary(model, passes.vocabulary, tp)
-    made = plan(model, passes.placements or {}, tp) if tp > 1 else Plan({}, ())
-    for n_heads in sorted(shared_heads(made, tp)):
-        mesh.heads(n_heads)  # made by all ranks together, whatever their stages have
+    tp_plan = plan(model, passes.placements or {}, tp) if tp > 1 else Plan({}, ())
+    for n_heads in sorted(shared_heads(tp_plan, tp)):
+        mesh.heads(n_heads)  # a collective, also for ranks whose stages have no such heads
     if passes.parallel.async_tp:
-        check_rows(dict(model.named_modules()), made.rows)
+        check_rows(dict(model.named_modules()), tp_plan.rows)
     units = select_units(model, passes.units)
     refuse_shared_parameters(model, units)
-    pieces, ranks, parts = uncut(model), (0,), {0: model}
+    stages, ranks, parts = uncut(model), (0,), {0: model}
     if passes.layout is not None:
-        pieces, ranks = cut(model, passes.layout.stages), passes.layout.ranks
-        parts = {s: take_stage(model, pieces, s) for s, rank in enumerate(ranks) if rank == pp}
-    whole = _WholeModel(
+        stages, ranks = cut(model, passes.layout.stages), passes.layout.ranks
+        parts = {s: take_stage(model, stages, s) for s, rank in enumerate(ranks) if rank == pp}
+    selection = _Selection(
         [list(unit) for unit in units],
-        _blocks(model, passes),
-        _cores(model, mesh, passes),
-        _experts(model, mesh, passes, units),
+        _block_names(model, passes),
+        _core_names(model, mesh, passes),
+        _expert_names(model, mesh, passes, units),
         make_dispatcher(passes.experts, mesh) if passes.experts else None,
-        made,
+        tp_plan,
         padded,
-        pieces,
+        stages,
     )
     offload = None
     if passes.recompute.offload:
         offload = Offload(torch.device(mesh.device_type), passes.smallest_offload)
-    done = [_apply_to_part(s, part, whole, mesh, passes, offload) for s, part in parts.items()]
+    results = {
+        s: _apply_to_stage(s, part, selection, mesh, passes, offload) for s, part in parts.items()
+    }
     return Applied(
         parts,
-        units=sum(part.units for part in done),
-        recomputed_blocks=sum(part.recomputed for part in done),
-        compiled=tuple(name for part in done for name in part.compiled),
+        units=sum(result.units for result in results.values()),
+        recomputed_blocks=sum(result.recomputed for result in results.values()),
+        compiled=tuple(name for result in results.values() for name in result.compiled),
         padded_rows=padded,
-        partial=frozenset(made.partial) if passes.replicas == "step" else frozenset(),
-        names=pieces.names,
-        shared=SharedWeights.of(pieces, parts, ranks, pp),
-        deferred={
-            stage: part.deferred for stage, part in zip(parts, done, strict=True) if part.deferred
-        },
+        partial=frozenset(tp_plan.partial) if passes.replicas == "step" else frozenset(),
+        names=stages.names,
+        shared=SharedWeights.of(stages, parts, ranks, pp),
+        deferred={s: result.deferred for s, result in results.items() if result.deferred},
         loss_in_head=passes.loss is not None,
         offload=offload,
-        dispatcher=whole.dispatcher,
+        dispatcher=selection.dispatcher,
     )
 
 
 @dataclass(frozen=True)
 class _StageResult:
-    """What the passes did to one stage."""
+    """What the passes report of one stage."""
 
     units: int
     recomputed: int
@@ -248,63 +250,62 @@ class _StageResult:
 
 
 @dataclass(frozen=True)
-class _WholeModel:
-    """What is known of the whole model before it is cut."""
+class _Selection:
+    """Modules that the passes act on, selected in the whole model before it is cut into stages."""
 
     units: list[list[str]]
     """FQNs of the modules of each unit."""
     blocks: list[str]
     """FQNs of the blocks to recompute, compile and offload, in order."""
     cores: list[str]
-    """FQNs of the modules that attend, in order; none where cp is 1."""
+    """FQNs of the context-parallel attention modules, in order; empty with cp = 1."""
     experts: list[str]
-    """FQNs of the experts that have a mesh of their own."""
+    """FQNs of the expert modules on a separate mesh; empty if they are sharded as all else."""
     dispatcher: Dispatcher | None
-    made: Plan
+    tp_plan: Plan
     padded: Mapping[str, int]
-    pieces: Cut
+    stages: Cut
 
 
-def _apply_to_part(
+def _apply_to_stage(
     stage: int,
     part: nn.Module,
-    whole: _WholeModel,
+    selection: _Selection,
     mesh: Mesh,
     passes: Passes,
     offload: Offload | None,
 ) -> _StageResult:
-    """The passes over one stage. Names are those of the whole model; it may lack some."""
-    held = present(dict(part.named_modules()))
+    """Apply the passes to one stage, which has some of the selected modules."""
+    modules = present(dict(part.named_modules()))
+    dispatcher, tp_plan = selection.dispatcher, selection.tp_plan
     split = passes.layout.deferred(stage, part) if passes.layout else []
-    if whole.made.rows:
+    if tp_plan.rows:
         overlap = passes.parallel.async_tp
-        apply_tensor_parallel(
-            part, mesh.flat("tp"), whole.made, passes.replicas, overlap, mesh.heads
-        )
-    apart = {name: held[name] for name in whole.experts if name in held}
-    if passes.experts is not None and apart:
-        apply_experts(apart, passes.experts, mesh, whole.dispatcher)
-    if passes.context is not None and whole.cores:
-        cores = [(i, held[name]) for i, name in enumerate(whole.cores) if name in held]
+        apply_tensor_parallel(part, mesh.flat("tp"), tp_plan, passes.replicas, overlap, mesh.heads)
+    expert_modules = {name: modules[name] for name in selection.experts if name in modules}
+    if passes.experts is not None and expert_modules:
+        apply_experts(expert_modules, passes.experts, mesh, dispatcher)
+    if passes.context is not None and selection.cores:
+        cores = [(i, modules[name]) for i, name in enumerate(selection.cores) if name in modules]
         apply_context(cores, passes.context, mesh.size("cp"), mesh.context, mesh.device_type)
     deferred = defer(split, passes.compile.enable) if split else None
-    if passes.loss is not None and passes.loss[0] in held:
+    if passes.loss is not None and passes.loss[0] in modules:
         head, loss = passes.loss
-        attach_loss(held[head], loss)
-    blocks = [(i, name, held[name]) for i, name in enumerate(whole.blocks) if name in held]
-    broken = {block for block in whole.blocks if breaks_graph(block, apart, whole.dispatcher)}
+        attach_loss(modules[head], loss)
+    blocks = [(i, b, modules[b]) for i, b in enumerate(selection.blocks) if b in modules]
+    broken = {name for name in selection.blocks if breaks_graph(name, expert_modules, dispatcher)}
     if broken:
-        compile_activations(apart.values(), passes.compile)
-    options = _inductor_options(passes, whole.dispatcher if apart else None)
+        compile_activations(expert_modules.values(), passes.compile)
+    options = _inductor_options(passes, dispatcher if expert_modules else None)
     recomputed, compiled = _wrap_blocks(blocks, passes, offload, broken, options)
     if offload is not None:
         offload.attach(stage, [block for _, _, block in blocks])
     if compiled:
-        settle_outputs(part, compiled, whole.made)
-    units = [[held[name] for name in unit if name in held] for unit in whole.units]
+        settle_outputs(part, compiled, tp_plan)
+    units = [[modules[name] for name in unit if name in modules] for unit in selection.units]
     units = [unit for unit in units if unit]
-    names = whole.pieces.names
-    by_columns = [p for fqn, p in part.named_parameters() if names[fqn] in whole.padded]
+    names = selection.stages.names
+    by_columns = [p for fqn, p in part.named_parameters() if names[fqn] in selection.padded]
     _check_columns(by_columns, mesh)
     shard(
         part,
@@ -314,21 +315,21 @@ def _apply_to_part(
         DTYPES[passes.dtype],
         by_columns,
         keep_last=passes.layout is None,
-        experts=apart.values(),
+        experts=expert_modules.values(),
     )
     if callable(passes.init):
         passes.init(part)
     elif passes.init is not None:
         seed, fill = passes.init
         materialize(part, torch.device(mesh.device_type))
-        initialize(part, seed, fill, names, whole.padded)
+        initialize(part, seed, fill, names, selection.padded)
     return _StageResult(len(units), recomputed, compiled, deferred)
 
 
 def _inductor_options(passes: Passes, dispatcher: Dispatcher | None) -> dict[str, Any]:
     splits = passes.layout is not None and passes.layout.splits_backward
-    held = dispatcher is not None and in_graphs(dispatcher)
-    return {**(COMPILE_OPTIONS if splits else {}), **(IN_ORDER if held else {})}
+    in_graph = dispatcher is not None and in_graphs(dispatcher)
+    return {**(COMPILE_OPTIONS if splits else {}), **(IN_ORDER if in_graph else {})}
 
 
 def _wrap_blocks(
@@ -338,15 +339,23 @@ def _wrap_blocks(
     broken: Collection[str],
     options: Mapping[str, Any],
 ) -> tuple[int, list[str]]:
-    """Recompute and compile (index in the model, FQN, block); how many recompute, which compile."""
+    """Apply recomputation and compilation to blocks, in place.
+
+    Args:
+        blocks: (index in the model, FQN, block).
+        broken: FQNs of blocks whose graph breaks at a dispatcher.
+    Returns:
+        Number of recomputed blocks, and FQNs of compiled ones.
+    """
     named = {name: block for _, name, block in blocks}
     numbered = [(i, block) for i, _, block in blocks]
     if passes.recompute.mode == "full":
-        # A block that is recomputed whole is compiled inside: torch 2.13 cannot save the mesh of a
-        # DTensor for a compiled block that holds its own recomputation.
+        # Full recomputation wraps the compiled forward: torch 2.13 cannot save the mesh of a
+        # DTensor for a compiled block that contains the recomputation.
         compiled = compile_blocks(named, passes.compile, options, True, broken)
         return apply_recompute(numbered, passes.recompute, passes.keep_rng), compiled
-    # What a compiled graph keeps is offloaded as any block's; what is kept eagerly is in a cache.
+    # Offload sees the tensors that a compiled graph saves; eager selective recomputation keeps its
+    # tensors in a cache instead, which offload has to watch.
     watch = offload.watch if offload is not None and not passes.compile.enable else None
     recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng, watch)
     forward_only = offload is not None
@@ -360,11 +369,13 @@ def _check_axes(mesh: Mesh, passes: Passes) -> None:
             'Context("blocks.*.attn.core")'
         )
     for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp"):
-        if (asked := getattr(passes.parallel, axis)) not in (-1, 1, mesh.degrees[axis]):
-            raise ConfigError(f"parallel.{axis} = {asked} on a mesh of {mesh.degrees[axis]}")
+        if (degree := getattr(passes.parallel, axis)) not in (-1, 1, mesh.degrees[axis]):
+            raise ConfigError(f"parallel.{axis} = {degree} on a mesh of {mesh.degrees[axis]}")
     for axis in ("ep", "etp"):
-        if (asked := getattr(passes.parallel, axis)) not in (1, mesh.expert_degrees[axis]):
-            raise ConfigError(f"parallel.{axis} = {asked} on a mesh of {mesh.expert_degrees[axis]}")
+        if (degree := getattr(passes.parallel, axis)) not in (1, mesh.expert_degrees[axis]):
+            raise ConfigError(
+                f"parallel.{axis} = {degree} on a mesh of {mesh.expert_degrees[axis]}"
+            )
     if mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1 and passes.experts is None:
         raise ConfigError(
             f"ep x etp = {mesh.expert_degrees['ep'] * mesh.expert_degrees['etp']} needs `experts`: "
@@ -388,7 +399,7 @@ def _rows(passes: Passes) -> list[Any]:
 
 
 def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
-    """A padded vocabulary is sharded by width, so that its padding stays at one end."""
+    """Check that FSDP can shard padded parameters along dim 1, so that padding rows stay last."""
     ranks = mesh.size(*FSDP_AXES)
     for parameter in by_columns:
         if parameter.shape[1] % ranks:
@@ -399,16 +410,16 @@ def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
             )
 
 
-def _blocks(model: nn.Module, passes: Passes) -> list[str]:
-    """FQNs of the blocks to recompute, compile and offload; none where nothing is asked for."""
+def _block_names(model: nn.Module, passes: Passes) -> list[str]:
+    """FQNs of the blocks to recompute, compile or offload; empty if all three are off."""
     recompute = passes.recompute
     if recompute.mode == "none" and not recompute.offload and not passes.compile.enable:
         return []
     return list(select(model, _block_pattern(passes.units, passes.blocks)))
 
 
-def _cores(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:
-    """FQNs of the modules that attend to several ranks' tokens."""
+def _core_names(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:
+    """FQNs of the context-parallel attention modules; empty with cp = 1."""
     if mesh.size("cp") == 1 or passes.context is None:
         return []
     cores = list(select(model, passes.context.cores))
@@ -418,17 +429,17 @@ def _cores(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:
             "modules that attend; give one for each, or one for all"
         )
     for shape in passes.context.layouts(mesh.size("cp")).values():
-        mesh.context(shape.inner)  # made by all ranks together, whatever their stages have
+        mesh.context(shape.inner)  # a collective, also for ranks whose stages have no attention
     return cores
 
 
-def _experts(
+def _expert_names(
     model: nn.Module, mesh: Mesh, passes: Passes, units: Sequence[Collection[str]]
 ) -> list[str]:
-    """FQNs of the experts; none where they are sharded as all else is."""
+    """FQNs of the expert modules on a separate mesh; empty if they are sharded as all else."""
     if passes.experts is None or not on_separate_mesh(mesh):
         return []
-    _ = mesh.experts, mesh.expert_group()  # made by all ranks together, whatever their stages have
+    _ = mesh.experts, mesh.expert_group()  # collectives, also for ranks without experts
     found = list(select(model, passes.experts.experts))
     if own := [name for unit in units for name in unit if name in found]:
         raise ConfigError(

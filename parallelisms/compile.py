@@ -1,8 +1,9 @@
-"""torch.compile, block by block: all blocks share one compiled graph, so that start-up stays short.
+"""torch.compile per block: all blocks share one compiled graph, so that start-up stays short.
 
-The graph must be whole (`fullgraph`): a break would be silent and slow. Only experts on other ranks
-break it, and only if the host reads the number of tokens to send (`Dispatcher.in_graphs`); their
-elementwise part is then compiled separately. FSDP's hooks stay outside, around the block.
+Blocks compile with `fullgraph`, since a graph break would be silent and slow. The exception are
+blocks with experts on other ranks if the host reads the number of tokens to send
+(`Dispatcher.in_graphs` is false); the experts' elementwise operations are then compiled separately.
+FSDP's hooks wrap the compiled block.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -25,7 +26,7 @@ def compile_blocks(
 
     Args:
         inductor_options: options of the inductor backend; no other backend has them.
-        broken: FQNs of blocks whose graph breaks at a dispatcher that no graph can hold.
+        broken: FQNs of blocks whose graph breaks at a dispatcher.
         forward_only: compile the block's `forward`, which may then be wrapped, not its call.
     Returns:
         FQNs of the compiled modules, for the log.
@@ -43,18 +44,20 @@ def compile_blocks(
 
 
 def compile_activations(experts: Iterable[nn.Module], options: Compile) -> None:
-    """Compile the elementwise `activate` of experts outside of graphs, in place: one kernel in the
-    forward and one in the backward, for any number of rows."""
+    """Compile the elementwise `activate` of experts in place, for dynamic numbers of tokens.
+
+    It then is one kernel in the forward and one in the backward.
+    """
     for module in experts if options.enable else ():
         if hasattr(module, "activate"):
-            module.activate = _for_any_rows(module.activate, options)  # type: ignore[assignment]
+            module.activate = _compile_dynamic(module.activate, options)  # type: ignore[assignment]
 
 
-def _for_any_rows(function: Callable[..., Tensor], options: Compile) -> Callable[..., Tensor]:
+def _compile_dynamic(function: Callable[..., Tensor], options: Compile) -> Callable[..., Tensor]:
     compiled = torch.compile(function, dynamic=True, fullgraph=True, **_settings(options))
 
     def call(*tensors: Tensor) -> Tensor:
-        # Zero rows or one would recompile in the middle of a run, while other ranks wait.
+        # A size of 0 or 1 would recompile in the middle of a run, while other ranks wait.
         return compiled(*tensors) if len(tensors[0]) > 1 else function(*tensors)
 
     return call

@@ -1,9 +1,9 @@
-"""Complete gradients, compute their global norm, clip or skip; all on the device.
+"""Sum partial gradients over tp, compute the global norm, clip or skip; all on the device.
 
-`reduce_replicas` completes what FSDP leaves open: sums over tp of parameters that see a part of the
-tokens or heads. From then on every gradient is a shard of a complete sum. Each rank adds up the
-squares of what it owns, a replicated part being owned by the first rank of the axis, and one
-all-reduce over the world gives the same norm on every rank, whatever the layout.
+`reduce_replicas` does the sums that FSDP does not: over tp, of replicated parameters whose modules
+compute on a shard of the tokens or heads. Then every gradient is a shard of a complete sum. For the
+norm, each rank sums the squares of the shards that it owns (the first rank of an axis owns a
+replicated one), and one all-reduce over all ranks gives the same norm for every layout.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -19,13 +19,12 @@ from dtron.parallelisms.mesh import Mesh, axes_of
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, sharing its memory."""
+    """Return this rank's shard of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the local shards of all existing gradients; writing to them writes to the
-    gradients."""
+    """Return the local shards of all existing gradients, sharing their memory."""
     return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
@@ -49,8 +48,8 @@ def reduce_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> N
     """Sum gradients over a group, in place, all by one all-reduce per dtype.
 
     Args:
-        parameters: the same on all ranks of the group; each holds a part of each sum. One that has
-            no gradient counts as zero where another rank has one.
+        parameters: the same on all ranks of the group, with partial gradients. A missing gradient
+            counts as zero.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
@@ -67,16 +66,15 @@ def reduce_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> N
 def global_norm(
     parameters: Sequence[Tensor], mesh: Mesh, copies: Collection[Tensor] = ()
 ) -> Tensor:
-    """Compute the 2-norm of all gradients of all ranks: a scalar on the device, equal on every
-    rank.
+    """Compute the global 2-norm of all gradients: a scalar on the device, equal on every rank.
 
     float32, or float64 for float64 gradients. Not finite if any gradient is not.
 
     Args:
-        copies: parameters that another pipeline stage counts (tied weights).
+        copies: parameters to leave out, as another pipeline stage counts them (tied weights).
     """
-    elsewhere = {id(p) for p in copies}
-    counted = [p for p in parameters if p.grad is not None and id(p) not in elsewhere]
+    left_out = {id(p) for p in copies}
+    counted = [p for p in parameters if p.grad is not None and id(p) not in left_out]
     wide = any(p.dtype == torch.float64 for p in parameters)  # equal on all ranks, owners or not
     dtype = torch.float64 if wide else torch.float32
     gradients = local_gradients(p for p in counted if _owned(p, mesh))
@@ -88,9 +86,9 @@ def global_norm(
 
 
 def _owned(parameter: Tensor, mesh: Mesh) -> bool:
-    """Whether this rank is the one that counts its local part of the gradient.
+    """Whether this rank counts its local shard of the gradient: one of the ranks with equal copies.
 
-    Axes that the gradient's mesh lacks hold equal copies, except pp, whose ranks hold different
+    Ranks along an axis that the gradient's mesh lacks have copies; pp ranks have different
     parameters.
     """
     gradient = parameter.grad
@@ -109,8 +107,10 @@ def _owned(parameter: Tensor, mesh: Mesh) -> bool:
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """Compute the factor for all gradients: min(1, max_norm / norm); 1 if max_norm is 0, NaN if the
-    norm is not finite. A scalar on the device."""
+    """Compute the factor for all gradients, min(1, max_norm / norm): a scalar on the device.
+
+    1 if max_norm is 0, NaN if the norm is not finite.
+    """
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
     return torch.where(norm.isfinite(), scale, torch.nan)
 

@@ -1,21 +1,20 @@
-"""The device mesh: one set of ranks, named axes, no process-global state.
+"""The device mesh: named axes over all ranks, without process-global state.
 
 Axes from outermost to innermost are pp, dp_replicate, dp_shard, cp, tp, so that neighbouring
-ranks, which share the fastest links, hold the shards that talk most. An axis exists also with
-degree 1.
+ranks, which have the fastest links, communicate most. An axis of degree 1 exists too.
 
     batch axes  dp_replicate, dp_shard       ranks that read different sequences
-    fsdp axes   dp_shard, cp                 ranks that share parameters and optimizer state
-    loss axes   dp_replicate, dp_shard, cp   ranks that hold different tokens
-    micro axes  cp, tp                           ranks whose routers share a micro-batch
-    token axes  the loss axes, tp                ranks whose routers see different tokens
-    share axes  pp and the loss axes         ranks whose shares make up the loss
+    fsdp axes   dp_shard, cp                 ranks over which FSDP shards parameters
+    loss axes   dp_replicate, dp_shard, cp   ranks that have different tokens
+    micro axes  cp, tp                       ranks whose routers see the same micro-batch
+    token axes  the loss axes, tp            ranks whose routers see different tokens
+    share axes  pp, the loss axes            ranks whose partial losses sum to the loss
 
-Experts see the same ranks by other axes, `Mesh.experts`: pp, dp_replicate, edp_shard, ep, etp.
+Experts use other axes over the same ranks, `Mesh.experts`: pp, dp_replicate, edp_shard, ep, etp.
 
-DTensors live on `Mesh.device_mesh`, whose dims are pp, dp_replicate, the fsdp axes as one dim, and
-tp: every mesh that shards parameters is a slice of it. Other axes, alone or joined, are process
-groups.
+DTensors are on `Mesh.device_mesh`, whose dims are pp, dp_replicate, the fsdp axes as one dim, and
+tp: every mesh that shards parameters is a slice of it. All other axes and combinations of axes are
+process groups only.
 """
 
 import math
@@ -36,11 +35,11 @@ LOSS_AXES: tuple[Degree, ...] = ("dp_replicate", "dp_shard", "cp")
 MICRO_AXES: tuple[Degree, ...] = ("cp", "tp")
 TOKEN_AXES: tuple[Degree, ...] = (*LOSS_AXES, "tp")
 SHARE_AXES: tuple[Degree, ...] = ("pp", *LOSS_AXES)
-_JOIN = "+"  # between the axes of a flattened mesh, in its name
+_JOIN = "+"  # joins the names of flattened axes
 
 
 def axes_of(name: str) -> tuple[str, ...]:
-    """The axes of a mesh dim's name: itself, or those that a flattened dim joins."""
+    """Split the name of a mesh dim into its axes; only a flattened dim has several."""
     return tuple(name.split(_JOIN))
 
 
@@ -48,14 +47,14 @@ class Mesh:
     """Named axes over the ranks of the default process group.
 
     Args:
-        dp_shard: ranks that share parameters; -1 takes what the other degrees leave.
-        ep: ranks that hold different experts, within dp_shard x cp x tp.
-        etp: ranks that share each expert's matrices, likewise.
+        dp_shard: degree of parameter sharding; -1: the world size divided by the other degrees.
+        ep: degree of expert parallelism, within dp_shard x cp x tp.
+        etp: degree of tensor parallelism of experts, likewise.
         device_type: "cuda" or "cpu"; by default cuda where there is one.
         options: process-group options by axis: a backend's name, its options object (such as
             ProcessGroupNCCL.Options), or both as a tuple.
-        high_priority: axes whose NCCL collectives run on streams of high priority, so that they
-            start before computation that is queued already.
+        high_priority: axes whose NCCL collectives run on high-priority streams, before kernels
+            that are already queued.
 
     Raises:
         ConfigError: the degrees do not multiply to the world size, or there is no process group.
@@ -77,23 +76,23 @@ class Mesh:
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("a Mesh needs a process group; call init_process_group first")
-        asked: dict[Degree, int] = {
+        degrees: dict[Degree, int] = {
             "pp": pp,
             "dp_replicate": dp_replicate,
             "dp_shard": dp_shard,
             "cp": cp,
             "tp": tp,
         }
-        self.degrees = resolve_degrees(asked, dist.get_world_size())
+        self.degrees = resolve_degrees(degrees, dist.get_world_size())
         self.device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-        place = np.unravel_index(dist.get_rank(), tuple(self.degrees.values()))
-        self._place = {axis: int(i) for axis, i in zip(DEGREES, place, strict=True)}
+        index = np.unravel_index(dist.get_rank(), tuple(self.degrees.values()))
+        self._coordinate = {axis: int(i) for axis, i in zip(DEGREES, index, strict=True)}
         high = {axis: _high_priority() for axis in high_priority}
         override: dict[str, Any] = high | dict(options or {})
         sizes = {
             "pp": self.degrees["pp"],
             "dp_replicate": self.degrees["dp_replicate"],
-            _JOIN.join(self._wide(FSDP_AXES)): self.size(*FSDP_AXES),
+            _JOIN.join(self._used_axes(FSDP_AXES)): self.size(*FSDP_AXES),
             "tp": self.degrees["tp"],
         }
         self.device_mesh = init_device_mesh(
@@ -107,18 +106,20 @@ class Mesh:
             if (axis,) not in self._groups:
                 self._groups[axis,] = _group(self.degrees, [axis], override.get(axis))
         inside = {f"cp_{part}": override["cp"] for part in ("outer", "inner") if "cp" in override}
-        self._override_of_context = inside or None
+        self._context_override = inside or None
         self.expert_degrees = resolve_expert_degrees(self.degrees, ep, etp)
         self._experts: DeviceMesh | None = None
         self._expert_group: dist.ProcessGroup | None = None
         self._context: dict[int, DeviceMesh] = {}
         self._heads: dict[int, DeviceMesh] = {}
-        self._override_of_heads = override.get("tp")
+        self._heads_override = override.get("tp")
 
     @property
     def experts(self) -> DeviceMesh:
-        """The experts' view of the same ranks, made when first asked for (by all ranks together):
-        pp, dp_replicate, edp_shard, ep, etp."""
+        """The expert mesh over the same ranks: (pp, dp_replicate, edp_shard, ep, etp).
+
+        The first use creates it, a collective over all ranks.
+        """
         if self._experts is None:
             degrees = self.expert_degrees
             self._experts = init_device_mesh(
@@ -127,94 +128,101 @@ class Mesh:
         return self._experts
 
     def expert_group(self) -> dist.ProcessGroup:
-        """The process group over ep x etp, etp being the innermost."""
+        """The process group over ep x etp, etp innermost; the first call is a collective."""
         if self._expert_group is None:
             group: dist.ProcessGroup = _group(self.expert_degrees, ["ep", "etp"])
             self._expert_group = group
         return self._expert_group
 
     def sharing_experts(self) -> DeviceMesh:
-        """(dp_replicate, edp_shard) where there are replicas, else (edp_shard,)."""
+        """The mesh over which FSDP shards experts: (edp_shard,), or (dp_replicate, edp_shard)."""
         if self.degrees["dp_replicate"] == 1:
             return self.experts["edp_shard"]
         return self.experts["dp_replicate", "edp_shard"]
 
     def context(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The cp axis as blocks of `inner` neighbours: the process group of this rank's place in
-        every block, and that of its block. Made when first asked for, by all ranks together."""
+        """Split the cp axis into blocks of `inner` neighbouring ranks; return two process groups.
+
+        The ranks with this rank's index in all blocks, and the ranks of this block. The first call
+        creates the groups, a collective over all ranks.
+        """
         if inner not in self._context:
             cp, tp = self.degrees["cp"], self.degrees["tp"]
             self._context[inner] = init_device_mesh(
                 self.device_type,
                 (dist.get_world_size() // (cp * tp), cp // inner, inner, tp),
                 mesh_dim_names=("others", "cp_outer", "cp_inner", "tp"),
-                backend_override=self._override_of_context,  # type: ignore[arg-type]
+                backend_override=self._context_override,  # type: ignore[arg-type]
             )
         mesh = self._context[inner]
         return mesh["cp_outer"].get_group(), mesh["cp_inner"].get_group()
 
     def heads(self, n_heads: int) -> DeviceMesh:
-        """The tp axis as `n_heads` blocks of neighbours that share a head: the 1-D mesh of this
-        rank's block. Made when first asked for, by all ranks together."""
+        """Split the tp axis into `n_heads` blocks of neighbouring ranks that share a head.
+
+        Returns the 1-D mesh of this rank's block. The first call is a collective over all ranks.
+        """
         tp = self.degrees["tp"]
         if n_heads == 1:
             return self.flat("tp")
         if n_heads not in self._heads:
             degrees = {axis: n for axis, n in self.degrees.items() if axis != "tp"}
             degrees |= {"tp_outer": n_heads, "tp_inner": tp // n_heads}
-            group = _group(degrees, ["tp_inner"], self._override_of_heads)
+            group = _group(degrees, ["tp_inner"], self._heads_override)
             self._heads[n_heads] = DeviceMesh.from_group(
                 group, self.device_type, mesh_dim_names=("tp_inner",)
             )
         return self._heads[n_heads]
 
     def replicated(self, *axes: Degree) -> DeviceMesh:
-        """The 2-D mesh of dp_replicate and these axes together, as `flat` takes them."""
-        return self.device_mesh["dp_replicate", _JOIN.join(self._wide(axes))]
+        """The 2-D mesh (dp_replicate, these axes flattened); see `flat` for the axes."""
+        return self.device_mesh["dp_replicate", _JOIN.join(self._used_axes(axes))]
 
     def size(self, *axes: Degree) -> int:
-        """Number of ranks over these axes together."""
+        """Product of the degrees of these axes."""
         return math.prod(self.degrees[axis] for axis in axes)
 
     def rank(self, *axes: Degree) -> int:
-        """This rank's index over these axes together, the first axis being outermost."""
+        """This rank's index in the flattened axes, the first one outermost."""
         rank = 0
         for axis in axes:
-            rank = rank * self.degrees[axis] + self._place[axis]
+            rank = rank * self.degrees[axis] + self._coordinate[axis]
         return rank
 
     def flat(self, *axes: Degree) -> DeviceMesh:
-        """The 1-D mesh of pp, dp_replicate or tp, or over the fsdp axes together."""
-        return self.device_mesh[_JOIN.join(self._wide(axes))]
+        """The 1-D mesh of pp, dp_replicate or tp, or of the fsdp axes flattened."""
+        return self.device_mesh[_JOIN.join(self._used_axes(axes))]
 
     def group(self, *axes: Degree) -> dist.ProcessGroup:
-        """The process group over these axes together; those of degree 1 cost no group. Joined axes
-        get theirs when first asked for, by all ranks together."""
-        wide = self._wide(axes)
-        if wide not in self._groups:
-            self._groups[wide] = _group(self.degrees, wide)
-        return self._groups[wide]
+        """The process group over the flattened axes.
+
+        The first call with several axes of degree 2 or more is a collective over all ranks.
+        """
+        used = self._used_axes(axes)
+        if used not in self._groups:
+            self._groups[used] = _group(self.degrees, used)
+        return self._groups[used]
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Every process group made so far."""
-        return [group for _, group in self._labelled()]
+        """All process groups created so far."""
+        return [group for _, group in self._named_groups()]
 
     def group_names(self) -> dict[str, str]:
-        """Axis, or axes joined by "+", of every process group made so far, by the group's name."""
+        """{name of a process group: its axis, or axes joined by "+"}, of all created so far."""
         world = dist.group.WORLD
         names: dict[str, str] = {str(world.group_name): "world"} if world else {}
-        for label, group in self._labelled():
+        for label, group in self._named_groups():
             name = str(group.group_name)
-            # One of all ranks is shared by all that ask for it: the first axis names it.
+            # Axes over all ranks share the world's group: the first one names it.
             names[name] = label if names.get(name, "world") == "world" else names[name]
         return names
 
-    def _wide(self, axes: Sequence[Degree]) -> tuple[Degree, ...]:
-        """Those of degree 2 or more, or the last one."""
+    def _used_axes(self, axes: Sequence[Degree]) -> tuple[Degree, ...]:
+        """Return the axes of degree 2 or more; if there are none, the last axis."""
         return tuple(axis for axis in axes if self.degrees[axis] > 1) or tuple(axes[-1:])
 
-    def _labelled(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
-        """Every process group made so far, with its axis or its axes joined by "+"."""
+    def _named_groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
+        """Yield (axis, or axes joined by "+"; process group) of all groups created so far."""
         single = [axes for axes in ((axis,) for axis in DEGREES) if axes in self._groups]
         for axes in (*single, *(axes for axes in self._groups if len(axes) > 1)):
             yield _JOIN.join(axes), self._groups[axes]
@@ -229,10 +237,10 @@ class Mesh:
 
 
 def _group(degrees: Mapping[Any, int], axes: Sequence[str], override: Any = None) -> Any:
-    """This rank's process group over some axes together, made by all ranks together.
+    """Create process groups over the flattened axes, a collective; return this rank's group.
 
     Args:
-        degrees: of all axes, from outermost to innermost.
+        degrees: degrees of all axes, from outermost to innermost.
         override: a backend's name, its options, or both.
     """
     world = dist.group.WORLD
@@ -248,7 +256,7 @@ def _group(degrees: Mapping[Any, int], axes: Sequence[str], override: Any = None
         backend, options = None, backend
     name = f"mesh_{_JOIN.join(axes)}"
     if world.bound_device_id is not None and backend in (None, dist.get_backend()):
-        # NCCL's communicator is there: one call splits it into all groups.
+        # NCCL's communicator exists: one call splits it into all groups.
         return dist.split_group(world, ranks.tolist(), pg_options=options, group_desc=name)
     made = [
         dist.new_group(each, backend=backend, pg_options=options, group_desc=name)

@@ -1,4 +1,4 @@
-"""Activation offload: tensors that a block saves for its backward wait in host memory.
+"""Activation offload: tensors that a block saves for its backward are kept in host memory.
 
     forward    block 0 | block 1    | block 2    | head
     to host            | saved by 0 | saved by 1 |
@@ -6,23 +6,23 @@
     to device                                           | saved by 1 | saved by 0 |
 
 Copies run on two separate streams, overlapped with computation. A block's saved tensors are copied
-while the next block computes, freed when that one is done, and loaded while the next block is in
-backward. So the device holds those of two blocks, whatever the depth. A block whose backward
-follows at once is not offloaded. Each call of a block has separate storages and buffers, so that
-micro-batches in flight do not mix; the first block's backward prefetches for the last block of the
-stage's next micro-batch.
+while the next block computes, freed when that one is done, and loaded back during the backward of
+the next block. So the device holds those of two blocks, whatever the depth. A block whose backward
+follows its forward directly is not offloaded. Each call of a block has separate storages and
+buffers, so that micro-batches in flight do not mix; the first block's backward prefetches for the
+last block of the stage's next micro-batch.
 
-`saved_tensors_hooks` around the block's forward see what autograd saves: under full recomputation
-the block's inputs, in a compiled block what its graph saves. What selective recomputation keeps
-eagerly is in a separate cache, which `Offload.watch` gets.
+`saved_tensors_hooks` around the block's forward see the tensors that autograd saves: with full
+recomputation the block's inputs, in a compiled block those that its graph saves. Eager selective
+recomputation keeps its tensors in a separate cache, which is passed to `Offload.watch`.
 
-Storages are copied once per call, however many views of them are saved. Some are not offloaded:
-those that other objects hold anyway, which are parameters (FSDP's gathered ones too) and buffers of
-the block and inputs that are leaves of the graph (rotary tables, masks); and small ones. On a CPU
-the same copies go to other CPU memory, synchronously.
+A storage is copied once per call, however many views of it are saved. Small storages are not
+offloaded, nor those that other objects keep alive: parameters (also gathered ones) and buffers of
+the block, and inputs that are leaves of the graph (rotary tables, masks). On a CPU, the same copies
+go to other CPU memory, synchronously.
 
-Memory is reused only when its copies are done. On the device, `_Copies` holds it until the
-computation has waited for them; on the host, a buffer's next copy waits for its last one, and
+Memory is reused only when its copies are done. On the device, `_Copies` keeps it alive until the
+compute stream has waited for them; on the host, a buffer's next copy waits for its last one, and
 torch's allocator of pinned memory waits for copies from and to freed memory.
 
 Undocumented, tested with torch 2.11, 2.13 and 2.15: the cache of selective recomputation is
@@ -53,10 +53,10 @@ from dtron.parallelisms.placement import leaves
 SMALLEST = 2**20
 """Storages of fewer bytes are not offloaded: a copy costs more than the memory saved."""
 CHUNK, ALIGNED = 2**32, 2**12
-"""Bytes pinned at once, unless a buffer is larger; alignment of buffers."""
+"""Bytes of a chunk of pinned memory, unless a buffer is larger; alignment of buffers in bytes."""
 
 Event = torch.cuda.Event | None
-"""Event at the end of copies; None on a CPU, where copies are synchronous."""
+"""Event after copies; None on a CPU, where copies are synchronous."""
 
 
 @dataclass
@@ -66,14 +66,15 @@ class Buffer:
     data: Tensor
     """uint8 (bytes,)"""
     last: Event = None
-    """The last issued copy from it or to it."""
+    """End of the last issued copy from or to it."""
 
 
 class HostPool:
-    """Pool of host buffers by size, which are kept and reused, since pinning memory is slow.
+    """Pool of host buffers by size; freed buffers are reused, since pinning memory is slow.
 
-    Buffers are parts of chunks whose sizes are powers of two, to which torch would round up each
-    buffer. To bound the unused rest, a chunk is at most a quarter of all earlier chunks, or CHUNK.
+    Buffers are slices of chunks whose sizes are powers of two, since torch would round up each
+    buffer to one. To bound unused memory, a chunk is at most a quarter of all earlier chunks, or
+    CHUNK.
 
     Attributes:
         allocated: bytes of all buffers, used and free.
@@ -84,11 +85,11 @@ class HostPool:
         self.allocated = self.reserved = 0
         self._pinned = pinned
         self._free: dict[int, list[Buffer]] = defaultdict(list)
-        self._rests: list[Tensor] = []
-        """The unused rest of each chunk."""
+        self._unused: list[Tensor] = []
+        """The unused end of each chunk."""
 
     def take(self, size: int) -> Buffer:
-        """A buffer of this many bytes; its last copy may still run.
+        """Take a buffer of `size` bytes; its last copy may still run.
 
         Raises:
             ConfigError: the host has too little memory.
@@ -100,22 +101,22 @@ class HostPool:
         return Buffer(data)
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back."""
+        """Return a buffer to the pool."""
         self._free[buffer.data.numel()].append(buffer)
 
     def _cut(self, size: int) -> Tensor:
-        """Return uint8 (size,) from the first chunk with enough left."""
+        """Return uint8 (size,) from the first chunk with enough unused memory."""
         end = -(-size // ALIGNED) * ALIGNED
-        found = next((i for i, rest in enumerate(self._rests) if len(rest) >= end), None)
-        if found is None:
-            found = len(self._rests)
-            self._rests.append(self._reserve(end))
-        rest = self._rests[found]
-        self._rests[found] = rest[end:]
-        return rest[:size]
+        i = next((i for i, unused in enumerate(self._unused) if len(unused) >= end), None)
+        if i is None:
+            i = len(self._unused)
+            self._unused.append(self._reserve(end))
+        unused = self._unused[i]
+        self._unused[i] = unused[end:]
+        return unused[:size]
 
     def _reserve(self, least: int) -> Tensor:
-        """Allocate a chunk."""
+        """Allocate a chunk of at least `least` bytes."""
         size = max(_power_of_two(least), min(CHUNK, _power_of_two(self.reserved // 8)))
         _check_host_memory(size, self.reserved)
         chunk = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
@@ -124,13 +125,15 @@ class HostPool:
 
 
 def _power_of_two(least: int) -> int:
-    """Return the smallest power of two that is not less."""
+    """Return the smallest power of two that is at least `least`."""
     return 1 << max(0, least - 1).bit_length()
 
 
 def _check_host_memory(size: int, reserved: int) -> None:
-    """Raise ConfigError if less than a twentieth of the host's memory would be left, before the
-    kernel kills a process without an explanation."""
+    """Raise ConfigError if less than 5% of the host's memory would be left.
+
+    Without this check, the kernel would kill a process without an error.
+    """
     total, available = host_memory()
     if available - size < total / 20:
         have, more, left, whole = (n / 2**30 for n in (reserved, size, available, total))
@@ -143,8 +146,10 @@ def _check_host_memory(size: int, reserved: int) -> None:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[float, float]:
-    """Return total and available bytes of memory for this process, of the host or of a container
-    with a lower limit; infinity if Linux does not report it."""
+    """Return (total, available) bytes of memory; (0, infinity) if Linux does not report it.
+
+    Of the host, or of a container with a lower limit.
+    """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         kibibytes = {key: int(value.split()[0]) for key, value in (x.split(":") for x in lines)}
@@ -172,15 +177,18 @@ def _file_cache(root: Path) -> int:
 
 
 class _CopyStream:
-    """Stream for copies in one direction, which run in the order of issue."""
+    """Stream for copies in one direction, in the order of issue."""
 
     def __init__(self, device: torch.device, to_host: bool) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.to_host = to_host
 
     def copy(self, pairs: Sequence[tuple[Buffer, Tensor]]) -> Event:
-        """Copy between buffers and device memory, uint8 (bytes,), after all work issued so far on
-        the current stream and after the last copies of the buffers."""
+        """Issue copies between buffers and device memory, uint8 (bytes,).
+
+        They run after all work issued so far on the current stream and after the last copies of the
+        buffers.
+        """
         if self.stream is None:
             for buffer, memory in pairs:
                 self._copy(buffer, memory)
@@ -205,23 +213,23 @@ class _CopyStream:
 class _Copies:
     """Issued copies, and the device memory that they read or write.
 
-    Unreferenced memory is reused for the next tensor of the stream that allocated it, the
-    computation's, even if other streams still use it. So it is held here until that stream waits
-    for the copies, even if the graph is dropped or an error ends the step earlier. (With
-    record_stream, it would be free only after the host has seen the copies' end, and the host runs
-    ahead of the device.)
+    Torch reuses unreferenced memory for the next tensor of the stream that allocated it, here the
+    compute stream, even if other streams still use it. So it is referenced here until that stream
+    waits for the copies, even if the graph is dropped or an error ends the step earlier. (With
+    record_stream, it would be freed only once the host sees that the copies are done, and the host
+    runs ahead of the device.)
     """
 
-    def __init__(self, lane: _CopyStream, pairs: Sequence[tuple[Buffer, Tensor]]) -> None:
+    def __init__(self, stream: _CopyStream, pairs: Sequence[tuple[Buffer, Tensor]]) -> None:
         self._memory = [memory for _, memory in pairs]
-        self._computation = torch.cuda.current_stream() if self._memory[0].is_cuda else None
+        self._compute_stream = torch.cuda.current_stream() if self._memory[0].is_cuda else None
         self._done: Event = None
-        self._done = lane.copy(pairs)
+        self._done = stream.copy(pairs)
 
     def wait(self) -> None:
-        """Make the computation's stream, not the host, wait for the copies."""
+        """Make the compute stream, not the host, wait for the copies."""
         if self._done is not None:
-            self._done.wait(self._computation)
+            self._done.wait(self._compute_stream)
             self._done = None
         self._memory.clear()
 
@@ -230,19 +238,19 @@ class _Copies:
 
 
 class _Storage:
-    """A saved storage: on the device, on the host, or both. The autograd graph owns it."""
+    """A saved storage, on the device, on the host, or both; owned by the autograd graph."""
 
     def __init__(self, call: "_BlockCall", tensor: Tensor) -> None:
         self.call = call
         self.memory: Tensor | None = _as_bytes(tensor)
-        """uint8 (bytes,) on the device; None while it is only on the host."""
+        """uint8 (bytes,) on the device; None if it is only on the host."""
         self.buffer: Buffer | None = None
         """Its copy on the host."""
         self._tensor: Tensor | None = tensor.detach()  # shares the version counter
         self._saved_at = version(tensor)
 
     def check(self) -> None:
-        """Check for in-place modification, as autograd does for the tensors it saves."""
+        """Raise if the tensor was modified in place, as autograd does for saved tensors."""
         if self._tensor is not None and version(self._tensor) != self._saved_at:
             raise RuntimeError(
                 f"a tensor {tuple(self._tensor.shape)} that a block saved for its backward was "
@@ -258,36 +266,36 @@ class _Storage:
 
 @dataclass(eq=False)
 class _BlockCall:
-    """One call of a block, and the storages that it saves for its backward."""
+    """One call of a block, with the storages that it saves for its backward."""
 
     stage: int
     number: int
     """Index of the block in its stage."""
     others: set[int]
-    """Addresses of storages that are not offloaded, as other objects hold them."""
+    """Addresses of storages that are not offloaded, since other objects keep them alive."""
     units: Sequence[nn.Module]
-    """FSDP units inside the block, whose parameters are gathered only while they compute."""
+    """FSDP units inside the block, whose parameters are gathered only during their forward."""
     previous: "_BlockCall | None" = None
-    """Call of the previous block, in the same forward."""
+    """The call of the previous block in the same forward."""
     caches: list[Mapping[Any, Any]] = field(default_factory=list)
-    """Cache of selective recomputation."""
+    """Caches of selective recomputation."""
     storages: "weakref.WeakValueDictionary[int, _Storage]" = field(
         default_factory=weakref.WeakValueDictionary
     )
-    """Storages that the graph still holds, by address in the forward."""
+    """Storages that the graph still references, by their address in the forward."""
     copies: _Copies | None = None
-    """Those issued last."""
+    """The last issued copies."""
     is_used: bool = False
     """Whether its backward has begun."""
 
     def wait(self) -> None:
-        """Make the computation wait for the copies."""
+        """Make the compute stream wait for the copies."""
         if self.copies is not None:
             self.copies.wait()
 
 
 class Offload:
-    """Offloads tensors that blocks save for their backward; one object for all stages of a rank.
+    """Offloads tensors that blocks save for backward; one object for all stages of a rank.
 
         offload = Offload(torch.device("cuda"))
         offload.attach(0, model.blocks)          # after recompute and compile, before FSDP
@@ -297,8 +305,8 @@ class Offload:
         smallest: storages of fewer bytes are not offloaded.
 
     Attributes:
-        pool: the host memory.
-        copied: bytes copied to the host so far.
+        pool: pool of host memory.
+        copied: number of bytes copied to the host so far.
     """
 
     def __init__(self, device: torch.device, smallest: int = SMALLEST) -> None:
@@ -313,24 +321,24 @@ class Offload:
         self._last: _BlockCall | None = None
         """The last call, unless its backward has begun."""
         self._ends: dict[int, deque[_BlockCall]] = defaultdict(deque)
-        """By stage, the last calls of forwards whose backward has not begun, in order."""
+        """By stage: the last call of each forward whose backward has not begun, in order."""
 
     def attach(self, stage: int, blocks: Iterable[nn.Module]) -> None:
-        """Offload the saved tensors of blocks, in place: only their `forward` is replaced.
+        """Offload the saved tensors of blocks; replaces only their `forward`, in place.
 
         Args:
-            blocks: in the order of their forward.
+            blocks: blocks in the order of their forward.
         """
         for number, block in enumerate(blocks):
             block.forward = functools.partial(self._call, block, block.forward, stage, number)
 
     def watch(self, caching: Any) -> None:
-        """Also offload the recomputation cache of the currently called block; see `recompute`.
+        """Also offload the recomputation cache of the block that is being called; see `recompute`.
 
         Args:
             caching: the context of the first forward under selective recomputation.
         """
-        if self._current is not None:  # no call without gradients
+        if self._current is not None:  # None if gradients are off
             self._current.caches.append(caching.storage)
 
     # -- forward ----------------------------------------------------------------------------
@@ -350,7 +358,7 @@ class Offload:
         if before is not None:
             self._store(before)
         units = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
-        others = _held_by_others(block, args, kwargs)
+        others = _owned_elsewhere(block, args, kwargs)
         call = self._current = _BlockCall(stage, number, others, units)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -379,8 +387,7 @@ class Offload:
         self._last = call
 
     def _pack(self, tensor: Any) -> Any:
-        """Return what to save instead of a tensor: the tensor, if it is not offloaded, or a
-        function that returns it."""
+        """Pack hook: return a function that returns the tensor, or the tensor if it stays."""
         if is_pending(tensor):
             return self._pack(tensor.trigger_wait())
         if _wraps(tensor):
@@ -402,7 +409,7 @@ class Offload:
         return functools.partial(self._view, storage, tensor.dtype, *layout)
 
     def _pack_entry(self, entry: Any) -> None:
-        """Replace an entry in a cache of selective recomputation, which reads an entry once."""
+        """Offload an entry of a cache of selective recomputation, which reads each entry once."""
         packed = self._pack(entry.val)
         if packed is not entry.val:
             entry.val, entry.get_val = None, lambda _may_be_modified: self._unpack(packed)
@@ -418,7 +425,7 @@ class Offload:
         return storage.data_ptr() in _addresses(gathered)
 
     def _store(self, call: _BlockCall) -> None:
-        """Issue copies to the host of storages that are not there."""
+        """Issue copies of storages that are not on the host yet."""
         pairs = {
             storage: (self.pool.take(memory.numel()), memory)
             for storage in call.storages.values()
@@ -441,11 +448,11 @@ class Offload:
     # -- backward ---------------------------------------------------------------------------
 
     def _unpack(self, packed: Any) -> Any:
-        """Return the saved tensor."""
+        """Unpack hook: return the saved tensor."""
         return packed() if isinstance(packed, functools.partial) else packed
 
     def _rewrap(self, kind: Any, parts: Mapping[str, Any], *layout: Any) -> Tensor:
-        """Rebuild a wrapper tensor, such as a DTensor from its local part."""
+        """Rebuild a wrapper tensor, such as a DTensor from its local tensor."""
         unpacked = {name: self._unpack(part) for name, part in parts.items()}
         return kind.__tensor_unflatten__(unpacked, *layout)
 
@@ -459,7 +466,7 @@ class Offload:
         return empty.set_(memory.untyped_storage(), *layout)  # type: ignore[call-overload]
 
     def _use(self, call: _BlockCall) -> None:
-        """Make a call's storages available, and prefetch those of the next backward."""
+        """Load a call's storages, and prefetch those of the next backward."""
         for storage in list(call.storages.values()):
             storage.check()
         self._load(call)
@@ -476,7 +483,7 @@ class Offload:
             self._load(following)
 
     def _load(self, call: _BlockCall) -> None:
-        """Issue copies to the device of storages that are not there."""
+        """Issue copies of storages that are not on the device."""
         pairs = {
             storage: (buffer, torch.empty_like(buffer.data, device=self.device))
             for storage in call.storages.values()
@@ -490,24 +497,29 @@ class Offload:
 
 
 def _entries(cache: Mapping[Any, Any]) -> Iterator[Any]:
-    """Return the cached values: lists by operator in torch 2.11, numbered in 2.13."""
+    """Yield the cached entries: lists by operator in torch 2.11, numbered in 2.13."""
     for values in cache.values():
         numbered = values.values() if isinstance(values, Mapping) else values
         yield from (leaf for leaf in leaves(list(numbered)) if hasattr(leaf, "val"))
 
 
-def _held_by_others(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
-    """Return addresses of storages of the block's parameters and buffers, and of inputs that are
-    leaves of the graph: their maker holds them, as a pipeline does a stage's input."""
-    inputs = (x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and _is_of_leaf(x))
+def _owned_elsewhere(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """Return addresses of storages that other objects keep alive.
+
+    These are the block's parameters and buffers, and inputs that are leaves of the graph, which
+    their owner keeps alive (a pipeline a stage's input).
+    """
+    inputs = (x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and _views_leaf(x))
     return _addresses([*block.parameters(), *block.buffers(), *inputs])
 
 
-def _is_of_leaf(x: Tensor) -> bool:
-    """Whether x is a leaf, or a view of one: FSDP passes inputs through functions that return
-    views, one for each unit that begins with this block."""
+def _views_leaf(x: Tensor) -> bool:
+    """Whether x is a leaf or a view of one.
+
+    FSDP replaces inputs by views, once per unit whose forward starts with this block.
+    """
     node, output = x.grad_fn, x.output_nr
-    for _ in range(_UNITS):
+    for _ in range(_MAX_UNITS):
         if node is None:
             return True
         leaf = getattr(node, "variable", None)
@@ -519,17 +531,17 @@ def _is_of_leaf(x: Tensor) -> bool:
     return False
 
 
-_UNITS = 4
-"""Maximum number of units that begin with one block."""
+_MAX_UNITS = 4
+"""Maximum number of units whose forward starts with one block."""
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the addresses of the storages of tensors."""
+    """Return the storage addresses of tensors."""
     return {plain.untyped_storage().data_ptr() for x in tensors for plain in _plain_parts(x)}
 
 
 def _plain_parts(x: Any) -> Iterator[Tensor]:
-    """Return the plain tensors in a tensor: itself, or a wrapper's inner tensors."""
+    """Yield the plain tensors of x: itself, or a wrapper's inner tensors."""
     if _wraps(x):
         for name in x.__tensor_flatten__()[0]:
             yield from _plain_parts(getattr(x, name))
@@ -538,10 +550,10 @@ def _plain_parts(x: Any) -> Iterator[Tensor]:
 
 
 def _wraps(x: Any) -> bool:
-    """Whether x is a wrapper of other tensors."""
+    """Whether x is a wrapper subclass, such as a DTensor."""
     return hasattr(type(x), "__tensor_flatten__")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View all of a tensor's storage as uint8 (bytes,)."""
+    """Return a view of a tensor's whole storage as uint8 (bytes,)."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]

@@ -1,11 +1,12 @@
-"""Patterns that name modules from outside, and the rows that say how a named module splits over tp.
+"""Patterns that select modules by FQN, and rows that define how a module is sharded over tp.
 
-A pattern is a dotted path in which `*` stands for exactly one component, so that `blocks.*` never
-reaches inside a block. A unit is a pattern, or a tuple of patterns whose modules belong together.
+A pattern is a dotted path in which `*` matches exactly one component, so that `blocks.*` matches
+blocks but not the modules inside them. A unit is a pattern (one FSDP unit per module), or a tuple
+of patterns (one FSDP unit of all their modules).
 
-Rows are data that `parallelisms/tensor/tensor_parallel.py` acts on. Placements are those of DTensor
-on the tp axis: Shard(1) is "split along the sequence", Shard(-1) "along features", Replicate "whole
-on each rank".
+Rows are data; `parallelisms/tensor/tensor_parallel.py` applies them. Placements are DTensor
+placements on the tp axis: Shard(1) along the sequence, Shard(-1) along features, Replicate() equal
+on all ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,8 +53,10 @@ Unit = str | tuple[str, ...]
 
 
 class PassThrough(nn.Module):
-    """Stands where a pipeline stage lacks a module: gives back its first argument that is a tensor.
-    It keeps the module's name, so that patterns find the same names in every stage."""
+    """Placeholder for a module on another pipeline stage: returns its first tensor argument.
+
+    It has the module's FQN, so that patterns match the same names in every stage.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """(x, ...) -> x."""
@@ -61,8 +64,9 @@ class PassThrough(nn.Module):
 
 
 def first_tensor(output: Any) -> Tensor:
-    """What a pipeline stage hands on: its output, or the first tensor of a tuple, a list, a mapping
-    or an output class of Hugging Face.
+    """Return the tensor that a pipeline stage sends on: its output, or the first tensor in it.
+
+    The output may be a tuple, list, mapping or Hugging Face output class.
 
     Raises:
         PlacementError: there is none.
@@ -78,14 +82,16 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def present(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those that a stage has."""
+    """Return the modules that are on this stage, that is, no placeholders."""
     return {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """How one module splits. Made by the functions below; torch's ParallelStyles are rows too, and
-    so are `Style`s."""
+    """How one module is sharded over tp; made by the functions below.
+
+    Instances of `Style` and of torch's ParallelStyle are accepted as rows too.
+    """
 
     kind: str
     inputs: Placement | None = None
@@ -96,95 +102,101 @@ class Row:
 
 
 class Style:
-    """How one module splits, as code: a row that a pass makes for a module. (torch's ParallelStyle
-    serves users; its subclasses would override a private method.)"""
+    """How one module is sharded, as code: a row that a pass makes.
+
+    (Subclasses of torch's ParallelStyle would have to override a private method.)
+    """
 
     covers_parameters = True
-    """Whether it splits the module's parameters, or its input alone."""
+    """Whether it shards the module's parameters; false: only its inputs."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Split the module over a mesh of one axis, in place."""
+        """Shard the module over a 1-D mesh, in place."""
         raise NotImplementedError
 
 
 def colwise(inputs: Placement = Replicate(), output: Placement = Shard(-1)) -> Row:
-    """A Linear split by output features, or an Embedding by width (torch's ColwiseParallel).
+    """Shard a Linear by output features, or an Embedding by width (torch's ColwiseParallel).
 
     Args:
-        inputs: how the input comes; other than Replicate() it is gathered.
-        output: how the output leaves: Shard(-1) stays split, Replicate() is gathered.
+        inputs: placement of the input; other than Replicate(), it is gathered.
+        output: placement of the output: Shard(-1) stays sharded, Replicate() is gathered.
     """
     return Row("colwise", inputs, output)
 
 
 def rowwise(output: Placement = Replicate()) -> Row:
-    """A Linear split by input features, or an Embedding by vocabulary (torch's RowwiseParallel).
+    """Shard a Linear by input features, or an Embedding by vocabulary (torch's RowwiseParallel).
 
     Args:
-        output: the ranks' partial sums are all-reduced (Replicate()) or reduce-scattered along the
-            sequence (Shard(1)).
+        output: Replicate(): partial sums are all-reduced; Shard(1): they are reduce-scattered along
+            the sequence.
     """
     return Row("rowwise", None, output)
 
 
 def sequence(dim: int = 1, split: Sequence[int] = ()) -> Row:
-    """A module that works on a part of the sequence (torch's SequenceParallel): norms, dropout.
+    """A module that computes on a shard of the sequence (torch's SequenceParallel): norms, dropout.
 
-    Its parameters are on all ranks; each rank's gradients are a part of the sum over tp.
+    Its parameters are replicated; each rank has partial gradients, to be summed over tp.
 
     Args:
-        dim: the sequence dim of its input.
-        split: arguments, by position, that come whole and are cut along `dim` (positions, keys).
+        dim: sequence dim of its input.
+        split: positions of arguments that are passed unsharded and are to be sharded along `dim`.
     """
     return Row("sequence", Shard(dim), split=tuple(split))
 
 
 def heads(dim: int = 2) -> Row:
-    """A module that works on the rank's own heads: norms of queries and keys, attention dropout.
+    """A module that computes on a shard of the heads: norms of queries and keys, attention dropout.
 
-    Its parameters are on all ranks; each rank's gradients are a part of the sum over tp. If the
-    module has an attribute `head_shard`, it is set to the rank's index, from which the module knows
-    which heads it sees.
+    Its parameters are replicated; each rank has partial gradients, to be summed over tp. An
+    attribute `head_shard` of the module, if it has one, is set to the rank's index.
 
     Args:
-        dim: the head dim of its input.
+        dim: head dim of its input.
     """
     return Row("heads", Shard(dim))
 
 
 def replicate() -> Row:
-    """A module that all ranks compute alike from equal inputs; its gradients are whole on each."""
+    """A module with replicated parameters and equal inputs, hence equal gradients, on all ranks."""
     return Row("replicate")
 
 
 def experts() -> Row:
-    """Stacked experts, which `expert_parallel.py` splits over the axes of the experts' mesh."""
+    """Stacked experts, which `expert_parallel.py` shards over the expert mesh."""
     return Row("experts")
 
 
 def prepare_input(
     layout: Placement, desired: Placement = Replicate(), argument: int | str = 0
 ) -> Row:
-    """Bring an input of a module from `layout` to `desired` once, for all its children (torch's
-    PrepareModuleInput). Forward gathers Shard(1); backward reduces the children's gradients once.
+    """Redistribute an input of a module, once for all its children (torch's PrepareModuleInput).
+
+    Forward gathers Shard(1); backward reduces gradients once.
 
     Args:
-        argument: the tensor's position, keywords counting in the order of the call, or its keyword.
+        argument: the tensor's keyword, or its position, where keyword arguments follow positional
+            ones in the order of the call.
     """
     return Row("prepare_input", layout, desired, argument)
 
 
 def whole_input(layout: Placement, argument: int | str = 0) -> Row:
-    """Bring an input of a module from `layout` to all ranks whole, as a plain local tensor. The
-    ranks' gradients of it are parts of a sum, which the backward sums up or reduce-scatters."""
+    """Gather an input of a module from `layout` to a plain tensor on all ranks.
+
+    The backward all-reduces or reduce-scatters the ranks' partial gradients.
+    """
     return Row("prepare_whole", layout, Replicate(), argument)
 
 
 def whole_heads(n_heads: int) -> Row:
-    """Bring the output of a colwise module of `n_heads` heads to whole heads, as a plain tensor:
-    where tp ranks are more than heads, the tp / n_heads neighbours that have parts of one head
-    gather it, each for query heads of its own, and the backward sums and scatters its gradient.
-    Weights and their gradients stay split as by colwise alone.
+    """Gather the output of a colwise module of `n_heads` heads to whole heads, as a plain tensor.
+
+    With more tp ranks than heads, the tp / n_heads neighbouring ranks that have parts of one head
+    gather it, each for different query heads; the backward reduce-scatters its gradient. Weights
+    and their gradients stay sharded as by `colwise`.
 
     Source: grouped queries under tensor parallelism, as Megatron-LM gathers keys and values.
     """
@@ -192,12 +204,12 @@ def whole_heads(n_heads: int) -> Row:
 
 
 def prepare_output(layout: Placement, desired: Placement) -> Row:
-    """Bring a module's local output from `layout` to `desired` (torch's PrepareModuleOutput)."""
+    """Redistribute a module's output from `layout` to `desired` (torch's PrepareModuleOutput)."""
     return Row("prepare_output", layout, desired)
 
 
 def leaves(values: Any) -> Iterator[Any]:
-    """What tuples, lists and mappings hold, however deep; None is nothing."""
+    """Yield the leaves of nested tuples, lists and mappings, except None."""
     if isinstance(values, tuple | list | Mapping):
         for value in values.values() if isinstance(values, Mapping) else values:
             yield from leaves(value)
@@ -208,12 +220,12 @@ def leaves(values: Any) -> Iterator[Any]:
 def change_argument(
     module: nn.Module, argument: int | str, change: Callable[[nn.Module, Any], Any]
 ) -> None:
-    """Let a module's forward see change(module, x) in place of an argument x.
+    """Replace an argument x of a module's forward by change(module, x).
 
     Args:
         argument: as `prepare_input` counts.
     Raises:
-        PlacementError: in a call without that argument.
+        PlacementError: on a call without that argument.
     """
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -230,16 +242,16 @@ def change_argument(
 
 
 def matches(pattern: str, fqn: str) -> bool:
-    """Whether a dotted name fits a pattern, component by component."""
+    """Whether an FQN matches a pattern, component by component."""
     parts, names = pattern.split("."), fqn.split(".")
     return len(parts) == len(names) and all(map(fnmatchcase, names, parts))
 
 
 def select(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Modules of `model` whose FQN fits `pattern`, in the model's order.
+    """Return modules of `model` whose FQN matches `pattern`, in the model's order.
 
     Raises:
-        PlacementError: no module fits; names the nearest module.
+        PlacementError: no module matches; names the most similar FQN.
     """
     names = [name for name, _ in model.named_modules() if name]
     found = {name: model.get_submodule(name) for name in names if matches(pattern, name)}
@@ -253,8 +265,10 @@ def select(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def select_parameters(model: nn.Module, pattern: str) -> list[str]:
-    """FQNs of the parameters that a pattern names, if it names no module: those of the root, whose
-    module has no name, and those a module has beside its children."""
+    """FQNs of the parameters that a pattern matches; none if it matches a module.
+
+    These are parameters of the root, which has no FQN, or of a module with children.
+    """
     if any(matches(pattern, name) for name, _ in model.named_modules()):
         return []
     named = model.named_parameters(remove_duplicate=False)
@@ -262,8 +276,9 @@ def select_parameters(model: nn.Module, pattern: str) -> list[str]:
 
 
 def select_units(model: nn.Module, units: Unit | Sequence[Unit]) -> list[dict[str, nn.Module]]:
-    """Expand units into groups of modules, in order: one group a module for a pattern, one group in
-    all for a tuple of patterns.
+    """Expand units to groups of modules, in order.
+
+    A pattern gives one group per module, a tuple of patterns one group for all their modules.
 
     Raises:
         PlacementError: a pattern matches nothing, or a module is in two units.
@@ -279,7 +294,7 @@ def select_units(model: nn.Module, units: Unit | Sequence[Unit]) -> list[dict[st
 
 
 def refuse_shared_parameters(model: nn.Module, groups: Sequence[dict[str, nn.Module]]) -> None:
-    """Refuse a parameter that modules of different units share: each unit gathers its own copy.
+    """Raise if modules of different units share a parameter, as each unit would gather a copy.
 
     Raises:
         PlacementError: names both modules.

@@ -1,10 +1,10 @@
 """The plug-in: parallelism for any nn.Module, in your own training loop.
 
-    parallelize   a whole model, in place; the loop calls it as before
-    pipeline      a model in stages; `step` runs the micro-batches of a batch through them
+    parallelize   any mesh without pp: in place; the training loop calls the model as before
+    pipeline      any mesh: a model in stages; `step` runs a batch's micro-batches through them
 
-Both take a ParallelPlan, or its fields as keywords. `pipeline` also takes a mesh without pp, where
-it accumulates gradients over the micro-batches, so that one script serves every mesh.
+Both take a ParallelPlan, or its fields as keywords. On a mesh without pp, `pipeline` accumulates
+gradients over the micro-batches, so that one script runs on every mesh.
 """
 
 import functools
@@ -44,18 +44,18 @@ def parallelize(
         model = parallelize(MyModel(), mesh, units="blocks.*", dtype="float32", placements={
             "blocks.*.up": colwise(), "blocks.*.down": rowwise(), "norm": replicate()})
 
-    Gradients are *summed* over data-parallel ranks: divide a loss that is a mean over a rank's own
-    tokens by `mesh.size("dp_replicate", "dp_shard", "cp")`. They are complete after each backward.
-    Under gradient accumulation call `begin_micro_batch` before each forward.
+    Gradients are *summed* over data-parallel ranks: if the loss is a mean over local tokens, divide
+    it by `mesh.size("dp_replicate", "dp_shard", "cp")`. Gradients are complete after each backward.
+    For gradient accumulation, call `begin_micro_batch` before each forward.
 
     Args:
-        plan: how; None: all of it is in `fields`.
-        fields: of ParallelPlan, by name; they replace those of the plan.
+        plan: settings; None: all are in `fields`.
+        fields: fields of ParallelPlan, which override those of `plan`.
 
     Raises:
         PlacementError: a pattern matches nothing, a parameter is covered by no row or shared by
-            modules of different units, or tp does not divide what a row shards.
-        ConfigError: pp > 1 (use `pipeline`), a mesh with cp, ep or etp comes without `context` or
+            modules of different units, or tp does not divide a dim that a row shards.
+        ConfigError: pp > 1 (use `pipeline`), a mesh with cp, ep or etp without `context` or
             `experts`, a model on the meta device without `init`, a model that is wrapped or sharded
             already, or an argument of another type.
     """
@@ -67,7 +67,7 @@ def parallelize(
     return model
 
 
-# Keys of [parallel] that only the Trainer reads; here they are arguments, or not built.
+# Keys of [parallel] that only the Trainer uses; the plug-in has arguments instead, or none.
 _TRAINERS_KEYS = (
     "sequence_parallel cp_method cp_inner dispatcher ep_capacity async_tp schedule "
     "stages_per_rank pp_layout defer_head high_priority timeout_seconds"
@@ -75,7 +75,7 @@ _TRAINERS_KEYS = (
 
 
 def _completed(plan: ParallelPlan | None, fields: dict[str, Any]) -> ParallelPlan:
-    """The plan with these fields. Raises ConfigError: a key of [parallel] has no effect."""
+    """Return the plan with these fields. Raises ConfigError: a key of [parallel] has no effect."""
     plan = replace(plan, **fields) if plan is not None else ParallelPlan(**fields)
     for key in _TRAINERS_KEYS.split():
         if (value := getattr(plan.parallel, key)) != getattr(Parallel(), key):
@@ -136,37 +136,37 @@ def pipeline(
     schedule: str = "1F1B",
     **fields: Any,
 ) -> "PipelinedModel":
-    """Cut any module into stages and parallelise each over the other axes of the mesh.
+    """Split any module into pipeline stages and parallelise each over the other mesh axes.
 
         stages = [["embed", "blocks.[01]"], ["blocks.[23]", "norm", "head"]]
         model = pipeline(MyModel(), Mesh(pp=2), stages=stages, units="blocks.*")
         loss = model.step(x, y, cross_entropy, micro_batches=8)
 
-    Every rank runs the model's own forward with the modules of other stages left out: such a module
-    gives back its first tensor. So the forward has to hand one tensor from stage to stage, what it
-    computes between them must be right for hidden states as well (a mask made from their shape is),
-    and what must happen once (an embedding, a pooling, dropout) is a module that a stage names.
+    Every rank runs the model's own forward, in which modules of other stages return their first
+    tensor argument. So the forward must pass a single tensor from stage to stage; operations
+    outside of modules must be correct for hidden states too (a mask from their shape is); and what
+    must run only once (embedding, pooling, dropout) must be in a module that a stage names.
 
     Args:
-        plan: as of `parallelize`.
-        **fields: as of `parallelize`.
-        stages: patterns of the modules of each stage, in the order of the forward; as many stages
-            per rank as the schedule takes. Modules that no stage names are in all. On a mesh with
-            pp = 1 the model stays whole.
+        plan: as in `parallelize`.
+        **fields: as in `parallelize`.
+        stages: patterns of the modules of each stage, in the order of the forward; the schedule
+            defines how many stages a rank takes. Modules that no stage names are in all stages.
+            With pp = 1 the model is not split.
         schedule: a row of `parallelisms.pipeline.schedules.SCHEDULES`.
 
     Raises:
-        PlacementError: as `parallelize`; a module in two stages, or a parameter in none.
+        PlacementError: as in `parallelize`; a module in two stages, or a parameter in none.
         ConfigError: pp > 1 without stages, a number of stages that the schedule does not take, an
             unknown schedule.
     """
     plan = _completed(plan, fields)
     _check(model, mesh, plan)
-    pieces = [(stage,) if isinstance(stage, str) else tuple(stage) for stage in stages]
-    if pieces:
-        cut(model, pieces)  # checks the patterns on every mesh
+    patterns = [(stage,) if isinstance(stage, str) else tuple(stage) for stage in stages]
+    if patterns:
+        cut(model, patterns)  # checks the patterns on every mesh
     row = schedule_of(schedule)
-    layout = _layout(pieces, schedule, row, mesh.size("pp"))
+    layout = _layout(patterns, schedule, row, mesh.size("pp"))
     passes = Passes(**vars(plan), layout=layout, replicas="step", keep_rng=True)
     applied = apply_passes(model, mesh, passes)
     execution = build_execution(applied, layout, mesh, Policy.of(plan.parallel, mesh))
@@ -174,7 +174,7 @@ def pipeline(
 
 
 def _layout(stages: Sequence[tuple[str, ...]], name: str, row: Schedule, pp: int) -> Layout | None:
-    """Which rank holds which stage, and the schedule's order; None for a model that is not cut."""
+    """Return stages, their ranks and the schedule's order; None if pp = 1."""
     if pp == 1:
         return None
     if not stages:
@@ -197,11 +197,11 @@ def _layout(stages: Sequence[tuple[str, ...]], name: str, row: Schedule, pp: int
 
 
 class PipelinedModel:
-    """This rank's stages of a model, and what runs them. Made by `pipeline`.
+    """This rank's stages of a model, and the schedule that runs them. Made by `pipeline`.
 
     Attributes:
-        parts: this rank's stages as modules, by number; {0: the model} where it is not cut.
-        mesh: the mesh it is parallelised over.
+        parts: this rank's stage modules by stage number; {0: model} if pp = 1.
+        mesh: the mesh.
     """
 
     def __init__(
@@ -220,35 +220,34 @@ class PipelinedModel:
         divide_by: Tensor | float | None = None,
         **others: Any,
     ) -> Tensor:
-        """Forward and backward of this rank's batch; afterwards every `.grad` is complete.
+        """Run forward and backward of this rank's batch; afterwards every `.grad` is complete.
 
-        Call it once between two `zero_grad`: it completes gradients, and must not complete them
-        again.
+        Call `zero_grad` before each call: gradients are summed over tp and pp once per call.
 
         Args:
             inputs: (B, ...), the model's first argument, equal on all pp and tp ranks.
-            targets: (B, ...), what the loss compares the output with.
+            targets: (B, ...), the second argument of `loss`.
             loss: (output, targets) of a micro-batch of B / micro_batches rows -> a scalar.
-            micro_batches: parts of equal size that B rows are cut into.
-            divide_by: what the sum of all losses, over micro-batches and data-parallel ranks, is
-                divided by. Without it their number: right for a loss that is a mean, where every
-                micro-batch has equally many targets. Where they differ (missing labels), give a
-                summed loss and the global number of targets.
-            others: further arguments of the model. Tensors of B rows are cut with the batch, all
-                else goes whole to every micro-batch.
+            micro_batches: number of micro-batches; divides B.
+            divide_by: divisor of the sum of all losses over micro-batches and data-parallel ranks.
+                None: their number, for a loss that is a mean over equally many targets in every
+                micro-batch. If their numbers differ (missing labels), pass a summed loss and the
+                global number of targets.
+            others: other arguments of the model. Tensors of B rows are split like the batch, other
+                values are passed to every micro-batch.
 
         Returns:
-            The loss of the global batch, float64, equal on every rank.
+            The loss of the global batch, a float64 scalar, equal on every rank.
 
         Raises:
-            ConfigError: a number of micro-batches that does not divide B, or that the schedule does
-                not take, or a loss that is no scalar.
+            ConfigError: `micro_batches` does not divide B, or the schedule does not take it, or the
+                loss is no scalar.
         """
         self._refuse_complete_gradients()
         batches, labels = self._split(inputs, targets, micro_batches, others, train=True)
         count = self._count(micro_batches) if divide_by is None else divide_by
 
-        def share(output: Any, i: int) -> Tensor:
+        def scaled_loss(output: Any, i: int) -> Tensor:
             value = loss(output, labels[i])
             if value.dim():
                 raise ConfigError(
@@ -257,7 +256,7 @@ class PipelinedModel:
                 )
             return value / count
 
-        total = self._execution.train(batches, share)
+        total = self._execution.train(batches, scaled_loss)
         self._applied.complete_gradients(self.mesh)
         return self._sum(total)
 
@@ -271,7 +270,7 @@ class PipelinedModel:
         divide_by: Tensor | float | None = None,
         **others: Any,
     ) -> Tensor:
-        """The loss of a batch in evaluation mode, without gradients; see `step`."""
+        """Compute the loss of a batch in evaluation mode, without gradients; see `step`."""
         batches, labels = self._split(inputs, targets, micro_batches, others, train=False)
         count = self._count(micro_batches) if divide_by is None else divide_by
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
@@ -284,27 +283,31 @@ class PipelinedModel:
         return self._sum(total)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale all gradients to a global norm of at most `max_norm`; 0 scales nothing. If the norm
-        is not finite, gradients become zero.
+        """Scale all gradients to a global norm of at most `max_norm`; 0: do not scale.
+
+        If the norm is not finite, gradients become zero.
 
         Returns:
-            The norm before, a scalar on the device, equal on every rank.
+            The norm before scaling, a scalar on the device, equal on every rank.
         """
         norm = global_norm(self.parameters(), self.mesh, self._applied.shared.copies)
         scale_or_zero_(self.parameters(), clip_scale(norm, max_norm))
         return norm
 
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters of this rank's stages, as DTensors: what an optimizer takes."""
+        """Parameters of this rank's stages, as DTensors, for an optimizer."""
         return [parameter for _, parameter in self.named_parameters()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name in the whole model, parameter); see `Applied.named_parameters`."""
+        """Yield (name in the whole model, parameter); see `Applied.named_parameters`."""
         return self._applied.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters by name, sharing memory; what torch.distributed.checkpoint saves,
-        and loads into before `load_state_dict`. A tied weight that is here twice comes once."""
+        """This rank's parameters by name, sharing memory.
+
+        For torch.distributed.checkpoint to save, or to load into before `load_state_dict`. A tied
+        weight of two local stages comes once.
+        """
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
             state.setdefault(name, parameter.detach())
@@ -312,18 +315,18 @@ class PipelinedModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy what `state_dict` of the same layout gives, into both holders of a tied weight."""
+        """Copy a `state_dict` of the same layout to the parameters and copies of tied weights."""
         for name, parameter in self.named_parameters():
             parameter.copy_(state[name])
 
     def train(self, mode: bool = True) -> "PipelinedModel":
-        """All of this rank's stages into training mode."""
+        """Set this rank's stages to training mode."""
         for part in self.parts.values():
             part.train(mode)
         return self
 
     def eval(self) -> "PipelinedModel":
-        """All of this rank's stages into evaluation mode."""
+        """Set this rank's stages to evaluation mode."""
         return self.train(False)
 
     def _refuse_complete_gradients(self) -> None:
@@ -339,9 +342,9 @@ class PipelinedModel:
     def _count(self, micro_batches: int) -> int:
         return micro_batches * self.mesh.size(*LOSS_AXES)
 
-    def _sum(self, share: Tensor) -> Tensor:
-        dist.all_reduce(share, group=self.mesh.group(*SHARE_AXES))
-        return share
+    def _sum(self, partial_loss: Tensor) -> Tensor:
+        dist.all_reduce(partial_loss, group=self.mesh.group(*SHARE_AXES))
+        return partial_loss
 
     def _split(
         self, inputs: Tensor, targets: Tensor, n: int, others: Mapping[str, Any], train: bool
@@ -364,13 +367,13 @@ class PipelinedModel:
                 "use micro_batches = 1"
             )
 
-        def parts(x: Any) -> Sequence[Any]:
-            cuts = isinstance(x, Tensor) and x.dim() > 0 and len(x) == rows
-            return x.chunk(n) if cuts else [x] * n
+        def chunks(x: Any) -> Sequence[Any]:
+            has_rows = isinstance(x, Tensor) and x.dim() > 0 and len(x) == rows
+            return x.chunk(n) if has_rows else [x] * n
 
-        cut_others = {name: parts(x) for name, x in others.items()}
+        chunked = {name: chunks(x) for name, x in others.items()}
         batches: list[MicroBatch] = [
-            (x, {name: values[i] for name, values in cut_others.items()})
+            (x, {name: values[i] for name, values in chunked.items()})
             for i, x in enumerate(inputs.chunk(n))
         ]
         return batches, targets.chunk(n)

@@ -1,15 +1,14 @@
-"""Activation recomputation: keep less in forward, compute it again in backward.
+"""Activation recomputation: save fewer activations in forward, recompute the others in backward.
 
-    mode         kept of a block                         computed again
+    mode         saved of a block                        recomputed
     full         its input                               everything, about a third more compute
     attention    also the outputs of attention           everything else, matmuls too
     selective    also the results of matmuls,            norms, rotary embedding, activations, sums
                  and tokens received from other ranks
 
 `attention` is for long sequences: attention's compute grows with the square of the length, its
-output only with the length. What `selective` recomputes costs memory traffic alone. The dropout of
-dtron's own models draws from counters, so that a second forward sees the same mask without saved
-RNG state.
+output only linearly. `selective` recomputes only memory-bound operators. Dropout of dtron's models
+uses a counter-based generator, so that recomputation gives the same mask without saved RNG state.
 
 Source: Korthikanti et al., arXiv:2205.05198; torch.utils.checkpoint.
 """
@@ -40,7 +39,7 @@ ATTENTION = (
     "flash_attn._flash_attn_forward.default",
     "flash_attn_3._flash_attn_forward.default",
 )
-"""Attention as one operator, whose output and log-sum-exp its backward needs."""
+"""Attention operators; their backward needs output and log-sum-exp."""
 
 PRODUCTS = (
     "aten.mm.default",
@@ -57,24 +56,21 @@ PRODUCTS = (
 )
 
 CHOICES = ("aten.topk.default", "aten.sort.stable", "dtron.peers_exchange.default")
-"""Operators that choose experts and the order of token copies, here and on other ranks: recomputed
-by kernels that round differently, they could differ from the choice that other kept results belong
-to."""
+"""Operators that choose experts and the order of token copies. They are always saved: recomputed
+by kernels that round differently, they could choose differently than the other saved results."""
 
 MOVES = ("dtron.peers_move.default", "dtron.peers_arrived.default")
-"""Operators of dispatch and combine: token copies received by experts, which gradients of matrices
-need, and combined results, which gradients of router weights need. Repeating them takes as much
-time as a matmul; keeping them takes the bounded token buffer of a layer, the larger part of what
-`attention` would keep. Keep both or none: the result of the first operator can be used only once by
-the second."""
+"""Operators of dispatch and combine: their results are inputs and outputs of experts, needed by the
+weight gradients of experts and router. Recomputing them takes as long as a matmul; saving them
+takes a layer's bounded token buffer, which would be most of what `attention` saves. Save both or
+none: the second operator can use a result of the first one only once."""
 
 SAVED_OPS = {
     "attention": (*ATTENTION, *CHOICES),
     "selective": (*ATTENTION, *PRODUCTS, *CHOICES, *MOVES),
 }
-"""Operators whose results a mode keeps; those that this torch lacks are left out. With the `math`
-backend, attention is several operators: `selective` keeps its matmuls, `attention` keeps
-nothing."""
+"""Operators whose results a mode saves, if this torch has them. With the `math` backend, attention
+is several operators: `selective` saves its matmuls, `attention` saves nothing."""
 
 
 def recompute(
@@ -85,17 +81,16 @@ def recompute(
 ) -> int:
     """Make every `options.every`-th block recompute its activations, in place.
 
-    The block keeps its class and its parameters their names: only its forward is replaced.
+    Only the block's `forward` is replaced: its class and all FQNs stay.
 
     Args:
         blocks: (index in the whole model, block).
-        keep_rng: run the second forward from the first one's random state, as blocks with
-            `nn.Dropout` need.
-        watch: called in each forward of a block with the context that caches what a selective
-            mode keeps, as offload needs.
+        keep_rng: restore the RNG state of the first forward, as blocks with `nn.Dropout` need.
+        watch: called in each forward of a block, in a selective mode, with the context that caches
+            the saved results; for offload.
 
     Returns:
-        How many blocks recompute.
+        Number of blocks that recompute.
     """
     if options.mode == "none":
         return 0
@@ -115,12 +110,12 @@ def _checkpointed(forward: Callable, settings: dict[str, Any], *args: Any, **kwa
 def _selective_contexts(mode: str, watch: Callable[[Any], None] | None) -> tuple[Any, Any]:
     saved, moves = _ops(SAVED_OPS[mode]), _ops(MOVES)
 
-    def keep_expensive(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
+    def save_expensive(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
         if op in saved:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.MUST_RECOMPUTE if op in moves else CheckpointPolicy.PREFER_RECOMPUTE
 
-    caching, cached = create_selective_checkpoint_contexts(keep_expensive)
+    caching, cached = create_selective_checkpoint_contexts(save_expensive)
     if watch is not None:
         watch(caching)
     return caching, cached

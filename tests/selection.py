@@ -192,7 +192,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_what_is_not_finite_stays_so": NONE,
     },
     "parallelisms/draw/test_dispatch.py": {
-        "test_rows_are_those_that_experts_get": NONE,
+        "test_token_copies_are_those_that_experts_receive": NONE,
         "test_ranks_are_those_of_a_mesh": NONE,
     },
     "parallelisms/test_large.py": {

@@ -1,9 +1,12 @@
-"""Faults that training survives, or reports before it ends: one per file.
+"""Detection and handling of faults.
 
-signals     SIGTERM, SIGINT, SIGUSR1: all ranks stop at one step and save, within a deadline
-watchdog    a step that does not end: who waits in which collective and who does not; the end
-spikes      losses far above those before: a warning, a skipped step, or a way back
-stragglers  which rank is slow, and in which part of the step
-replicas    copies of parameters that differ; a step computed twice
-guards      the ones that a run's config turns on
+signals          SIGTERM, SIGINT, SIGUSR1: all ranks stop at the same step and save, by a deadline
+watchdog         hangs: report which ranks wait in which collective, then exit
+spikes           loss spikes: warn, skip the step, or roll back
+stragglers       which rank is slow, and in which part of the step
+corruption       copies of parameters that differ; a step that is not reproducible
+memory           errors for failed allocations
+failure          which rank failed first
+flight_recorder  torch's record of collectives
+guards           the checks that a run's config turns on
 """

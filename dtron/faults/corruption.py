@@ -1,13 +1,13 @@
-"""Silent corruption: copies of parameters that differ, and a step that differs from itself.
+"""Detect silent corruption: replicas of parameters that differ, and steps that do not reproduce.
 
-Parts of parameters that several ranks hold alike (copies over dp_replicate, norms over tp, a tied
+Shards of parameters of which several ranks have replicas (over dp_replicate, norms over tp, a tied
 embedding on two stages) get a hash of their bits, on the device:
 
     h = sum over elements i of bits_i * (2 i + 1)   modulo 2^64
 
-The weights are odd and the difference of two words, times an odd number, is zero modulo 2^64 only
-where they are equal, so one changed element always changes h. One all-gather of 8 bytes a
-parameter then compares all copies; who holds copies of what is asked once, when the run begins.
+The weights are odd, and the difference of two words times an odd number is zero modulo 2^64 only
+if the words are equal, so that one changed element always changes h. An all-gather of 8 bytes per
+parameter compares all replicas. Which ranks have which replicas is gathered once, at the start.
 """
 
 from collections import Counter, defaultdict
@@ -26,24 +26,26 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_hash(tensor: Tensor) -> Tensor:
-    """Hash of a plain tensor's bits: int64, a scalar on its device."""
+    """Hash the bits of a plain tensor: an int64 scalar on its device."""
     words = tensor.detach().contiguous().view(_WORDS[tensor.element_size()]).flatten()
     weights = torch.arange(len(words), device=tensor.device, dtype=torch.int64) * 2 + 1
     return (words.to(torch.int64) * weights).sum()
 
 
 Compute = Callable[[Callable[[], Tensor]], Tensor]
-"""Given what computes a step's gradients and this rank's share of the loss, does so."""
+"""Wrapper that calls a function which computes a step's gradients and returns this rank's partial
+loss, and returns that loss."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Copies of one part of a parameter that differ."""
+    """Replicas of one shard of a parameter that differ."""
 
     fqn: str
     ranks: tuple[int, ...]
-    """Ranks whose bits differ from the majority's; all ranks if there is no majority."""
+    """Ranks whose bits differ from those of the majority; all ranks if there is no majority."""
     others: tuple[int, ...]
+    """The majority."""
 
     def __str__(self) -> str:
         if not self.others:
@@ -52,42 +54,48 @@ class Difference:
 
 
 class Replicas:
-    """Compares the copies that ranks hold of parameters.
+    """Compares replicas of parameters on all ranks.
 
     Args:
-        host: a group over all ranks, on the host, that is used once.
+        host: process group of all ranks for CPU tensors, used only here.
+
+    Attributes:
+        n_replicated: number of different shards that have replicas.
     """
 
     def __init__(self, applied: Applied, host: dist.ProcessGroup) -> None:
         self.parameters = [parameter for _, parameter in applied.named_parameters()]
         own = [_identity(name, p) for name, p in applied.named_parameters()]
-        self.held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(self.held, own, group=host)
-        self.longest = max(map(len, self.held))
-        copies = Counter(each for rank in self.held for each in rank)
-        self.found = sum(1 for n in copies.values() if n > 1)
+        self.identities: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(self.identities, own, group=host)
+        self._max_length = max(map(len, self.identities))
+        copies = Counter(each for rank in self.identities for each in rank)
+        self.n_replicated = sum(1 for n in copies.values() if n > 1)
 
     def differences(self) -> list[Difference]:
-        """Compare now; all ranks call it and get the same answer. Waits for the device."""
+        """Compare all replicas; a collective with equal results on all ranks.
+
+        Waits for the device.
+        """
         hashes = [bit_hash(local_part(p)) for p in self.parameters]
-        padding = self.longest - len(hashes)
+        padding = self._max_length - len(hashes)
         own = torch.stack([*hashes, *[torch.zeros_like(hashes[0])] * padding])
-        ranks = [torch.empty_like(own) for _ in self.held]
+        ranks = [torch.empty_like(own) for _ in self.identities]
         dist.all_gather(ranks, own)
         seen: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for rank, (identities, values) in enumerate(zip(self.held, ranks, strict=True)):
-            for identity, value in zip(identities, values.tolist(), strict=False):
+        for rank, (own_identities, values) in enumerate(zip(self.identities, ranks, strict=True)):
+            for identity, value in zip(own_identities, values.tolist(), strict=False):
                 seen[identity].append((rank, value))
         return [d for identity, copies in seen.items() if (d := _compare(identity, copies))]
 
 
 def _identity(name: str, parameter: nn.Parameter) -> str:
-    """The same for two ranks that hold the same part of the same parameter."""
+    """Identify a parameter's local shard: equal on ranks that have the same shard."""
     if not isinstance(parameter, DTensor):
         return name
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "a parameter lives on a mesh that this rank is part of"
+    assert coordinate is not None, "this rank is in the mesh of its parameters"
     axes = zip(mesh.mesh_dim_names or (), coordinate, mesh.shape, parameter.placements, strict=True)
     parts = [f"{a}={c}" for a, c, n, p in axes if n > 1 and not p.is_replicate()]
     return " ".join([name, *parts])
@@ -98,7 +106,7 @@ def _compare(identity: str, copies: Sequence[tuple[int, int]]) -> Difference | N
     if not rest:
         return None
     fqn = identity.split(" ")[0]
-    if rest[0][1] == n:  # as many of each
+    if rest[0][1] == n:  # no majority
         return Difference(fqn, tuple(rank for rank, _ in copies), ())
     wrong = tuple(rank for rank, value in copies if value != most)
     return Difference(fqn, wrong, tuple(rank for rank, value in copies if value == most))
@@ -108,24 +116,24 @@ def _names(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def computed_twice(
+def compute_twice(
     applied: Applied, accumulate: Callable[[], Tensor], host: dist.ProcessGroup
 ) -> tuple[Tensor, str]:
-    """Forward and backward twice from the same state, compared bit for bit.
+    """Run forward and backward twice from the same state, and compare them bit for bit.
 
     Args:
-        accumulate: computes all gradients and gives this rank's share of the loss.
-        host: a group over all ranks, on the host.
+        accumulate: computes all gradients and returns this rank's partial loss.
+        host: process group of all ranks for CPU tensors.
     Returns:
-        The loss share of the second time, whose gradients stay; and what differed first on which
-        rank, or the empty string. The same string on all ranks.
+        The partial loss of the second run, whose gradients are kept; and, equal on all ranks, the
+        first difference of each rank (loss or FQN), or an empty string.
     """
     buffers = [buffer for part in applied.parts.values() for buffer in part.buffers()]
     before = [buffer.clone() for buffer in buffers]
     rng = torch.get_rng_state()
     device_rng = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     hashes: list[dict[str, int]] = []
-    share = torch.zeros(())
+    partial_loss = torch.zeros(())
     for attempt in range(2):
         if attempt:
             for buffer, old in zip(buffers, before, strict=True):
@@ -135,22 +143,22 @@ def computed_twice(
             torch.set_rng_state(rng)
             if device_rng is not None:
                 torch.cuda.set_rng_state(device_rng)
-        share = accumulate()
-        hashes.append(_state(applied, share))
+        partial_loss = accumulate()
+        hashes.append(_state(applied, partial_loss))
     first, second = hashes
     own = next((name for name, value in first.items() if second[name] != value), "")
     ranks: list[str] = [""] * dist.get_world_size(host)
     dist.all_gather_object(ranks, own, group=host)
     wrong = [f"{name} of rank {rank}" for rank, name in enumerate(ranks) if name]
-    return share, ", ".join(wrong)
+    return partial_loss, ", ".join(wrong)
 
 
-def _state(applied: Applied, share: Tensor) -> dict[str, int]:
-    """Hashes of the loss and of every gradient, in the model's order."""
+def _state(applied: Applied, partial_loss: Tensor) -> dict[str, int]:
+    """Hash the loss and every gradient, in the model's order."""
     gradients = {
         name: bit_hash(local_part(p.grad))
         for name, p in applied.named_parameters()
         if p.grad is not None
     }
-    named = {"the loss": bit_hash(share.reshape(1)), **gradients}
+    named = {"the loss": bit_hash(partial_loss.reshape(1)), **gradients}
     return dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True))

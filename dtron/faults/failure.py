@@ -1,7 +1,7 @@
-"""Which rank has failed first, in the store of the process group: that one prints its error.
+"""Record in the process group's store which rank failed first; only that rank prints its error.
 
-The ranks that wait for it end by broken connections or by torchrun's SIGTERM; they look here and
-end without a word. A run without a failure neither writes nor reads it.
+Other ranks then fail by broken connections, or get SIGTERM from torchrun; they read the record and
+end without a message. A run without a failure does not use it.
 """
 
 import datetime
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 _KEY = "dtron/failed"
 _SECONDS = 5
-"""Time-out of the store, whose rank may be the one that has failed."""
+"""Time-out of the store, whose process may be the one that failed."""
 
 _BROKEN = r"(?:Connection (?:closed|reset) by peer|Broken pipe|Connection refused|Socket closed)\b"
 _GLOO = re.compile(rf"\[\S+\.cc:\d+\] (?:[^\n]*: )?{_BROKEN}", re.IGNORECASE)
@@ -28,15 +28,15 @@ _NCCL = re.compile(
     re.MULTILINE,
 )
 _STORE = re.compile(rf"^(?:{_BROKEN}|Failed to (?:recv, got|send, sent) 0 bytes\b)", re.IGNORECASE)
-"""A socket of a TCPStore: the message begins with the system's error."""
+"""Errors of a TCPStore's socket, whose message begins with the system's error."""
 _T = TypeVar("_T")
 
 
 def is_of_lost_peer(error: BaseException) -> bool:
-    """Whether a connection to another rank has broken: the rank has failed, or the network.
+    """Whether an error is a broken connection to another rank: the rank or the network failed.
 
-    gloo raises RuntimeError itself. Subclasses that are not of torch.distributed have other
-    causes, such as a broken pipe to a process of the compiler.
+    gloo raises plain RuntimeErrors. Subclasses that are not in torch.distributed have other causes,
+    such as a broken pipe to a compiler process.
     """
     if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
         return False
@@ -49,10 +49,10 @@ def is_of_lost_peer(error: BaseException) -> bool:
 
 
 class FirstFailure:
-    """The first failure of an attempt; without a store (MASTER_ADDR) there is none to find.
+    """Record of the first failure of an attempt; does nothing without a store (MASTER_ADDR).
 
     Args:
-        attempt: a word that no other attempt has.
+        attempt: unique name of the attempt.
     """
 
     def __init__(self, rank: int, world_size: int, attempt: str) -> None:
@@ -60,7 +60,7 @@ class FirstFailure:
         self._has_store = world_size > 1 and "MASTER_ADDR" in os.environ
 
     def claim(self) -> bool:
-        """This rank has failed; whether it is the first one, which reports."""
+        """Record that this rank failed; return whether it is the first one, which reports."""
         if not self._has_store:
             return True
         try:
@@ -73,7 +73,7 @@ class FirstFailure:
             return True
 
     def reported_by_peer(self) -> bool:
-        """Whether another rank has claimed a failure."""
+        """Whether a rank has recorded a failure."""
         if not self._has_store:
             return False
         try:
@@ -82,18 +82,18 @@ class FirstFailure:
             return False
 
     def _store(self) -> dist.TCPStore:
-        """A new connection: the process group's is in use while another thread waits."""
+        """Open a new connection, since another thread may be waiting in the process group's."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return connect_to_store(address, port, datetime.timedelta(seconds=_SECONDS))
 
 
 def connect_to_store(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
-    """A client of a store; it never comes back where a process listens but does not answer.
+    """Connect to a store. If a process listens but does not answer, this never returns.
 
     Args:
-        timeout: of what the store is asked later.
+        timeout: time-out of later requests.
     Raises:
-        RuntimeError: nobody listens there, of which TCPStore would report at length.
+        RuntimeError: no process listens there; shorter than TCPStore's error.
     """
     short = datetime.timedelta(seconds=_SECONDS)
     try:
@@ -106,11 +106,13 @@ def connect_to_store(host: str, port: int, timeout: datetime.timedelta) -> dist.
 
 
 def within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Call in a thread, and return the result: torch's calls never return if the process of a
-    store is stopped, and in the main thread they block signals.
+    """Call a function in a thread, with a time-out; return its result.
+
+    torch's store calls never return if the store's process is stopped, and block signals in the
+    main thread.
 
     Raises:
-        TimeoutError: it has not returned in time, and goes on in its thread.
+        TimeoutError: the call has not returned in time; it continues in its thread.
     """
     future = Future[_T]()
 

@@ -1,7 +1,7 @@
-"""torch's flight recorder: the collectives that this process has issued, and which are done.
+"""Read torch's flight recorder: the collectives that this process has issued, and which are done.
 
-It is read as torch's debug server reads it: from the worker server, which answers HTTP requests on
-a Unix socket of this process. The first reading starts it.
+As torch's debug server does, from the worker server, which serves HTTP on a Unix socket of this
+process. The first call starts it.
 """
 
 import atexit
@@ -18,16 +18,16 @@ from typing import Any
 from torch.distributed.elastic.control_plane import worker_main
 
 _HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
-"""Handlers of gloo, and of NCCL if torch was built with it."""
+"""Handlers for gloo, and for NCCL if torch was built with it."""
 _SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 _SECONDS = 10.0
 
 
 def recorded(active: bool = False) -> list[dict[str, Any]]:
-    """Records of all collectives, oldest first; empty if the recorder cannot be read.
+    """Return the records of all collectives, oldest first; empty if the recorder cannot be read.
 
     Args:
-        active: only those that are not done.
+        active: only collectives that are not done.
     """
     query = f"includecollectives=true&onlyactive={str(active).lower()}"
     found = [entry for handler in _HANDLERS for entry in _answer(handler, query)]
@@ -47,16 +47,16 @@ def _answer(handler: str, query: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def _server() -> str:
-    """The socket of the server, which runs until this process ends."""
+    """Start the server, which runs until this process ends; return the path of its socket."""
     opened = contextlib.ExitStack()
     path = str(Path(opened.enter_context(tempfile.TemporaryDirectory())) / "worker")
-    others = os.environ.get(_SOCKET)
-    os.environ[_SOCKET] = path  # its argument
+    previous = os.environ.get(_SOCKET)
+    os.environ[_SOCKET] = path  # read by worker_main
     opened.enter_context(worker_main())  # type: ignore[arg-type]
-    if others is None:
+    if previous is None:
         del os.environ[_SOCKET]
     else:
-        os.environ[_SOCKET] = others
+        os.environ[_SOCKET] = previous
     atexit.register(opened.close)
     return path
 

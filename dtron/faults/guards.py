@@ -1,4 +1,4 @@
-"""The guards that a run's section [faults] turns on, and when each of them acts."""
+"""The checks of a run's steps that the section [faults] turns on."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dtron.config import Faults
 from dtron.errors import TrainingError
-from dtron.faults.corruption import Compute, Replicas, computed_twice
+from dtron.faults.corruption import Compute, Replicas, compute_twice
 from dtron.faults.spikes import Spike, Spikes
 from dtron.faults.stragglers import Stragglers
 from dtron.faults.watchdog import Watchdog
@@ -21,12 +21,12 @@ log = logging.getLogger("dtron")
 
 
 class Guards:
-    """All checks of a run's steps. Construct on all ranks.
+    """All checks of a run's steps. The constructor is a collective.
 
     Args:
-        options: the config's section.
-        watchdog: of this rank since the start of the run; None: no watchdog.
-        host: a group over all ranks, on the host.
+        options: the section [faults].
+        watchdog: this rank's running watchdog; None: no watchdog.
+        host: process group of all ranks for CPU tensors.
     """
 
     def __init__(
@@ -50,29 +50,29 @@ class Guards:
             self.stragglers = Stragglers(options.stragglers_interval, device, host)
         if options.replicas_interval:
             self.replicas = Replicas(applied, host)
-            if not self.replicas.found:
-                log.warning("faults.replicas_interval: no rank holds a copy of another's part")
+            if not self.replicas.n_replicated:
+                log.warning("faults.replicas_interval has no effect: no parameter has replicas")
         if watchdog is not None:
-            watchdog.names(modules_of(applied), mesh.group_names())
+            watchdog.set_names(modules_of(applied), mesh.group_names())
 
     def begin(self, step: int) -> None:
-        """Training begins after `step`."""
+        """Call it before training starts; `step` steps are done."""
         if self.watchdog is not None:
             self.watchdog.begin_steps(step)
 
     def end(self) -> None:
-        """Training has ended, in whatever way."""
+        """Call it when training has ended, also by an error."""
         if self.watchdog is not None:
             self.watchdog.end()
 
     def alive(self, step: int) -> None:
-        """`step` is the last one done; something has gone on since."""
+        """Record progress other than a step, for the watchdog; `step` steps are done."""
         if self.watchdog is not None:
             self.watchdog.beat(step)
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Around a save after `step`, which `checkpoint.timeout_seconds` limits."""
+        """Context of a save after `step`, which has another limit, `checkpoint.timeout_seconds`."""
         if self.watchdog is not None:
             self.watchdog.pause(step)
         try:
@@ -81,22 +81,22 @@ class Guards:
             self.alive(step)
 
     def sampling(self, step: int) -> contextlib.AbstractContextManager:
-        """A context around step `step` (1-based) that samples its times, if it is due."""
+        """Context of step `step` (1-based), which measures its times if the step is sampled."""
         if self.stragglers is not None and self.stragglers.samples(step):
             return self.stragglers.sampling()
         return contextlib.nullcontext()
 
-    def data_is_there(self, step: int) -> None:
-        """Inside `sampling`: the batch of the step is on its way to the device."""
+    def data_loaded(self, step: int) -> None:
+        """Call it inside `sampling`, once the step's batch is loaded."""
         if self.stragglers is not None and self.stragglers.samples(step):
-            self.stragglers.data_is_there()
+            self.stragglers.data_loaded()
 
     def compute(self, step: int) -> Compute | None:
-        """Wrapper that computes the gradients of step `step` twice; None for other steps."""
-        return self._twice if step == self.options.verify_step else None
+        """Return a wrapper that computes gradients twice in step faults.verify_step, else None."""
+        return self._compute_twice if step == self.options.verify_step else None
 
-    def _twice(self, accumulate: Callable[[], Tensor]) -> Tensor:
-        share, wrong = computed_twice(self.applied, accumulate, self.host)
+    def _compute_twice(self, accumulate: Callable[[], Tensor]) -> Tensor:
+        partial_loss, wrong = compute_twice(self.applied, accumulate, self.host)
         step = self.options.verify_step
         if wrong:
             raise TrainingError(
@@ -105,13 +105,15 @@ class Guards:
                 "nondeterministic"
             )
         log.info("step %d, computed twice: loss and gradients have the same bits", step)
-        return share
+        return partial_loss
 
     def after_step(self, step: int) -> Spike | None:
-        """Step `step` (1-based) has been enqueued; a spike that the run has to go back before.
+        """Run the checks after step `step` (1-based) has been enqueued.
 
+        Returns:
+            A spike, if the run has to be rolled back to before it.
         Raises:
-            TrainingError: copies of a parameter differ, on all ranks.
+            TrainingError: replicas of a parameter differ; on all ranks.
         """
         self.alive(step)
         if self.stragglers is not None and self.stragglers.samples(step):
@@ -140,5 +142,5 @@ class Guards:
 
 
 def modules_of(applied: Applied) -> dict[nn.Module, str]:
-    """FQN of every module of this rank."""
+    """Return the FQN of every module of this rank."""
     return {m: fqn for part in applied.parts.values() for fqn, m in part.named_modules() if fqn}

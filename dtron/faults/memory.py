@@ -1,4 +1,4 @@
-"""An allocation that fails: what needed memory, how much was in use, and how much there is."""
+"""Errors of failed allocations (module, memory in use and free), and checks of host memory."""
 
 import re
 import resource
@@ -12,23 +12,25 @@ from dtron.errors import ConfigError, OutOfMemoryError
 from dtron.parallelisms.offload import host_memory
 
 _TEXTS = re.compile("out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", re.I)
-"""Texts in RuntimeErrors of torch's allocators, of CUDA and of its libraries."""
-_ASKED = re.compile("(?:tried|Unable) to allocate ([0-9.]+) (bytes|[KMGTP]iB)", re.I)
+"""Texts of RuntimeErrors of torch's allocators, of CUDA, and of its libraries."""
+_REQUESTED = re.compile("(?:tried|Unable) to allocate ([0-9.]+) (bytes|[KMGTP]iB)", re.I)
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an allocation that failed, on a GPU or on the host."""
+    """Whether an error is a failed allocation, on a GPU or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
 
 
 class MemoryInUse:
-    """Memory of this rank's tensors: allocated on its GPU, or resident since this was made.
+    """Memory in use by this rank's tensors.
+
+    Allocated on its GPU; on CPU, resident memory since this object was created.
 
     Args:
-        ranks: of this host, which share its memory.
+        ranks: number of ranks on this host, which share its memory.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -37,27 +39,27 @@ class MemoryInUse:
     def explain(
         self, error: BaseException, when: str, modules: Mapping[nn.Module, str]
     ) -> OutOfMemoryError:
-        """The error to print for an allocation that failed.
+        """Return the error to print for a failed allocation.
 
         Args:
-            when: `rank 1, step 3`.
+            when: rank and step, such as `rank 1, step 3`.
             modules: FQN of every module of this rank.
         """
-        place, used, peak, free = self._figures()
-        asked = _asked(str(error))
+        place, used, peak, free = self._usage()
+        failed = _requested_bytes(str(error))
         module = module_of(error.__traceback__, modules)
         message = f"out of memory on {when}" + (f", in {module}" if module else "")
-        requested = f" {size(asked)} were requested, with" if asked else ""
+        requested = f" {size(failed)} were requested, with" if failed else ""
         message += f":{requested} {size(used)} in use (at most {size(peak)}) and {size(free)} free"
-        room = min(used + free, used + asked - 1) if asked else used + free
-        return OutOfMemoryError(f"{message} on {place}", max(peak, used + asked), room)
+        room = min(used + free, used + failed - 1) if failed else used + free
+        return OutOfMemoryError(f"{message} on {place}", max(peak, used + failed), room)
 
-    def _figures(self) -> tuple[str, float, float, float]:
-        """Where the tensors are, and bytes there: in use, the most so far, free for this rank."""
+    def _usage(self) -> tuple[str, float, float, float]:
+        """Return (name of the device, bytes in use, peak bytes, bytes free for this rank)."""
         if torch.cuda.is_available():
             free, _ = torch.cuda.mem_get_info()
             used, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-            # What the allocator has reserved and not handed out is free for this rank.
+            # Reserved but unallocated memory is free for this rank.
             free += torch.cuda.memory_reserved() - used
             return torch.cuda.get_device_name(), used, peak, free
         _, available = host_memory()
@@ -67,7 +69,7 @@ class MemoryInUse:
 
 
 def module_of(traceback: TracebackType | None, modules: Mapping[nn.Module, str]) -> str:
-    """FQN of the innermost module in whose forward an error was raised; empty: in none."""
+    """Return the FQN of the innermost module in whose forward an error was raised; empty: none."""
     found = ""
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
@@ -85,23 +87,23 @@ def _resident() -> float:
         return 0.0
 
 
-def _asked(text: str) -> float:
-    """Bytes of the allocation that failed; 0: it does not say."""
-    found = _ASKED.search(text)
+def _requested_bytes(text: str) -> float:
+    """Return the bytes of a failed allocation from its error text; 0: unknown."""
+    found = _REQUESTED.search(text)
     return float(found[1]) * 1024 ** _UNITS.index(found[2]) if found else 0.0
 
 
 def check_host_memory(needed: float, what: str, fix: Callable[[float], str]) -> float:
-    """Refuse what needs more memory than a host without GPUs has available: Linux would kill it.
+    """Check that a host without GPUs has enough memory; otherwise Linux would kill the process.
 
     Args:
-        needed: bytes of all ranks of the host.
-        what: the beginning of the error: what needs them.
-        fix: its end, given the bytes that are available.
+        needed: bytes for all ranks of the host.
+        what: start of the error: what needs this memory.
+        fix: available bytes -> end of the error.
     Returns:
-        The bytes that are available.
+        Available bytes.
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: fewer than `needed` bytes are available.
     """
     _, available = host_memory()
     if needed > available:
@@ -113,7 +115,7 @@ def check_host_memory(needed: float, what: str, fix: Callable[[float], str]) -> 
 
 
 def size(n_bytes: float) -> str:
-    """Bytes in GiB, or in MiB what is below one."""
+    """Format bytes in GiB, or in MiB if less than 1 GiB."""
     if n_bytes < 2**30:
         return f"{n_bytes / 2**20:.0f} MiB"
     return f"{n_bytes / 2**30:.1f} GiB"

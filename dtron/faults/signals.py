@@ -1,10 +1,10 @@
-"""A run that is asked to stop: all ranks end at one step, save, and exit 0 before a deadline.
+"""Signals: all ranks stop at the same step, save, and exit with status 0 before a deadline.
 
-A rank that is signalled informs the others by a 1-element all-reduce per step, read one step late,
-so that nothing waits. The deadline runs from the signal, also while the main thread is inside a
-collective and Python's handlers cannot run: the interpreter writes the number of a signal to a
-socket at once (`signal.set_wakeup_fd`), which a thread reads. Where another rank is dead, nothing
-can be saved, and the process ends a few seconds later.
+A rank that receives a signal informs the others by a 1-element all-reduce per step, whose result is
+read one step later, so that no rank waits for it. The deadline starts at the signal, also if the
+main thread is inside a collective, where Python's handlers cannot run: the interpreter immediately
+writes the signal's number to a socket (`signal.set_wakeup_fd`), which a thread reads. If another
+rank is dead, nothing can be saved, and the process exits a few seconds later.
 """
 
 import contextlib
@@ -27,30 +27,30 @@ log = logging.getLogger("dtron")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EARLY = signal.SIGUSR1
-"""The one that stops a run before training begins."""
+"""Before training begins, this signal stops the run in order; the others exit immediately."""
 EXIT_UNSAVED = 74
-"""A signalled run ended before what it had to do; sysexits.h's EX_IOERR."""
+"""Exit code if the deadline ends the process before the save; sysexits.h's EX_IOERR."""
 EXIT_FAILED = 1
 EXIT_SIGNALLED = 128
-"""Plus the number of the signal, as shells report it."""
+"""Exit code 128 + number of the signal, as shells report it."""
 _UNSAVED = (
     "rank {rank}: not done {seconds:g} seconds after {why} (faults.stop_seconds): what is being "
     "saved is abandoned; older checkpoints are as they were"
 )
-_ALONE = "rank {rank}: another rank is gone, and this one has not ended for {seconds:g} seconds"
-_ALONE_SECONDS = 2.0
-"""Long enough to commit a checkpoint that all ranks have written."""
-_LAST_SECONDS = 60.0
-"""For the others to come to their end too."""
+_RANK_LOST = "rank {rank}: another rank is gone, and this one has not ended for {seconds:g} seconds"
+_RANK_LOST_SECONDS = 2.0
+"""Long enough to commit a checkpoint that all ranks have already written."""
+_JOIN_SECONDS = 60.0
+"""Maximum wait for the other ranks at the end."""
 
 
 class Deadline:
-    """Ends the process some seconds after it has begun, unless it is called off.
+    """Timer that exits the process, unless it is cancelled.
 
     Args:
-        seconds: 0 for no deadline.
-        message: what is printed then, with `rank`, `seconds` and `why` in braces.
-        code: of the exit.
+        seconds: time from `begin` to the exit; 0: no deadline.
+        message: message to print, a format string with `rank`, `seconds` and `why`.
+        code: exit code.
     """
 
     def __init__(self, seconds: float, message: str, code: int) -> None:
@@ -59,14 +59,14 @@ class Deadline:
         self._over = False
 
     def begin(self, why: str = "") -> None:
-        """Count from now, if it does not already and is not called off."""
+        """Start the timer, if it is neither running nor cancelled."""
         if self.seconds and self._timer is None and not self._over:
             self._timer = threading.Timer(self.seconds, self._end, (why,))
             self._timer.daemon = True
             self._timer.start()
 
-    def call_off(self) -> None:
-        """All is done."""
+    def cancel(self) -> None:
+        """Cancel the timer for good."""
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -78,54 +78,57 @@ class Deadline:
         os._exit(self.code)
 
 
-class Peers:
-    """Whether all ranks live, asked once some of them are asked to stop.
+class LivenessCheck:
+    """Checks that all ranks are alive, once a rank is to stop; else the process exits.
 
-    When a rank dies, torchrun stops the others. These may wait for it inside a kernel,
-    which does not see that it is dead, until torchrun kills them 30 seconds later. A collective on
-    the host does: its connections break.
+    When a rank dies, torchrun sends SIGTERM to the others. These may wait for the dead rank inside
+    a kernel, which does not notice, until torchrun kills them 30 seconds later. A collective on CPU
+    tensors notices, since its connections break.
 
     Args:
-        group: over all ranks, on the host, which nothing else uses.
+        group: process group of all ranks for CPU tensors, used only here.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._asks = threading.Thread(target=self._meet, daemon=True)
-        self._asked = threading.Lock()
-        self.deadline = Deadline(_ALONE_SECONDS, _ALONE, EXIT_HUNG)
+        self._thread = threading.Thread(target=self._all_reduce, daemon=True)
+        self._starting = threading.Lock()
+        self.deadline = Deadline(_RANK_LOST_SECONDS, _RANK_LOST, EXIT_HUNG)
 
-    def ask(self) -> None:
-        """Find out in the background; every rank asks once, some only in `end`."""
-        with self._asked:
-            if self._asks.ident is None:
-                self._asks.start()
+    def start(self) -> None:
+        """Start the check in the background, once; every rank does, some only in `end`."""
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
 
-    def _meet(self) -> None:
+    def _all_reduce(self) -> None:
         try:
             dist.all_reduce(torch.zeros(1), group=self._group)
         except RuntimeError:
             self.deadline.begin()
 
     def end(self) -> None:
-        """All is done on this rank: nothing may be under way when the process group ends, nor the
-        thread inside of torch when the interpreter does, which would abort it."""
-        self.deadline.call_off()
-        self.ask()
-        self._asks.join(_LAST_SECONDS)
+        """End the check, once this rank is done.
+
+        Its collective must end before the process group does, and its thread before the interpreter
+        does, which would abort otherwise.
+        """
+        self.deadline.cancel()
+        self.start()
+        self._thread.join(_JOIN_SECONDS)
 
 
 class StopSignal:
-    """SIGTERM, SIGINT and SIGUSR1 (which Slurm can send before a time limit) as a flag that all
-    ranks agree on, one step late and without waiting.
+    """Stop requests by SIGTERM, SIGINT or SIGUSR1, as a flag on which all ranks agree.
 
-    Before training begins SIGTERM and SIGINT end a rank at once, also inside a collective: it loses
-    nothing then, and torchrun waits for it when another rank has failed.
+    They agree one step later, without waiting. (Slurm can send SIGUSR1 before a time limit.)
+
+    Before training begins, SIGTERM and SIGINT end a rank immediately, also inside a collective:
+    nothing is lost, and torchrun waits for the rank when another one has failed.
 
     Args:
-        seconds: after a signal, or after the agreement on ranks without one, until the process is
-            ended if `end` has not come; 0: for ever.
-        failure: where another rank's failure is recorded, after which this rank logs nothing.
+        seconds: deadline for `end`, from a signal or, on other ranks, from the agreement; 0: none.
+        failure: record of the first failure; if another rank has failed, this rank logs nothing.
         received: is called at each signal, in a thread.
     """
 
@@ -136,32 +139,34 @@ class StopSignal:
         received: Callable[[], None] = lambda: None,
     ) -> None:
         self.launcher_lost = False
-        """After `end`: whether torchrun has been killed on a host (`dtron.entry`)."""
+        """After `end`: whether torchrun was killed on a host (`dtron.entry`)."""
         self.terminated = False
-        """SIGTERM was received, which torchrun sends to all ranks once one has failed."""
+        """Whether SIGTERM was received, which torchrun sends to all ranks once one has failed."""
         self.failed = False
-        """This rank raises an error: a signal changes nothing."""
+        """Whether this rank raises an error; then signals are ignored."""
         self._failure, self._on_signal, self._launcher = failure, received, os.getppid()
         self._group: dist.ProcessGroup | None = None
-        self._raised = False
+        self._requested = False
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
         self._previous: dict[int, Any] = {}
         self._caught: frozenset[int] = frozenset()
         self._deadline = Deadline(seconds, _UNSAVED, EXIT_UNSAVED)
-        self._peers: Peers | None = None
+        self._liveness: LivenessCheck | None = None
         self._wakeup: tuple[int, socket.socket, threading.Thread] | None = None
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is not threading.main_thread():
-            return self  # no signals to catch
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        listener = threading.Thread(target=self._listen, args=(ours,), name="signals", daemon=True)
+            return self  # only the main thread can catch signals
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        listener = threading.Thread(
+            target=self._listen, args=(reader,), name="signals", daemon=True
+        )
         listener.start()
-        self._wakeup = before, theirs, listener
+        self._wakeup = before, writer, listener
         self._catch(*SIGNALS)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY})  # train.py has held it back until here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY})  # blocked by train.py until here
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -169,49 +174,49 @@ class StopSignal:
             signal.signal(number, handler)
         self._previous = {}
         if self._wakeup is not None:
-            before, theirs, listener = self._wakeup
+            before, writer, listener = self._wakeup
             signal.set_wakeup_fd(before)
-            theirs.close()
-            # It may hold the last reference to this and to process groups, whose end in a thread
-            # aborts an interpreter that ends.
+            writer.close()
+            # The thread may have the last reference to process groups, whose destruction in a
+            # thread would abort an interpreter that is shutting down.
             listener.join()
             self._wakeup = None
-        self._deadline.call_off()
-        if self._peers is not None:
-            self._peers.deadline.call_off()
+        self._deadline.cancel()
+        if self._liveness is not None:
+            self._liveness.deadline.cancel()
 
     def begin(self, group: dist.ProcessGroup, separate: dist.ProcessGroup) -> bool:
-        """Training begins. Whether it has to stop before its first step, on all ranks.
+        """Start the agreement, a collective; return whether to stop before the first step.
 
         Args:
-            group: over all ranks, on the host.
-            separate: another one, which nothing else uses and whose collectives may wait for hours.
+            group: process group of all ranks for CPU tensors.
+            separate: another such group, used only here, with a time-out of hours.
         """
-        self._group, self._peers = group, Peers(separate)
+        self._group, self._liveness = group, LivenessCheck(separate)
         self.agreed()
-        return self.agreed()  # of what the first call has asked
+        return self.agreed()  # returns the result of the first call's all-reduce
 
     def end(self) -> None:
-        """All is done and saved: signals are again what they were."""
+        """Call it once all is done and saved; a collective. Restores the signal handlers."""
         if self._pending is not None and self._pending[0] is not None:
             self._pending[0].wait()
         if self._group is not None and "TORCHELASTIC_RUN_ID" in os.environ:
             lost = torch.tensor([int(os.getppid() != self._launcher)])
             dist.all_reduce(lost, dist.ReduceOp.MAX, group=self._group)
             self.launcher_lost = bool(lost.item())
-        if self._peers is not None:
-            self._peers.end()
+        if self._liveness is not None:
+            self._liveness.end()
         self.__exit__()
 
     def _catch(self, *numbers: signal.Signals) -> None:
-        for number in numbers:  # the listening thread does the rest
+        for number in numbers:  # `_listen` handles them as well, in its thread
             previous = signal.signal(number, lambda *_: self.request())
             self._previous.setdefault(number, previous)
         self._caught |= set(numbers)
 
-    def _listen(self, ours: socket.socket) -> None:
-        with contextlib.closing(ours):
-            while received := ours.recv(16):
+    def _listen(self, reader: socket.socket) -> None:
+        with contextlib.closing(reader):
+            while received := reader.recv(16):
                 for number in set(received) & self._caught:
                     self._received(signal.Signals(number))
 
@@ -230,16 +235,16 @@ class StopSignal:
             sys.stdout.flush()
             os._exit(EXIT_SIGNALLED + number)
         self.request()
-        if self._peers is not None:
-            self._peers.ask()
+        if self._liveness is not None:
+            self._liveness.start()
 
     def request(self) -> None:
-        """Stop as after a signal."""
-        self._raised = True
+        """Request a stop, as a signal does."""
+        self._requested = True
 
     def agreed(self) -> bool:
-        """Whether any rank had been signalled at the last call; the same on every rank."""
-        previous, flag = self._pending, torch.tensor([int(self._raised)])
+        """Whether a stop was requested on any rank by the last call; equal on all ranks."""
+        previous, flag = self._pending, torch.tensor([int(self._requested)])
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (work, flag)
         if previous is None:
@@ -249,6 +254,6 @@ class StopSignal:
         stops = bool(previous[1].item())
         if stops:
             self._deadline.begin("ranks had agreed to stop")
-            assert self._peers is not None, "training has begun"
-            self._peers.ask()
+            assert self._liveness is not None, "training has begun"
+            self._liveness.start()
         return stops

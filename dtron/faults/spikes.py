@@ -1,15 +1,15 @@
-"""Losses far above those before, found on the device, the same on all ranks.
+"""Detect loss spikes on the device, equally on all ranks.
 
-With decay d = 1 - 1 / window, and of each step the loss x, cut to c = min(x, mean + k * deviation)
-once `window` steps have been seen, so that one outlier hardly moves what comes after is held to:
+With decay d = 1 - 1 / window, and for each step the loss x and, after the first `window` steps, the
+clipped loss c = min(x, mean + k * deviation), so that an outlier hardly changes the limit:
 
     spike        x > mean + k * deviation,  deviation = max(1.2533 * a, 0.005 * |mean|)
     a         <- d * a + (1 - d) * |c - mean|      mean absolute deviation; 1.2533 = sqrt(pi / 2)
-    mean      <- d * mean + (1 - d) * c            makes it the standard one of a normal law
+    mean      <- d * mean + (1 - d) * c            gives the standard one of a normal distribution
 
-During the first `window` steps nothing is a spike and d is 1 - 1 / (steps + 1): plain means. Losses
-that are not finite change nothing here: their gradients are not finite either, and that step is
-skipped in any case. The flag is read one step late, so that nothing waits for the device.
+During the first `window` steps nothing is a spike, c = x, and d = 1 - 1 / (steps + 1), which gives
+plain means. Non-finite losses change nothing here: their gradients are non-finite too, so that the
+step is skipped anyway. The flag is read one step late, so that nothing waits for the device.
 """
 
 import math
@@ -21,12 +21,12 @@ from torch import Tensor
 
 _NORMAL = math.sqrt(math.pi / 2)
 _SMALLEST = 0.005
-"""Share of the mean that a deviation is at least: losses that hardly vary are no reason."""
+"""Minimum deviation, relative to the mean, for losses that hardly vary."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss beyond its limit."""
+    """A loss above its limit."""
 
     step: int
     """1-based."""
@@ -38,13 +38,13 @@ class Spike:
 
 
 class Spikes:
-    """Spikes of one run; every rank has one, and all come to the same answers.
+    """Spike detector of a run, with equal results on all ranks.
 
     Args:
-        window: steps that the means go over.
+        window: number of steps of the moving averages.
         deviations: k of the formula.
-        skips: whether the step of a spike is not taken.
-        copies: ranks that hold each share of the loss (tp).
+        skips: whether steps with a spike are skipped.
+        copies: number of ranks with the same partial loss (tp).
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class Spikes:
         self._unread: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
 
     @torch.no_grad()
-    def observe(self, share: Tensor, step: int) -> Tensor:
-        """Whether this step's loss is a spike: a bool on the device.
+    def observe(self, partial_loss: Tensor, step: int) -> Tensor:
+        """Return whether this step's loss is a spike: a bool scalar on the device.
 
         Args:
-            share: of the loss, on this rank, before the update.
+            partial_loss: this rank's partial loss.
             step: 1-based.
         """
-        loss = share.double() / self.copies
-        dist.all_reduce(loss)  # over the world: the same bits everywhere
+        loss = partial_loss.double() / self.copies
+        dist.all_reduce(loss)  # over all ranks, for equal bits on all of them
         mean, absolute, steps = self.state.unbind()
         deviation = torch.maximum(_NORMAL * absolute, _SMALLEST * mean.abs())
         limit = mean + self.deviations * deviation
@@ -72,7 +72,7 @@ class Spikes:
         spike = ready & (loss > limit)
         cut = torch.where(ready, torch.minimum(loss, limit), loss)
         weight = 1 / torch.clamp(steps + 1, max=self.window)
-        # Of the first step there is no mean to deviate from.
+        # The first step has no mean yet.
         away = torch.where(steps > 0, (cut - mean).abs(), 0.0)
         moved = torch.stack(
             [mean + weight * (cut - mean), absolute + weight * (away - absolute), steps + 1]
@@ -83,7 +83,7 @@ class Spikes:
         return spike
 
     def read(self, before: int) -> list[Spike]:
-        """Spikes of steps before this one that were not read yet."""
+        """Return the spikes of steps before `before` that were not returned yet."""
         found = []
         while self._unread and self._unread[0][0] < before:
             step, values, event = self._unread.pop(0)
@@ -94,12 +94,12 @@ class Spikes:
         return found
 
     def state_dict(self) -> dict[str, float]:
-        """State for a checkpoint; waits for the device."""
+        """Return the state for a checkpoint; waits for the device."""
         mean, absolute, steps = self.state.tolist()
         return {"mean": mean, "absolute": absolute, "steps": steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` gave, or from nothing."""
+        """Load a `state_dict`; an empty one resets."""
         names = ("mean", "absolute", "steps")
         self.state = self.state.new_tensor([state.get(name, 0.0) for name in names])
         self._unread = []

@@ -1,14 +1,13 @@
-"""Which rank is slow, and in which part of its step: a table every N steps.
+"""Find slow ranks, and the part of the step in which they are slow: a table every N steps.
 
-Ranks that work together end each step together, so the time of a step shows nothing: the others
-wait for the slow one inside collectives. A sampled step therefore measures waiting
-separately. On CPUs the interpreter's profile hook, on for that step only, times calls that wait for
-a collective; on GPUs it is the sum of the times of collectives in NCCL's flight recorder, which
-needs TORCH_NCCL_ENABLE_TIMING=1. The rest is the rank's own work.
+All ranks take equally long for a step, since fast ranks wait for slow ones inside collectives. A
+sampled step therefore measures waiting separately. On CPUs, Python's profile hook, set for that
+step only, times calls that wait for a collective; on GPUs, it is the sum of the times of
+collectives in NCCL's flight recorder, which needs TORCH_NCCL_ENABLE_TIMING=1.
 
-    data     until the batch is on its way to the device
-    busy     the rest of the step, less waiting
-    wait     in collectives: least on the rank for which the others wait
+    data     until the batch is loaded
+    busy     the rest of the step, without waiting
+    wait     in collectives; smallest on the slow rank
 """
 
 import logging
@@ -28,15 +27,15 @@ from dtron.faults.flight_recorder import recorded
 
 log = logging.getLogger("dtron")
 PARTS = ("data", "busy", "wait")
-_SHOWN = 4
+_N_LISTED = 4
 
 
 class Stragglers:
-    """Samples of one rank's steps.
+    """Samples the times of one rank's steps.
 
     Args:
         interval: steps between samples.
-        group: over all ranks, on the host.
+        group: process group of all ranks for CPU tensors.
     """
 
     def __init__(self, interval: int, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -49,7 +48,7 @@ class Stragglers:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Around a whole step, with `data_is_there` inside; the sample is then in `seconds`."""
+        """Context of a sampled step, in which `data_loaded` is called; sets `seconds`."""
         self._synchronize()
         begun = self._data = time.perf_counter()
         with self._waits:
@@ -59,12 +58,12 @@ class Stragglers:
         wait = self._waits.seconds
         self.seconds = {"data": data, "busy": max(0.0, whole - data - wait), "wait": wait}
 
-    def data_is_there(self) -> None:
-        """The batch has been read and is on its way."""
+    def data_loaded(self) -> None:
+        """Record that the batch is loaded."""
         self._data = time.perf_counter()
 
     def report(self, step: int) -> list[dict[str, float]]:
-        """Gather all ranks' samples (all of them call it) and log the slowest ones."""
+        """Gather the samples of all ranks, a collective, and log the slowest ranks."""
         own = torch.tensor([self.seconds[part] for part in PARTS], dtype=torch.float64)
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(ranks, own, group=self.group)
@@ -81,14 +80,14 @@ class Stragglers:
 
 
 def table(rows: list[dict[str, float]], step: int) -> list[str]:
-    """The slowest ranks: seconds of each part, and the time that is not waiting over its median.
+    """Format the slowest ranks: time of each part, and data + busy over its median.
 
     Args:
-        rows: of each rank, seconds by part.
+        rows: seconds by part, for each rank.
     """
     own = [row["data"] + row["busy"] for row in rows]
     median = statistics.median(own)
-    slowest = sorted(range(len(rows)), key=lambda rank: -own[rank])[:_SHOWN]
+    slowest = sorted(range(len(rows)), key=lambda rank: -own[rank])[:_N_LISTED]
     lines = [f"step {step}, slowest ranks:   data     busy     wait   data + busy over median"]
     for rank in slowest:
         parts = " ".join(f"{rows[rank][part] * 1e3:6.1f}ms" for part in PARTS)
@@ -107,14 +106,14 @@ class _CpuWaits:
         sys.setprofile(None)
 
     def _on_event(self, _frame: FrameType, event: str, called: Any) -> None:
-        # From the event before: Python 3.12 has no `c_call` for bound methods of pybind11.
+        # Since the last event: Python 3.12 has no `c_call` event for bound methods of pybind11.
         if event == "c_return" and called.__name__ in ("wait", "wait_tensor"):
             self.seconds += time.perf_counter() - self._last
         self._last = time.perf_counter()
 
 
 class _NcclWaits:
-    """Sums what collectives took, by NCCL's flight recorder; 0 where it does not time them."""
+    """Sums the times of collectives in NCCL's flight recorder; 0 if it does not time them."""
 
     def __enter__(self) -> None:
         self.seconds, self._since = 0.0, time.time_ns()

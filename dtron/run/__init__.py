@@ -1,1 +1,1 @@
-"""A rank's process and its run directory."""
+"""A rank's process: rendezvous, run directory, locks, attempts and metrics."""

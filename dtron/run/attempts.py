@@ -1,10 +1,11 @@
-"""The attempts of one run: why the last one ended, what the recovery cost, and when to give up.
+"""Attempts of a run: why the last one ended, how long recovery took, and when to give up.
 
-    RUN/attempt.json       the attempt that trains now, or the last one, if it did not end in order
+    RUN/attempt.json       the current attempt, or the last one if it failed
     RUN/ends/rank-R.json   why rank R of that attempt ended, written when it ends by an error
 
-Rank 0 writes the first as soon as the run directory is its own; a rank that was killed leaves no
-record. An attempt makes progress by a checkpoint; torchrun's `--max-restarts` counts all attempts.
+Rank 0 writes the first file once it has locked the run directory; a killed rank writes no record.
+An attempt makes progress if it completes a checkpoint. (torchrun's `--max-restarts` counts all
+attempts.)
 """
 
 import contextlib
@@ -29,9 +30,9 @@ from dtron.run.process import Place
 log = logging.getLogger("dtron")
 LOST_PEER, PEER_FAILED = "lost another rank", "another rank has failed"
 STOPPED = "stopped by a signal"
-_NO_FAULT = (LOST_PEER, PEER_FAILED, STOPPED)
-"""Why a rank ends that has no fault itself."""
-_PARTS = (
+_NOT_THE_CAUSE = (LOST_PEER, PEER_FAILED, STOPPED)
+"""Records of ranks that ended because of another rank or a signal."""
+_PHASES = (
     ("noticed", "stop", "until the others ended"),
     ("ended", "restart", "until they were started again"),
     ("launched", "import", "imports"),
@@ -41,42 +42,44 @@ _PARTS = (
     ("loaded", "first_step", "first step, with compilation"),
     ("stepped", "", ""),
 )
-"""Moments of a recovery, in their order; names of the part from each to the next, in metrics
-(`recovery_import_seconds`) and in the log."""
+"""Events of a recovery in order: (event, name of the phase until the next event in metrics
+(`recovery_import_seconds`), its name in the log)."""
 
 
 class Attempts:
-    """This attempt and what the one before has left.
+    """Records of this attempt and of the previous one.
 
     Args:
-        folder: the run's directory.
+        folder: the run directory.
     """
 
     def __init__(self, folder: Path, place: Place) -> None:
         self._path, self._ends = folder / "attempt.json", folder / "ends"
         self._place, self._token = place, ""
-        self._moments: dict[str, float] = {"launched": _started(), "entered": time.time()}
-        self._cause, self._own_end = "", ""
+        self._times: dict[str, float] = {"launched": _process_start(), "entered": time.time()}
+        self._cause, self._recorded_cause = "", ""
         self._recording = threading.Lock()
-        self._own: dict[str, Any] = {}
+        self._attempt: dict[str, Any] = {}
 
-    def mark(self, moment: str) -> None:
-        """Record the time of one of `_PARTS`."""
-        self._moments.setdefault(moment, time.time())
+    def mark(self, event: str) -> None:
+        """Record the time of an event of `_PHASES`."""
+        self._times.setdefault(event, time.time())
 
     def met(self, token: str) -> None:
-        """Record the rendezvous; no other attempt has its token."""
+        """Record that the rendezvous is complete; its token identifies this attempt."""
         self._token = token
         self.mark("met")
 
     def begin(self, step: int, most: int) -> None:
-        """On rank 0, once it has the run directory: log why the last attempt ended, and count.
+        """On rank 0: log why the last attempt ended, and count attempts without progress.
+
+        Called once rank 0 has locked the run directory.
 
         Args:
-            step: that this attempt goes on from.
-            most: attempts in a row without progress; 0: any number.
+            step: step at which this attempt starts.
+            most: maximum number of attempts in a row without progress; 0: no limit.
         Raises:
-            NoProgressError: there were so many.
+            NoProgressError: the maximum is reached.
         """
         if self._place.rank:
             return
@@ -86,12 +89,12 @@ class Attempts:
         if last:
             self._cause = why_ended(ends, last.get("hosts") or [], self._place.world_size)
             times = [end["time"] for end in ends.values()]
-            self._moments |= {"noticed": min(times), "ended": max(times)} if times else {}
+            self._times |= {"noticed": min(times), "ended": max(times)} if times else {}
             same = bool(job) and last.get("job") == job and step <= last.get("step", -1)
             same = same and (self._place.attempt > 0 or "SLURM_JOB_ID" in os.environ)
             idle = last.get("without_progress", 0) + 1 if same else 0
             log.info("%s: %s", self._restart(), self._cause)
-        self._own = {
+        self._attempt = {
             **{"token": self._token, "job": job, "step": step, "without_progress": idle},
             "hosts": [],
         }
@@ -102,41 +105,46 @@ class Attempts:
                 "more often (checkpoint.interval), or set faults.max_attempts = 0"
             )
         shutil.rmtree(self._ends, ignore_errors=True)
-        self._write(self._path, self._own)
+        self._write(self._path, self._attempt)
 
     def note_hosts(self, hosts: Sequence[str]) -> None:
         """On rank 0: record the host of each rank of this attempt."""
-        self._write(self._path, {**self._own, "hosts": list(hosts)})
+        self._write(self._path, {**self._attempt, "hosts": list(hosts)})
 
     def record_end(self, cause: str) -> None:
-        """Record why this rank ends by an error; best effort. A fault of its own is never replaced
-        by what followed from it, nor a signal by the loss of others, which were stopped too."""
+        """Record why this rank ends by an error; best effort.
+
+        An error of this rank is never replaced by one of its consequences (`_NOT_THE_CAUSE`), nor a
+        signal by a lost rank.
+        """
         end = {"token": self._token, "host": platform.node(), "cause": cause, "time": time.time()}
-        with self._recording:  # threads of signals and of the watchdog record too
-            if cause in _NO_FAULT and self._own_end not in ("", LOST_PEER, PEER_FAILED):
+        with self._recording:  # called in threads too, by signals and the watchdog
+            if cause in _NOT_THE_CAUSE and self._recorded_cause not in ("", LOST_PEER, PEER_FAILED):
                 return
-            self._own_end = cause
+            self._recorded_cause = cause
             self._write(self._ends / f"rank-{self._place.rank}.json", end)
 
     def finish(self) -> None:
-        """On rank 0: record that this attempt has ended in order."""
+        """On rank 0: record that this attempt ended without an error."""
         if self._place.rank == 0:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
     def recovered(self) -> dict[str, float]:
-        """After the first step: log the seconds of the recovery by part, and return them as fields
-        of metrics; no fields if the last attempt ended in order."""
+        """After the first step: log the time of each phase of the recovery; return metrics.
+
+        Empty if the last attempt ended without an error.
+        """
         self.mark("stepped")
         if not self._cause:
             return {}
-        parts = seconds_of(self._moments)
-        labels = {name: label for _, name, label in _PARTS}
-        listed = ", ".join(f"{seconds:.1f} s {labels[name]}" for name, seconds in parts.items())
-        log.info("recovered in %.1f s: %s", sum(parts.values()), listed)
+        phases = seconds_of(self._times)
+        labels = {name: label for _, name, label in _PHASES}
+        listed = ", ".join(f"{seconds:.1f} s {labels[name]}" for name, seconds in phases.items())
+        log.info("recovered in %.1f s: %s", sum(phases.values()), listed)
         self._cause = ""
-        each = {f"recovery_{name}_seconds": seconds for name, seconds in parts.items()}
-        return {"recovery_seconds": sum(parts.values()), **each}
+        each = {f"recovery_{name}_seconds": seconds for name, seconds in phases.items()}
+        return {"recovery_seconds": sum(phases.values()), **each}
 
     def _restart(self) -> str:
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
@@ -163,12 +171,16 @@ class Attempts:
 
 
 def why_ended(ends: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], world_size: int) -> str:
-    """Why an attempt ended, by its ranks' records: a rank's own error, else those without one.
+    """Find out why an attempt ended, from its ranks' records.
+
+    The cause is the first error that is not a consequence of another rank's; without one, the ranks
+    that have no record were killed.
 
     Args:
-        hosts: of each rank; empty: it ended before ranks had met.
+        ends: record of each rank that has one.
+        hosts: host of each rank; empty: the attempt ended before the rendezvous was complete.
     """
-    own = {rank: end for rank, end in ends.items() if end.get("cause") not in _NO_FAULT}
+    own = {rank: end for rank, end in ends.items() if end.get("cause") not in _NOT_THE_CAUSE}
     if own:
         rank, end = min(own.items(), key=lambda item: item[1]["time"])
         return f"rank {rank} on host {end.get('host')}: {end.get('cause')}"
@@ -176,7 +188,7 @@ def why_ended(ends: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], world
     silent = [rank for rank in range(n) if rank not in ends]
     lost = sorted(rank for rank, end in ends.items() if end.get("cause") == LOST_PEER)
     if lost and not silent:
-        who = "all ranks" if len(lost) == n else _listed(lost)
+        who = "all ranks" if len(lost) == n else _rank_list(lost)
         return f"the network failed: {who} lost connections, and no rank was killed"
     if len(silent) in (0, n):
         return "all ranks were stopped"
@@ -184,31 +196,34 @@ def why_ended(ends: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], world
     for rank in silent:
         where[hosts[rank] if hosts else ""].append(rank)
     listed = [
-        _listed(ranks) + (f" on host {host}" if host else "") for host, ranks in where.items()
+        _rank_list(ranks) + (f" on host {host}" if host else "") for host, ranks in where.items()
     ]
     return f"{' and '.join(listed)} {'was' if len(silent) == 1 else 'were'} killed"
 
 
-def seconds_of(moments: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by part, of the moments that are known; clocks of hosts may differ a little."""
-    known = [(moments[moment], part) for moment, part, _ in _PARTS if moment in moments]
+def seconds_of(times: Mapping[str, float]) -> dict[str, float]:
+    """Compute the seconds of each phase from the times of events; some events may be missing.
+
+    Negative seconds, from clocks of different hosts, become 0.
+    """
+    known = [(times[event], phase) for event, phase, _ in _PHASES if event in times]
     pairs = itertools.pairwise(known)
-    return {part: max(0.0, later - at) for (at, part), (later, _) in pairs}
+    return {phase: max(0.0, later - at) for (at, phase), (later, _) in pairs}
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _rank_list(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _job(place: Place) -> str:
-    """Name of the job that starts attempts, from Slurm or torchrun: restarts are counted in it."""
+    """Name of the Slurm or torchrun job that starts attempts; attempts are counted per job."""
     slurm = os.environ.get("SLURM_JOB_ID")
     return f"slurm {slurm}" if slurm else place.job
 
 
-def _started() -> float:
-    """Start time of this process, in seconds since the epoch."""
+def _process_start() -> float:
+    """Return the start time of this process, in seconds since the epoch."""
     if sys.platform != "linux":
         return time.time()
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

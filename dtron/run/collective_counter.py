@@ -1,8 +1,8 @@
-"""Counts the collectives that really run, calls and bytes by mesh axis.
+"""Count the collectives of a step: calls and bytes by mesh axis.
 
-Every collective of torch.distributed passes the dispatcher with its process group, in c10d's
-namespace (FSDP2, plain calls) or in that of functional collectives (DTensor); bytes are those of
-the larger of what goes in and what comes out. A compiled block runs eagerly while it is counted.
+Every collective of torch.distributed passes the dispatcher with its process group, in the namespace
+of c10d (FSDP2, plain calls) or of functional collectives (DTensor). Bytes are those of the input or
+the output, whichever is larger. Compiled blocks run eagerly while collectives are counted.
 """
 
 from collections import defaultdict
@@ -41,10 +41,10 @@ _NAMES = {
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """A context in which collectives are counted.
+    """Context in which collectives are counted.
 
     Args:
-        axis_of_group: mesh axis by process-group name, as Mesh.group_names gives it.
+        axis_of_group: mesh axis by process-group name, from `Mesh.group_names`.
     """
 
     def __init__(self, axis_of_group: dict[str, str]) -> None:
@@ -63,7 +63,7 @@ class CollectiveCounter(TorchDispatchMode):
         return result
 
     def table(self) -> dict[str, dict[str, dict[str, int]]]:
-        """{axis: {collective: {"count": n, "bytes": n}}}"""
+        """Return {axis: {collective: {"count": n, "bytes": n}}}."""
         axes: dict[str, dict[str, dict[str, int]]] = {}
         for (axis, name), (count, size) in sorted(self.counts.items()):
             axes.setdefault(axis, {})[name] = {"count": count, "bytes": size}
@@ -71,7 +71,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def namespace_and_name(func: Any) -> tuple[str, str]:
-    """aten::add.Tensor -> aten, add."""
+    """Split an operator's name: aten::add.Tensor -> aten, add."""
     namespace, _, name = func.name().partition("::")
     return namespace, name.partition(".")[0]
 

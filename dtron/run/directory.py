@@ -1,18 +1,18 @@
-"""A run's directory: what lies where, and how a start treats what is there.
+"""The run directory: its files, and what a start does with existing ones.
 
-    config.toml      resolved; running it repeats the run (config-1.toml, ...: earlier starts)
-    run.json         what really ran
-    metrics.jsonl    one object a logged step
+    config.toml      resolved config, which repeats the run (config-1.toml, ...: earlier starts)
+    run.json         metadata of the run: versions, mesh, stages, chosen settings
+    metrics.jsonl    one object per logged step
     steps.json       the time of every step, if metrics.step_times
-    lock, ranks      which processes run here (`dtron/run/lock.py`)
-    committed.json   the newest complete checkpoint, wherever checkpoints go
-    attempt.json     the attempt that trains; ends/: why ranks ended (`dtron/run/attempts.py`)
-    begun            the job whose ranks have begun to train and have not ended, by torchrun's id
-    hangs/step-N/    where each rank was when a step did not end
+    lock, ranks      the processes that use the directory (`dtron/run/lock.py`)
+    committed.json   the newest complete checkpoint, which may be elsewhere
+    attempt.json     the current attempt; ends/: why ranks ended (`dtron/run/attempts.py`)
+    begun            torchrun's id of the job that is training; removed at the end
+    hangs/step-N/    stacks of each rank, if a step did not end
     tensorboard/  checkpoints/  trace/
 
-A run resumed from its own checkpoint continues these files. Any other start in a used directory
-first renames what an earlier run left there by a number.
+A run that resumes from a checkpoint in its directory continues these files. Any other start first
+renames existing ones by a number.
 """
 
 import json
@@ -26,11 +26,19 @@ from dtron.io.filesystem import Location
 from dtron.io.untrusted import MB, TOML_BYTES, open_regular, parse, read_text
 
 log = logging.getLogger("dtron")
-_KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace", "hangs")
+_OUTPUTS = (
+    "metrics.jsonl",
+    "steps.json",
+    "run.json",
+    "tensorboard",
+    "checkpoints",
+    "trace",
+    "hangs",
+)
 
 
 class RunDir:
-    """Paths of a run, and the few writes that only rank 0 makes."""
+    """Paths of a run directory, and the writes to it, which only rank 0 does."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -46,32 +54,32 @@ class RunDir:
         self.hangs = self.path / "hangs"
 
     def open(self, config_toml: str, resumed_step: int | None) -> None:
-        """Make the directory ready for a run that starts after `resumed_step`, or afresh (None)."""
+        """Prepare the directory for a run that resumes after `resumed_step`; None: a new run."""
         self.path.mkdir(parents=True, exist_ok=True)
         if resumed_step is None:
-            for name in _KEPT:
-                _set_aside(self.path / name)
+            for name in _OUTPUTS:
+                _rename_old(self.path / name)
             self.committed.unlink(missing_ok=True)
         else:
             self._drop_rows_after(resumed_step)
-        if self.config.exists() and _text_of(self.config) != config_toml:
-            _set_aside(self.config)
+        if self.config.exists() and _read_config(self.config) != config_toml:
+            _rename_old(self.config)
         _write(self.config, config_toml)
 
     def write_run_json(self, info: dict[str, Any]) -> None:
-        """Replace run.json; a warning where that fails."""
+        """Replace run.json; log a warning if that fails."""
         _try_to_write(self.run_json, json.dumps(info, indent=1) + "\n")
 
     def write_steps_json(self, times: dict[str, Any]) -> None:
-        """Replace steps.json; a warning where that fails."""
+        """Replace steps.json; log a warning if that fails."""
         _try_to_write(self.steps_json, json.dumps(times) + "\n")
 
     def note_checkpoint(self, folder: Location) -> None:
-        """Remember the newest complete checkpoint, which may be on another file system."""
+        """Record the newest complete checkpoint, which may be on another file system."""
         _try_to_write(self.committed, json.dumps({"checkpoint": str(folder)}) + "\n")
 
     def noted_checkpoint(self) -> str:
-        """The one that was noted last; empty: none."""
+        """Return the checkpoint of the last `note_checkpoint`; empty: none."""
         try:
             return str(parse(read_text(self.committed, MB))["checkpoint"])
         except (OSError, ValueError, LookupError, TypeError):
@@ -94,7 +102,7 @@ class RunDir:
 
 
 def _row_step(row: bytes) -> int | None:
-    """Step of a metrics row; None for one that a killed run left half-written."""
+    """Return the step of a metrics row; None for an incomplete row of a killed run."""
     try:
         step = parse(row.decode())["step"]
     except (ValueError, KeyError, TypeError):
@@ -102,15 +110,15 @@ def _row_step(row: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _text_of(path: Path) -> str | None:
-    """A config that an earlier start has written; None: it is none."""
+def _read_config(path: Path) -> str | None:
+    """Read the config of an earlier start; None if it cannot be read."""
     try:
         return read_text(path, TOML_BYTES)
     except (OSError, ValueError):
         return None
 
 
-def _set_aside(path: Path) -> None:
+def _rename_old(path: Path) -> None:
     if not path.exists():
         return
     number = 1

@@ -1,6 +1,6 @@
-"""Handles what can end one rank of a run: a hang, a signal, an error of its own or of another rank.
+"""Handle everything that can end a rank: a hang, a signal, an error, an error of another rank.
 
-One rank alone reports a failure: the others, which fail because it is gone, raise a PeerError.
+Only one rank reports a failure; ranks that fail as a consequence raise a PeerError.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ log = logging.getLogger("dtron")
 
 
 class FaultHandler:
-    """Watches one rank, and decides which error it raises.
+    """Runs the watchdog of one rank, and decides which error the rank raises.
 
     Args:
-        attempts: where the reason is recorded for which this rank ends.
-        hangs: folder of the watchdog's reports.
+        attempts: records why this rank ends.
+        hangs: folder for the watchdog's reports.
     """
 
     def __init__(self, config: RunConfig, place: Place, attempts: Attempts, hangs: Path) -> None:
         self.config, self.place, self.attempts, self.hangs = config, place, attempts, hangs
         self.watchdog: Watchdog | None = None
-        """None: faults.hang_seconds is 0."""
+        """None if faults.hang_seconds is 0."""
         self._modules: Mapping[nn.Module, str] = {}
         self._step: Callable[[], int] = int
 
     @contextlib.contextmanager
     def watching(self, phase: str) -> Iterator[None]:
-        """Run the watchdog from here, at first for `phase`, "rendezvous" or "start"."""
+        """Context in which the watchdog runs, first in `phase`: "rendezvous" or "start"."""
         self.watchdog = self._begin_watchdog(phase)
         try:
             yield
@@ -49,11 +49,11 @@ class FaultHandler:
                 self.watchdog.end()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Pause the watchdog while checkpoints are read: that may take hours, and has time-outs."""
+        """Context that pauses the watchdog, for reading checkpoints, which has other time-outs."""
         return self.watchdog.paused() if self.watchdog is not None else contextlib.nullcontext()
 
     def built(self, modules: Mapping[nn.Module, str], step: Callable[[], int]) -> None:
-        """The model exists, so that errors can name a module and a step.
+        """Set modules and step for error messages, once the model is built.
 
         Args:
             modules: FQN of every module of this rank.
@@ -63,17 +63,17 @@ class FaultHandler:
 
     @contextlib.contextmanager
     def process_group(self, rendezvous: Rendezvous) -> Iterator[StopSignal]:
-        """Open the process group and catch signals; errors inside are recorded and explained.
+        """Open the process group and catch signals; record and explain errors.
 
         Raises:
-            PeerError: this rank has failed because another one has.
-            OutOfMemoryError: it names step, module and memory.
+            PeerError: this rank failed because another rank did.
+            OutOfMemoryError: names step, module and memory in use.
         """
         memory = MemoryInUse(self.place.local_world_size)
         failure = FirstFailure(self.place.rank, self.place.world_size, rendezvous.token)
         stop = StopSignal(self.config.faults.stop_seconds, failure, self._record_signal)
         timeout = self.config.parallel.timeout_seconds
-        with stop:  # until the error is recorded: torchrun's SIGTERM may come before
+        with stop:  # includes the handling of errors, since torchrun may send SIGTERM before it
             try:
                 with process_group(self.place, timeout, rendezvous.store):
                     yield stop
@@ -96,13 +96,13 @@ class FaultHandler:
     def explain(
         self, error: Exception, failure: FirstFailure, stop: StopSignal, memory: MemoryInUse
     ) -> TrainingError | None:
-        """The error to raise in place of one of this rank; None: the error itself."""
+        """Return the error to raise instead of `error`; None: `error` itself."""
         if failure.reported_by_peer():
             return PeerError(PEER_FAILED, stop.terminated)
         if not is_out_of_memory(error):
             if self.watchdog is not None:
                 self.watchdog.timed_out(error)
-            if self._modules and is_of_lost_peer(error):  # before, addresses may be wrong
+            if self._modules and is_of_lost_peer(error):  # earlier, an address may be wrong
                 log.error("rank %d lost another rank: %s", self.place.rank, error)
                 return PeerError(LOST_PEER, stop.terminated)
             return None
@@ -112,8 +112,10 @@ class FaultHandler:
         return memory.explain(error, f"rank {self.place.rank}, {where}", self._modules)
 
     def _record_signal(self) -> None:
-        """Record that a signal came, which torchrun sends when another rank has failed; where all
-        ranks stop in order, `Attempts.finish` makes the record void."""
+        """Record that a signal was received, as torchrun sends it when another rank has failed.
+
+        If all ranks stop without an error, `Attempts.finish` invalidates the record.
+        """
         self.attempts.record_end(STOPPED)
 
     def _begin_watchdog(self, phase: str) -> Watchdog | None:

@@ -1,11 +1,11 @@
-"""Locks of a run directory: one run at a time writes there.
+"""Locks of a run directory, so that only one run writes to it.
 
-    RUN/lock     locked by rank 0 (flock) until its process ends; names that process
-    RUN/ranks    locked by every rank, each for a record of its own that names its process
+    RUN/lock     locked by rank 0 (flock) until its process ends; contains that process
+    RUN/ranks    one record per rank with its process, locked by the rank until it ends
 
-They hold on this host and on others that share the file system. A start takes the first and waits
-until no record of the second is locked: ranks of an earlier attempt may outlive its rank 0. Other
-ranks read the directory only after rank 0 has both.
+The locks work across hosts that share the file system. At a start, rank 0 locks the first file and
+waits until no record of the second is locked, since ranks of an earlier attempt may outlive its
+rank 0. Other ranks read the directory only after that.
 """
 
 import contextlib
@@ -31,57 +31,57 @@ from dtron.run.rendezvous import Rendezvous
 log = logging.getLogger("dtron")
 _POLL_SECONDS = 0.1
 _RECORD = 512
-_MOST_NAMED = 4
+_MAX_LISTED = 4
 _FLOCK = struct.Struct("hhqqi4x")
 """`struct flock` of 64-bit Linux: type, whence, start, length, process."""
 _HAS_RECORD_LOCKS = hasattr(fcntl, "F_OFD_SETLK") and sys.platform == "linux"
 
 
 class RunLock:
-    """Wait until no rank of another start uses a directory, and keep it.
+    """Lock of a run directory; the constructor waits until no rank of another start uses it.
 
     Args:
-        wait_seconds: how long to wait for the other ranks to end.
+        wait_seconds: maximum time to wait for ranks of another start to end.
     Raises:
-        ConfigError: on rank 0: the other ranks have not ended; names their hosts and processes.
-        PeerError: on the other ranks likewise.
+        ConfigError: on rank 0: such ranks have not ended; names their hosts and processes.
+        PeerError: on the other ranks, in the same case.
     """
 
     def __init__(self, directory: Path, rendezvous: Rendezvous, wait_seconds: float) -> None:
         self._path, self._ranks = directory / "lock", RankLocks(directory / "ranks")
         self._file: IO[bytes] | None = None
-        self._made = not directory.exists()
-        place, held = rendezvous.place, "no"
+        self._created = not directory.exists()
+        place, acquired = rendezvous.place, "no"
         try:
             if place.rank == 0:
                 self._acquire(place, wait_seconds)
-                held = "yes"
-        except OSError as error:  # not writable, which `preflight` reports; or without locks
-            held = "yes"
+                acquired = "yes"
+        except OSError as error:  # not writable, which `preflight` reports; or locks do not work
+            acquired = "yes"
             if self._file is not None:
                 log.warning("%s cannot be locked (%s); run only one run here", directory, error)
         finally:
-            held = rendezvous.broadcast_from_rank_0("lock", held, wait_seconds)
-        if held != "yes":
+            acquired = rendezvous.broadcast_from_rank_0("lock", acquired, wait_seconds)
+        if acquired != "yes":
             raise PeerError("rank 0 was refused the run directory")
         self._ranks.acquire(place)
 
     def release(self, started: bool = True) -> None:
-        """Let another run in; every rank calls it.
+        """Release the lock; every rank calls it.
 
         Args:
-            started: false: the run was refused, and a directory that was made for it is removed.
+            started: false: the run did not start; remove the directory if it was created for it.
         """
         self._ranks.release()
         if self._file is None:
             return
-        if self._made and not started:
+        if self._created and not started:
             self._path.unlink(missing_ok=True)
             self._ranks.path.unlink(missing_ok=True)
             if not any(self._path.parent.iterdir()):
                 self._path.parent.rmdir()
         else:
-            with contextlib.suppress(OSError):  # no regular file
+            with contextlib.suppress(OSError):  # not a regular file
                 self._file.truncate(0)
         self._file.close()
         self._file = None
@@ -108,14 +108,14 @@ class RunLock:
         self._ranks.clear()
 
     def _lock(self) -> str:
-        """Lock the file, if it is not locked yet; the process that holds it, or an empty string."""
+        """Try to lock the file; return the process that has locked it, or "" on success."""
         if self._file is not None:
             return ""
         file = _open(self._path)
         try:
-            self._file = file  # which says that locks, not the directory, are at fault
+            self._file = file  # set before flock: an error is then one of locks, not of the path
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is(file, self._path):
+            if _is_same_file(file, self._path):
                 return ""
         except BlockingIOError:
             pass
@@ -129,11 +129,11 @@ class RunLock:
 
 
 class RankLocks:
-    """A file in which each live rank of a run has locked a record that names its process.
+    """File with one record per rank, which a live rank keeps locked and which has its process.
 
-    Record R, `_RECORD` bytes, is of rank R. Locks are of open files (F_OFD_SETLK of Linux; other
-    systems have none, and nothing is locked there): they end with the process, and can be tested
-    without taking them.
+    Record R, of `_RECORD` bytes, belongs to rank R. Locks are open file description locks
+    (F_OFD_SETLK of Linux; on other systems nothing is locked): they end with the process, and can
+    be tested without being acquired.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,7 +141,7 @@ class RankLocks:
         self._file: IO[bytes] | None = None
 
     def acquire(self, place: Place) -> None:
-        """Lock this rank's record, and write it; best effort where it cannot be locked."""
+        """Lock and write this rank's record; log a warning if it cannot be locked."""
         if not _HAS_RECORD_LOCKS:
             return
         try:
@@ -160,44 +160,44 @@ class RankLocks:
             )
 
     def owners(self) -> str:
-        """Live ranks that have locked a record, with host and process; empty: there are none."""
+        """List the ranks that have locked a record, with host and process; empty: none."""
         if not _HAS_RECORD_LOCKS:
             return ""
         with _open(self.path, os.O_RDWR | os.O_CREAT) as file:
             found = [_owner(_record(file, rank), f"rank {rank}, ") for rank in _locked(file)]
-        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        return "; ".join(found[:_MOST_NAMED]) + more
+        more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+        return "; ".join(found[:_MAX_LISTED]) + more
 
     def clear(self) -> None:
-        """Forget the records of earlier ranks, none of which is locked."""
+        """Delete the records of earlier ranks, none of which is locked."""
         if _HAS_RECORD_LOCKS:
             os.truncate(self.path, 0)
 
     def release(self) -> None:
-        """End this rank's lock."""
+        """Release this rank's lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def _locked(file: IO[bytes]) -> Iterator[int]:
-    """Ranks whose records another open file has locked, in order."""
-    # One by one: of several locks in a range the system names any.
+    """Yield the ranks whose records are locked, in order."""
+    # One by one, since of several locks in a range the system returns any.
     end = -(-os.fstat(file.fileno()).st_size // _RECORD)
     yield from (rank for rank in range(end) if _first_lock(file, rank * _RECORD, _RECORD) != -1)
-    if (at := _first_lock(file, end * _RECORD, 0)) != -1:  # its record is not written yet
+    if (at := _first_lock(file, end * _RECORD, 0)) != -1:  # locked but not written yet
         yield at // _RECORD
 
 
 def _first_lock(file: IO[bytes], start: int, length: int) -> int:
-    """Where a lock of another open file begins in a range (length 0: without an end), or -1."""
+    """Return the start of a lock by another open file in a range (length 0: no end), or -1."""
     found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _flock(start, length))
     kind, _, at, _, _ = _FLOCK.unpack(found)
     return -1 if kind == fcntl.F_UNLCK else at
 
 
 def _flock(start: int, length: int) -> bytes:
-    """`struct flock` of an exclusive lock; length 0: without an end."""
+    """Pack a `struct flock` of an exclusive lock; length 0: no end."""
     return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
 
 
@@ -215,7 +215,7 @@ def _process(place: Place) -> dict[str, Any]:
 
 
 def _open(path: Path, flags: int = os.O_RDWR | os.O_CREAT | os.O_APPEND) -> IO[bytes]:
-    """Open or make the file, without waiting for the reader of a FIFO."""
+    """Open or create a file; of a FIFO, do not wait for its reader."""
     flags |= os.O_NONBLOCK | os.O_CLOEXEC
     file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -225,7 +225,7 @@ def _open(path: Path, flags: int = os.O_RDWR | os.O_CREAT | os.O_APPEND) -> IO[b
 
 
 def _owner(found: dict[str, Any], rank: str = "") -> str:
-    """A process in words; empty: the file names none."""
+    """Describe the process of a record; empty if the record is empty."""
     if not found:
         return rank.removesuffix(", ")
     job = f", job {found['job']}" if found.get("job") else ""
@@ -248,8 +248,8 @@ def _parsed(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is(file: IO[bytes], path: Path) -> bool:
-    """Whether the file that is locked is still the one at the path."""
+def _is_same_file(file: IO[bytes], path: Path) -> bool:
+    """Whether the open file is still the one at the path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

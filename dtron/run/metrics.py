@@ -1,4 +1,4 @@
-"""Where figures go: metrics.jsonl, TensorBoard and the console."""
+"""Write metrics to metrics.jsonl, TensorBoard and the console."""
 
 import contextlib
 import datetime
@@ -37,11 +37,11 @@ _GROUPS = (
     ("data", ("tokens", "padding")),
     ("float8", ("float8",)),
 )
-"""TensorBoard's groups of scalars, by the beginnings of their names; an exact name comes first."""
+"""(TensorBoard group, prefixes of its metrics); an exact match takes precedence over a prefix."""
 
 
 def tag_of(name: str) -> str:
-    """TensorBoard's tag of a figure: `loss/validation_loss`; others are in `other/`."""
+    """Return the TensorBoard tag of a metric: `loss/validation_loss`; default group `other`."""
     for equal in (True, False):
         for group, names in _GROUPS:
             if any(name == each if equal else name.startswith(each) for each in names):
@@ -50,11 +50,11 @@ def tag_of(name: str) -> str:
 
 
 class Throughput:
-    """Tokens per second and MFU between logging steps.
+    """Measures tokens per second and MFU between logging steps.
 
     Args:
-        flops: the model's operations.
-        devices: ranks that share the work.
+        flops: FLOP model of the run's model.
+        devices: number of ranks.
     """
 
     def __init__(self, flops: FlopsModel, devices: int) -> None:
@@ -64,14 +64,18 @@ class Throughput:
         self.restart()
 
     def add(self, tokens: int, attended: float) -> None:
-        """Count one step: its tokens over all ranks, and the mean over tokens of the length
-        attention runs over: seq_len, or sum(L^2) / sum(L) over documents of length L."""
+        """Count one step.
+
+        Args:
+            tokens: tokens of the step on all ranks.
+            attended: mean attended length: seq_len; with documents of length L sum(L^2) / sum(L).
+        """
         self._steps += 1
         self._tokens += tokens
         self._attended += attended
 
     def read(self) -> Row:
-        """Means since the last reading; seconds are per step, MFU is None on unknown hardware."""
+        """Return means since the last call; seconds are per step, MFU is None on unknown GPUs."""
         steps, tokens, attended = self._steps, self._tokens, self._attended
         seconds = time.perf_counter() - self._since
         self.restart()
@@ -86,22 +90,22 @@ class Throughput:
         return {**row, "seconds": seconds / steps}
 
     def restart(self) -> None:
-        """Forget what was counted, as after work that is not training."""
+        """Restart the measurement, for example after work that is not training."""
         self._since, self._steps, self._tokens, self._attended = time.perf_counter(), 0, 0, 0.0
 
 
 def peak_memory_gib() -> float:
-    """Peak memory of this rank in GiB: reserved by the GPU's allocator, or resident on CPU."""
+    """Return this rank's peak memory in GiB: reserved by CUDA's allocator, or resident on CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 class MetricsWriter:
-    """Writes rows on rank 0; a writer on another rank does nothing.
+    """Writes rows of metrics on rank 0; does nothing on other ranks.
 
-    Training does not depend on it: what cannot be written is a warning, the first time. Rows of
-    metrics.jsonl are kept and written with the next one that can be; TensorBoard is given up.
+    A write that fails logs one warning and does not stop training. Rows of metrics.jsonl are kept
+    and written later; TensorBoard is closed.
     """
 
     def __init__(
@@ -121,10 +125,10 @@ class MetricsWriter:
         self._pending: list[str] = []
         self._warned = False
         if active:
-            self._write_pending(path)  # the file is there before the first row
+            self._write_pending(path)  # creates the file before the first row
         self._board: SummaryWriter | None = None
         if active and tensorboard:
-            with self._board_or_none():  # a resumed run takes back what came after its start
+            with self._board_or_none():  # a resumed run purges scalars after its start
                 self._board = _open_board(tensorboard, start_step + 1)
         self._progress = _progress(console) if active and console.is_terminal else None
         if self._progress is not None:
@@ -134,18 +138,18 @@ class MetricsWriter:
             self._progress.start()
 
     def text(self, tag: str, text: str) -> None:
-        """Show a text in TensorBoard."""
+        """Write a text to TensorBoard."""
         with self._board_or_none():
             if self._board is not None:
                 self._board.add_text(tag, f"```\n{text}\n```", self._start_step)
 
     def step(self, step: int) -> None:
-        """Advance the progress line."""
+        """Update the progress bar."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
     def row(self, row: Mapping[str, float | int | None]) -> None:
-        """Write one row: `step` and figures by name."""
+        """Write one row: `step`, and metrics by name."""
         if self._path is None:
             return
         finite = {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
@@ -156,7 +160,7 @@ class MetricsWriter:
                 if self._board is not None and name not in ("step", "batch") and value is not None:
                     self._board.add_scalar(tag_of(name), value, row["step"])
         text = _line(row)
-        if self._progress is not None:  # under which the log is the history
+        if self._progress is not None:
             self._progress.update(self._task, figures=text)
         else:
             text += _remaining(row, self._steps)
@@ -171,14 +175,14 @@ class MetricsWriter:
                 self._board.close()
 
     def _write_pending(self, path: Path) -> None:
-        """Append rows whole or not at all; those that cannot be written wait for the next one."""
+        """Append pending rows, all or none; rows that cannot be written stay pending."""
         try:
             self._check_mounted(path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab", buffering=0) as file:  # a buffer would be written again on close
+            with path.open("ab", buffering=0) as file:  # close would write a buffer a second time
                 size, rest = file.tell(), "".join(self._pending).encode()
                 try:
-                    while rest:  # a part may be written before the disk is full
+                    while rest:  # write may be partial if the disk is full
                         rest = rest[file.write(rest) :]
                 except OSError:
                     file.truncate(size)
@@ -196,8 +200,10 @@ class MetricsWriter:
             self._pending.clear()
 
     def _check_mounted(self, path: Path) -> None:
-        """Call `check_mounted`, which looks at each folder of the path, once in some seconds, and
-        whenever the device of the run directory has changed."""
+        """Call `check_mounted`, which is slow, every few seconds.
+
+        Also whenever the device of the run directory has changed.
+        """
         now = time.monotonic()
         if now - self._checked < _MOUNT_SECONDS and self._device == _device(path.parent):
             return
@@ -206,7 +212,7 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _board_or_none(self) -> Iterator[None]:
-        """Give TensorBoard up where it fails, in its own thread too."""
+        """Context that stops using TensorBoard if it raises, also from its own thread."""
         try:
             yield
         except Exception as error:
@@ -215,7 +221,7 @@ class MetricsWriter:
 
 
 def _device(folder: Path) -> int | None:
-    """The device that holds a folder; None: the folder does not exist."""
+    """Return the device of a folder; None if the folder does not exist."""
     try:
         return folder.stat().st_dev
     except OSError:
@@ -223,7 +229,7 @@ def _device(folder: Path) -> int | None:
 
 
 def _open_board(folder: Path, first_step: int) -> "SummaryWriter":
-    from torch.utils.tensorboard import SummaryWriter  # a fifth of all imports; rank 0 alone
+    from torch.utils.tensorboard import SummaryWriter  # slow import, only needed on rank 0
 
     return SummaryWriter(folder, purge_step=first_step)
 
@@ -257,7 +263,7 @@ def _line(row: Mapping[str, float | int | None]) -> str:
 
 
 def _remaining(row: Mapping[str, float | int | None], steps: int) -> str:
-    """`ETA 1:02:03`, by the seconds of the last steps; empty at the end and of other rows."""
+    """Return `  ETA 1:02:03` from the seconds of the last steps; empty at the end."""
     left = steps - (row["step"] or 0)
     seconds = row.get("seconds")
     if not left or seconds is None:

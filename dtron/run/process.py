@@ -1,7 +1,7 @@
-"""The process: its place in the world, its process group, device, seeds and log.
+"""Set-up of a rank's process: ranks, device, logging, process groups and seeds.
 
-One process per rank, started by torchrun or alone. Collectives on GPU tensors go over NCCL; a
-second, host-side gloo group carries agreements (signals) without touching the device.
+There is one process per rank, started by torchrun or alone. Collectives on GPU tensors use NCCL; a
+gloo group for CPU tensors is used for agreements between ranks, without the device.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from dtron.io.filesystem import dangling_link
 
 log = logging.getLogger("dtron")
 _PROBE_BYTES = 1 << 16
-"""Size of the test file at a start; an empty file would fit on a full disk."""
+"""Size of the test file at a start; an empty file could be written to a full disk."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process's ranks, from torchrun's environment; without it the world size is 1."""
+    """Ranks and world sizes of this process, from torchrun's environment; else world size 1."""
 
     rank: int
     local_rank: int
@@ -38,9 +38,9 @@ class Place:
     attempt: int = 0
     """Number of restarts of the job by torchrun after failures."""
     local_world_size: int = 1
-    """Ranks of this host."""
+    """Number of ranks on this host."""
     job: str = ""
-    """torchrun's id of the job, the same after members came or went; empty: none."""
+    """torchrun's id of the job, unchanged by restarts; empty: none."""
 
     @classmethod
     def of_environment(cls) -> "Place":
@@ -58,14 +58,14 @@ class Place:
 
     @property
     def device(self) -> torch.device:
-        """This process's accelerator, else the CPU."""
+        """This process's GPU, or the CPU."""
         if torch.cuda.is_available():
             return torch.device("cuda", self.local_rank)
         return torch.device("cpu")
 
 
 def set_up_logging(place: Place, console: Console) -> None:
-    """Rank 0 logs to the console; other ranks report errors only, as warnings are alike."""
+    """Log on rank 0 to the console; on other ranks only errors, since warnings are equal."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
@@ -75,16 +75,16 @@ def set_up_logging(place: Place, console: Console) -> None:
     log.handlers = [handler]
     log.propagate = False
     log.setLevel(logging.INFO if place.rank == 0 else logging.ERROR)
-    # FSDP of torch 2.13 warns once a unit of in-place operations on its outputs; there are none.
+    # FSDP of torch 2.13 warns per unit of in-place operations on its outputs; dtron has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 @contextlib.contextmanager
 def process_group(place: Place, timeout_seconds: int, store: dist.Store | None) -> Iterator[None]:
-    """Start the default process group and end it again; one that is already there is used.
+    """Context with the default process group; an existing one is used.
 
     Args:
-        store: of the ranks of this attempt alone (`rendezvous.meet`).
+        store: store of the ranks of this attempt (`rendezvous.meet`).
     """
     if dist.is_initialized():
         yield
@@ -101,12 +101,14 @@ def process_group(place: Place, timeout_seconds: int, store: dist.Store | None) 
         world_size=place.world_size,
     )
     yield
-    dist.destroy_process_group()  # not after an error: peers may be inside a collective
+    dist.destroy_process_group()  # not after an error: other ranks may be inside a collective
 
 
 def warn_of_shared_store(place: Place) -> None:
-    """Warn where torchrun's agents on several hosts lend ranks one store: an agent that comes back
-    after its host was lost never learns its address then."""
+    """Warn if torchrun shares its store with the ranks on several hosts.
+
+    An agent that is restarted on a lost host does not get the store's new address then.
+    """
     hosts, get = int(os.environ.get("GROUP_WORLD_SIZE", "1")), os.environ.get
     shares = get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.rank == 0 and hosts > 1 and shares and get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
@@ -118,8 +120,10 @@ def warn_of_shared_store(place: Place) -> None:
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed torch, numpy and random for code outside dtron (dtron's own draws are keyed), and turn
-    on deterministic kernels if asked."""
+    """Seed torch, numpy and random; turn on deterministic kernels if `deterministic`.
+
+    For code outside of dtron, whose own random numbers do not depend on global state.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -130,7 +134,7 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def host_group(timeout_seconds: int) -> dist.ProcessGroup:
-    """A gloo group over all ranks, for agreements between hosts."""
+    """Return a gloo group over all ranks, for collectives on CPU tensors."""
     if dist.get_backend() == "gloo":
         assert dist.group.WORLD is not None
         return dist.group.WORLD
@@ -138,7 +142,7 @@ def host_group(timeout_seconds: int) -> dist.ProcessGroup:
 
 
 def new_host_group(timeout_seconds: int) -> dist.ProcessGroup:
-    """A gloo group over all ranks that nothing else uses."""
+    """Create a gloo group over all ranks, with its own connections."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is in the host group"
@@ -146,23 +150,25 @@ def new_host_group(timeout_seconds: int) -> dist.ProcessGroup:
 
 
 def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> None:
-    """Give groups that a device mesh made with torch's default the run's time-out."""
+    """Set the time-out of process groups, which a device mesh creates with torch's default."""
     for group in groups:
         group.set_timeout(datetime.timedelta(seconds=timeout_seconds))
 
 
 def check_writable(path: Path) -> None:
-    """Check that files of some size can be written in a directory, which need not exist yet and is
-    not left behind. Raises OSError."""
+    """Check that files can be written to a directory, by a test file; raises OSError.
+
+    A directory that does not exist is created and removed.
+    """
     if link := dangling_link(path):
         what = "it" if link == path else str(link)
         raise OSError(f"{what} is a link to {os.readlink(link)}, which does not exist")
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     probe = path / f".write-test-{os.getpid()}"
     try:
         probe.write_bytes(bytes(_PROBE_BYTES))
     finally:
         probe.unlink(missing_ok=True)
-        for folder in made:
+        for folder in created:
             folder.rmdir()

@@ -1,7 +1,7 @@
-"""A torch.profiler window over a few steps, one trace per rank, for chrome://tracing or Perfetto.
+"""Profile a few steps with torch.profiler: one trace per rank, for chrome://tracing or Perfetto.
 
-Parts of a step are marked in the trace as `dtron::NAME`; the marks cost nothing outside of the
-window. `dtron bench --breakdown` reads them.
+Phases of a step are marked in the trace as `dtron::NAME`, at no cost outside of the window.
+`dtron bench --breakdown` reads these marks.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ MARK = "dtron::"
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:
-    """Mark what runs inside as `dtron::NAME` in the trace of a `ProfileWindow`."""
+    """Context that is marked as `dtron::NAME` in the trace of a `ProfileWindow`."""
     return record_function(MARK + name) if ProfileWindow.is_open else contextlib.nullcontext()
 
 
@@ -26,7 +26,7 @@ class ProfileWindow:
     """Profiles steps [profile_start, profile_start + profile_steps) into `directory`."""
 
     is_open: ClassVar[bool] = False
-    """Whether one is, in this process."""
+    """Whether a window is open in this process."""
 
     def __init__(self, options: Metrics, directory: Path) -> None:
         self.first = options.profile_start
@@ -36,7 +36,7 @@ class ProfileWindow:
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        """Start the window if this step (1-based) opens it."""
+        """Start the profiler if this step (1-based) is the window's first one."""
         if self.first and step == self.first:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -46,7 +46,7 @@ class ProfileWindow:
             ProfileWindow.is_open = True
 
     def after(self, step: int, final: bool) -> None:
-        """Write the trace if this step closes the window or is the run's final one."""
+        """Write the trace if this step is the window's last one or the run's final one."""
         if self._profile is not None and (step == self.last or final):
             self._profile.stop()
             ProfileWindow.is_open = False

@@ -1,15 +1,16 @@
-"""Rendezvous of the ranks of one attempt: a store of their own, whatever earlier attempts left.
+"""Rendezvous of the ranks of one attempt, by a new store for each attempt.
 
-torchrun's agents lend the ranks of all attempts one store (TORCHELASTIC_USE_AGENT_STORE), so that a
-restarted rank reads addresses of the attempt before (with NCCL its unique id, pytorch #135712).
-Here that store only introduces ranks to each other. Rank 0 of each attempt opens a new store. Every
-other rank writes a nonce to the agents' store; rank 0 answers it with the address of its store, and
-again when a nonce changes, as those of earlier attempts do. An answer with a rank's own nonce comes
-from a rank 0 that is at this rendezvous: the rank connects and acknowledges in the new store, and
-all begin once all have. No address of an earlier attempt is ever used.
+torchrun shares its agents' store with the ranks of all attempts (TORCHELASTIC_USE_AGENT_STORE), so
+that a restarted rank may read addresses of the previous attempt (with NCCL its unique id, pytorch
+#135712). Here that store is used only for a handshake. Rank 0 of each attempt opens a new store.
+Every other rank writes a nonce to the agents' store; rank 0 answers it with the address of its
+store, and answers again if the nonce changes, since the first one may be of an earlier attempt. An
+answer with a rank's nonce comes from a live rank 0: the rank connects to the new store and
+acknowledges there, and all ranks start once all have acknowledged. So no address of an earlier
+attempt is used.
 
-Without agents (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, srun, mpirun) rank 0 opens its store at
-MASTER_PORT, which then introduces the ranks as well.
+Without agents (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, srun, mpirun), rank 0 opens its store at
+MASTER_PORT, and the handshake uses this store as well.
 """
 
 import datetime
@@ -27,24 +28,24 @@ from dtron.faults.failure import connect_to_store, within
 from dtron.run.process import Place
 
 _RANK_0, _NONCE, _ANSWER = "dtron/rank-0", "dtron/nonce", "dtron/answer"
-"""Keys of the store that introduces ranks: the token of rank 0; by rank."""
+"""Keys of the handshake: token of rank 0; nonce and answer of each rank."""
 _ACKNOWLEDGED, _COMPLETE = "acknowledged", "complete"
-"""Keys of the store of an attempt: by rank; all ranks have acknowledged."""
+"""Keys of the attempt's store: acknowledgement of each rank; set once all have acknowledged."""
 _POLL_SECONDS = 0.1
-_LATER_SECONDS = 30
-"""Additional wait of the other ranks: rank 0 gives up first and names the missing ranks."""
+_EXTRA_SECONDS = 30
+"""Other ranks wait longer by this, so that rank 0 raises first and names the missing ranks."""
 _PORT_TRIES, _PORT_SECONDS = 4, 2.0
-"""How often rank 0 tries to open MASTER_PORT, and the pause between. torchrun finds a port that is
-free and closes it again; until rank 0 has started, a short-lived connection may take it."""
+"""Number of times that rank 0 tries to open MASTER_PORT, and seconds between. torchrun only probes
+that the port is free; until rank 0 has started, a short-lived connection may use it."""
 
 
 class Rendezvous:
-    """The store that the ranks of one attempt share.
+    """The ranks of one attempt, with a store that they share.
 
     Args:
-        store: None: the default process group is there already, and is used.
-        token: the same on all ranks of this attempt, and no other's.
-        timeout_seconds: for a value of rank 0.
+        store: the store; None: use the existing default process group instead.
+        token: identifies this attempt, the same on all ranks.
+        timeout_seconds: time-out for values of other ranks.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class Rendezvous:
         self.timeout_seconds = timeout_seconds
 
     def broadcast_from_rank_0(self, name: str, value: str = "", seconds: float = 0) -> str:
-        """A value that rank 0 gives, on all ranks.
+        """Return rank 0's value on all ranks.
 
         Args:
-            name: no other value of this attempt has it.
-            seconds: that rank 0 may take, besides the time-out.
+            name: key of the value, unique in this attempt.
+            seconds: added to the time-out, for rank 0 to compute the value.
         Raises:
             PeerError: rank 0 has ended.
-            RankError: rank 0 gives no value in time.
+            RankError: rank 0 has not set the value in time.
         """
         if self.place.world_size == 1:
             return value
@@ -72,24 +73,24 @@ class Rendezvous:
         if self.place.rank == 0:
             self.store.set(name, value)
             return value
-        store, seconds = self.store, self.timeout_seconds + seconds + _LATER_SECONDS
+        store, seconds = self.store, self.timeout_seconds + seconds + _EXTRA_SECONDS
         try:
-            return within(seconds, lambda: _await(store, [name], seconds))[0]
+            return within(seconds, lambda: _wait_for_keys(store, [name], seconds))[0]
         except TimeoutError:
             raise RankError(
-                f"rank {self.place.rank} has not got {name!r} from rank 0 within {seconds:.0f} "
-                "seconds; look at the log of rank 0"
+                f"rank {self.place.rank} has not received {name!r} from rank 0 within "
+                f"{seconds:.0f} seconds; look at the log of rank 0"
             ) from None
         except RuntimeError as error:
-            raise PeerError(f"rank 0 has ended: {_line(error)}") from error
+            raise PeerError(f"rank 0 has ended: {_first_line(error)}") from error
 
     def gather_at_rank_0(self, name: str, value: str) -> list[str]:
-        """The values of all ranks, on rank 0; empty on the others.
+        """Return the values of all ranks on rank 0; an empty list on other ranks.
 
         Args:
-            name: no other value of this attempt has it.
+            name: key of the values, unique in this attempt.
         Raises:
-            RankError: a rank gives no value in time.
+            RankError: a rank has not set its value in time.
         """
         place, store = self.place, self.store
         if place.world_size == 1:
@@ -102,9 +103,9 @@ class Rendezvous:
             store.set(f"{name}/{place.rank}", value)
             return []
         names = [f"{name}/{rank}" for rank in range(1, place.world_size)]
-        seconds = self.timeout_seconds + _LATER_SECONDS
+        seconds = self.timeout_seconds + _EXTRA_SECONDS
         try:
-            return [value, *within(seconds, lambda: _await(store, names, seconds))]
+            return [value, *within(seconds, lambda: _wait_for_keys(store, names, seconds))]
         except (TimeoutError, RuntimeError):
             late = [str(rank) for rank, key in enumerate(names, 1) if not store.check([key])]
             raise RankError(
@@ -113,22 +114,22 @@ class Rendezvous:
             ) from None
 
     def close(self) -> None:
-        """Let the store go: the process may meet others again."""
+        """Release the store, so that this process can do another rendezvous."""
         self.store = None
 
 
-def _await(store: dist.Store, names: list[str], seconds: float) -> list[str]:
-    """The values of some names, for which others give up first."""
-    store.wait(names, datetime.timedelta(seconds=seconds + _LATER_SECONDS))
+def _wait_for_keys(store: dist.Store, names: list[str], seconds: float) -> list[str]:
+    """Wait for keys and return their values; callers have shorter time-outs."""
+    store.wait(names, datetime.timedelta(seconds=seconds + _EXTRA_SECONDS))
     return [value.decode() for value in store.multi_get(names)]
 
 
 def meet(place: Place, timeout_seconds: int) -> Rendezvous:
-    """Find the ranks of this attempt; all of them call it.
+    """Connect the ranks of this attempt; a collective.
 
     Raises:
         ConfigError: MASTER_ADDR or MASTER_PORT is not set.
-        RankError: MASTER_PORT is in use, or ranks have not come in time.
+        RankError: MASTER_PORT is in use, or ranks are missing after the time-out.
     """
     if place.world_size == 1:
         return Rendezvous(place, dist.HashStore())
@@ -136,74 +137,77 @@ def meet(place: Place, timeout_seconds: int) -> Rendezvous:
         found = Rendezvous(place, None)
         found.token = found.broadcast_from_rank_0("token", uuid.uuid4().hex)
         return found
-    meeting = _Meeting(place, timeout_seconds)
-    seconds = timeout_seconds + (_LATER_SECONDS if place.rank else 0)
+    handshake = _Handshake(place, timeout_seconds)
+    seconds = timeout_seconds + (_EXTRA_SECONDS if place.rank else 0)
     try:
-        store, token = within(seconds, meeting.hold)
+        store, token = within(seconds, handshake.run)
     except TimeoutError:
         raise RankError(
-            f"{meeting.lacks} within {seconds} seconds (parallel.timeout_seconds); look at the "
+            f"{handshake.problem} within {seconds} seconds (parallel.timeout_seconds); look at the "
             "logs of the hosts where they run"
         ) from None
     finally:
-        meeting.over = True
+        handshake.ended = True
     return Rendezvous(place, store, token, timeout_seconds)
 
 
-class _Meeting:
-    """One rank on its way to the others; its methods run in a thread that may be abandoned."""
+class _Handshake:
+    """Handshake of one rank with the others; runs in a thread that may be abandoned."""
 
     def __init__(self, place: Place, timeout_seconds: int) -> None:
         self.place, self.timeout = place, datetime.timedelta(seconds=timeout_seconds)
         self.agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.master = _master()
-        self.over = False
-        self.lacks = f"rank {place.rank} has not reached {self.master[0]}:{self.master[1]}"
-        """The error, if the time is over."""
+        self.ended = False
+        self.problem = f"rank {place.rank} has not reached {self.master[0]}:{self.master[1]}"
+        """Text of the error if the handshake times out."""
 
-    def hold(self) -> tuple[dist.Store, str]:
-        """Find the others, again where a store is not there yet, or its process ends.
+    def run(self) -> tuple[dist.Store, str]:
+        """Do the handshake; retry while a store is missing or its process ends.
 
         Returns:
-            The store, and the token of this attempt.
+            The attempt's store and token.
         """
         while True:
             try:
                 return self.join_store() if self.place.rank else self.host_store()
             except (RuntimeError, OSError) as error:
-                if self.over or isinstance(error, DtronError):
+                if self.ended or isinstance(error, DtronError):
                     raise
-                self.lacks = f"rank {self.place.rank} has not met the others ({_line(error)})"
+                reason = _first_line(error)
+                self.problem = f"rank {self.place.rank} has not reached the other ranks ({reason})"
                 time.sleep(_POLL_SECONDS)
 
     def host_store(self) -> tuple[dist.Store, str]:
-        """On rank 0: open a store and wait until all others have acknowledged."""
+        """On rank 0: open a store and wait until all other ranks have acknowledged."""
         host, port = (_own_address(), 0) if self.agents else self.master
         opened, token = self._open(host, port), uuid.uuid4().hex
         agents = connect_to_store(*self.master, self.timeout) if self.agents else opened
-        store = dist.PrefixStore(token, opened)  # another run of this process may be in it
+        store = dist.PrefixStore(token, opened)  # an earlier run of this process may use it too
         agents.set(_RANK_0, token)
-        self._answer(agents, store, [token, host, opened.port])
+        self._answer_nonces(agents, store, [token, host, opened.port])
         store.set(_COMPLETE, "")
         return store, token
 
     def _open(self, host: str, port: int) -> dist.TCPStore:
-        mine = port != 0  # an earlier run of this process may hold MASTER_PORT
+        shared = port != 0  # an earlier run of this process may have opened MASTER_PORT
         for left in reversed(range(_PORT_TRIES)):
             try:
-                return dist.TCPStore(host, port, None, True, self.timeout, False, multi_tenant=mine)
+                return dist.TCPStore(
+                    host, port, None, True, self.timeout, False, multi_tenant=shared
+                )
             except dist.DistNetworkError as error:
                 if "EADDRINUSE" not in str(error):
                     raise
-            if left and not self.over:
+            if left and not self.ended:
                 time.sleep(_PORT_SECONDS)
         raise RankError(
             f"MASTER_PORT = {port} is in use on this host by another process; set another "
             "port, the same for all ranks"
         )
 
-    def _answer(self, agents: dist.Store, store: dist.Store, answer: list) -> None:
-        """Answer nonces until all ranks have acknowledged."""
+    def _answer_nonces(self, agents: dist.Store, store: dist.Store, answer: list) -> None:
+        """Answer nonces of other ranks until all have acknowledged."""
         answered, late = dict[int, str](), list(range(1, self.place.world_size))
         while late:
             for rank in range(1, self.place.world_size):
@@ -214,37 +218,37 @@ class _Meeting:
             if agents.get(_RANK_0).decode() != answer[0]:
                 raise RankError("another rank 0 has started; this one ends")
             late = [rank for rank in late if not store.check([f"{_ACKNOWLEDGED}/{rank}"])]
-            self.lacks = f"ranks {', '.join(map(str, late))} have not started"
+            self.problem = f"ranks {', '.join(map(str, late))} have not started"
             self._pause()
 
     def join_store(self) -> tuple[dist.Store, str]:
-        """On the other ranks: ask for the store of this attempt's rank 0, and acknowledge it."""
+        """On other ranks: get the address of rank 0's store, connect and acknowledge."""
         agents = connect_to_store(*self.master, self.timeout)
         rank, nonce = self.place.rank, uuid.uuid4().hex
         agents.set(f"{_NONCE}/{rank}", nonce)
-        self.lacks = f"rank {rank} has not found rank 0"
+        self.problem = f"rank {rank} has not found rank 0"
         while not (answer := _read(agents, f"{_ANSWER}/{rank}")).startswith(f'["{nonce}"'):
             self._pause()
         _, token, host, port = json.loads(answer)
-        self.lacks = f"rank {rank} has found rank 0 at {host}:{port}, which has not begun"
+        self.problem = f"rank {rank} has found rank 0 at {host}:{port}, which has not started"
         store = dist.PrefixStore(token, connect_to_store(host, port, self.timeout))
         store.set(f"{_ACKNOWLEDGED}/{rank}", "")
-        _await(store, [_COMPLETE], self.timeout.total_seconds())
+        _wait_for_keys(store, [_COMPLETE], self.timeout.total_seconds())
         return store, token
 
     def _pause(self) -> None:
-        if self.over:
-            raise RuntimeError("the time is over")
+        if self.ended:
+            raise RuntimeError("the handshake has ended")
         time.sleep(_POLL_SECONDS)
 
 
 def _read(store: dist.Store, name: str) -> str:
-    """A value that is there, else the empty string."""
+    """Return the value of a key; an empty string if it is not set."""
     return store.get(name).decode() if store.check([name]) else ""
 
 
-def _line(error: Exception) -> str:
-    """Without frames of C++."""
+def _first_line(error: Exception) -> str:
+    """Return an error's first line, without C++ frames."""
     return str(error).partition("\n")[0]
 
 
@@ -259,12 +263,12 @@ def _master() -> tuple[str, int]:
 
 
 def _own_address() -> str:
-    """Address of this host as seen by hosts that reach MASTER_ADDR."""
+    """Return this host's address in the network of MASTER_ADDR."""
     master, port = _master()
     family, _, _, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         own = probe.getsockname()[0]
-    # A host's own name is often 127.0.1.1 in its /etc/hosts, and a real address elsewhere.
+    # A host's name is often 127.0.1.1 in its own /etc/hosts, but a real address on other hosts.
     local = own == address[0] or ipaddress.ip_address(own).is_loopback
     return master if local else own

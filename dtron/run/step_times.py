@@ -1,8 +1,7 @@
-"""The time of every step, without waiting for the device while training.
+"""Measure the time of every step without waiting for the device during training.
 
-On GPUs an event is recorded on the compute stream behind each step, where the optimizer's update
-has been enqueued; the events are read once, at the end. Elsewhere a clock is read. The first step
-contains compilation.
+On GPUs an event is recorded on the compute stream after the optimizer's update of each step; events
+are read once, at the end of training. On CPUs a clock is read. The first step includes compilation.
 """
 
 import itertools
@@ -17,7 +16,7 @@ from dtron.run.metrics import peak_memory_gib
 
 
 class StepTimes:
-    """Record step times: `begin()`, `mark()` after each step, `gather()`."""
+    """Records step times: call `begin()`, `mark()` after each step, `gather()` at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -35,26 +34,28 @@ class StepTimes:
         """Record that a step has been enqueued.
 
         Args:
-            attended: mean over its tokens of the length that attention runs over.
+            attended: mean attended length of the step's tokens.
         """
         self._marks.append(self._now())
         self._memory.append(peak_memory_gib())
         self._attended.append(attended)
 
     def seconds(self) -> list[float]:
-        """Seconds of each step, from the end of the one before. Waits for the device."""
+        """Return each step's seconds, since the end of the last one; waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return [_between(first, last) for first, last in itertools.pairwise(self._marks)]
 
     def gather(self, group: dist.ProcessGroup, start_step: int) -> dict[str, Any]:
-        """Gather the content of steps.json; every rank of `group`, on the host, calls it.
+        """Return the content of steps.json; a collective.
 
+        Args:
+            group: process group of all ranks for CPU tensors.
         Returns:
-            `start_step` before the first one; `begun_at` in seconds of the epoch, the latest of
-            all ranks; `attended`, a mean over ranks for each step; and by rank `devices`,
-            `seconds` and `memory_gib` (lists with a value per step; memory is the peak so far), and
-            `compile_cache`, how many graphs the caches of torch.compile had and had not.
+            `start_step`, the number of steps done before; `begun_at`, seconds since the epoch, the
+            maximum of all ranks; `attended`, for each step a mean over ranks; and lists by rank:
+            `devices`, `seconds` and `memory_gib` (for each step; memory is the peak so far), and
+            `compile_cache`, hits and misses of torch.compile's caches.
         """
         own = {
             "begun_at": self.begun_at,

@@ -1,1 +1,1 @@
-"""The trainer, its step, loss and optimizer."""
+"""Training of a run: trainer, step, loss, optimizer, evaluation and logs."""

@@ -1,4 +1,4 @@
-"""Batches of a run: this rank's tokens on its device, and metrics of them for the log."""
+"""This rank's batches on its device, and metrics of them for the log."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class RankBatches:
         """Return this rank's tokens of a batch on its device; `mtp` as for `shard_batch`."""
         local = shard_batch(batch, self.mesh, self.context, mtp)
         documents = self.model.attention.described(local.documents)
-        # Only routers need to know which tokens are padding; other models need not take `real`.
+        # Only routers use the mask of padding tokens; other models may lack the argument `real`.
         pieces = local.pieces if self.model.config.n_experts else None
         return replace(local, documents=documents, pieces=pieces).to(self.device)
 
@@ -55,7 +55,7 @@ class RankBatches:
         Args:
             group: process group of all ranks for CPU tensors.
         """
-        counted = self.mesh.rank("pp", "cp", "tp") == 0  # the others have the same sequences
+        counted = self.mesh.rank("pp", "cp", "tp") == 0  # other ranks have the same sequences
         total = torch.tensor([(self._hash if counted else 0) % 2**BITS])
         dist.all_reduce(total, group=group)
         self._hash = 0
@@ -110,9 +110,9 @@ def shard_batch(batch: Batch, mesh: Mesh, context: Context | None, mtp: int = 0)
 
 
 def attended_length(batches: Sequence[Batch], windows: Sequence[int]) -> float:
-    """Compute the mean length that attention runs over, over layers and tokens, for FLOP counts.
+    """Compute the mean attended length over layers and tokens, for FLOP counts.
 
-    For documents of length L it is sum(L^2) / sum(L), less what sliding windows leave out.
+    For documents of length L it is sum(L^2) / sum(L), or less with sliding windows.
 
     Args:
         windows: sliding window of each layer in tokens; 0: none.

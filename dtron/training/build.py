@@ -1,7 +1,6 @@
-"""Builds a run from its config: mesh, model with its passes, optimizer and training step.
+"""Build a run from its config: mesh, parallel model, optimizer and training step.
 
-This is the only place that connects them: the trainer, `dtron plan --exact` and the parity tests
-use it.
+Used by the trainer, `dtron plan --exact` and the parity tests.
 """
 
 import functools
@@ -38,10 +37,10 @@ def build_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh:
         ep=parallel.ep,
         etp=parallel.etp,
         device_type=device_type,
-        high_priority=parallel.high_priority if device_type == "cuda" else (),  # NCCL's alone
+        high_priority=parallel.high_priority if device_type == "cuda" else (),  # NCCL only
     )
     for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
-        mesh.group(*axes)  # created now, with the name and the time-out of all others
+        mesh.group(*axes)  # creates it, so that it gets its name and time-out with the others
     return mesh
 
 
@@ -64,7 +63,7 @@ class ModelBuilder:
         """Build the parallel model with its execution and loss.
 
         Args:
-            passes: replaces the passes of the config.
+            passes: replace the passes of the config.
         """
         with torch.device("meta"):
             model = build_model(self.config.model.name, self.setup.config, self.setup.attention)

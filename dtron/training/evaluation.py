@@ -1,6 +1,6 @@
-"""Validation loss and sample text of a run; not an inference engine.
+"""Validation loss and sample text of a run.
 
-Every rank runs every forward pass, because parameters are gathered by collectives; rank 0 samples.
+Every rank runs every forward, since parameters are gathered by collectives; rank 0 samples.
 """
 
 import functools
@@ -75,7 +75,7 @@ def sample_text(
     Args:
         next_logits: called by all ranks with tokens (B, T) and an index; returns the logits (V,) of
             the first sequence's token at the index.
-        batch_shape: (B, T) of training's micro-batches, so that compiled blocks are used again.
+        batch_shape: (B, T) of training's micro-batches, so that compiled blocks are reused.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
@@ -103,7 +103,7 @@ def next_logits(
 
     Args:
         prepare: selects this rank's tokens of a batch and moves them to the device.
-        vocab_size: V without the rows that tp adds as padding.
+        vocab_size: V without padding for tp.
         tokens: int64 (B, T), whole sequences.
     Returns:
         float32 (V + padding,), equal on all ranks of one pipeline.
@@ -118,7 +118,7 @@ def next_logits(
         local.copy_(logits[0, here].sum(0))
 
     model.execution.evaluate([as_micro_batch(batch)], keep)
-    # nonzero only on the last stage, on the cp rank that has the token
+    # Nonzero only on the last stage and on the cp rank that has the token.
     dist.all_reduce(local, group=mesh.group("pp"))
     dist.all_reduce(local, group=mesh.group("cp"))
     columns = [torch.empty_like(local) for _ in range(tp)]

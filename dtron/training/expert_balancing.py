@@ -1,6 +1,6 @@
-"""Routers of a run: scaling of their losses, bias updates after each step, and metrics.
+"""Load balancing of experts: scaling of router losses, bias updates after each step, and metrics.
 
-Only `read`, which is for logging, waits for the device.
+Only `read`, for logging, waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,13 @@ class Routing:
 
     def __init__(self, found: Sequence[Router], mesh: Mesh, micro_batches: int) -> None:
         self.routers, self.mesh, self.micro_batches = found, mesh, micro_batches
-        # All ranks make the groups together, also those whose stages have no router.
-        every, tokens = (_group(mesh, axes) for axes in (TOKEN_AXES, MICRO_AXES))
-        for router in found:  # gradients are summed over micro-batches and ranks: the mean
+        # Creating groups is a collective, also for ranks whose stages have no router.
+        all_tokens, tokens = (_group(mesh, axes) for axes in (TOKEN_AXES, MICRO_AXES))
+        for router in found:
+            # Gradients are summed over micro-batches and ranks; the divisor makes it a mean.
             router.loss_divisor.fill_(micro_batches * mesh.size(*TOKEN_AXES))
-            router.pool = RankPool(every if router.balance == "global_batch" else tokens, tokens)
+            loads = all_tokens if router.balance == "global_batch" else tokens
+            router.pool = RankPool(loads, tokens)
         self.counts = torch.zeros(0, 1, dtype=torch.int64, device=mesh.device_type)
         self.losses = torch.zeros(0, 2, device=mesh.device_type)
 
@@ -37,17 +39,17 @@ class Routing:
         """Update the biases by the loads of the step on all ranks, and reset the counts.
 
         Args:
-            taken: bool scalar; false: the step was skipped, and biases stay.
+            taken: bool scalar; false: the step was skipped, and biases do not change.
         """
         if self.routers:
             self.losses = torch.stack([router.losses for router in self.routers])
             self.counts = update_expert_bias(self.routers, self._sum, taken)
 
     def read(self) -> dict[str, float]:
-        """Return metrics of the last step, equal on every rank; zero values are left out.
+        """Return metrics of the last step, equal on every rank, except zero values.
 
-        They are the means of the router losses over layers and micro-batches, and the largest load
-        of an expert divided by the mean load.
+        These are the router losses, as means over layers and micro-batches, and the largest load of
+        an expert divided by the mean load.
         """
         sums = torch.cat([self.losses.sum(0), self.losses.new_tensor([len(self.losses)])])
         dist.all_reduce(sums)
@@ -71,8 +73,8 @@ class RankPool:
     """The ranks that hold tokens of one micro-batch; a router's `pool`.
 
     Args:
-        loads: group over which expert loads are summed; None: this rank only.
-        tokens: group that holds the tokens of the micro-batch; None: this rank only.
+        loads: group over which expert loads are summed; None: only this rank.
+        tokens: group of the ranks that have the micro-batch's tokens; None: only this rank.
     """
 
     def __init__(self, loads: dist.ProcessGroup | None, tokens: dist.ProcessGroup | None) -> None:
@@ -100,24 +102,24 @@ class RankPool:
         """Implement the method of `dtron.models.router.Pool`."""
         if self.tokens is None:
             return drop(chosen)
-        by_rank = _gathered(chosen, self.tokens)
-        whole = torch.cat(by_rank.chunk(self.ranks), 1)  # tp ranks of a cp rank are neighbours
+        by_rank = _gather(chosen, self.tokens)
+        gathered = torch.cat(by_rank.chunk(self.ranks), 1)  # tp ranks of a cp rank are neighbours
         if order is None:
-            kept = drop(whole)
+            kept = drop(gathered)
         else:
-            places = order.unsqueeze(-1).expand_as(whole)
-            kept = drop(torch.empty_like(whole).scatter(1, places, whole)).gather(1, places)
+            index = order.unsqueeze(-1).expand_as(gathered)
+            kept = drop(torch.empty_like(gathered).scatter(1, index, gathered)).gather(1, index)
         return kept.chunk(self.ranks, 1)[self.tokens.rank()]
 
     def together(self, balancer: LogitBalancer, logits: Tensor, real: Tensor | None) -> Tensor:
         """Implement the method of `dtron.models.router.Pool`."""
         if self.tokens is None:
             return balancer(logits, real)
-        whole = _gathered(logits.detach(), self.tokens)
-        of_all = None if real is None else _gathered(real.byte(), self.tokens).bool()
-        return balancer(whole, of_all).chunk(self.tokens.size())[self.tokens.rank()]
+        gathered = _gather(logits.detach(), self.tokens)
+        all_real = None if real is None else _gather(real.byte(), self.tokens).bool()
+        return balancer(gathered, all_real).chunk(self.tokens.size())[self.tokens.rank()]
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather (N, ...) of each rank, in rank order: (ranks * N, ...)."""
     return wait_tensor(all_gather(x, group.size(), group.group_name))

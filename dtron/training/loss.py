@@ -1,22 +1,23 @@
 """Summed next-token cross-entropy, from logits or from the hidden states before the head.
 
 The sum over local tokens is divided by the global number of labels before the backward, so that
-every layout gives the same loss; a mean of means would not, if ranks have different numbers of
-labels.
+every layout gives the same loss. (A mean of the ranks' means differs if their numbers of labels
+differ.)
 
-A vocabulary that is split over tp is never gathered. With z the local logits, two all-reduces of
+A vocabulary that is sharded over tp is never gathered. With z the local logits, two all-reduces of
 per-token values suffice: first the maximum m; then s = sum(exp(z - m)) and the label's z - m, which
-one rank holds. The loss is log(s) - (z_label - m), its gradient exp(z - m) / s - [label].
+one rank has. The loss is log(s) - (z_label - m), its gradient exp(z - m) / s - [label].
 
 `ChunkedLoss` also computes the head, one chunk of the N tokens at a time. The forward computes the
 gradient of a chunk's logits together with its loss, and from it at once the gradients of hidden
 states and weight, so that the memory of the logits is free for the next chunk:
 
-    all logits at once    N V       elements, several times: softmax, gradient
-    in n chunks           N V / n   as often, and the weight's gradient V D from forward to backward
+    all logits at once    N V elements, several times: logits, softmax, gradient
+    in n chunks           N V / n, several times, and the weight's gradient V D until the backward
 
-With multi-token prediction the losses of all predictions have one weight gradient: their weights in
-the objective are known before the loss, so that each chunk's gradient is scaled before it is added.
+With multi-token prediction, the losses of all predictions share one weight gradient. Their weights
+in the objective are known before the loss, so that each chunk's gradient is scaled before it is
+added.
 
 Sources: Megatron-LM, arXiv:1909.08053, section 3; Liger Kernel, arXiv:2410.10989, section 3.2; Cut
 Your Losses, arXiv:2411.09009.
@@ -41,10 +42,10 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The columns of the logits that a rank holds."""
+    """A rank's columns of the logits."""
 
     size: int
-    """Size of the whole vocabulary; columns from this one on are padding."""
+    """Size of the whole vocabulary; columns with this index or a larger one are padding."""
     rank: int
     """Index of this rank's shard: its columns start at rank * width."""
     group: dist.ProcessGroup
@@ -57,10 +58,10 @@ def cross_entropy_sum(
     """Compute the summed negative log-likelihood, in nats, of all tokens with a label.
 
     Args:
-        logits: (B, T, V) in any float dtype, or the rank's columns (B, T, V / tp) of a split
+        logits: (B, T, V) in any float dtype, or the rank's columns (B, T, V / tp) of a sharded
             vocabulary; the softmax is computed in float32 at least.
         labels: int64 (B, T); -100 for tokens without loss.
-        vocabulary: this rank's shard; None: the vocabulary is not split.
+        vocabulary: this rank's shard; None: the vocabulary is not sharded.
     Returns:
         A scalar, float32 (float64 for float64 logits); the same on all tp ranks.
     """
@@ -82,16 +83,16 @@ def loss_from_head(total: Tensor, _labels: Tensor) -> Tensor:
 
 
 class ChunkedLoss:
-    """Head and summed cross-entropy in one function; logits of one chunk exist at a time.
+    """Head and summed cross-entropy in one function, with the logits of one chunk at a time.
 
     The forward computes gradients with the loss; the backward multiplies them by the gradient of
     the loss. The weight's gradient is summed over chunks in float32 at least, since bfloat16 would
-    round each addition, and is held in the weight's dtype from forward to backward.
+    round each addition, and is kept in the weight's dtype until the backward.
 
     Args:
         chunks: number of chunks; if it does not divide the tokens, the last chunk is smaller or
             there are fewer chunks.
-        vocabulary: this rank's shard, with two all-reduces per chunk; None: it is not split.
+        vocabulary: this rank's shard, with two all-reduces per chunk; None: it is not sharded.
         compile: whether and how to compile the loss of one chunk.
     """
 
@@ -122,15 +123,15 @@ class ChunkedLoss:
         """Compute the summed negative log-likelihood, in nats, of all tokens with a label.
 
         Args:
-            hidden: (B, T, D), equal on all tp ranks; its gradient on each rank is that of the
-                rank's columns only. With `weights` (P B, T, D), prediction after prediction.
+            hidden: (B, T, D), equal on all tp ranks; its gradient on each rank is the partial one
+                of the rank's columns. With `weights` (P B, T, D), prediction after prediction.
             weight: the head's (V, D), or the rank's rows (V / tp, D), in hidden's dtype.
             labels: int64 (B, T) or (P B, T); -100 for tokens without loss.
             weights: (P,), float32 at least: the weight of each prediction's sum in the objective.
         Returns:
-            A scalar, float32 (float64 for float64); the same on all tp ranks. With `weights` the
-            weighted sum over the predictions and, without gradient, their sums (P,). It can be
-            differentiated once.
+            A scalar, float32 (float64 for float64), the same on all tp ranks. With `weights`, the
+            weighted sum over the predictions and, without gradient, their sums (P,). The backward
+            can run only once.
         """
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         predictions = 1 if weights is None else len(weights)
@@ -148,7 +149,7 @@ class ChunkedLoss:
 
 
 def _chunks(n: int, predictions: int, size: int) -> Iterator[tuple[int, slice]]:
-    """(index of the prediction, at most `size` of its tokens) over all n tokens."""
+    """Yield (index of the prediction, slice of at most `size` of its tokens) over all n tokens."""
     each = n // predictions
     for k in range(predictions):
         for start in range(0, each, size):
@@ -160,6 +161,8 @@ def _objective(sums: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _PerChunk(Protocol):
+    """`_loss_of_chunk` with its vocabulary, maybe compiled."""
+
     def __call__(
         self, logits: Tensor, labels: Tensor, factor: Tensor | None, gradient: bool, /
     ) -> tuple[Tensor, Tensor]:
@@ -177,20 +180,22 @@ def _loss_of_chunk(
     """Compute the summed loss of logits (n, V / tp).
 
     Args:
-        factor: of the gradient; None: 1.
+        factor: factor of the gradient; None: 1.
+        gradient: whether to compute the gradient.
     Returns:
-        The loss; and its gradient with respect to the logits, times `factor`, if `gradient`, else
-        the logits.
+        (loss, its gradient with respect to the logits times `factor`), or (loss, logits).
     """
     losses, top, total = _token_losses(logits, labels, vocabulary)
     if not gradient:
         return losses.sum(), logits
-    due = (labels != IGNORE).to(losses.dtype)
-    due = due if factor is None else due * factor
-    return losses.sum(), _logits_gradient(logits, labels, top, total, due, vocabulary)
+    token_grads = (labels != IGNORE).to(losses.dtype)
+    token_grads = token_grads if factor is None else token_grads * factor
+    return losses.sum(), _logits_gradient(logits, labels, top, total, token_grads, vocabulary)
 
 
 class _HeadLoss(torch.autograd.Function):
+    """`ChunkedLoss` with gradients: (weighted sum of the losses, their sums (P,))."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -228,7 +233,7 @@ class _HeadLoss(torch.autograd.Function):
         # Scaled in place and released, since a copy is as large as the weight.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         for gradient in (grad_hidden, grad_weight):
-            if gradient is not None:  # as a vector: a GPU would round a scalar to their dtype first
+            if gradient is not None:  # as a vector, since a scalar would be cast to their dtype
                 torch.mul(gradient, grad.view(1), out=gradient)
         return grad_hidden, grad_weight, None, None, None, None
 
@@ -247,9 +252,9 @@ def _add_chunk(
     Args:
         x: (n, D).
         weight: (V / tp, D).
-        factor: of this chunk's gradients; None: 1.
+        factor: factor of this chunk's gradients; None: 1.
         grad_x: (n, D), is overwritten; None: not needed.
-        grad_weight: (V / tp, D), is added to; None: not needed.
+        grad_weight: (V / tp, D), the gradient is added to it; None: not needed.
     """
     loss, grad = per_chunk(F.linear(x, weight), labels, factor, True)
     if grad_x is not None:
@@ -262,6 +267,8 @@ def _add_chunk(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of a vocabulary that is sharded over tp."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> Tensor:
         losses, top, total = _token_losses(logits, labels, vocabulary)
@@ -272,8 +279,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         logits, labels, top, total = ctx.saved_tensors
-        due = torch.where(labels == IGNORE, 0.0, grad)
-        return _logits_gradient(logits, labels, top, total, due, ctx.vocabulary), None, None
+        token_grads = torch.where(labels == IGNORE, 0.0, grad)
+        return _logits_gradient(logits, labels, top, total, token_grads, ctx.vocabulary), None, None
 
 
 def _token_losses(
@@ -281,7 +288,7 @@ def _token_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute loss, maximum logit, and sum of exp(logit - maximum) of each token.
 
-    They are over the whole vocabulary: (n,) each, in float32 at least.
+    Over the whole vocabulary: (n,) each, in float32 at least.
     """
     z = _masked(logits, vocabulary)
     top = _over_ranks(z.amax(dim=1), "max", vocabulary)
@@ -297,19 +304,19 @@ def _logits_gradient(
     labels: Tensor,
     top: Tensor,
     total: Tensor,
-    due: Tensor,
+    token_grads: Tensor,
     vocabulary: VocabularyShard | None,
 ) -> Tensor:
-    """Compute the gradient of sum(due * loss) with respect to the logits, in their shape and dtype.
+    """Compute the gradient of the logits, in their shape and dtype.
 
     Args:
-        top, total: from `_token_losses`.
-        due: (n,), gradient of each token's loss.
+        top, total: results of `_token_losses`.
+        token_grads: (n,), gradient of each token's loss.
     """
-    # In place after the difference, which is a new tensor: each eager copy would cost memory.
+    # The difference is a new tensor, all else is in place, to save memory.
     gradient = (_masked(logits, vocabulary) - top.unsqueeze(1)).exp_().div_(total.unsqueeze(1))
     gradient.sub_(_is_label(gradient, labels, vocabulary).to(gradient.dtype))
-    return gradient.mul_(due.unsqueeze(1)).to(logits.dtype)
+    return gradient.mul_(token_grads.unsqueeze(1)).to(logits.dtype)
 
 
 def _over_ranks(

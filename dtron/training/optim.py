@@ -1,7 +1,7 @@
-"""Optimizers, in a table, and the update with gradient clipping and skipping.
+"""Optimizers, and the update with gradient clipping and skipping of non-finite gradients.
 
-Clipping and skipping of non-finite gradients are decided on the device: `update` takes one scale
-for all gradients and changes nothing if it is not finite. AdamW does both in its fused kernel.
+Clipping and skipping are decided on the device: `update` takes one scale for all gradients and
+changes nothing if it is not finite. AdamW does both in its fused kernel.
 
 Source: AdamW, arXiv:1711.05101.
 """
@@ -21,11 +21,11 @@ from dtron.parallelisms.gradients import local_gradients, local_part, scale_or_z
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW, applied to local shards; settings and state are those of torch.
+    """torch's fused AdamW, applied to local shards; settings and state as in torch.
 
-    An update is elementwise, so that placements do not matter. On DTensors, torch would still
-    propagate placements for each list of tensors, which takes seconds to a minute of the first step
-    on meshes of three or four axes.
+    The update is elementwise, so that placements do not matter. On DTensors, torch would propagate
+    placements for each list of tensors, which takes seconds to a minute of the first step on meshes
+    of three or four axes.
 
     Attributes:
         scale: factor for all gradients; if it is not finite, a step changes nothing.
@@ -64,8 +64,8 @@ class AdamW(torch.optim.AdamW):
         scale: Tensor,
         rates: Rates,
     ) -> None:
-        # The interface for torch.amp's GradScaler: the kernel divides gradients by grad_scale, and
-        # returns at once if found_inf is 1.
+        # As for torch.amp's GradScaler: the kernel divides gradients by grad_scale, and skips the
+        # update if found_inf is 1.
         finite = scale.isfinite()
         adamw(
             *(parameters, gradients, firsts, seconds, [], steps),
@@ -90,7 +90,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class BFloat16AdamW(AdamW):
-    """AdamW with moments in bfloat16; otherwise as torch's, including the names of the state."""
+    """AdamW with moments in bfloat16; all else as in torch, including the names of the state."""
 
     def __init__(self, groups: list[dict], **settings: Any) -> None:
         super().__init__(groups, **settings)
@@ -168,7 +168,7 @@ def build_optimizer(named: Iterable[tuple[str, Tensor]], options: Optim) -> torc
     """Build the optimizer; vectors (norms and biases, also of experts) get no weight decay.
 
     Args:
-        named: (FQN, parameter) of all parameters; those without `requires_grad` are left out.
+        named: (FQN, parameter) pairs; parameters without `requires_grad` are left out.
     """
     groups: dict[bool, list[Tensor]] = {}
     for name, parameter in named:
@@ -183,7 +183,7 @@ def build_optimizer(named: Iterable[tuple[str, Tensor]], options: Optim) -> torc
 
 
 def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
-    """Do one optimizer step with gradients times `scale`; none if `scale` is not finite.
+    """Do one optimizer step with gradients times `scale`; no step if `scale` is not finite.
 
     Args:
         scale: a float32 scalar on the device; the host does not wait for its value.

@@ -1,4 +1,4 @@
-"""Metadata of a run at its start: run.json and the first log lines."""
+"""Metadata of a run: run.json and the first log lines."""
 
 import logging
 import platform
@@ -23,7 +23,7 @@ log = logging.getLogger("dtron")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Collects and logs the metadata of a run whose model is built."""
+    """Collects and logs the metadata of a run, once its model is built."""
 
     config: RunConfig
     place: Place
@@ -47,9 +47,9 @@ class RunInfo:
         applied, mesh, layout = self.model.applied, self.model.mesh, setup.layout
         policy = Policy.of(config.parallel, mesh)
         waste = self.data.train.waste()
-        held: list[int] = [0] * self.place.world_size
+        parameter_bytes: list[int] = [0] * self.place.world_size
         local = sum(p.to_local().nbytes for p in parameters)  # type: ignore[attr-defined]
-        dist.all_gather_object(held, local, group=group)
+        dist.all_gather_object(parameter_bytes, local, group=group)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
         return {
             "dtron": dtron.__version__,
@@ -73,7 +73,7 @@ class RunInfo:
             "compiled": list(applied.compiled),
             "float8": self._float8(),
             "fsdp_units": applied.units,
-            "parameter_bytes_per_rank": held,
+            "parameter_bytes_per_rank": parameter_bytes,
             "start_step": step,
         }
 

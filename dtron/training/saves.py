@@ -28,7 +28,7 @@ class Saving:
         self.checkpointer.save(self.metadata(), durable)
 
     def try_begin(self) -> bool:
-        """Begin a save; returns whether that worked.
+        """Begin a save; return whether that worked.
 
         Raises:
             CheckpointError: `checkpoint.on_error` does not let the run continue.
@@ -36,7 +36,7 @@ class Saving:
         return self.checkpointer.attempt(self.begin)
 
     def try_wait(self) -> bool:
-        """Wait for an asynchronous save; returns and raises as `try_begin`."""
+        """Wait for an asynchronous save; return and raise as `try_begin`."""
         return self.checkpointer.attempt(self.checkpointer.wait)
 
     def report_failed(self, stop: StopSignal) -> None:

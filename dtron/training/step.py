@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward of the micro-batches, norm, clipping, update.
 
-Nothing here waits for the device: it is decided there, equally on every rank, whether non-finite
-gradients skip the update, and counted there for the logging steps.
+The host never waits for the device: whether non-finite gradients skip the update is decided on the
+device, equally on all ranks, and counted there for logging.
 """
 
 import functools
@@ -33,11 +33,11 @@ class Guard(Protocol):
     skips: bool
     """Whether steps with a bad loss are skipped."""
 
-    def observe(self, share: Tensor, step: int) -> Tensor:
+    def observe(self, partial_loss: Tensor, step: int) -> Tensor:
         """Return whether the loss of a step (1-based) is bad: a bool scalar on the device.
 
         Args:
-            share: this rank's share of the loss.
+            partial_loss: this rank's part of the loss, which the sum over ranks makes complete.
         """
         ...
 
@@ -47,24 +47,23 @@ class StepResult:
     """Results of a step: scalars on the device."""
 
     loss: Tensor
-    """This rank's share of the mean loss; the sum over SHARE_AXES is the loss."""
+    """This rank's partial mean loss; the sum over SHARE_AXES is the loss."""
     grad_norm: Tensor
     """Global norm before clipping, the same on every rank."""
     mtp_loss: Tensor
-    """This rank's share of the mean loss of the P multi-token predictions; 0 without any."""
+    """This rank's partial mean loss of the P multi-token predictions; 0 without any."""
 
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A parallelised model, what runs its micro-batches, and its loss."""
+    """A parallelised model, its execution of micro-batches, and its loss."""
 
     applied: Applied
     execution: Execution
     mesh: Mesh
     loss: LossFunction
-    """(logits (B, T, V), labels (B, T)) -> summed loss. If the model's head computes the loss
-    (`Applied.loss_in_head`), the first argument is the model's output, the loss; it is not called
-    for the losses of several predictions."""
+    """(logits (B, T, V), labels (B, T)) -> summed loss. If the head computes the loss
+    (`Applied.loss_in_head`), the first argument is that loss; then not called with MTP."""
 
 
 class TrainStep:
@@ -109,8 +108,7 @@ class TrainStep:
         """Run update `step` (0-based) at learning rate `lr` on this rank's micro-batches.
 
         Args:
-            compute: wrapper around the gradient computation, e.g. to run it twice; None: run it
-                once.
+            compute: wrapper of the gradient computation, for example to run it twice.
         """
         with phase("forward_backward"):
             accumulate = functools.partial(self.accumulate, batches, step)
@@ -137,7 +135,7 @@ class TrainStep:
         """Run forward and backward of all micro-batches; gradients are complete afterwards.
 
         Returns:
-            This rank's share of the mean loss.
+            This rank's partial mean loss.
         """
         counts = self._global_label_counts(batches)
         self.mtp_loss = torch.zeros_like(self.mtp_loss)
@@ -161,7 +159,7 @@ class TrainStep:
         return total
 
     def _loss_weights(self, counts: Tensor) -> Tensor:
-        """Weight of each prediction's summed loss in what is differentiated: (1 + P,)."""
+        """Return the weight of each prediction's summed loss in the objective: (1 + P,)."""
         weights = counts.double().reciprocal()
         weights[1:] *= self.mtp_weight / max(1, len(weights) - 1)
         return weights
@@ -169,11 +167,12 @@ class TrainStep:
     def _loss_of_predictions(
         self, output: tuple[Tensor, ...], batch: Batch, counts: Tensor, weights: Tensor
     ) -> Tensor:
-        """The next token's mean loss, with the gradient of the losses of all 1 + P predictions;
-        adds those of the further P to `mtp_loss`.
+        """Return the mean loss of the next token, with the gradient of all 1 + P losses.
+
+        The mean loss of the P multi-token predictions is added to `mtp_loss`.
 
         Args:
-            output: logits of each prediction; or, from a head that computes losses, their weighted
+            output: logits of each prediction; or, if the head computes the losses, their weighted
                 sum and their sums (1 + P,).
         """
         if self.model.applied.loss_in_head:
@@ -188,7 +187,7 @@ class TrainStep:
         return means[0] + (objective - objective.detach())
 
     def _global_label_counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Count the labels of the whole step on all ranks, and of each of P MTP predictions.
+        """Count the labels of the step on all ranks, for the next token and P MTP predictions.
 
         Returns:
             (1 + P,) on the device, each at least 1.
@@ -243,8 +242,10 @@ def as_micro_batch(
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, batches: Sequence[Batch]) -> Tensor:
-    """Compute the mean loss of batches, equally many on every rank: a scalar, equal on all
-    ranks."""
+    """Compute the mean loss of batches, a scalar, equal on all ranks.
+
+    All ranks must pass equally many batches.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=model.mesh.device_type)
 
     def add(output: Tensor, i: int) -> None:

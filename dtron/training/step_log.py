@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl: metrics of a step, reduced over ranks on logging steps only."""
+"""Rows of metrics.jsonl: metrics of a step, reduced over ranks only on logging steps."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ from dtron.training.step import StepResult
 
 
 class StepLog:
-    """Collects the metrics of a run's steps; all ranks call `row` together.
+    """Collects the metrics of a run's steps; `row` is a collective.
 
     Args:
         host_group: process group of all ranks for CPU tensors.
@@ -40,7 +40,7 @@ class StepLog:
         """Return the metrics since the last row. Waits for the device.
 
         Args:
-            step, tokens: number of steps and tokens that the run has done.
+            step, tokens: numbers of steps and tokens done.
         """
         loss = self._over_ranks(result.loss)
         row: Row = {"step": step, "loss": loss, "grad_norm": result.grad_norm.item(), "lr": lr}
@@ -75,7 +75,7 @@ class StepLog:
         return total.item()
 
     def _peak_memory(self) -> float:
-        """Return the largest peak memory of all ranks in GiB; pipeline ranks differ."""
+        """Return the maximum of all ranks' peak memory in GiB."""
         most = torch.tensor([peak_memory_gib()], dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group)
         return most.item()

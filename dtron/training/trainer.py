@@ -72,7 +72,7 @@ from dtron.training.step_log import StepLog
 log = logging.getLogger("dtron")
 Chooser = Callable[[RunConfig, Place, Rendezvous], Automatic]
 _SIGNAL_SECONDS = 10**6
-"""Time-out of the agreement on signals: longer than any wait for it."""
+"""Time-out of the collective about signals, for which ranks may wait a whole run."""
 
 
 class Trainer:
@@ -81,8 +81,8 @@ class Trainer:
         Trainer(RunConfig.load("configs/quickstart.toml")).fit()
 
     Args:
-        config: automatic keys that are unset have their default, unless they are chosen.
-        choose: sets them once the ranks have met (`dtron.plan.automatic.at_start`).
+        config: settings. Automatic keys without a value get their default, or that of `choose`.
+        choose: chooses automatic keys after the rendezvous (`dtron.plan.automatic.at_start`).
     Raises:
         DtronError: the config cannot run here; no process group has been started.
     """
@@ -137,16 +137,16 @@ class Trainer:
         self._build()
         self.guards.begin(self.step)
         self.attempts.mark("loaded")
-        gc.disable()  # `_one_step` collects, at the same step on all ranks
+        gc.disable()  # `_one_step` runs it, at the same step on all ranks
         try:
             self._train(stop)
-        except CheckpointError:  # all ranks raise it: the last save could not be written
+        except CheckpointError:  # on all ranks: the last save failed
             stop.end()
             raise
-        except TrainingError:  # all ranks raise it; complete the running save
+        except TrainingError:  # on all ranks; wait for an asynchronous save
             with self.guards.saving(self.step):
                 self.saving.try_wait()
-            stop.end()  # on all ranks, so that none waits for the agreement on signals
+            stop.end()  # on all ranks, so that none waits in the collective about signals
             raise
         finally:
             gc.enable()
@@ -220,7 +220,7 @@ class Trainer:
         model, group = self.model_setup.config, self.checkpointer.group
         self.resume = self.resume.verify(config, model, group)
         checkpoint, metadata = self.resume.checkpoint, self.resume.metadata
-        assert checkpoint is not None, "verify keeps one or raises"
+        assert checkpoint is not None, "verify returns one or raises"
         assert metadata is not None, "it was read"
         self.checkpointer.load(checkpoint)
         self.batches.loader.load_state_dict(metadata.data)
@@ -299,17 +299,17 @@ class Trainer:
                 saved = self.step if self.checkpointer.is_durable_step(self.step) else saved
         finished = self.step == config.train.steps
         with self.guards.saving(self.step):
-            if not self.saving.try_wait():  # an asynchronous failure is raised here
+            if not self.saving.try_wait():  # raises errors of an asynchronous save
                 saved = -1
             due = config.checkpoint.last or self.checkpointer.is_durable_step(self.step)
             if saved != self.step and (due or not finished):
                 self.saving.begin(durable=True)  # a second signal does not interrupt it
-            self.checkpointer.wait()  # the last chance to see that it failed
+            self.checkpointer.wait()  # raises errors of the last save
         stop.end()
         self._write_times()
         if finished:
             self._finish()
-        elif stop.launcher_lost:  # exit status 0 would end the run for torchrun of other hosts
+        elif stop.launcher_lost:  # after exit status 0, torchrun on other hosts would end the run
             raise RankError(
                 f"torchrun has ended on a host; all ranks have saved step {self.step} and stop, so "
                 "that torchrun on the other hosts restarts them"
@@ -361,12 +361,12 @@ class Trainer:
         """
         config, number, first = self.config, self.step + 1, self.step == self.info["start_step"]
         batches, attended = self.batches.next_step()
-        self.guards.data_is_there(number)
+        self.guards.data_loaded(number)
         lr = learning_rate(
             self.step, config.train.steps, config.optim.lr, config.schedule, self.warmup
         )
         float8, compute = self.run.setup.float8, self.guards.compute(number)
-        if compute is not None:  # computed twice, which counters must not see
+        if compute is not None:  # computed twice, so collectives are not counted
             result = self.run.step(batches, self.step, lr, compute)
         elif config.debug.collectives and first:
             result = self._counted(batches, lr)
@@ -380,7 +380,7 @@ class Trainer:
         return result, lr, attended
 
     def _after_first_step(self) -> None:
-        """Reserve host memory for asynchronous saves, and log that of activation offloading."""
+        """Reserve host memory for asynchronous saves; log host memory of activation offload."""
         self.checkpointer.reserve()
         offload = self.model.applied.offload
         if offload is not None:
@@ -444,7 +444,7 @@ class Trainer:
         return {"rollbacks": self.rollback.n_rollbacks, "spikes": spikes.state_dict()}
 
     def _roll_back(self, spike: Spike) -> Location:
-        """Go back to a checkpoint before a spike; return it. Raises as `Rollback.load`."""
+        """Load a checkpoint from before a spike and return it; raises as `Rollback.load`."""
         self.saving.try_wait()
         checkpoint, metadata = self.rollback.load(spike, self.step)
         self.step, self.tokens = metadata.step, metadata.tokens
@@ -456,8 +456,7 @@ class Trainer:
         return checkpoint
 
     def _skip_batches(self, checkpoint: Location, metadata: CheckpointMetadata) -> None:
-        """On rank 0: record in the checkpoint that a run that resumes from it skips these
-        batches."""
+        """On rank 0: record in the checkpoint that resumed runs also skip these batches."""
         data, faults = self.batches.loader.state_dict(), self._guard_state()
         write_metadata(checkpoint, replace(metadata, data=data, faults=faults))
         for location in self.resume.locations:

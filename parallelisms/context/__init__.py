@@ -1,1 +1,1 @@
-"""Context parallelism."""
+"""Context parallelism: attention over sequences that are sharded over ranks."""

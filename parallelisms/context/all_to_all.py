@@ -15,22 +15,22 @@ from dtron.parallelisms.functional_collectives import all_to_all_even
 def to_heads(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, n: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-to-all from t tokens of all heads to n * t tokens of 1 / n of the heads, rank after rank.
-    Key/value heads that n does not divide are repeated first."""
-    copies = math.lcm(k.shape[2], n) // k.shape[2]
-    if copies > 1:
-        k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
+    """All-to-all from t tokens of all heads to n * t tokens, in rank order, of 1 / n of the heads.
+    Key/value heads are repeated first if n does not divide their number."""
+    repeats = math.lcm(k.shape[2], n) // k.shape[2]
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
     heads = [x.shape[2] // n for x in (q, k, v)]
     parts = [x.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
     sent = torch.cat(parts, dim=3)  # (n, B, t, heads / n, K)
-    got = all_to_all_even(sent, group)
-    tokens = got.permute(1, 0, 2, 3, 4).flatten(1, 2)
+    received = all_to_all_even(sent, group)
+    tokens = received.permute(1, 0, 2, 3, 4).flatten(1, 2)
     q, k, v = tokens.split(heads, dim=2)
     return q, k, v
 
 
 def to_tokens(out: Tensor, group: dist.ProcessGroup, n: int) -> Tensor:
-    """The way back: (B, n * t, H / n, K) -> (B, t, H, K)."""
+    """The inverse all-to-all: (B, n * t, H / n, K) -> (B, t, H, K)."""
     sent = out.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
-    got = all_to_all_even(sent, group)
-    return got.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    received = all_to_all_even(sent, group)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Applies context parallelism to a model: its attention modules get another forward."""
+"""Apply context parallelism to a model: replace the forward of its attention modules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,16 +19,16 @@ class Context:
     """Settings of context-parallel attention.
 
     Args:
-        cores: pattern of the modules that are called as (q, k, v, mask, sink) and attend. A module
-            with an attribute `scoring` = (window, softcap, scale) attends by that.
-        methods: of each of them, in the model's order; one stands for all.
-        inner: of the hierarchical method; 0: the largest proper divisor of cp.
+        cores: pattern of the attention modules, which are called as (q, k, v, mask, sink). An
+            attribute `scoring` = (window, softcap, scale) of a module overrides the fields below.
+        methods: method of each module, in the model's order; or one method for all.
+        inner: all-to-all ranks of the hierarchical method; 0: the largest proper divisor of cp.
         kernel: a row of KERNELS.
-        window: most keys that a query attends to; 0: all.
-        softcap: c for scores of c tanh(s / c); 0: off.
-        scale: of the scores; 0: 1 / sqrt(K).
-        windows: further ones that modules have by `scoring`, for which rings need tables of
-            documents.
+        window: maximum number of keys that a query attends to; 0: all.
+        softcap: c in scores c tanh(s / c); 0: off.
+        scale: scale of the scores; 0: 1 / sqrt(K).
+        windows: other windows that modules have by `scoring`; rings with documents need tables for
+            each window.
     """
 
     cores: str
@@ -44,13 +44,13 @@ class Context:
     def of(
         cls, parallel: Parallel, cores: str, kernel: str, window: int = 0, softcap: float = 0.0
     ) -> "Context | None":
-        """From the [parallel] section; None where cp is 1."""
+        """Make it from the [parallel] section; None if cp = 1."""
         if parallel.cp == 1:
             return None
         return cls(cores, parallel.cp_methods(), parallel.cp_inner, kernel, window, softcap)
 
     def layouts(self, cp: int) -> dict[CpMethod, ContextLayout]:
-        """Layout of the cp axis by method, of those that are used."""
+        """{method: its layout of the cp axis}, for all methods in use."""
         windows = tuple(dict.fromkeys(w for w in (self.window, *self.windows) if w))
         return {
             method: replace(layout_of(method, cp, self.inner), windows=windows)
@@ -65,32 +65,35 @@ def apply_context(
     groups: Callable[[int], tuple[dist.ProcessGroup, dist.ProcessGroup]],
     device_type: str,
 ) -> None:
-    """Replace the forward of (index in the model, module), in place.
+    """Replace the forward of attention modules, in place.
 
     Args:
-        groups: inner -> process groups between and inside the blocks.
+        cores: (index in the model, module).
+        groups: inner -> process groups between blocks and inside a block.
     """
     _check_device(context.kernel, device_type)
-    layouts, own = context.layouts(cp), _Scoring(context.window, context.softcap, context.scale)
-    for shape in layouts.values():  # on all ranks, whatever modules their stages have
-        _check_kernel(KERNELS[context.kernel], shape, own)
-    between = {method: groups(shape.inner) for method, shape in layouts.items()}
-    # One for all layers that attend alike: compile takes another object for another graph.
+    layouts, default = context.layouts(cp), _Scoring(context.window, context.softcap, context.scale)
+    for shape in layouts.values():  # on all ranks, also those whose stages have no attention
+        _check_kernel(KERNELS[context.kernel], shape, default)
+    process_groups = {method: groups(shape.inner) for method, shape in layouts.items()}
+    # Layers with equal settings share one object, since compile makes a graph per object.
     shared: dict[tuple[CpMethod, _Scoring], ContextAttention] = {}
     for i, core in cores:
         method = context.methods[i if len(context.methods) > 1 else 0]
-        given: tuple[int, float, float] = getattr(core, "scoring", own)
-        scoring = _Scoring(*given)
+        settings: tuple[int, float, float] = getattr(core, "scoring", default)
+        scoring = _Scoring(*settings)
         if (method, scoring) not in shared:
             shape = layouts[method]
             _check_kernel(KERNELS[context.kernel], shape, scoring)
             shared[method, scoring] = ContextAttention(
-                method, shape, *between[method], context.kernel, *scoring
+                method, shape, *process_groups[method], context.kernel, *scoring
             )
         core.forward = shared[method, scoring]  # type: ignore[method-assign]
 
 
 class _Scoring(NamedTuple):
+    """How an attention module computes scores; see Context."""
+
     window: int
     softcap: float
     scale: float
@@ -112,6 +115,6 @@ def _check_kernel(kernel: Kernel, shape: ContextLayout, scoring: _Scoring) -> No
         (shape.gathers and not aligned, "all_gather"),
         (shape.rings and window and not aligned, "a window in a ring"),
     ]
-    for broken, what in rules:
-        if broken:
+    for unsupported, what in rules:
+        if unsupported:
             raise ConfigError(f"context parallelism cannot do {what} with the {kernel.name} kernel")

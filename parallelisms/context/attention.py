@@ -1,8 +1,8 @@
 """Context parallelism: sequences are sharded over ranks, and only attention communicates.
 
 Every rank of the cp axis has T / cp tokens of each sequence, an early and a late chunk of every
-document (`load_balance.py`). All layers but attention process tokens one by one. Attention reaches
-the other ranks' keys in one of four ways:
+document (`load_balance.py`). All layers but attention process tokens independently. Attention gets
+the other ranks' keys by one of four methods:
 
     ring          Keys and values are sent around a ring; each rank attends to the current block
                   while it receives the next one, and merges the results by their log-sum-exp. In
@@ -13,29 +13,30 @@ the other ranks' keys in one of four ways:
                   back after attention (`all_to_all.py`).
     hierarchical  ulysses inside groups of `inner` neighbours, a ring between the groups.
 
-They are one scheme (`layout.py`): cp = outer x inner, an all-to-all over `inner` ranks, and a ring
-or an all-gather over `outer` blocks. ring and all_gather have inner = 1, ulysses has outer = 1.
+All are cases of one layout (`layout.py`): cp = outer x inner, with an all-to-all over `inner` ranks
+and a ring or an all-gather over `outer` blocks. ring and all_gather have inner = 1, ulysses has
+outer = 1.
 
 **One step of the ring.** A block holds an early and a late half of every document, of equal size.
 Rank o computes with the block of rank s:
 
     s = o     all its queries with all keys, causally
-    s < o     all its queries with the early keys, which all precede them; no late key does
+    s < o     all its queries with the early keys, which precede all of them; no late key does
     s > o     its late queries with all keys; no key precedes an early query
 
 so that every step but the first is half a block of unmasked attention on every rank: causal work is
-even, and the kernel needs no mask. With documents a query also sees only keys of its own document;
+balanced, and the kernel needs no mask. With documents, a query sees only keys of its document;
 kernels take this as segments, the bounds of each document's queries and keys.
 
-**A layer with a window** needs no ring: its ranks receive the keys just before their early and late
-pieces, and nothing else, in one all-to-all (`halo.py`).
+**A layer with a window** needs no ring: each rank receives only the keys directly before its early
+and late chunks, in one all-to-all (`halo.py`).
 
-**Gathered** keys are put in the order of the sequence; the early queries attend to all keys up to
-their own end, causally, then the late ones likewise. Nothing is merged.
+**Gathered** keys are in sequence order; the early queries attend causally to all keys up to their
+own end, then the late ones likewise. Nothing is merged.
 
-Softmax statistics, merged outputs and key gradients in transit are float32 at least. Keys and
-values are sent with their G heads, not with the H of the queries. Attention is one registered
-operator, so that compile keeps one graph and recomputation can keep its output.
+Softmax statistics, merged outputs and communicated key gradients are float32 at least. Keys and
+values are sent with their G heads, not with the H heads of queries. Attention is one registered
+operator, so that a compiled block is one graph and recomputation can save its output.
 
 Legend: B sequences, T tokens, t = T / cp on a rank, H query heads, G key/value heads, K head_dim, N
 tokens of a block, all its sequences together.
@@ -65,7 +66,7 @@ from dtron.parallelisms.functional_collectives import NamedGroup
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Causal attention over sequences sharded over cp ranks; replaces a module's forward."""
+    """Causal attention over sequences sharded over cp ranks; the forward of an attention module."""
 
     method: CpMethod
     shape: ContextLayout
@@ -76,9 +77,9 @@ class ContextAttention:
     window: int = 0
     softcap: float = 0.0
     scale: float = 0.0
-    """Of the scores; 0: 1 / sqrt(K)."""
+    """Scale of the scores; 0: 1 / sqrt(K)."""
     named: NamedGroup | None = field(default=None, init=False, repr=False, compare=False)
-    """`outer`, held for the operator."""
+    """Keeps `outer` registered, since the operator finds it by name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "named", NamedGroup.of(self.outer))
@@ -91,14 +92,14 @@ class ContextAttention:
         mask: Tables | None = None,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """softmax(q k^T scale) v over the whole sequence, within documents.
+        """Compute softmax(q k^T scale) v over the whole sequence, within documents.
 
         Args:
-            q: (B, t, H, K) of this rank's tokens, in `Split`'s order.
+            q: (B, t, H, K) of this rank's tokens, in the order of `Split.index`.
             k: (B, t, G, K).
             v: (B, t, G, K).
-            mask: of `Split.tables`; None: one document a sequence.
-            sink: (H,), a score without a value that every query of a head sees too.
+            mask: result of `Split.tables`; None: each sequence is one document.
+            sink: (H,), attention sink: an additional score per head, without a value.
         Returns:
             (B, t, H, K) in q's dtype.
         """
@@ -110,7 +111,7 @@ class ContextAttention:
         n = self.shape.inner
         whole = q.shape[1] * n * self.shape.outer
         window = self.window if self.window < whole else 0
-        tables = () if mask is None else self._own(mask, window if self.shape.rings else 0)
+        tables = () if mask is None else self._select(mask, window if self.shape.rings else 0)
         if n > 1:
             q, k, v = to_heads(q, k, v, self.inner, n)
             sink = None if sink is None else sink.chunk(n)[self.inner.rank()]
@@ -134,8 +135,8 @@ class ContextAttention:
         )[0]
         return to_tokens(out, self.inner, n) if n > 1 else out
 
-    def _own(self, mask: Tables, window: int) -> tuple[Tensor, ...]:
-        """The tables for the method, or for a window of its ring."""
+    def _select(self, mask: Tables, window: int) -> tuple[Tensor, ...]:
+        """Select the tables of this method, or of a window of its ring."""
         if not isinstance(mask, Mapping) or self.method not in mask:
             raise ConfigError(
                 f"the mask of a module that attends over cp ranks by {self.method!r} is the whole "
@@ -177,21 +178,21 @@ def run_context_attention(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries to all blocks of keys.
+    """Compute attention of this rank's queries to all blocks of keys.
 
     Args:
-        q: (B, inner * t, H, K), in the order of arrival: rank after rank, each early then late.
+        q: (B, inner * t, H, K), in rank order after the all-to-all, each rank's early tokens first.
         k: (B, inner * t, G, K).
         v: (B, inner * t, G, K).
         sink: (H,) or None.
-        tables: of `Split.tables` for the method; empty: one document a sequence.
-        group: name of the process group of the blocks.
-        inner: ranks that the tokens come from.
+        tables: from `Split.tables` for the method; empty: each sequence is one document.
+        group: name of the process group over the blocks.
+        inner: number of ranks whose tokens a block has.
         gathers: gather all keys, instead of sending them around a ring.
         kernel: a row of KERNELS.
-        scale, window, softcap: of `Score`.
+        scale, window, softcap: fields of `Score`.
     Returns:
-        out as q, and lse (B, inner * t, H) over all keys and the sink.
+        out like q, and log-sum-exp (B, inner * t, H) over all keys and the sink.
     """
     blocks = _blocks(q, tables, group, inner, gathers, window)
     score = Score(scale, True, window, softcap)
@@ -229,12 +230,12 @@ def run_context_attention_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; arguments as in the forward, which gave out and lse."""
+    """Compute gradients of q, k and v; arguments as in the forward, which returned out and lse."""
     blocks = _blocks(q, tables, group, inner, gathers, window)
     score = Score(scale, True, window, softcap)
     grad, q, k, v, out, lse = (blocks.arrange(x) for x in (grad, q, k, v, out, lse))
     grads = blocks.differentiate(grad, q, k, v, out, lse, KERNELS[kernel], score)
-    # Copies: those of k and v are two parts of one tensor, and operators may not return views.
+    # Copies: gradients of k and v are views of one tensor, and operators may not return views.
     dq, dk, dv = (blocks.restore(g).to(q.dtype, copy=True) for g in grads)
     return dq, dk, dv
 
@@ -261,8 +262,8 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
         return *[None] * 4, [None] * len(tables), *[None] * len(ctx.settings)
     grads = context_attention_backward(grad, q, k, v, out, lse, tables, *ctx.settings)
-    due = None if sink is None else sink_gradient(grad, out, lse, sink)
-    return *grads, due, [None] * len(tables), *[None] * len(ctx.settings)
+    grad_sink = None if sink is None else sink_gradient(grad, out, lse, sink)
+    return *grads, grad_sink, [None] * len(tables), *[None] * len(ctx.settings)
 
 
 context_attention.register_autograd(_backward, setup_context=_save)

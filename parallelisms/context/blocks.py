@@ -1,4 +1,4 @@
-"""Base of ring and gathered attention: tokens in block order, and pairs of queries and keys."""
+"""Base class of ring and all-gather attention: order of tokens, and pairs of queries and keys."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from dtron.kernels.attention import Kernel, Score
 from dtron.parallelisms.functional_collectives import NamedGroup
 
 Where = slice | Tensor
-"""Some of a block's tokens: dim 1 of a tensor (B, N / B, ...), or of (1, N, ...) with documents."""
+"""Index of tokens in a block: dim 1 of (B, N / B, ...), or of (1, N, ...) with documents."""
 ALL = slice(None)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Queries of this rank that attend to keys of one block, or of all gathered blocks."""
+    """Queries of this rank and the keys that they attend to, of one block or of all of them."""
 
     queries: Where
     keys: Where
@@ -25,19 +25,19 @@ class Pair:
 
 
 Forward = Callable[[Pair, Tensor], tuple[Tensor, Tensor]]
-"""(pair, keys and values at hand) -> out and lse of the pair's queries."""
+"""(pair, keys and values) -> out and log-sum-exp of the pair's queries."""
 Backward = Callable[[Pair, Tensor, Tensor], None]
-"""(pair, keys and values at hand, their gradients), which it adds to."""
+"""(pair, keys and values, their gradients): adds to the gradients."""
 
 
 class Blocks:
-    """Attention of one rank's tokens, arranged early before late, to the keys of all blocks.
+    """Attention of one block's queries, early tokens before late ones, to the keys of all blocks.
 
     Args:
-        q: (B, inner * t, H, K), the rank's queries.
-        tables: of `Split.tables` for the method; empty: one document per sequence.
+        q: (B, inner * t, H, K), the block's queries.
+        tables: from `Split.tables` for the method; empty: each sequence is one document.
         group: name of the process group over the blocks.
-        inner: ranks whose tokens a block holds.
+        inner: number of ranks whose tokens a block has.
     """
 
     def __init__(
@@ -52,12 +52,14 @@ class Blocks:
         self.rank, self.size = self.group.rank(), self.group.size()
         self.half = q.shape[1] // 2 * (q.shape[0] if tables else 1)
 
-    # A rank's tokens arrive as (inner, early and late, piece); late pieces of later ranks lie
-    # before those of earlier ones.
+    # Tokens come in the order (rank of inner, early or late, token); late chunks of later ranks
+    # precede those of earlier ranks in the sequence.
 
     def arrange(self, x: Tensor) -> Tensor:
-        """(B, inner * t, ...) -> the same in the order of the block, (1, B * inner * t, ...) where
-        there are documents."""
+        """Reorder (B, inner * t, ...) to the order of a block: early tokens, then late ones.
+
+        With documents, the result is (1, B * inner * t, ...).
+        """
         if self.tables:
             return x.flatten(0, 1)[self.tables[0]].unsqueeze(0)
         if self.inner == 1:
@@ -79,12 +81,12 @@ class Blocks:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, score: Score
     ) -> tuple[Tensor, Tensor]:
-        """out (., ., H, K) and lse (., ., H), in float32 at least."""
+        """Compute out (., ., H, K) and log-sum-exp (., ., H), in float32 at least."""
 
         def forward(pair: Pair, keys: Tensor) -> tuple[Tensor, Tensor]:
-            found = [take(x, pair.keys) for x in keys]
+            selected = [take(x, pair.keys) for x in keys]
             queries = take(q, pair.queries)
-            out, lse = kernel.forward(queries, *found, pair.segments, score_of(pair, score))
+            out, lse = kernel.forward(queries, *selected, pair.segments, score_of(pair, score))
             return out, lse.transpose(1, 2)
 
         return self.over_blocks(torch.stack([k, v]), forward)
@@ -100,17 +102,17 @@ class Blocks:
         kernel: Kernel,
         score: Score,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, in float32 at least."""
+        """Compute gradients of q, k and v, in float32 at least."""
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
 
-        def backward(pair: Pair, keys: Tensor, due: Tensor) -> None:
-            parts = [take(x, pair.queries) for x in (grad, q)]
-            parts += [take(x, pair.keys) for x in keys]
-            sums = [take(x, pair.queries) for x in (out, lse)]
-            sums[1] = sums[1].transpose(1, 2).contiguous()
-            found = kernel.backward(*parts, *sums, pair.segments, score_of(pair, score))
+        def backward(pair: Pair, keys: Tensor, key_grads: Tensor) -> None:
+            inputs = [take(x, pair.queries) for x in (grad, q)]
+            inputs += [take(x, pair.keys) for x in keys]
+            results = [take(x, pair.queries) for x in (out, lse)]
+            results[1] = results[1].transpose(1, 2).contiguous()
+            grads = kernel.backward(*inputs, *results, pair.segments, score_of(pair, score))
             for target, where, part in zip(
-                (grad_q, *due), (pair.queries, pair.keys, pair.keys), found, strict=True
+                (grad_q, *key_grads), (pair.queries, pair.keys, pair.keys), grads, strict=True
             ):
                 add(target, where, part)
 
@@ -118,7 +120,7 @@ class Blocks:
         return grad_q, grad_k, grad_v
 
     def over_blocks(self, keys: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
-        """Attention over all blocks: out and lse as of `attend`.
+        """Compute attention over all blocks; returns out and log-sum-exp as `attend`.
 
         Args:
             keys: (2, ., ., G, K), this rank's keys and values.
@@ -126,20 +128,22 @@ class Blocks:
         raise NotImplementedError
 
     def key_gradients(self, keys: Tensor, dtype: torch.dtype, backward: Backward) -> Tensor:
-        """Gradients of this rank's `keys` in `dtype`, summed over all ranks' queries."""
+        """Compute gradients of this rank's `keys` in `dtype`, summed over all ranks' queries."""
         raise NotImplementedError
 
 
 def score_of(pair: Pair, score: Score) -> Score:
+    """Return the Score of a pair: windows apply to causal pairs only."""
     return Score(score.scale, pair.causal, score.window if pair.causal else 0, score.softcap)
 
 
 def take(x: Tensor, where: Where) -> Tensor:
+    """Select tokens."""
     return x if where is ALL else x[:, where]
 
 
 def put(x: Tensor, where: Where) -> Tensor:
-    """The inverse of `_take` for all tokens in another order; a copy."""
+    """Return a copy of x with its tokens at `where`, a permutation: the inverse of `take`."""
     if where is ALL:
         return x.clone()
     whole = torch.empty_like(x)
@@ -148,5 +152,5 @@ def put(x: Tensor, where: Where) -> Tensor:
 
 
 def add(target: Tensor, where: Where, part: Tensor) -> None:
-    """Add to some tokens of (., n, heads, K); none of them comes twice."""
+    """Add to selected tokens of (., n, heads, K); `where` has no duplicates."""
     target[:, where] += part.to(target.dtype)

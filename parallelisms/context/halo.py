@@ -1,24 +1,24 @@
-"""Halo exchange: a layer with a window receives only the keys that its queries see.
+"""Halo exchange: layers with a sliding window receive only the keys that their queries see.
 
-A query of window W sees itself and the W - 1 tokens before it, in its document. So the queries of a
-piece see a contiguous run of keys, the piece and its halo, which are the W - 1 tokens before it. A
-rank receives the halos of its early and its late pieces in one all-to-all, however many ranks lie
-between: keys that no query of a rank sees are not sent to it. Then the early queries attend to
-their run, causally with the window, and the late ones to theirs. In the backward the gradients of
-halos are sent back by the reverse all-to-all, and their owner adds them up.
+A query with window W sees itself and the W - 1 tokens before it, in its document. So the queries of
+a chunk see contiguous keys: the chunk and its halo, the W - 1 tokens before it. A rank receives the
+halos of its early and late chunks in one all-to-all, from however many ranks; other keys are not
+sent to it. Early queries then attend to their keys, causally with the window, and late queries to
+theirs. In the backward, the reverse all-to-all sends the gradients of halos back to their owners,
+which sum them.
 
-For one document of 16 tokens on 2 ranks, pieces of 4 tokens, and W = 3:
+For one document of 16 tokens on 2 ranks, chunks of 4 tokens, and W = 3:
 
     rank    queries    keys                from rank
     0        0 -  3     0 -  3
             12 - 15    10 - 15             10 11 of 1
     1        4 -  7     2 -  7              2  3 of 0
-             8 - 11     6 - 11             its own
+             8 - 11     6 - 11             none
 
-A run ends with its queries, so that attention is the kernels' own, aligned at the end: any kernel
-with windows can do it. With documents a run is one segment per document.
+The last key is that of the last query, so that any kernel with windows computes the attention, with
+queries and keys aligned at the end. With documents, there is one segment per document.
 
-Legend: B sequences, N tokens of a block (of all sequences where there are documents), n blocks.
+Legend: B sequences, N tokens of a block (of all sequences if there are documents), n blocks.
 """
 
 import functools
@@ -35,7 +35,7 @@ from dtron.parallelisms.functional_collectives import all_to_all, wait_tensor
 
 
 class HaloBlocks(GatheredBlocks):
-    """A block's keys are followed by the halos of its pieces, then attended to as gathered ones."""
+    """Attention to a block's keys and the received halos of its chunks."""
 
     def __init__(
         self, q: Tensor, tables: Sequence[Tensor], group: str, inner: int, window: int
@@ -52,7 +52,7 @@ class HaloBlocks(GatheredBlocks):
         self.index, *self.keys = index.split([sum(self.sent), early, late])
 
     def _gather(self, keys: Tensor) -> Tensor:
-        """(2, B, N, G, K) -> this block's tokens, then those received from each rank."""
+        """Append the received halos to this block's keys (2, B, N, G, K), along dim 2."""
         halos = self._exchange(keys[:, :, self.index], self.received, self.sent)
         return torch.cat([keys, halos], dim=2)
 
@@ -61,13 +61,15 @@ class HaloBlocks(GatheredBlocks):
         return wait_tensor(rows).movedim(0, 2)
 
     def key_gradients(self, keys: Tensor, dtype: torch.dtype, backward: Backward) -> Tensor:
-        """Those of halos go back to their owners, which add them rank by rank: a key can be in
-        several halos."""
-        pool = self._gather(keys)
-        due = torch.zeros_like(pool, dtype=dtype)
+        """See `Blocks`: gradients of halos are sent to the owners of the keys.
+
+        These add them rank by rank, since a key can be in several halos.
+        """
+        gathered = self._gather(keys)
+        grads = torch.zeros_like(gathered, dtype=dtype)
         for pair in self._pairs():
-            backward(pair, pool, due)
-        own, halos = due.split([keys.shape[2], sum(self.received)], dim=2)
+            backward(pair, gathered, grads)
+        own, halos = grads.split([keys.shape[2], sum(self.received)], dim=2)
         returned = self._exchange(halos, self.sent, self.received)
         for where, part in zip(
             self.index.split(self.sent), returned.split(self.sent, dim=2), strict=True
@@ -77,64 +79,64 @@ class HaloBlocks(GatheredBlocks):
 
     def _pairs(self) -> Iterator[Pair]:
         halves = (slice(0, self.half), slice(self.half, None))
-        for where, keys, bounds in zip(halves, self.keys, self.segments, strict=True):
-            yield Pair(where, keys, True, bounds)
+        for queries, keys, bounds in zip(halves, self.keys, self.segments, strict=True):
+            yield Pair(queries, keys, True, bounds)
 
 
 @functools.lru_cache(maxsize=64)
 def whole_sequences(
     size: int, rank: int, half: int, window: int
 ) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """Index and counts of `halo` where each sequence is one document, the index as spans, which a
-    device can write without waiting for the host.
+    """Compute `index` and `counts` of `halo` for sequences of one document.
+
+    The index is a list of (start, end), which a device can expand without a copy from the host.
 
     Args:
-        half: tokens of a piece.
+        half: number of tokens of a chunk.
     """
-    pieces = np.arange(2 * size * half).reshape(2 * size, half)
-    index, counts, _ = halo(pieces, np.zeros(pieces.size, dtype=np.int64), rank, window)
+    chunks = np.arange(2 * size * half).reshape(2 * size, half)
+    index, counts, _ = halo(chunks, np.zeros(chunks.size, dtype=np.int64), rank, window)
     borders = np.flatnonzero(np.diff(index) != 1) + 1
     spans = [(int(part[0]), int(part[-1]) + 1) for part in np.split(index, borders)]
     return spans, counts.tolist()
 
 
-def halo(pieces: Ints, numbers: Ints, mine: int, window: int) -> tuple[Ints, Ints, list[Ints]]:
-    """Which keys a block sends, receives and attends to.
+def halo(chunks: Ints, numbers: Ints, block: int, window: int) -> tuple[Ints, Ints, list[Ints]]:
+    """Compute which keys a block sends, receives and attends to.
 
     Args:
-        pieces: (2 n, N / 2) tokens of each piece, ascending. Block s has piece s and, counted from
-            the last one, piece s.
-        numbers: (N n,) number of each token's document, ascending.
-        mine: number of the block.
+        chunks: (2 n, N / 2), tokens of each chunk, ascending. Block s has chunks s and 2 n - 1 - s.
+        numbers: (N n,), number of each token's document, ascending.
+        block: index of the block.
     Returns:
-        index: (.,) the block's tokens that are sent to each other block in turn; then the keys of
-            the early and of the late queries among its own and the received ones.
-        counts: (2, n + 1). Tokens sent to each block, and the number of the early queries' keys;
-            tokens received from each, and the number of the late queries' keys.
-        runs: (.,) the keys of the early and of the late queries as tokens, ascending.
+        index: (.,), indices of the block's tokens to send, by receiving block; then indices, among
+            its own and the received keys, of the keys of early and of late queries.
+        counts: (2, n + 1). Numbers of tokens sent to each block, then of keys of early queries;
+            numbers of tokens received from each block, then of keys of late queries.
+        keys: (.,) each, the keys of early and of late queries as tokens, ascending.
     """
-    n = len(pieces) // 2
-    blocks = np.concatenate([pieces, pieces[::-1]], axis=1)[:n]
-    seen = [_run(queries, numbers, window) for queries in pieces]
-    needed = np.zeros((n, pieces.size), dtype=bool)
-    for block in range(n):
-        needed[block, seen[block]] = needed[block, seen[-1 - block]] = True
-        needed[block, blocks[block]] = False
-    sent = [np.flatnonzero(row[blocks[mine]]) for row in needed]
-    received = [block[needed[mine, block]] for block in blocks]
-    place = np.zeros(pieces.size, dtype=np.int64)
-    pool = np.concatenate([blocks[mine], *received])
-    place[pool] = np.arange(pool.size)
-    runs = [seen[mine], seen[-1 - mine]]
+    n = len(chunks) // 2
+    blocks = np.concatenate([chunks, chunks[::-1]], axis=1)[:n]
+    visible = [_visible_keys(queries, numbers, window) for queries in chunks]
+    needed = np.zeros((n, chunks.size), dtype=bool)
+    for b in range(n):
+        needed[b, visible[b]] = needed[b, visible[-1 - b]] = True
+        needed[b, blocks[b]] = False
+    sent = [np.flatnonzero(row[blocks[block]]) for row in needed]
+    received = [tokens[needed[block, tokens]] for tokens in blocks]
+    position = np.zeros(chunks.size, dtype=np.int64)
+    gathered = np.concatenate([blocks[block], *received])
+    position[gathered] = np.arange(gathered.size)
+    keys = [visible[block], visible[-1 - block]]
     counts = [
-        [len(part) for part in (*parts, run)]
-        for parts, run in zip((sent, received), runs, strict=True)
+        [len(tokens) for tokens in (*by_block, own)]
+        for by_block, own in zip((sent, received), keys, strict=True)
     ]
-    return np.concatenate([*sent, *(place[run] for run in runs)]), np.array(counts), runs
+    return np.concatenate([*sent, *(position[k] for k in keys)]), np.array(counts), keys
 
 
-def _run(queries: Ints, numbers: Ints, window: int) -> Ints:
-    """Tokens that the queries of a piece see, ascending."""
+def _visible_keys(queries: Ints, numbers: Ints, window: int) -> Ints:
+    """Return the tokens that the queries of a chunk see, ascending."""
     documents, first = np.unique(numbers[queries], return_index=True)
     ends = np.append(queries[first[1:] - 1], queries[-1]) + 1
     begins = np.maximum(queries[first] - (window - 1), np.searchsorted(numbers, documents))
@@ -143,12 +145,13 @@ def _run(queries: Ints, numbers: Ints, window: int) -> Ints:
 
 
 def received_tokens(size: int, rank: int, half: int, window: int) -> int:
-    """Keys that a block receives of a sequence of one document, in closed form: both halos, less
-    what they share with each other and with the block's early piece.
+    """Compute the number of keys that a block receives of a sequence of one document.
+
+    Closed form: both halos, without their overlap with each other and with the early chunk.
 
     Args:
-        half: tokens of a piece.
+        half: number of tokens of a chunk.
     """
-    early, late = rank * half, (2 * size - 1 - rank) * half  # where its pieces begin
+    early, late = rank * half, (2 * size - 1 - rank) * half  # first tokens of its chunks
     first, second = (max(0, begin - window + 1) for begin in (early, late))
     return early - first + late - second - max(0, early + half - max(first, second))

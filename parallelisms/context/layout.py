@@ -1,4 +1,4 @@
-"""How a context-parallel method arranges the cp ranks."""
+"""Layout of the cp ranks for each context-parallel method."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class ContextLayout:
     inner: int
     gathers: bool
     windows: tuple[int, ...] = ()
-    """Of layers that attend by this layout, which need other tables of documents in a ring."""
+    """Windows of the layers with this layout; in a ring, each needs other tables of documents."""
 
     @property
     def rings(self) -> bool:
@@ -27,19 +27,18 @@ class ContextLayout:
 
 
 def table_names(method: CpMethod, window: int) -> tuple[str, str]:
-    """Keys of the tables of documents for the layers of a ring that have a window: on the device,
-    and on the host."""
+    """Return the names of the tables for a window of a ring: on the device, and on the host."""
     return f"{method}, window {window}", f"{method}, window {window}, on host"
 
 
 def layout_of(method: CpMethod, cp: int, inner: int = 0) -> ContextLayout:
-    """A method's layout of cp ranks.
+    """Return a method's layout of cp ranks.
 
     Args:
-        inner: ranks of the hierarchical method's all-to-all; 0: the largest proper divisor of cp.
+        inner: all-to-all ranks of the hierarchical method; 0: the largest proper divisor of cp.
 
     Raises:
-        ConfigError: an `inner` that does not divide cp, or a cp that has no proper divisor.
+        ConfigError: `inner` does not divide cp, or cp has no proper divisor.
     """
     if method != "hierarchical":
         return (

@@ -1,4 +1,4 @@
-"""Ring attention (arXiv:2310.01889): blocks of keys are sent from rank to rank."""
+"""Ring attention: blocks of keys and values are sent around a ring of ranks (arXiv:2310.01889)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,65 +13,66 @@ class RingBlocks(Blocks):
     """Keys are sent around a ring; results are merged by their log-sum-exp."""
 
     def over_blocks(self, keys: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
-        """Each block while the next one is being received."""
+        """See `Blocks`: attend to each block while the next one is being received."""
         merged = Merged()
-        for block, at_hand in self._round(keys):
+        for block, block_keys in self._ring_steps(keys):
             pair = self._pair(block)
-            merged.add(pair.queries, *forward(pair, at_hand))
+            merged.add(pair.queries, *forward(pair, block_keys))
         return merged.out, merged.lse
 
-    def _round(self, keys: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Blocks as they come by, each while the next one is on its way."""
+    def _ring_steps(self, keys: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (block, its keys) in the order of the ring, each while the next one is received."""
         for step in range(self.size):
             last = step == self.size - 1
-            coming, works = (keys, []) if last else self._pass_on(keys)
+            following, works = (keys, []) if last else self._send_receive(keys)
             yield (self.rank - step) % self.size, keys
             _wait(works)
-            keys = coming
+            keys = following
 
     def key_gradients(self, keys: Tensor, dtype: torch.dtype, backward: Backward) -> Tensor:
-        """A block's gradients follow it, one step behind, and end where it began."""
-        coming, works = None, []
-        for block, at_hand in self._round(keys):
-            due = torch.zeros_like(at_hand, dtype=dtype)
-            backward(self._pair(block), at_hand, due)
+        """See `Blocks`: gradients follow their block one step behind, back to its owner."""
+        received, works = None, []
+        for block, block_keys in self._ring_steps(keys):
+            grads = torch.zeros_like(block_keys, dtype=dtype)
+            backward(self._pair(block), block_keys, grads)
             _wait(works)
-            sent = due if coming is None else due.add_(coming)  # held until it has been waited for
-            coming, works = (sent, []) if self.size == 1 else self._pass_on(sent)
+            # A local name keeps the sent tensor alive until the next wait.
+            sent = grads if received is None else grads.add_(received)
+            received, works = (sent, []) if self.size == 1 else self._send_receive(sent)
         _wait(works)
-        assert coming is not None
-        return coming
+        assert received is not None
+        return received
 
     def _pair(self, block: int) -> Pair:
         early, late = slice(0, self.half), slice(self.half, None)
-        own: Where = ALL
-        theirs: Where = ALL
+        queries: Where = ALL
+        keys: Where = ALL
         segments = None
         if self.tables:
             _, order, bounds = self.tables
-            own, theirs, segments = order[self.rank], order[block], bounds[block]
+            queries, keys, segments = order[self.rank], order[block], bounds[block]
         if block == self.rank:
-            return Pair(own, own, True, segments)
+            return Pair(queries, keys, True, segments)
         if block < self.rank:
-            return Pair(own, early, False, segments)
-        return Pair(late, theirs, False, segments)
+            return Pair(queries, early, False, segments)
+        return Pair(late, keys, False, segments)
 
-    def _pass_on(self, x: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Send to the next rank and receive from the one before, without waiting."""
-        got = torch.empty_like(x)
-        following, before = (
+    def _send_receive(self, x: Tensor) -> tuple[Tensor, list[dist.Work]]:
+        """Send to the next rank and receive from the previous one, without waiting."""
+        received = torch.empty_like(x)
+        following, previous = (
             dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
         )
-        return got, dist.batch_isend_irecv(
+        return received, dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, x, following, self.group),
-                dist.P2POp(dist.irecv, got, before, self.group),
+                dist.P2POp(dist.irecv, received, previous, self.group),
             ]
         )
 
 
 class Merged:
-    """Attention over several blocks of keys, put together; the first one is seen by all queries."""
+    """Merges attention over several blocks of keys; all queries must attend to the first block."""
 
     out: Tensor
     lse: Tensor
@@ -80,15 +81,15 @@ class Merged:
         self.empty = True
 
     def add(self, where: Where, out: Tensor, lse: Tensor) -> None:
-        """Merge out (., n, H, K) and lse (., n, H) of some queries with what they have."""
+        """Add a block's out (., n, H, K) and log-sum-exp (., n, H) of the queries at `where`."""
         if self.empty:
             self.empty = False
             self.out, self.lse = (put(x.to(lse.dtype), where) for x in (out, lse))
             return
-        before = take(self.lse, where)
-        total = torch.logaddexp(before, lse)
-        kept = take(self.out, where) * (before - total).exp().unsqueeze(-1)
-        self.out[:, where] = kept + out * (lse - total).exp().unsqueeze(-1)
+        previous = take(self.lse, where)
+        total = torch.logaddexp(previous, lse)
+        scaled = take(self.out, where) * (previous - total).exp().unsqueeze(-1)
+        self.out[:, where] = scaled + out * (lse - total).exp().unsqueeze(-1)
         self.lse[:, where] = total
 
 

@@ -1,1 +1,1 @@
-"""Drawings of schedules, token shards and dispatch."""
+"""Pictures of pipeline schedules, token shards and expert dispatch."""

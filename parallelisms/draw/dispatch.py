@@ -1,11 +1,11 @@
-"""Which rank holds which part of which expert, and how rows get there, drawn.
+"""Draw which rank holds which shard of which expert, and how token copies are dispatched.
 
     python -m dtron.parallelisms.draw.dispatch --dp-shard 4 --tp 2 --ep 4 --etp 2 --mesh mesh.svg
     python -m dtron.parallelisms.draw.dispatch --dp-shard 4 --ep 4 --rows rows.svg
 
-prints the ranks by both views. The first picture has a row a rank: its place on the axes of all
-else, on those of experts, and what it holds of the experts, whose numbers run to the right and
-whose width runs down. The second follows one layer's rows through the all-to-all.
+prints each rank's index on the axes of the dense part and of the experts. The first picture has a
+row per rank: both indices, and its shard of the experts (expert number to the right, width down).
+The second picture follows the token copies of one layer through the all-to-all.
 """
 
 import argparse
@@ -21,39 +21,39 @@ from dtron.io.svg import FRAME, heading, picture, rect, text
 from dtron.parallelisms.draw.timelines import COLOURS, WIDTH
 
 TONES = tuple(light for _, light in COLOURS.values())
-INNER: tuple[Degree, ...] = ("dp_shard", "cp", "tp")
-APART = ("edp_shard", "ep", "etp")
+DENSE: tuple[Degree, ...] = ("dp_shard", "cp", "tp")
+EXPERTS = ("edp_shard", "ep", "etp")
 LEFT, TOP, ROW, BOX = 64, 64, 30, 22
 
 
 @dataclass(frozen=True)
 class Views:
-    """Ranks of one pipeline stage and replica, by both views.
+    """The ranks of one pipeline stage and replica, as two meshes.
 
     Args:
         dense: degrees of dp_shard, cp, tp.
-        apart: degrees of edp_shard, ep, etp.
+        experts: degrees of edp_shard, ep, etp.
     """
 
     dense: tuple[int, int, int]
-    apart: tuple[int, int, int]
+    experts: tuple[int, int, int]
 
     @property
     def ranks(self) -> range:
-        """All of them."""
-        return range(self.apart[0] * self.apart[1] * self.apart[2])
+        """All ranks."""
+        return range(self.experts[0] * self.experts[1] * self.experts[2])
 
-    def place(self, rank: int, apart: bool) -> tuple[int, int, int]:
-        """A rank's index on each of the three axes."""
-        _, middle, inner = self.apart if apart else self.dense
+    def place(self, rank: int, experts: bool) -> tuple[int, int, int]:
+        """A rank's index on the three axes of experts or of the dense part."""
+        _, middle, inner = self.experts if experts else self.dense
         return rank // (middle * inner), rank // inner % middle, rank % inner
 
 
 def views(degrees: Mapping[Degree, int], ep: int, etp: int) -> Views:
-    """Both views of the ranks.
+    """Make both meshes of the ranks.
 
     Raises:
-        ConfigError: ep x etp does not divide them.
+        ConfigError: ep x etp does not divide the number of ranks.
     """
     whole: dict[Degree, int] = {"pp": 1, "dp_replicate": 1, **degrees}
     found = resolve_expert_degrees(whole, ep, etp)
@@ -62,28 +62,31 @@ def views(degrees: Mapping[Degree, int], ep: int, etp: int) -> Views:
 
 
 def draw_mesh(views: Views, n_experts: int) -> str:
-    """A row a rank as SVG; what it computes is coloured by ep, and of that it keeps the part of
-    its edp_shard, which is framed."""
+    """Draw both meshes as SVG, a row per rank.
+
+    Coloured by ep: the shard of the experts that the rank computes. Framed: the part that it keeps,
+    as one of edp_shard ranks.
+    """
     height = TOP + ROW * len(views.ranks) + 40
-    shown = _named(INNER, views.dense), _named(APART, views.apart)
+    shown = _named(DENSE, views.dense), _named(EXPERTS, views.experts)
     parts = [heading(8, f"{shown[0]}: experts on {shown[1]}")]
-    columns = [(LEFT, "all else"), (LEFT + 150, "experts"), (LEFT + 310, f"{n_experts} experts")]
+    columns = [(LEFT, "dense"), (LEFT + 150, "experts"), (LEFT + 310, f"{n_experts} experts")]
     parts += [text(x, TOP - 26, words, fill="#666") for x, words in columns]
     for rank in views.ranks:
         y = TOP + ROW * rank
         parts.append(text(8, y + 16, f"rank {rank}"))
-        for x, names, apart in ((LEFT, INNER, False), (LEFT + 150, APART, True)):
-            place = " ".join(map(str, views.place(rank, apart)))
+        for x, names, experts in ((LEFT, DENSE, False), (LEFT + 150, EXPERTS, True)):
+            place = " ".join(map(str, views.place(rank, experts)))
             parts.append(text(x, y + 16, place))
             if rank == 0:
                 parts.append(text(x, TOP - 10, ", ".join(names), font_size=10))
-        parts.append(_held(views, rank, n_experts, LEFT + 310, y))
-    caption = "Coloured: what a rank computes. Framed: what it keeps of that between steps."
+        parts.append(_experts_of(views, rank, n_experts, LEFT + 310, y))
+    caption = "Coloured: shard that a rank computes. Framed: part of it that the rank keeps (FSDP)."
     return picture(WIDTH, height, [*parts, text(LEFT, height - 14, caption)])
 
 
-def _held(views: Views, rank: int, n_experts: int, left: int, top: int) -> str:
-    (shard, ep, etp), (n_shards, n_ep, n_etp) = views.place(rank, True), views.apart
+def _experts_of(views: Views, rank: int, n_experts: int, left: int, top: int) -> str:
+    (shard, ep, etp), (n_shards, n_ep, n_etp) = views.place(rank, True), views.experts
     step = (WIDTH - left - 12) / n_experts
     each, tall = n_experts // n_ep, BOX / n_etp
     x, y, wide = left + step * each * ep, top + tall * etp, step * each
@@ -92,73 +95,76 @@ def _held(views: Views, rank: int, n_experts: int, left: int, top: int) -> str:
     return rect(left, top, step * n_experts, BOX, FRAME) + computed + own
 
 
-Row = tuple[int, int, int]
-"""(rank it comes from, token there, expert)."""
+TokenCopy = tuple[int, int, int]
+"""(rank of the token, index of the token on this rank, expert)."""
 
 
 @dataclass(frozen=True)
-class Journey:
-    """Rows of one layer through the all-to-all, by rank."""
+class Dispatch:
+    """Token copies of one layer on each rank, before and after the all-to-all."""
 
-    sorted: list[list[Row]]
-    """Where they come from, by expert."""
-    arrived: list[list[Row]]
-    """On the ranks of their experts, by sender and expert."""
-    computed: list[list[Row]]
-    """There, by expert."""
+    sent: list[list[TokenCopy]]
+    """Copies of each rank's tokens, sorted by expert."""
+    received: list[list[TokenCopy]]
+    """Copies for each rank's experts, sorted by (sender, expert)."""
+    by_expert: list[list[TokenCopy]]
+    """Copies for each rank's experts, sorted by expert."""
 
 
-def journey(choices: Sequence[Sequence[Sequence[int]]], n_experts: int) -> Journey:
-    """Follow rows to as many ranks as there are senders, each with as many experts.
+def dispatch(choices: Sequence[Sequence[Sequence[int]]], n_experts: int) -> Dispatch:
+    """Dispatch token copies to experts that are spread evenly over the ranks.
 
     Args:
-        choices: by rank and token, the experts that it takes.
+        choices: for each rank and token, its experts.
     """
     each = n_experts // len(choices)
-    rows = [
+    sent = [
         sorted(
-            ((rank, token, e) for token, taken in enumerate(of_rank) for e in taken),
-            key=lambda row: row[2],
+            ((rank, token, e) for token, experts in enumerate(of_rank) for e in experts),
+            key=lambda copy: copy[2],
         )
         for rank, of_rank in enumerate(choices)
     ]
-    arrived = [
-        [row for of_rank in rows for row in of_rank if row[2] // each == rank]
-        for rank in range(len(rows))
+    received = [
+        [copy for of_rank in sent for copy in of_rank if copy[2] // each == rank]
+        for rank in range(len(sent))
     ]
-    return Journey(rows, arrived, [sorted(a, key=lambda row: row[2]) for a in arrived])
+    return Dispatch(sent, received, [sorted(r, key=lambda copy: copy[2]) for r in received])
 
 
-def draw_rows(journey: Journey, n_experts: int) -> str:
-    """The three stages as SVG: a box is a row, in the colour of the rank that has its expert, named
-    by a letter for the rank it comes from and its token's number there, and below it the expert."""
-    stages = {
-        "1. each rank sorts its rows by expert": journey.sorted,
-        "2. all-to-all: rows by sender and expert": journey.arrived,
-        "3. sorted by expert, for one grouped product a matrix": journey.computed,
+def draw_dispatch(dispatch: Dispatch, n_experts: int) -> str:
+    """Draw the three states of a dispatch as SVG.
+
+    A box is a token copy: a letter for the token's rank, its index there, and the expert below; the
+    colour is that of the expert's rank.
+    """
+    states = {
+        "1. each rank sorts its token copies by expert": dispatch.sent,
+        "2. all-to-all: copies by sender and expert": dispatch.received,
+        "3. sorted by expert, for one grouped matmul per matrix": dispatch.by_expert,
     }
-    n_ranks = len(journey.sorted)
+    n_ranks = len(dispatch.sent)
     block = ROW * n_ranks + 34
-    height = TOP + block * len(stages) + 10
-    most = max(len(rows) for ranks in stages.values() for rows in ranks)
+    height = TOP + block * len(states) + 10
+    most = max(len(copies) for ranks in states.values() for copies in ranks)
     step = min(34.0, (WIDTH - LEFT - 12) / most)
-    parts = [heading(8, f"{n_experts} experts on {n_ranks} ranks: the rows of one layer")]
-    for number, (title, ranks) in enumerate(stages.items()):
+    parts = [heading(8, f"{n_experts} experts on {n_ranks} ranks: token copies of one layer")]
+    for number, (title, ranks) in enumerate(states.items()):
         y = TOP + block * number
         parts.append(text(LEFT, y - 8, title, fill="#666"))
-        for rank, rows in enumerate(ranks):
+        for rank, copies in enumerate(ranks):
             top = y + ROW * rank
             parts.append(text(8, top + 17, f"rank {rank}"))
-            places = enumerate(rows)
             parts += [
-                _box(LEFT + step * i, top, step, row, n_experts // n_ranks) for i, row in places
+                _box(LEFT + step * i, top, step, copy, n_experts // n_ranks)
+                for i, copy in enumerate(copies)
             ]
-    last = "4. the results go back the same ways and are summed by weight"
+    last = "4. combine: an all-to-all back, then a weighted sum of each token's results"
     return picture(WIDTH, height, [*parts, text(LEFT, height - 16, last, fill="#666")])
 
 
-def _box(x: float, y: int, step: float, row: Row, each: int) -> str:
-    sender, token, expert = row
+def _box(x: float, y: int, step: float, copy: TokenCopy, each: int) -> str:
+    sender, token, expert = copy
     middle, name = x + step / 2, f"{chr(ord('a') + sender)}{token}"
     return (
         rect(x, y, step, ROW - 4, TONES[expert // each % len(TONES)], stroke="#fff")
@@ -172,24 +178,24 @@ def _named(names: Sequence[str], degrees: Sequence[int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in named if n > 1) or f"{names[-1]} 1"
 
 
-def drawn_choices(n_ranks: int, n_experts: int, tokens: int, top_k: int) -> list[list[list[int]]]:
-    """By rank and token, different experts, drawn from a fixed seed."""
-    draw = random.Random(n_experts)
-    return [[draw.sample(range(n_experts), top_k) for _ in range(tokens)] for _ in range(n_ranks)]
+def random_choices(n_ranks: int, n_experts: int, tokens: int, top_k: int) -> list[list[list[int]]]:
+    """Choose `top_k` different experts for each rank and token, at random with a fixed seed."""
+    rng = random.Random(n_experts)
+    return [[rng.sample(range(n_experts), top_k) for _ in range(tokens)] for _ in range(n_ranks)]
 
 
 def summary(views: Views) -> str:
-    """The ranks by both views, a line each."""
+    """One line per rank: its index on all axes."""
     lines = []
     for rank in views.ranks:
-        dense, apart = (views.place(rank, view) for view in (False, True))
-        both = zip((*INNER, *APART), (*dense, *apart), strict=True)
+        dense, experts = (views.place(rank, view) for view in (False, True))
+        both = zip((*DENSE, *EXPERTS), (*dense, *experts), strict=True)
         lines.append(f"rank {rank}  " + "  ".join(f"{axis} {i}" for axis, i in both))
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw from the command line; 0, or 2 after an error in the arguments."""
+    """Run the command; return 0, or 2 after an error in the arguments."""
     args = _parser().parse_args(arguments)
     try:
         degrees: dict[Degree, int] = {"dp_shard": args.dp_shard, "cp": args.cp, "tp": args.tp}
@@ -199,8 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.mesh:
             args.mesh.write_text(draw_mesh(found, args.experts))
         if args.rows:
-            choices = drawn_choices(args.ep, args.experts, args.tokens, args.top_k)
-            args.rows.write_text(draw_rows(journey(choices, args.experts), args.experts))
+            choices = random_choices(args.ep, args.experts, args.tokens, args.top_k)
+            args.rows.write_text(draw_dispatch(dispatch(choices, args.experts), args.experts))
     except (ConfigError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -211,15 +217,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dtron.parallelisms.draw.dispatch",
-        description="Show which rank holds which experts, and how rows get there.",
+        description="Show which rank holds which experts, and how tokens are dispatched to them.",
     )
     for axis in ("dp-shard", "cp", "tp", "ep", "etp"):
-        parser.add_argument(f"--{axis}", type=int, default=1, help="ranks of this axis")
+        parser.add_argument(f"--{axis}", type=int, default=1, help="degree of this axis")
     parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=5, help="tokens a rank, of the rows")
-    parser.add_argument("--top-k", type=int, default=2, help="experts a token, of the rows")
-    parser.add_argument("--mesh", type=Path, help="where to write the picture of the ranks")
-    parser.add_argument("--rows", type=Path, help="where to write the picture of the rows")
+    parser.add_argument("--tokens", type=int, default=5, help="tokens per rank (--rows)")
+    parser.add_argument("--top-k", type=int, default=2, help="experts per token (--rows)")
+    parser.add_argument("--mesh", type=Path, help="file for the picture of the ranks")
+    parser.add_argument("--rows", type=Path, help="file for the picture of the token copies")
     return parser
 
 

@@ -1,13 +1,13 @@
-"""A schedule on a clock: its bubble, its peak of activations, and a picture.
+"""Simulate a pipeline schedule: its bubble, its peak activation memory, and a picture.
 
-Everything here is simulated. An action takes the time of its kind, all stages are equal, and
-communication takes none; a real run is slower by what it communicates and by stages that differ.
+An action takes the time of its kind, all stages are equal, and communication takes no time. A real
+run is slower, by communication and by unequal stages.
 
     python -m dtron.parallelisms.draw.timelines --schedule ZBVZeroBubble --pp 4 --out zbv.svg
 
-The unit of time is the forward of one micro-batch through all of a rank's stages, and the unit of
-memory the activations that it leaves: schedules with different numbers of stages a rank, which cut
-the same model finer, compare directly.
+The unit of time is the forward of one micro-batch through all stages of a rank, and the unit of
+memory are its activations, so that schedules with different numbers of stages per rank can be
+compared.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from dtron.parallelisms.pipeline.schedules import (
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every rank computes what.
+    """Start and end of every action of every rank.
 
     Args:
-        spans: actions of each rank with start and end, in forwards of a rank's whole share.
-        stages_per_rank: stages of a rank, v.
-        ranks_of_stage: the rank of every stage.
+        spans: actions of each rank; the unit of time is the forward of all stages of a rank.
+        stages_per_rank: number of stages per rank, v.
+        ranks_of_stage: the rank of each stage.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -46,40 +46,42 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """From the first start to the last end."""
+        """Time of the last end."""
         return max((span.end for row in self.spans for span in row), default=0.0)
 
     @property
     def ideal(self) -> float:
-        """What a rank computes, averaged over ranks: the length without a bubble."""
+        """Mean compute time of a rank: the length without a bubble."""
         return sum(span.end - span.start for row in self.spans for span in row) / len(self.spans)
 
     @property
     def bubble_of_total(self) -> float:
-        """Part of the length in which ranks wait: (p - 1) / (m + p - 1) for GPipe and 1F1B."""
+        """Fraction of the length that ranks are idle: (p - 1) / (m + p - 1) for GPipe and 1F1B."""
         return 1 - self.ideal / self.length
 
     @property
     def bubble_of_ideal(self) -> float:
-        """Time waited over time computed: (p - 1) / m for GPipe and 1F1B."""
+        """Idle time over compute time: (p - 1) / m for GPipe and 1F1B."""
         return self.length / self.ideal - 1
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """The most micro-batches whose activations each rank holds at once, a rank's whole share
-        being 1: a stage's live from the start of its F to the end of its B or W."""
+        """Peak activations of each rank, in micro-batches through all its stages.
+
+        A stage's activations are live from the start of its F to the end of its B or W.
+        """
         return tuple(_peak(row) / self.stages_per_rank for row in self.spans)
 
 
 def simulate(
     order: Order, ranks_of_stage: Sequence[int], costs: Mapping[Kind, float] = COSTS
 ) -> Timeline:
-    """Run an order on a clock, every action as early as its rank and its inputs allow.
+    """Simulate an order; every action starts as early as its rank and its inputs allow.
 
     Args:
-        order: actions of every rank; only those that compute take time.
-        ranks_of_stage: the rank of every stage.
-        costs: time of each compute kind on a whole share of a rank.
+        order: actions of every rank; only compute actions take time.
+        ranks_of_stage: the rank of each stage.
+        costs: time of each compute kind, for all stages of a rank.
 
     Raises:
         ConfigError: the order deadlocks.
@@ -98,7 +100,7 @@ def simulate(
 
 
 def _peak(row: Sequence[Span]) -> int:
-    """A rank does one thing at a time, so its list alone says what lives."""
+    """The largest number of (stage, micro-batch) whose activations a rank holds at once."""
     live = peak = 0
     for span in row:
         if span.action.kind is Kind.FORWARD:
@@ -109,7 +111,7 @@ def _peak(row: Sequence[Span]) -> int:
     return peak
 
 
-# Tones of a rank's stages from first to last: the picture takes as many as there are stages a rank.
+# Colours of a rank's first and last stage; those between are interpolated.
 COLOURS: dict[Kind, tuple[str, str]] = {
     Kind.FORWARD: ("#3d7fd0", "#a9cdf5"),
     Kind.BACKWARD: ("#c96f16", "#f7cf9b"),
@@ -127,15 +129,15 @@ WIDTH = 1100
 
 
 def draw(timeline: Timeline, title: str, caption: str = "") -> str:
-    """The timeline as an SVG picture that stands alone, with its own white background.
+    """Draw a timeline as a standalone SVG picture.
 
-    One row a rank; a box an action, in the colour of its kind and the tone of its stage among the
-    rank's, with the micro-batch's number where there is room.
+    A row per rank, a box per action, coloured by its kind and its stage among the rank's stages,
+    with the number of the micro-batch if there is room.
 
     Args:
-        timeline: what `simulate` returns.
+        timeline: result of `simulate`.
         title: the first line, such as the schedule's name.
-        caption: the last line; empty: bubble and peak of activations.
+        caption: the last line; empty: bubble and peak activations.
     """
     scale = (WIDTH - LEFT - 12) / timeline.length
     height = TOP + ROW * len(timeline.spans) + BOTTOM
@@ -156,7 +158,7 @@ def _has(row: Sequence[Span], kind: Kind) -> bool:
 
 
 def _boxes(row: Sequence[Span], timeline: Timeline, scale: float) -> list[str]:
-    """A rank's boxes: one path and one text a tone, which keeps the file small."""
+    """The boxes of a rank: one path and one text per colour, which keeps the file small."""
     stages = [s for s, rank in enumerate(timeline.ranks_of_stage) if rank == row[0].rank]
     parts = []
     for kind, (chunk, stage) in product(COLOURS, enumerate(stages)):
@@ -169,12 +171,12 @@ def _boxes(row: Sequence[Span], timeline: Timeline, scale: float) -> list[str]:
         path = "".join(f"M{span.start * scale:.1f} 0{shape}" for span in spans)
         stroke = min(1.0, width / 8)
         parts.append(element("path", fill=fill, stroke="#fff", stroke_width=stroke, d=path))
-        parts += _numbers(spans, ink, scale)
+        parts += _micro_batch_numbers(spans, ink, scale)
     return parts
 
 
-def _numbers(spans: Sequence[Span], ink: str, scale: float) -> list[str]:
-    """The micro-batch on each box that is wide enough."""
+def _micro_batch_numbers(spans: Sequence[Span], ink: str, scale: float) -> list[str]:
+    """Number of the micro-batch on each box that is wide enough."""
     parts = []
     for span in spans:
         number, width = str(span.action.micro_batch), (span.end - span.start) * scale
@@ -184,7 +186,7 @@ def _numbers(spans: Sequence[Span], ink: str, scale: float) -> list[str]:
 
 
 def _tone(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
-    """The colour of a box, between its kind's two tones, and that of the number on it."""
+    """Colours of a box, interpolated between its kind's two colours, and of the number on it."""
     part = chunk / (chunks - 1) if chunks > 1 else 0.0
     dark, light = ([int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in COLOURS[kind])
     mixed = [round(d + (n - d) * part) for d, n in zip(dark, light, strict=True)]
@@ -192,7 +194,7 @@ def _tone(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
 
 
 def _legend(kinds: Sequence[Kind], chunks: int, y: int) -> str:
-    """Each kind's name beside its tones, first stage of a rank to last."""
+    """Each kind's colours, from a rank's first stage to its last, and its name."""
     parts, x = [], LEFT
     for kind in kinds:
         for chunk in range(chunks):
@@ -217,7 +219,7 @@ def _caption(timeline: Timeline) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """Length, bubble and peak activations in a few lines of text."""
+    """Length, bubble and peak activations, as text."""
     peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations)
     return (
         f"length            {timeline.length:g} forwards of a rank's share (simulated, without "
@@ -229,7 +231,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw a schedule from the command line; 0, or 2 after an error in the arguments."""
+    """Run the command; return 0, or 2 after an error in the arguments."""
     args = _parser().parse_args(arguments)
     try:
         timeline = _simulated(args)
@@ -251,12 +253,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Simulate a pipeline schedule, print its bubble and draw it.",
     )
     parser.add_argument("--schedule", default="1F1B", help=", ".join(SCHEDULES))
-    parser.add_argument("--csv", type=Path, help="a schedule of one's own instead, one row a rank")
-    parser.add_argument("--placement", choices=("loop", "v"), help="of the csv's stages")
+    parser.add_argument("--csv", type=Path, help="schedule file, one row per rank")
+    parser.add_argument(
+        "--placement", choices=("loop", "v"), help="placement of the stages of --csv"
+    )
     parser.add_argument("--pp", type=int, default=4, help="pipeline ranks")
-    parser.add_argument("--stages-per-rank", type=int, help="default: the schedule's")
-    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches a step")
-    parser.add_argument("--out", type=Path, help="where to write the picture, an SVG file")
+    parser.add_argument("--stages-per-rank", type=int, help="default: that of the schedule")
+    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches per step")
+    parser.add_argument("--out", type=Path, help="SVG file for the picture")
     return parser
 
 

@@ -1,9 +1,9 @@
-"""Which rank holds which tokens of packed documents, and a picture of it.
+"""Draw which cp rank holds which tokens of packed documents.
 
-    python -m dtron.parallelisms.draw.token_shards --cp 4 --documents 19 13 --out shares.svg
+    python -m dtron.parallelisms.draw.token_shards --cp 4 --documents 19 13 --out shards.svg
 
-prints how many tokens and how many pairs of query and key each rank has, and draws the sequence:
-its documents end to end, then a row a rank. What is drawn is what `Split` gives to a run.
+prints each rank's number of tokens and of (query, key) pairs, and draws the sequence: its documents
+one after the other, then a row per rank. The shards are those of `context.split.Split`.
 """
 
 import argparse
@@ -18,85 +18,85 @@ import torch
 
 from dtron.errors import ConfigError
 from dtron.io.svg import FRAME, element, heading, key, picture, rect, text
-from dtron.parallelisms.context.load_balance import work
+from dtron.parallelisms.context.load_balance import pairs_per_rank
 from dtron.parallelisms.context.split import Split
 from dtron.parallelisms.draw.timelines import COLOURS, LEFT, ROW, TOP, WIDTH
 
 RIGHT = 92
-"""Room for a rank's pairs."""
+"""Width of the column with each rank's number of pairs."""
 TONES = tuple(COLOURS.values())
-"""(dark, light) of each rank, in turn: early and late pieces."""
+"""(dark, light) colours of each rank, for early and late chunks."""
 
 
 @dataclass(frozen=True)
-class Shares:
-    """One sequence over the ranks of the cp axis.
+class Shards:
+    """One sequence, sharded over the ranks of the cp axis.
 
     Args:
-        lengths: of its documents, in order.
-        piece: of each token, 0 ... 2 * cp - 1.
-        pairs: of query and key that each rank computes.
+        lengths: lengths of its documents, in order.
+        chunk: number of each token's chunk, 0 ... 2 * cp - 1.
+        pairs: number of (query, key) pairs that each rank computes.
     """
 
     lengths: tuple[int, ...]
-    piece: tuple[int, ...]
+    chunk: tuple[int, ...]
     pairs: tuple[int, ...]
 
     @property
     def cp(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.pairs)
 
     def rank(self, token: int) -> int:
-        """Who holds a token."""
-        return min(self.piece[token], 2 * self.cp - 1 - self.piece[token])
+        """The rank that holds a token."""
+        return min(self.chunk[token], 2 * self.cp - 1 - self.chunk[token])
 
     def is_early(self, token: int) -> bool:
-        """Whether it is in the rank's early piece of its document."""
-        return self.piece[token] < self.cp
+        """Whether a token is in the rank's early chunk of its document."""
+        return self.chunk[token] < self.cp
 
     def place(self, token: int) -> int:
-        """Its number in its document."""
+        """A token's index in its document."""
         starts = accumulate(self.lengths, initial=0)
         return token - max(start for start in starts if start <= token)
 
 
-def shares(lengths: Sequence[int], cp: int) -> Shares:
-    """Cut one sequence of documents of these lengths.
+def shard_documents(lengths: Sequence[int], cp: int) -> Shards:
+    """Shard one sequence of documents of these lengths over cp ranks.
 
     Raises:
-        ConfigError: 2 * cp does not divide its tokens, or a document is empty.
+        ConfigError: 2 * cp does not divide the number of tokens, or a document is empty.
     """
     if cp < 1 or min(lengths, default=0) < 1:
         raise ConfigError("cp and the lengths of documents are at least 1")
     documents = np.arange(len(lengths)).repeat(lengths)[None]
     split = Split(torch.from_numpy(documents), documents.shape, cp)
-    pairs = work(split.piece, documents, 2 * cp)
-    return Shares(tuple(lengths), tuple(split.piece[0].tolist()), tuple(pairs.tolist()))
+    pairs = pairs_per_rank(split.chunk, documents, 2 * cp)
+    return Shards(tuple(lengths), tuple(split.chunk[0].tolist()), tuple(pairs.tolist()))
 
 
-def draw(shares: Shares, title: str) -> str:
-    """The shares as an SVG picture that stands alone, with its own white background.
+def draw(shards: Shards, title: str) -> str:
+    """Draw the shards as a standalone SVG picture.
 
-    A box is a token with its number in its document, in the colour of its rank; dark in an early
-    piece, light in a late one.
+    A box is a token with its index in its document, in the colour of its rank; dark in an early
+    chunk, light in a late one.
     """
-    height = TOP + ROW * (shares.cp + 1) + 42
-    step = (WIDTH - LEFT - RIGHT) / len(shares.piece)
-    tokens = range(len(shares.piece))
-    parts = [heading(LEFT, title), _row("tokens", 0, step, shares, tokens, "")]
-    for rank in range(shares.cp):
-        mine = [token for token in tokens if shares.rank(token) == rank]
-        label = f"{shares.pairs[rank]} pairs"
-        parts.append(_row(f"rank {rank}", rank + 1, step, shares, mine, label))
-    parts += [_borders(shares, step), _caption(shares, height - 14)]
+    height = TOP + ROW * (shards.cp + 1) + 42
+    step = (WIDTH - LEFT - RIGHT) / len(shards.chunk)
+    tokens = range(len(shards.chunk))
+    parts = [heading(LEFT, title), _row("tokens", 0, step, shards, tokens, "")]
+    for rank in range(shards.cp):
+        of_rank = [token for token in tokens if shards.rank(token) == rank]
+        label = f"{shards.pairs[rank]} pairs"
+        parts.append(_row(f"rank {rank}", rank + 1, step, shards, of_rank, label))
+    parts += [_borders(shards, step), _caption(shards, height - 14)]
     return picture(WIDTH, height, parts)
 
 
 def _row(
-    name: str, number: int, step: float, shares: Shares, tokens: Sequence[int], label: str
+    name: str, number: int, step: float, shards: Shards, tokens: Sequence[int], label: str
 ) -> str:
-    """A line of the picture: its name, its tokens in their places, and a word on the right."""
+    """A row of the picture: name, tokens at their positions, and a label on the right."""
     y = TOP + ROW * number
     parts = [
         text(8, y + 17, name),
@@ -104,8 +104,8 @@ def _row(
         rect(LEFT, y, WIDTH - LEFT - RIGHT, ROW - 2, FRAME),
     ]
     for token in tokens:
-        early, place = shares.is_early(token), str(shares.place(token))
-        fill = TONES[shares.rank(token) % len(TONES)][0 if early else 1]
+        early, place = shards.is_early(token), str(shards.place(token))
+        fill = TONES[shards.rank(token) % len(TONES)][0 if early else 1]
         x = LEFT + step * token
         parts.append(rect(x, y, step, ROW - 2, fill, stroke="#fff"))
         if step >= 3 + 6 * len(place):
@@ -114,42 +114,42 @@ def _row(
     return "\n".join(parts)
 
 
-def _borders(shares: Shares, step: float) -> str:
-    """A line wherever a document ends and another begins."""
-    ends = list(accumulate(shares.lengths))[:-1]
-    low, high = TOP - 4, TOP + ROW * (shares.cp + 1) + 2
+def _borders(shards: Shards, step: float) -> str:
+    """Vertical lines between documents."""
+    ends = list(accumulate(shards.lengths))[:-1]
+    low, high = TOP - 4, TOP + ROW * (shards.cp + 1) + 2
     lines = [f"M{LEFT + step * end:.1f} {low}V{high}" for end in ends]
     return element("path", d="".join(lines), stroke="#222", stroke_width=2)
 
 
-def _caption(shares: Shares, y: int) -> str:
+def _caption(shards: Shards, y: int) -> str:
     dark, light = TONES[0]
     rest = (
-        "late piece; a number is a token's place in its document. Pairs of query and key: "
-        f"{sum(shares.pairs)} in all, at most {_excess(shares)} more on a rank than on average"
+        "late chunk; a number is a token's place in its document. Pairs of query and key: "
+        f"{sum(shards.pairs)} in all, at most {_excess(shards)} more on a rank than on average"
     )
-    return key(LEFT, y, dark, "early piece") + key(LEFT + 96, y, light, rest)
+    return key(LEFT, y, dark, "early chunk") + key(LEFT + 96, y, light, rest)
 
 
-def _excess(shares: Shares) -> str:
-    return f"{max(shares.pairs) * shares.cp / sum(shares.pairs) - 1:.1%}"
+def _excess(shards: Shards) -> str:
+    return f"{max(shards.pairs) * shards.cp / sum(shards.pairs) - 1:.1%}"
 
 
-def summary(shares: Shares) -> str:
-    """Tokens and pairs of each rank in a few lines of text."""
-    tokens = len(shares.piece) // shares.cp
+def summary(shards: Shards) -> str:
+    """One line per rank: its number of tokens and of pairs."""
+    tokens = len(shards.chunk) // shards.cp
     lines = [
         f"rank {rank}  {tokens} tokens, {n} pairs of query and key"
-        for rank, n in enumerate(shares.pairs)
+        for rank, n in enumerate(shards.pairs)
     ]
-    return "\n".join([*lines, f"at most {_excess(shares)} more than on average"])
+    return "\n".join([*lines, f"at most {_excess(shards)} more than on average"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw shares from the command line; 0, or 2 after an error in the arguments."""
+    """Run the command; return 0, or 2 after an error in the arguments."""
     args = _parser().parse_args(arguments)
     try:
-        found = shares(args.documents, args.cp)
+        found = shard_documents(args.documents, args.cp)
         if args.out:
             args.out.write_text(draw(found, title_of(found)))
     except (ConfigError, OSError) as error:
@@ -159,9 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def title_of(shares: Shares) -> str:
-    """Such as `19 + 13 tokens over 4 ranks`."""
-    return f"{' + '.join(map(str, shares.lengths))} tokens over {shares.cp} ranks"
+def title_of(shards: Shards) -> str:
+    """Title of the picture: `19 + 13 tokens over 4 ranks`."""
+    return f"{' + '.join(map(str, shards.lengths))} tokens over {shards.cp} ranks"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -170,8 +170,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Show which rank holds which tokens of packed documents.",
     )
     parser.add_argument("--cp", type=int, default=4, help="ranks that share the sequence")
-    parser.add_argument("--documents", type=int, nargs="+", default=[32], help="their lengths")
-    parser.add_argument("--out", type=Path, help="where to write the picture, an SVG file")
+    parser.add_argument("--documents", type=int, nargs="+", default=[32], help="lengths")
+    parser.add_argument("--out", type=Path, help="SVG file for the picture")
     return parser
 
 

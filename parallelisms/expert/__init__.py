@@ -1,1 +1,1 @@
-"""Expert parallelism: dispatch, combine and expert meshes."""
+"""Expert parallelism: expert meshes, dispatch and combine of tokens."""

@@ -1,11 +1,11 @@
-"""Shared memory of a group's ranks, and collectives as copies from it.
+"""Shared memory of the ranks of a host, and collectives that copy from it.
 
-    rank 0   [ own part | ........ ]   <-- copies --   rank 1, 2, 3
-    rank 1   [ own part | ........ ]   <-- copies --   rank 0, 2, 3
+    rank 0   [ local part | ........ ]   <-- copies --   rank 1, 2, 3
+    rank 1   [ local part | ........ ]   <-- copies --   rank 0, 2, 3
 
-GPUs of one host read each other's memory over NVLink. Copy engines then move the bytes, whereas
+GPUs of one host read each other's memory over NVLink. Copies run on the copy engines, whereas
 NCCL's kernels take multiprocessors from the matmuls that they overlap with. Ranks on CPUs share
-files in memory, so that all of this runs, and is tested, without a GPU.
+files in memory, so that this also runs, and is tested, without a GPU.
 
 Sources: CUDA's peer access; torch's symmetric memory (its allocator and its barriers).
 """
@@ -23,12 +23,11 @@ from dtron.errors import ConfigError
 from dtron.parallelisms.functional_collectives import symmetric_memory
 
 _PAGE = 2**21
-"""Alignment in bytes: sizes are rounded up to a multiple of it."""
+"""Sizes are rounded up to a multiple of this number of bytes."""
 
 
 class PeerMemory:
-    """Shared memory of `nbytes` on each rank of a group of one host. Creating it is a
-    collective."""
+    """Shared memory, `nbytes` on each rank of a group of one host; creation is a collective."""
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -51,8 +50,10 @@ class PeerMemory:
         return self._parts[rank].view(dtype).narrow(0, offset, numel)
 
     def barrier(self) -> None:
-        """Wait until all ranks have reached this point and their writes are visible; on GPUs the
-        current stream waits, not the host."""
+        """Wait until all ranks have reached this point and their writes are visible.
+
+        On GPUs the current stream waits, not the host.
+        """
         if self._handle is not None:
             self._handle.barrier()
         else:
@@ -80,8 +81,10 @@ def check_host(group: dist.ProcessGroup, key: str, shared: str, fix: str) -> Non
 
 
 class GrowingMemory:
-    """Shared memory of a group that grows to the largest requested size. Growing waits for the
-    device and for all ranks and loses the content; it happens in the first step."""
+    """Shared memory that grows to the largest requested size.
+
+    Growing waits for the device and all ranks, and loses the content; it happens in the first step.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -92,7 +95,7 @@ class GrowingMemory:
         if self._memory is None or self._memory.nbytes < nbytes:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-                torch.cuda.empty_cache()  # memory cached by torch is not available otherwise
+                torch.cuda.empty_cache()  # symmetric memory cannot use memory cached by torch
             dist.barrier(self._group)  # no peer reads the old memory any more
             self._memory = None
             self._memory = PeerMemory(-(-nbytes // _PAGE) * _PAGE, self._group, device)
@@ -100,13 +103,12 @@ class GrowingMemory:
 
 
 def _shared_files(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """Make one file in memory per rank, mapped by all ranks."""
+    """Create a file in memory for each rank; all ranks map all files."""
     directory = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     handle, own = tempfile.mkstemp(dir=directory)
     try:
-        os.posix_fallocate(
-            handle, 0, nbytes
-        )  # a full disk raises an error here instead of a bus error later
+        # If the disk is full, this raises an error; otherwise there would be a bus error later.
+        os.posix_fallocate(handle, 0, nbytes)
         names: list[str | None] = [None] * group.size()
         dist.all_gather_object(names, own, group)
         parts = [
@@ -121,11 +123,11 @@ def _shared_files(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 class CopyEngine:
-    """All-gathers and all-to-alls of a group, as copies from its ranks' memory.
+    """All-gathers and all-to-alls of a group, as copies from shared memory.
 
-    A collective writes the data that others read to this rank's memory, waits for all ranks, copies
-    its parts from theirs, and waits until all ranks are done; then the memory is free. Collectives
-    of one object run one after the other, whatever streams they are on.
+    A collective writes this rank's data to shared memory, waits for all ranks, copies the other
+    ranks' data, and waits until all ranks are done; then the memory is free. Collectives of one
+    object run one after another, whatever streams they are on.
 
     The memory grows to the largest collective; growing waits for the device and happens in the
     first step.
@@ -144,17 +146,18 @@ class CopyEngine:
         self._free: torch.cuda.Event | None = None
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return (numel,) elements of this rank's memory, to be filled with the data that others
-        read; the current stream waits until it is free. All ranks must request the same."""
-        self._memory = None  # or the old memory would live while a larger one is made
+        """Return (numel,) elements of this rank's shared memory, which other ranks will read.
+
+        The current stream waits until it is free. All ranks must request the same size.
+        """
+        self._memory = None  # so that the old memory is freed before a larger one is created
         self._memory = memory = self._growing.at_least(numel * dtype.itemsize, self._device)
         if self._free is not None:
             self._free.wait()
         return memory.view(self.group.rank(), numel, dtype)
 
     def all_gather(self, output: Tensor, part: Tensor) -> None:
-        """Gather (n,) of each rank, in order, into (ranks * n,), which may already contain this
-        rank's part."""
+        """Gather (n,) of each rank into (ranks * n,); `part` may be a view of `output`."""
         self.staging(part.numel(), part.dtype).copy_(part)
         parts = output.chunk(self.group.size())
         own = parts[self.group.rank()]
@@ -163,10 +166,10 @@ class CopyEngine:
         self._pull(parts, 0)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Exchange chunks of n elements of (ranks * n,) with each rank, into (ranks * n,).
+        """Exchange the chunks (n,) of (ranks * n,) between all ranks, into (ranks * n,).
 
         Args:
-            sent: the result of `staging`, or any other tensor, which is copied there.
+            sent: the result of `staging`, or another tensor, which is copied to it.
         """
         staged = self.staging(sent.numel(), sent.dtype)
         if staged.data_ptr() != sent.data_ptr():
@@ -176,9 +179,8 @@ class CopyEngine:
         self._pull(parts, rank * parts[rank].numel())
 
     def _pull(self, parts: Sequence[Tensor], offset: int) -> None:
-        """Copy the other ranks' parts from their memory; each rank starts with the next rank, to
-        spread the load."""
-        assert self._memory is not None, "staged before"
+        """Copy other ranks' parts from shared memory, from the next rank on, to spread the load."""
+        assert self._memory is not None, "`staging` has been called"
         self._memory.barrier()
         for i in range(1, len(parts)):
             rank = (self.group.rank() + i) % len(parts)

@@ -1,39 +1,39 @@
 """Dispatch tokens to experts on other ranks of a host through symmetric memory, without host waits.
 
-Every rank writes the data that others need to shared memory, and they pull it: no message size has
-to be known before it is sent, so the host reads no counts.
+Every rank writes the data that others need to shared memory, and they pull it. No message sizes are
+needed in advance, so the host reads no counts.
 
-    put      offsets (E,)             rows (M, D)                        results (C, D)
-    pulled   all ranks' (P, E)     -> rows by (expert, sender) (C, D) -> results by expert (M, D)
+    write    offsets (E,)             rows (M, D)                        results (C, D)
+    pull     offsets of all (P, E) -> rows by (expert, sender) (C, D) -> results by expert (M, D)
              `exchange`               `send_rows`, `arrived`             `move`
 
 Each operator writes, waits for all ranks at a barrier on the device, and pulls, on a separate
 stream (`symmetric_exchange.py`): computation between `begin` and `finish` overlaps with the
-dispatch, and its backward with the dispatch of gradients. Plain torch computes the positions of
-rows. So a block compiles whole, and all layers share one graph. Gradients take the same routes in
-the opposite direction.
+dispatch, and its backward with the dispatch of gradients. Positions of rows are computed by plain
+torch operators. So a block compiles to one graph, which all layers share. Gradients take the same
+routes in the opposite direction.
 
 A rank receives at most C rows; those after the last expert's are zero:
 
     C = ceil(capacity x etp x M), at least LEAST and at most P M, which cannot be exceeded
 
-where etp M is the number of rows with even loads. Each tensor that the experts keep for their
+where etp M is the number of rows with even loads. Each tensor that the experts save for their
 backward has C rows, however many were received. The shared memory, one for all layers, has 2 C D
-elements: two halves that are written in turn.
+elements: two halves that are written alternately.
 
 Rows beyond C are never dropped silently. Their results are NaN, and so are the loss and the
 gradient norm of all ranks, so that the step is skipped on the device like any step with non-finite
-gradients. The number of rows is recorded on the device; `check` reads it when metrics are logged
-anyway, and stops the run.
+gradients. The number of rows is recorded on the device; `check` reads it when metrics are logged,
+and stops the run.
 
 All ranks must have the same number of rows: if not, all results are NaN as well, and `check`
-reports it (unless memory has to grow, which needs all ranks to agree).
+reports it (unless memory has to grow, for which all ranks must request the same size).
 
 Rows and gradients of results may be written in float8 (`float8`); the pull casts them back. Results
 and gradients of rows, which are larger (C rows) and summed over etp, never are.
 
-The experts' grouped matmuls skip rows after the last offset, and their undefined results and
-gradients there are never read: only pulled rows are zeroed.
+The experts' grouped matmuls skip rows after the last offset. Their undefined results and gradients
+there are never read, so that only pulled rows are zeroed.
 
 Shapes: M rows of a rank, the same on all; D width, E experts, P = ep x etp ranks, C rows at most.
 Sources: the idea is that of DeepEP's intra-node dispatch and torch's symmetric memory; the layout
@@ -62,20 +62,20 @@ from dtron.parallelisms.expert.symmetric_exchange import (
 )
 
 LEAST = 4096
-"""Minimum of C: loads of a few tokens are never even."""
+"""Minimum of C, since loads of few tokens are never even."""
 _NUMBERS = 2**32
-"""Larger than any number of rows, so that two numbers of rows are recorded as one number."""
+"""Larger than any number of rows; two numbers of rows are recorded as one, n * _NUMBERS + m."""
 _UNEVEN = 2**62
 """Recorded if ranks have different numbers of rows; larger than any two numbers of rows."""
 
 
 class RowRoutes(NamedTuple):
-    """Positions of rows in the memory that all ranks wrote."""
+    """Slots of rows in the shared memory of all ranks."""
 
-    there: Tensor
-    """int64 (C,): slot, among the rows of all ranks, of each row of this rank's experts, by
+    dispatch: Tensor
+    """int64 (C,): slots, among the rows of all ranks, of the rows of this rank's experts, by
     (expert, sender)."""
-    back: Tensor
+    combine: Tensor
     """int64 (M,): slot of the first partial result of each of this rank's rows."""
     offsets: Tensor
     """int32 (E / ep,): end of the rows of each expert of this rank."""
@@ -88,9 +88,9 @@ def routes_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> R
 
     Args:
         ends: int32 (P, E).
-        rank: int64 (1,), this rank's index of P, etp being the innermost.
-        n_rows: M, of each rank.
-        most: C.
+        rank: int64 (1,), this rank's index in the P ranks, etp innermost.
+        n_rows: M, rows of each rank.
+        most: C, maximum number of received rows.
     """
     ends = ends.long()
     n_ranks, n_experts = ends.shape
@@ -108,21 +108,21 @@ def routes_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> R
     block = _bucket(own_after, row).clamp(max=blocks.shape[1] - 1)
     sender, expert = block % n_ranks, own * each + block // n_ranks
     place = starts[sender, expert] + row - own_before[block]
-    there = torch.where(row < own_after[-1], sender * n_rows + place, NONE)
+    dispatch = torch.where(row < own_after[-1], sender * n_rows + place, NONE)
     offsets = own_after.view(each, n_ranks)[:, -1].clamp(max=most).int()
 
     row = torch.arange(n_rows, device=ends.device)
-    mine, starts = (table.index_select(0, rank).squeeze(0) for table in (ends, starts))
-    expert = _bucket(mine, row).clamp(max=n_experts - 1)
+    own_ends, starts = (table.index_select(0, rank).squeeze(0) for table in (ends, starts))
+    expert = _bucket(own_ends, row).clamp(max=n_experts - 1)
     first = before.view(n_experts, n_ranks).index_select(1, rank).squeeze(1)
     place = first[expert] + row - starts[expert]
-    back = torch.where(place < most, expert // each * (etp * most) + place, LOST)
-    back = torch.where(row < mine[-1], back, NONE)
-    return RowRoutes(there, back, offsets, own_after[-1:])
+    combine = torch.where(place < most, expert // each * (etp * most) + place, LOST)
+    combine = torch.where(row < own_ends[-1], combine, NONE)
+    return RowRoutes(dispatch, combine, offsets, own_after[-1:])
 
 
 def _bucket(ends: Tensor, rows: Tensor) -> Tensor:
-    """Return the bucket of each row, int64 (N,), given the buckets' ends (B,); B: no bucket.
+    """Return the bucket of each row, int64 (N,), from the ends of B buckets; B if it is in none.
 
     Equivalent to torch.searchsorted, which inductor of torch 2.11 cannot compile for GPUs if the
     searched tensor is a view.
@@ -131,7 +131,7 @@ def _bucket(ends: Tensor, rows: Tensor) -> Tensor:
 
 
 class _LayerTensors(NamedTuple):
-    """Constants of a layer and rank, as tensors, so that all layers and ranks share one graph."""
+    """Constants of a layer and rank, as tensors, so that all layers and ranks have equal graphs."""
 
     number: Tensor
     """int64 (1,), index of the layer in the mailbox."""
@@ -142,18 +142,18 @@ class _LayerTensors(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """Rows being sent to this rank's experts."""
+    """A pending dispatch."""
 
-    moving: PendingRows
+    pending: PendingRows
     """(C, D), sorted by expert; zero after the last expert's."""
-    ways: RowRoutes
+    routes: RowRoutes
 
 
 def check_device(device: torch.device, float8: bool) -> None:
-    """Raise ConfigError if a GPU's kernels cannot pull rows in float8.
+    """Raise if float8 rows are requested on a GPU without float8.
 
     Raises:
-        ConfigError: rows in float8, on a GPU without float8.
+        ConfigError: the GPU's compute capability is too low.
     """
     if float8 and device.type == "cuda" and not converts(device):
         raise ConfigError(
@@ -164,11 +164,10 @@ def check_device(device: torch.device, float8: bool) -> None:
 
 
 class SymmetricMemory:
-    """Dispatcher by symmetric memory: rows are pulled from the memory of their ranks, results from
-    that of the experts' ranks; see the module's docstring.
+    """Dispatcher by symmetric memory: ranks pull rows and results; see the module's docstring.
 
     Args:
-        group: of ep x etp ranks of one host, etp being the innermost.
+        group: ep x etp ranks of one host, etp innermost.
         capacity: maximum number of rows per rank, relative to even loads.
         float8: write rows and gradients of results in float8.
     Raises:
@@ -200,40 +199,41 @@ class SymmetricMemory:
         most = rows_at_most(len(rows), self.ep, self.etp, self.capacity)
         numbers = torch.cat([offsets, offsets.new_full((1,), len(rows))])
         numbers = exchange(numbers, layer.ranks, self.mailbox.name)
-        ways = routes_of(numbers[:, :-1], layer.rank, self.etp, len(rows), most)
+        routes = routes_of(numbers[:, :-1], layer.rank, self.etp, len(rows), most)
         uneven = (numbers[:, -1] != len(rows)).any()
-        ways = ways._replace(  # neither may exceed a rank's memory
-            there=torch.where(uneven, NONE, ways.there), back=torch.where(uneven, LOST, ways.back)
+        routes = routes._replace(  # no slot may be outside of a rank's memory
+            dispatch=torch.where(uneven, NONE, routes.dispatch),
+            combine=torch.where(uneven, LOST, routes.combine),
         )
-        exceeded = torch.where(ways.n_rows > most, ways.n_rows * _NUMBERS + len(rows), 0)
+        exceeded = torch.where(routes.n_rows > most, routes.n_rows * _NUMBERS + len(rows), 0)
         exceeded = torch.where(uneven, _UNEVEN, exceeded)
-        there = (ways.there, 1, ways.back, self.etp)
-        noted = (self.mailbox.name, layer.number, exceeded)
-        return _InFlight(send_rows(rows, *there, *noted, float8=self.float8), ways)
+        slots = (routes.dispatch, 1, routes.combine, self.etp)
+        recorded = (self.mailbox.name, layer.number, exceeded)
+        return _InFlight(send_rows(rows, *slots, *recorded, float8=self.float8), routes)
 
     def finish(self, pending: _InFlight, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """See Dispatcher."""
-        ways, rows = pending.ways, arrived(pending.moving)
-        results = compute(rows, ways.offsets)
+        routes, rows = pending.routes, arrived(pending.pending)
+        results = compute(rows, routes.offsets)
         if results.shape != rows.shape:
             raise ConfigError(
                 f'parallel.dispatcher = "symmetric_memory": expert output has shape '
                 f"{tuple(results.shape)} for input {tuple(rows.shape)}; return one row per input "
                 "row, padding included"
             )
-        back = (ways.back, self.etp, ways.there, 1)
-        return move(results, *back, self.mailbox.name, back_float8=self.float8)
+        slots = (routes.combine, self.etp, routes.dispatch, 1)
+        return move(results, *slots, self.mailbox.name, back_float8=self.float8)
 
     def check(self, device: torch.device) -> None:
         """See Dispatcher."""
-        noted = self.mailbox.noted(device)
-        most = torch.cat([noted, noted.new_zeros(1)]).amax()
+        recorded = self.mailbox.recorded(device)
+        most = torch.cat([recorded, recorded.new_zeros(1)]).amax()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         if not most.item():
             return
         own = [
             (fqn, *divmod(n, _NUMBERS))
-            for fqn, n in zip(self._layers, noted.tolist(), strict=True)
+            for fqn, n in zip(self._layers, recorded.tolist(), strict=True)
             if n
         ]
         of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -241,8 +241,7 @@ class SymmetricMemory:
         raise TrainingError(self._explain(of_ranks))
 
     def _explain(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
-        """Raise the error of the first layer that dropped rows: routers of later layers saw its
-        NaN."""
+        """Return the error of the first layer that dropped rows, since later layers got its NaN."""
         found = [(entry, rank) for rank, entries in enumerate(of_ranks) for entry in entries]
         first = min((fqn for (fqn, *_), _ in found), key=_in_order)
         rows, n_rows, rank = max((*counts, rank) for (fqn, *counts), rank in found if fqn == first)

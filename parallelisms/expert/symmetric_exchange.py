@@ -1,31 +1,30 @@
-"""Exchange rows between all ranks of a host, as operators that compiled graphs can hold.
+"""Exchange rows between the ranks of a host, by operators that can be in compiled graphs.
 
-    send_rows   write this rank's rows; then, on a separate stream: barrier -> pull the needed rows
-    arrived     wait for them                 gradients likewise, sent by the backward of
-                                              `arrived` and waited for by that of `send_rows`
-    exchange    both at once, for one row of numbers, which every rank pulls from every rank
+    send_rows   write this rank's rows; then, on a separate stream: barrier, pull the needed rows
+    arrived     wait for the pulled rows
+    exchange    both at once, for one row of numbers per rank, which all ranks pull
 
-Computation between the first two overlaps with the transfer, in forward and backward. Results
-depend only on the arguments, so that recomputation may call the operators again anywhere, and a
-compiler may treat them as functions. Shapes are static.
+The backward of `arrived` sends the gradients, that of `send_rows` waits for them. Computation
+between the two overlaps with the transfer, in forward and backward. Results depend only on the
+arguments, so that recomputation may repeat the operators anywhere, and a compiler may treat them as
+pure functions. Shapes are static.
 
-Rows in transfer are represented by a placeholder, a tensor of their shape without memory, and the
-wait is an operator from the placeholder to the rows: so a compiler neither reads rows too early nor
-reuses their memory. A placeholder gives its rows once: recomputation keeps the results of both
-operators or calls both again (MOVES in `parallelisms/recompute.py`).
+Pending rows are represented by a placeholder, a tensor of their shape without memory, and the wait
+is an operator from the placeholder to the rows. So a compiler neither reads rows too early nor
+reuses their memory. A placeholder can be waited for only once: recomputation must save the results
+of both operators or repeat both (MOVES in `parallelisms/recompute.py`).
 
-Order: calls have barriers, so that all ranks of a group must make the same calls in the same order.
-They run the same model, and the compiler schedules equal graphs equally on all ranks, even if a
-backward has two independent calls, a gradient's and a recomputed one. A rank's number enters graphs
-as a tensor, not as a constant (except for where a split expert's bias goes, a number that orders
-nothing).
+Order: calls have barriers, so all ranks of a group must make the same calls in the same order. They
+run the same model, and the compiler schedules equal graphs equally on all ranks, even if a backward
+has two independent calls, of a gradient and of a recomputation. To keep graphs equal, the rank is a
+tensor, not a constant, in them (except for the position of a sharded expert's bias, which does not
+affect the order).
 
-Calls write to the two halves of the memory in turn, and no rank writes before its previous pull is
-done. So a rank that writes to a half has passed the barrier of the previous call, which all ranks
-reach after the pulls of the call before that, the last ones from this half. This holds for any
-sequence of calls, of any layers, micro-batches, forwards or backwards, since each call has one
-write, one barrier and one pull on all ranks. If the memory grows, the device and all ranks are
-waited for, and the new halves hold no data that is still needed.
+Calls alternate between two halves of the memory, and no rank writes before its previous pull is
+done. So a rank that writes to a half has passed the barrier of the previous call, and all ranks
+reach that barrier after their pulls of the call before it, the last pulls from this half. This
+holds for any sequence of calls, since each call has one write, one barrier and one pull on all
+ranks. Before the memory grows, the device and all ranks are synchronized.
 
 Shapes: P ranks, R rows of each, the same on all; N rows of the result, D width, E experts.
 """
@@ -44,27 +43,25 @@ from dtron.kernels.peer_gather import packed_rows_of_peers, rows_of_peers, rows_
 from dtron.parallelisms.expert.peer_memory import GrowingMemory, PeerMemory
 
 IN_ORDER: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
-"""Options of torch.compile for inductor graphs with these operators: computation between
-`send_rows` and `arrived` stays between them, in forward, backward and without gradients. All blocks
-of such a model get them."""
+"""Options of torch.compile for inductor graphs with these operators: they keep computation between
+`send_rows` and `arrived` there, in forward and backward. All blocks of such a model get them."""
 
 
 _NUMBERS = itertools.count()
 _MAILBOXES: MutableMapping[str, "Mailbox"] = WeakValueDictionary()
-"""Mailboxes by name, since operators take no objects except tensors. A mailbox is owned by its
-maker and by pending backwards; names are not reused."""
+"""Mailboxes by name, since operators take only tensors and plain values. A mailbox lives as long as
+its creator or a pending backward references it; names are not reused."""
 
 
 class Mailbox:
-    """Shared memory through which the ranks of a group exchange rows: one for all layers of a
-    model.
+    """Shared memory through which the ranks of a group exchange rows, for all layers of a model.
 
-    Each model makes one, on all ranks of the group, and keeps it as long as it calls the operators.
-    Models do not share one: its memory grows in a collective, which some ranks would not enter if
-    the garbage collector has freed an earlier model only on others.
+    Each model creates one, on all ranks of the group, and keeps it as long as it calls the
+    operators. Models do not share one: growing its memory is a collective, and ranks would disagree
+    on when to grow if the garbage collector freed an earlier model on some ranks only.
 
     Attributes:
-        name: operators find it by name; ranks that have made as many mailboxes have the same names.
+        name: operators find it by name; it is equal on all ranks, which create equally many.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -72,25 +69,24 @@ class Mailbox:
         self.name = f"{group.group_name}.{next(_NUMBERS)}"
         _MAILBOXES[self.name] = self
         self.layers = 0
-        """Number of layers that record numbers."""
-        self._growing = GrowingMemory(group)
+        """Number of layers."""
+        self._memory = GrowingMemory(group)
         self._second = False
-        self._noted = torch.zeros(0, dtype=torch.int64)
+        self._recorded = torch.zeros(0, dtype=torch.int64)
         self._stream: torch.cuda.Stream | None = None
         self._pull: _PendingPull | None = None
-        """The last one."""
+        """The last pull."""
 
-    def moved(
+    def start_pull(
         self, rows: Tensor, slots: Tensor, parts: int, float8: bool = False
     ) -> "_PendingPull":
-        """Start to send rows (N, D); see `send_rows`. Rows are written in float8 if `float8` is
-        set."""
+        """Write rows (N, D), in float8 if `float8`, and issue the pull of rows; see `send_rows`."""
         if self._pull is not None:
-            self._pull.wait()  # nearly always needed again
+            self._pull.wait()  # the current stream nearly always has to wait for it anyway
         (n_rows, width), size = rows.shape, rows.element_size()
         row = wire_bytes(width) if float8 else width * size
-        half = max(n_rows * row, len(slots) * width * size)  # comes back next, as it is
-        memory = self._growing.at_least(2 * half, rows.device)
+        half = max(n_rows * row, len(slots) * width * size)  # the next call sends results back
+        memory = self._memory.at_least(2 * half, rows.device)
         self._second = not self._second
         at = memory.nbytes // 2 if self._second else 0
         own = memory.view(self.group.rank(), n_rows * row, torch.uint8, at).view(n_rows, row)
@@ -99,14 +95,14 @@ class Mailbox:
         else:
             own.view(rows.dtype).copy_(rows)
         out = rows.new_empty(len(slots), width)
-        order = _PullOrder(memory, at, n_rows, row, slots.clone(), parts, float8, out)
-        self._pull = self._pulled_on_stream(order) if rows.is_cuda else self._pulled_late(order)
+        order = _PullArguments(memory, at, n_rows, row, slots.clone(), parts, float8, out)
+        self._pull = self._pull_on_stream(order) if rows.is_cuda else self._pull_on_wait(order)
         return self._pull
 
-    def _pulled_on_stream(self, order: "_PullOrder") -> "_PendingPull":
+    def _pull_on_stream(self, order: "_PullArguments") -> "_PendingPull":
         """Issue the barrier and the pull on a separate stream."""
         memory, at, n_rows, _, slots, parts, float8, out = order
-        if self._stream is None:  # of high priority, so that its few programs do not queue
+        if self._stream is None:  # high priority, so that its few blocks do not queue
             self._stream = torch.cuda.Stream(out.device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -116,8 +112,8 @@ class Mailbox:
             done.record()
         return _PendingPull(out, done.wait, slots)
 
-    def _pulled_late(self, order: "_PullOrder") -> "_PendingPull":
-        """On CPUs, which have no streams, do both when they are waited for."""
+    def _pull_on_wait(self, order: "_PullArguments") -> "_PendingPull":
+        """On CPUs, which have no streams: do barrier and pull in `wait`."""
         memory, at, n_rows, row, slots, parts, float8, out = order
 
         def pull() -> None:
@@ -133,28 +129,28 @@ class Mailbox:
 
         return _PendingPull(out, pull, slots)
 
-    def note(self, layer: Tensor, number: Tensor) -> None:
-        """Record the largest number of a layer; both int64 (1,), on the device."""
-        self._noted = self.noted(number.device).scatter_reduce(0, layer, number, "amax")
+    def record(self, layer: Tensor, number: Tensor) -> None:
+        """Record the maximum of a layer's numbers; both int64 (1,), on the device."""
+        self._recorded = self.recorded(number.device).scatter_reduce(0, layer, number, "amax")
 
-    def noted(self, device: torch.device) -> Tensor:
-        """Return the recorded number of each layer, int64 (layers,), 0 at first."""
-        if missing := self.layers - len(self._noted):
-            self._noted = torch.cat([self._noted, self._noted.new_zeros(missing)])
-        self._noted = self._noted.to(device)
-        return self._noted
+    def recorded(self, device: torch.device) -> Tensor:
+        """Return the recorded maximum of each layer, int64 (layers,), initially 0."""
+        if missing := self.layers - len(self._recorded):
+            self._recorded = torch.cat([self._recorded, self._recorded.new_zeros(missing)])
+        self._recorded = self._recorded.to(device)
+        return self._recorded
 
 
-class _PullOrder(NamedTuple):
+class _PullArguments(NamedTuple):
     """Arguments of a pull."""
 
     memory: PeerMemory
     at: int
     """Byte offset of the first row."""
     n_rows: int
-    """Of each rank."""
+    """Number of rows of each rank."""
     row: int
-    """Bytes of one."""
+    """Bytes of a row."""
     slots: Tensor
     parts: int
     float8: bool
@@ -163,11 +159,12 @@ class _PullOrder(NamedTuple):
 
 
 class _PendingPull:
-    """An issued pull; it keeps the tensors that are read and written alive until it is done.
+    """An issued pull; keeps the tensors that it reads and writes alive until it is done.
 
     Args:
-        out: (N, D), the rows.
-        finish: makes the current stream, not the host, wait for the pull; on CPUs does the pull.
+        out: (N, D), the pulled rows.
+        finish: makes the current stream, not the host, wait for the pull; on CPUs, does the pull.
+        held: other tensors to keep alive.
     """
 
     def __init__(self, out: Tensor, finish: Callable[[], Any], *held: Tensor) -> None:
@@ -176,7 +173,7 @@ class _PendingPull:
         self._held = held
 
     def wait(self) -> Tensor:
-        """Wait for the rows, once, and return them."""
+        """Wait for the pull, on the first call, and return the rows."""
         if self._finish is not None:
             self._finish()
         self._finish, self._held = None, ()
@@ -184,17 +181,17 @@ class _PendingPull:
 
 
 _PULLS: dict[int, _PendingPull] = {}
-"""Pending pulls by the address of their placeholder's only element."""
+"""Pending pulls by the address of their placeholder's single element."""
 
 
 def _placeholder(pull: _PendingPull, rows: Tensor, n_rows: int) -> Tensor:
-    """Make the placeholder (N, D) of pending rows, of the dtype of `rows`, for `_arrived`."""
-    found = _without_memory(rows, n_rows)
-    storage = found.untyped_storage()
+    """Make the placeholder (N, D) of a pull's rows, with the dtype of `rows`, for `_arrived`."""
+    placeholder = _without_memory(rows, n_rows)
+    storage = placeholder.untyped_storage()
     address = storage.data_ptr()
     _PULLS[address] = pull
     finalize(storage, _PULLS.pop, address, None)
-    return found
+    return placeholder
 
 
 @torch.library.custom_op("dtron::peers_exchange", mutates_args=())
@@ -204,11 +201,11 @@ def exchange(numbers: Tensor, senders: Tensor, mailbox: str) -> Tensor:
     Args:
         numbers: int32 (E,).
         senders: int64 (P,), the group's ranks in order.
-        mailbox: its name.
+        mailbox: name of the mailbox.
     Returns:
         int32 (P, E).
     """
-    return _MAILBOXES[mailbox].moved(numbers.unsqueeze(0), senders, 1).wait()
+    return _MAILBOXES[mailbox].start_pull(numbers.unsqueeze(0), senders, 1).wait()
 
 
 @exchange.register_fake
@@ -217,15 +214,17 @@ def _(numbers: Tensor, senders: Tensor, mailbox: str) -> Tensor:
 
 
 class PendingRows(NamedTuple):
-    """Pending rows for one call of `arrived`, and the routes of their gradients. Between the two
-    backwards gradients are pending too, and nothing may read them: no hook, and not
-    torch.autograd.detect_anomaly."""
+    """Pending rows for one call of `arrived`, and the routes of their gradients.
+
+    Between the two backwards the gradients are pending: no hook may read them, nor
+    torch.autograd.detect_anomaly.
+    """
 
     rows: Tensor
     """(N, D), a placeholder."""
     ticket: Tensor
-    """(R, D) without memory. Its gradient in the backward is the placeholder of the sent rows'
-    gradient, as autograd requires gradients to have the shape of their tensors."""
+    """(R, D) without memory. In the backward its gradient is the placeholder of the sent rows'
+    gradients, since autograd requires gradients to have the shape of their tensors."""
     back: Tensor
     back_parts: int
     mailbox: str
@@ -245,28 +244,26 @@ def send_rows(
     float8: bool = False,
     back_float8: bool = False,
 ) -> PendingRows:
-    """Write rows and start to pull rows of all ranks by their slots; gradients are sent back
-    likewise.
+    """Write this rank's rows, and issue the pull of rows of all ranks; gradients are sent back.
 
     Args:
         rows: (R, D).
-        slots: int64 (N,), as in `dtron/kernels/peer_gather.py`, which sums `parts` neighbours.
+        slots: int64 (N,), slots of the rows to pull, as in `dtron/kernels/peer_gather.py`.
+        parts: number of neighbouring ranks whose partial rows the pull sums.
         back: int64 (R,), slot of each row's gradient among all ranks' gradients.
-        back_parts: number of neighbouring ranks that each have a partial gradient.
-        mailbox: its name.
-        layer, number: int64 (1,), recorded for `Mailbox.noted`; hidden from the compiler, which
-            would copy tensors that it sees modified.
-        float8, back_float8: rows, and gradients, are put in float8 (`dtron/kernels/float8_rows.py`)
-        and
-            cast back by what pulls them; not where neighbours are summed.
+        back_parts: number of neighbouring ranks whose partial gradients are summed.
+        mailbox: name of the mailbox.
+        layer, number: int64 (1,), for `Mailbox.record`; hidden from the compiler, which would copy
+            tensors that it sees modified.
+        float8, back_float8: write rows, or gradients, in float8 (`dtron/kernels/float8_rows.py`);
+            the pull casts them back. Not if neighbouring ranks are summed.
     """
     rows, ticket = _move(rows, slots, parts, mailbox, layer, number, float8)
     return PendingRows(rows, ticket, back, back_parts, mailbox, back_float8)
 
 
 def arrived(moving: PendingRows) -> Tensor:
-    """Wait on the current stream for the rows, (N, D). The backward starts to send their
-    gradients."""
+    """Make the current stream wait for the rows (N, D). The backward sends their gradients."""
     return _WaitRows.apply(*moving)  # type: ignore[return-value]
 
 
@@ -287,8 +284,8 @@ def _move(
 ) -> tuple[Tensor, Tensor]:
     found = _MAILBOXES[mailbox]
     if layer is not None and number is not None:
-        found.note(layer, number)
-    pull = found.moved(rows, slots, parts, float8)
+        found.record(layer, number)
+    pull = found.start_pull(rows, slots, parts, float8)
     return _placeholder(pull, rows, len(slots)), _without_memory(rows)
 
 
@@ -297,13 +294,13 @@ def _(rows: Tensor, slots: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return _without_memory(rows, slots.shape[0]), _without_memory(rows)
 
 
-# Not a custom_op, whose calls take longer than this operator.
+# Not a custom_op, whose call overhead exceeds the time of this operator.
 torch.library.define("dtron::peers_arrived", "(Tensor placeholder) -> Tensor")
 
 
 @torch.library.impl("dtron::peers_arrived", "default")
 def _arrived(placeholder: Tensor) -> Tensor:
-    """Return the rows of a placeholder, for which the current stream waits."""
+    """Make the current stream wait for the rows of a placeholder; return them."""
     pull = _PULLS.pop(placeholder.untyped_storage().data_ptr(), None)
     assert pull is not None, "rows from other ranks are waited for a second time"
     return pull.wait()
@@ -315,12 +312,12 @@ def _(placeholder: Tensor) -> Tensor:
 
 
 def _without_memory(rows: Tensor, n_rows: int | None = None) -> Tensor:
-    """Return a tensor (n_rows or R, D) that has memory for one element."""
+    """Return a tensor (n_rows or R, D) with memory for one element."""
     return rows.new_empty(()).expand(rows.shape[0] if n_rows is None else n_rows, rows.shape[1])
 
 
-def _hold(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.mailbox = _MAILBOXES.get(inputs[3])  # not read, but kept as long as a backward may need it
+def _save_mailbox(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.mailbox = _MAILBOXES.get(inputs[3])  # only to keep it alive for the backward
     ctx.set_materialize_grads(False)
 
 
@@ -328,7 +325,7 @@ def _wait_for_gradients(ctx: Any, _: Any, returning: Tensor) -> tuple[Any, ...]:
     return torch.ops.dtron.peers_arrived(returning), *[None] * 6
 
 
-_move.register_autograd(_wait_for_gradients, setup_context=_hold)
+_move.register_autograd(_wait_for_gradients, setup_context=_save_mailbox)
 
 
 class _WaitRows(torch.autograd.Function):

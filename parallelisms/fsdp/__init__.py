@@ -1,1 +1,1 @@
-"""Data parallelism: FSDP2, its collectives and its private names."""
+"""Data parallelism: FSDP2, custom collectives for it, and its private attributes."""

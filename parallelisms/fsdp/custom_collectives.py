@@ -1,19 +1,19 @@
 """Custom collectives for FSDP, instead of NCCL's all-gather and reduce-scatter.
 
-Reduce-scatter as an all-to-all: gradients are sent in their own dtype and summed in float32.
+Reduce-scatter by all-to-all: gradients are sent in the compute dtype and summed in float32.
 
     rank 0   g00 g01 g02 g03              g00 g10 g20 g30   -> sum of shard 0
     rank 1   g10 g11 g12 g13     --->     g01 g11 g21 g31   -> sum of shard 1
     ...                        bfloat16                        float32
 
-A reduce-scatter sums in the dtype that it sends, so that float32 sums of bfloat16 gradients take
-twice the bytes. Here each rank sends every shard's gradients in bfloat16 and sums the received
-ones: the same sums from half of the bytes.
+NCCL's reduce-scatter sums in the dtype that it sends, so that float32 sums of bfloat16 gradients
+send twice the bytes. Here each rank sends every shard's gradients in bfloat16 and sums the received
+ones in float32: the same sums from half of the bytes.
 
-It needs gradients that are not sums of micro-batches yet, which in bfloat16 would lose digits.
-Those of norms, which torch passes in float32 since 2.15, are rounded before they are sent.
+Gradients must not be sums over micro-batches, which would lose precision in bfloat16. Those of
+norms, which torch passes in float32 since 2.15, are rounded before they are sent.
 
-Either may go by copy engines (`peer_memory.py`).
+All-gather and all-to-all can run on copy engines (`peer_memory.py`).
 """
 
 import math
@@ -27,7 +27,7 @@ from dtron.parallelisms.expert.peer_memory import CopyEngine
 
 
 class CopiedAllGather:
-    """All-gather by copy engines, for `FSDPModule.set_custom_all_gather`."""
+    """All-gather on copy engines, for `FSDPModule.set_custom_all_gather`."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
@@ -35,7 +35,7 @@ class CopiedAllGather:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Memory for all parts, from torch's allocator."""
+        """Allocate the output, by torch's allocator."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -45,34 +45,36 @@ class CopiedAllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Gather (n,) of each rank into (ranks * n,) on the current stream, for which FSDP
-        waits."""
+        """Gather (n,) of each rank into (ranks * n,) on the current stream; FSDP waits for it."""
         self._engine.all_gather(output_tensor, input_tensor)
 
 
 class AllToAllSum:
-    """Reduce-scatter by all-to-all, for `FSDPModule.set_custom_reduce_scatter`; one for each
-    module.
+    """Reduce-scatter by all-to-all, for `FSDPModule.set_custom_reduce_scatter`; one per module.
 
     Args:
-        dtype: of the gradients, which is sent.
-        engine: copy engine; None: use the group's all-to-all.
+        dtype: dtype in which gradients are sent.
+        engine: copy engine; None: use the process group's all-to-all.
     """
 
     def __init__(self, dtype: torch.dtype, engine: CopyEngine | None = None) -> None:
         self.dtype = dtype
         self._engine = engine
-        self._sends = False
+        self._allocates_input = False
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Allocate FSDP's buffers: in turn the send buffer and the sum, both in the dtype of
-        sums."""
-        self._sends = not self._sends
-        if self._sends and self._engine is not None:
+        """Allocate the input and the output, in alternate calls of FSDP.
+
+        FSDP passes the dtype of sums for both; the input gets the dtype of gradients.
+        """
+        self._allocates_input = not self._allocates_input
+        if self._allocates_input and self._engine is not None:
             return self._engine.staging(math.prod(map(int, size)), self.dtype)
-        return torch.empty(size, dtype=self.dtype if self._sends else dtype, device=device)
+        return torch.empty(
+            size, dtype=self.dtype if self._allocates_input else dtype, device=device
+        )
 
     def __call__(
         self,
@@ -82,12 +84,12 @@ class AllToAllSum:
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Sum over ranks.
+        """Sum gradients over ranks.
 
         Args:
             output_tensor: (n,), this rank's shard of the sums.
-            input_tensor: (ranks * n,), gradients of every rank's shard.
-            op: a sum, as set in `sharding.py`.
+            input_tensor: (ranks * n,), local gradients of every rank's shard.
+            op: must be a sum, as `sharding.py` sets it.
         """
         assert op == dist.ReduceOp.SUM
         assert not async_op, "FSDP's stream waits"

@@ -1,20 +1,21 @@
 """Data parallelism: FSDP2 over dp_shard (x cp), all-reduce over dp_replicate, ZeRO 1 to 3.
 
-Each unit (a block, the embedding, norm + head) is one parameter group: gathered before it computes,
-its gradients reduce-scattered when its backward is done. The ZeRO stages differ only in what stays
-whole and when gradients are reduced (N parameters, d ranks, bfloat16 compute):
+Each unit (a block, the embedding, norm + head) is one FSDP parameter group: gathered before its
+forward and backward, its gradients reduce-scattered after its backward. The ZeRO stages differ only
+in what is unsharded during a step and in when gradients are reduced (N parameters, d ranks,
+bfloat16 compute):
 
-    zero  sharded                    whole during a step        reduce under accumulation
+    zero  sharded                    unsharded during a step    reduce under accumulation
     3     weights, moments, grads    one unit's weights, grads  every micro-batch (default)
     2     weights, moments, grads    2N bytes of weights        every micro-batch (default)
     1     weights, moments           2N weights, 4N gradients   once per step
 
-fp32 master weights are the shards themselves (4N/d); gathering casts them to the compute dtype.
-Gradients are *summed*: the loss is already divided by the global number of tokens, so FSDP's own
-division is turned off here, in one place.
+The shards are the fp32 master weights (4N/d bytes); gathering casts them to the compute dtype.
+Gradients are *summed*: the loss is already divided by the global number of tokens, so FSDP's
+division is turned off here.
 
-Unshared parameters (one GPU, only tp or pp, experts on one rank) are units like all others, for
-their casts, but keep their gradients (`bypass_reduction` of `torch_internals.py`).
+Parameters of which each rank has all (one GPU, only tp or pp, experts on one rank) are FSDP units
+too, for the casts, but their gradients are not reduced (`torch_internals.bypass_reduction`).
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
@@ -40,7 +41,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 @dataclass(frozen=True)
 class Policy:
-    """When parameters are freed and gradients reduced, as resolved from the [parallel] section."""
+    """When FSDP frees parameters and reduces gradients, resolved from the [parallel] section."""
 
     reshard_after_forward: bool
     keep_gathered: bool
@@ -53,7 +54,7 @@ class Policy:
 
     @classmethod
     def resolve(cls, parallel: Parallel, sharded: bool) -> "Policy":
-        """Resolve the policy for sharded or unshared parameters; unshared ones stay whole."""
+        """Resolve `zero` and `reduce`; parameters that are not sharded are never freed."""
         return cls(
             reshard_after_forward=parallel.zero == 3 and sharded,
             keep_gathered=parallel.zero < 3 or not sharded,
@@ -74,20 +75,20 @@ def shard(
     """Apply FSDP2 to every group of modules and then to the root, in place.
 
     Args:
+        groups: modules of each FSDP unit, in the order of their forward.
+        dtype: compute dtype of gathered parameters; sharded ones keep their dtype.
         by_columns: parameters to shard along dim 1 instead of dim 0.
-        keep_last: the last group's backward follows its forward at once, as in a model that is not
-            a pipeline stage: freeing it would gather it twice.
-        groups: groups of modules that are gathered together, in the order of their forward.
-        experts: modules that are gathered over edp_shard, with the module of a group they are
-            inside of, or with the root.
-        dtype: compute dtype of gathered parameters. Parameters stay in their own dtype.
+        keep_last: do not free the last unit after its forward, since its backward follows directly;
+            false for pipeline stages.
+        experts: modules that are sharded over edp_shard; they are gathered with the module of a
+            group that contains them, or with the root.
     """
     policy = Policy.of(parallel, mesh)
-    own = next((p.dtype for p in model.parameters()), dtype)  # a stage may be empty
+    stored = next((p.dtype for p in model.parameters()), dtype)  # a stage may have no parameters
     precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == own else dtype,
-        reduce_dtype=None if own == torch.float64 else DTYPES[parallel.reduce_dtype],
-        cast_forward_inputs=False,  # activations follow the embedding; rotary tables stay float32
+        param_dtype=None if dtype == stored else dtype,
+        reduce_dtype=None if stored == torch.float64 else DTYPES[parallel.reduce_dtype],
+        cast_forward_inputs=False,  # the embedding casts activations; rotary tables stay float32
     )
     device_mesh = _data_mesh(mesh)
     columns = {id(p) for p in by_columns}
@@ -96,7 +97,7 @@ def shard(
         return Shard(1) if id(parameter) in columns else None
 
     order: list[list[nn.Module]] = []
-    alone: list[list[nn.Module]] = []
+    not_prefetched: list[list[nn.Module]] = []
     for group in groups:
         reshard = policy.reshard_after_forward and not (keep_last and group is groups[-1])
         modules = list(group) if len(group) > 1 else group[0]
@@ -105,8 +106,8 @@ def shard(
             _shard_experts(module, block, mesh, reshard, precision)
         if not getattr(group[0], "in_training_alone", False):
             order.append([group[0], *(module for module, _ in inside)])
-        else:  # gathered before a forward that skips it, it would be stale in the next one
-            alone.append([group[0], *(module for module, _ in inside)])
+        else:  # prefetched in a forward that skips it, it would be stale in the next one
+            not_prefetched.append([group[0], *(module for module, _ in inside)])
         fully_shard(
             modules,  # type: ignore[arg-type]
             mesh=device_mesh,
@@ -126,11 +127,11 @@ def shard(
     )
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     _communicate([m for m in sharded if m not in experts], device_mesh, parallel, dtype)
-    if experts:  # without experts, asking for their mesh would create it
-        apart = [m for m in sharded if m in experts]
-        _communicate(apart, mesh.sharing_experts(), parallel, dtype)
+    if experts:  # else `sharing_experts` would create the expert mesh
+        expert_units = [m for m in sharded if m in experts]
+        _communicate(expert_units, mesh.sharing_experts(), parallel, dtype)
     _prefetch(order, parallel.prefetch)
-    for unit in alone:
+    for unit in not_prefetched:
         _prefetch([unit], 0)
 
 
@@ -141,10 +142,10 @@ def _shard_experts(
     reshard: bool,
     precision: MixedPrecisionPolicy,
 ) -> None:
-    """Shard experts over edp_shard, gathered and freed with their block.
+    """Shard experts over edp_shard; they are gathered and freed with their block.
 
-    What a block computes may be compiled, or computed again with some of its results kept, and
-    neither can have communication of parameters in it.
+    Not by their own forward, since the block may be compiled or recompute selectively, and neither
+    can contain the communication of parameters.
     """
     ranks = mesh.expert_degrees["edp_shard"]
     with forward_hooks_on(block, module):
@@ -158,7 +159,7 @@ def _shard_experts(
 
 
 def _data_mesh(mesh: Mesh) -> DeviceMesh:
-    """(dp_replicate, fsdp) where there are replicas, else (fsdp,)."""
+    """Return the mesh for FSDP: (fsdp,), or (dp_replicate, fsdp) with replicas."""
     if mesh.size("dp_replicate") == 1:
         return mesh.flat(*FSDP_AXES)
     return mesh.replicated(*FSDP_AXES)
@@ -167,7 +168,7 @@ def _data_mesh(mesh: Mesh) -> DeviceMesh:
 def _communicate(
     modules: Sequence[FSDPModule], mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype
 ) -> None:
-    """Set how units sharded over the mesh's last dimension are gathered and reduced."""
+    """Set the collectives of units that are sharded over the mesh's last dimension."""
     for module in modules:
         if mesh.size() == 1:
             bypass_reduction(module)
@@ -193,35 +194,35 @@ def _engine(mesh: DeviceMesh) -> CopyEngine:
 
 
 def _sum_gradients(module: FSDPModule) -> None:
-    # gloo has no scaled sum; a forced SUM with factor 1 means no division on any backend.
+    # gloo has no scaled sum; a forced SUM with factor 1 does not divide, on any backend.
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(1.0)
 
 
 def _prefetch(order: Sequence[Sequence[nn.Module]], depth: int) -> None:
-    """Gather the next `depth` units while one computes, forwards and backwards.
+    """Prefetch the next `depth` units while one computes, in forward and backward.
 
     Args:
-        order: units in that of the forward, each with those that are gathered with it.
+        order: units in the order of the forward, each followed by those gathered with it.
     """
     for i, (module, *others) in enumerate(order):
         assert isinstance(module, FSDPModule), "units are sharded before prefetch is set"
         ahead = [m for unit in order[i + 1 : i + 1 + depth] for m in unit]
         behind = [m for unit in reversed(order[max(0, i - depth) : i]) for m in unit]
         module.set_modules_to_forward_prefetch(ahead)  # type: ignore[arg-type]
-        # An empty list would turn on FSDP's own order, which under accumulation gathers the last
-        # unit of the micro-batch before; a unit that is there already costs nothing.
+        # An empty list would turn on FSDP's default, which under accumulation gathers the last unit
+        # of the previous micro-batch. Prefetching the unit itself, already gathered, is free.
         module.set_modules_to_backward_prefetch(behind or [module])  # type: ignore[arg-type]
         for other in others:
             other.set_modules_to_backward_prefetch([other])  # type: ignore[operator]
 
 
 def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:
-    """Set what the coming backward does: reduce or accumulate, free or keep the parameters.
+    """Set what the next backward does: reduce or accumulate gradients, free or keep parameters.
 
-    Under replication, gradients are reduce-scattered as the policy says but all-reduced over
-    dp_replicate only in the last micro-batch. (Pipeline stages whose backward is split reduce
-    otherwise: `reduce_gradients` of `torch_internals.py`.)
+    With replicas, gradients are reduce-scattered according to the policy, but all-reduced over
+    dp_replicate only in the last micro-batch. (Pipeline stages whose backward is split use
+    `torch_internals.reduce_gradients` instead.)
     """
     model.set_requires_gradient_sync(last or policy.reduce_each_micro_batch)
     model.set_requires_all_reduce(last)
@@ -230,7 +231,7 @@ def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free gathered parameters, for example after an evaluation that kept them."""
+    """Free gathered parameters, for example after an evaluation."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,15 +1,15 @@
-"""FSDP2's internals: what dtron needs of `fully_shard` beyond its public methods, in one file.
+"""All uses of FSDP2's internals, that is, of `fully_shard` beyond its public methods.
 
-    forward_hooks_on        a unit that is gathered and freed with another module's forward
-    accumulate_gradients    gradients that autograd did not write, into the sum over micro-batches
-    reduce_gradients        the reduction at the end of a backward, called by a pipeline schedule
-    bypass_reduction        gradients of parameters that no other rank shares, without a reduction
+    forward_hooks_on        gather and free a unit with another module's forward
+    accumulate_gradients    add gradients that autograd did not write to the sum over micro-batches
+    reduce_gradients        run the reduction at the end of a backward, for a pipeline schedule
+    bypass_reduction        skip the reduction for parameters that are not sharded
     sharded_tensor          the object that a float8 all-gather attaches its hooks to
     gathered_buffers        the memory of gathered parameters, for tracing
 
-torch 2.11 and 2.13 keep the sum over micro-batches in an attribute of FSDP's own, in the dtype of
-reduction; in torch 2.15 the unsharded parameter's `.grad` is that sum, and its `grad_dtype` says in
-which dtype. `_sums_are_separate` distinguishes the two.
+torch 2.11 and 2.13 keep the sum over micro-batches in a separate attribute, in the dtype of
+reduction; in torch 2.15 the unsharded parameter's `.grad` is that sum, in the dtype of its
+`grad_dtype`. `_sums_are_separate` distinguishes the two.
 
 Private names used, tested with torch 2.11, 2.13 and 2.15: `_fsdp_param_group`, `_is_root` and
 `_root_post_backward_final_callback` of FSDP's state, and `Tensor._post_accumulate_grad_hooks`.
@@ -38,7 +38,7 @@ def _state(unit: FSDPModule) -> Any:
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:
-    """FSDP's parameter groups of all units under a module, in the modules' order, each once."""
+    """Return FSDP's parameter groups of all units in a module, in the order of modules."""
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     groups = [_state(unit)._fsdp_param_group for unit in units]
     return list(dict.fromkeys(group for group in groups if group is not None))
@@ -46,7 +46,7 @@ def parameter_groups(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def forward_hooks_on(block: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Inside, `fully_shard(module)` registers its forward hooks on `block` instead.
+    """Context in which `fully_shard(module)` registers its forward hooks on `block` instead.
 
     `module` is then gathered before the block's forward and freed after it, like the block itself.
     """
@@ -61,11 +61,11 @@ def forward_hooks_on(block: nn.Module, module: nn.Module) -> Iterator[None]:
 
 
 def accumulate_gradients(module: nn.Module) -> None:
-    """Move gradients in `.grad` into FSDP's sums over micro-batches, in the dtype of reduction.
+    """Add gradients in `.grad` to FSDP's sums over micro-batches, in the dtype of reduction.
 
-    A backward without reduction does this at its end. Deferred weight gradients are added after
-    that and would otherwise add up in the dtype of computation: call it after each of them.
-    Parameters that no FSDP unit holds keep their `.grad`. Calling it twice does no harm.
+    A backward without reduction does this at its end. Deferred weight gradients come after that and
+    would otherwise be summed in the compute dtype, so call it after each W. Parameters of no FSDP
+    unit keep their `.grad`. A second call has no effect.
     """
     for group in parameter_groups(module):
         for parameter in group.fsdp_params:
@@ -74,12 +74,12 @@ def accumulate_gradients(module: nn.Module) -> None:
 
 
 def _is_unsharded(parameter: Any) -> bool:
-    """Whether it has been gathered at least once."""
+    """Whether the parameter has been gathered at least once."""
     return hasattr(parameter, "unsharded_param")
 
 
 def _sums_are_separate(parameter: Any) -> bool:
-    """Before torch 2.15."""
+    """Whether torch is older than 2.15; see the module's docstring."""
     return hasattr(type(parameter), "unsharded_accumulated_grad_data")
 
 
@@ -88,27 +88,27 @@ def _accumulate(parameter: Any) -> None:
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
         return
-    whole, dtype = parameter.unsharded_param, parameter.unsharded_grad_dtype
-    grad = whole.grad
+    unsharded, dtype = parameter.unsharded_param, parameter.unsharded_grad_dtype
+    grad = unsharded.grad
     if grad is not None and grad.dtype != dtype:
-        whole.grad_dtype = None  # either dtype, until both are changed
-        whole.grad = grad.to(dtype)
-    whole.grad_dtype = dtype
+        unsharded.grad_dtype = None  # allows both dtypes until `.grad` is replaced
+        unsharded.grad = grad.to(dtype)
+    unsharded.grad_dtype = dtype
 
 
 def reduce_gradients(module: nn.Module, last: bool) -> None:
-    """Reduce the gradients accumulated so far, as the end of a backward does that synchronizes.
+    """Reduce the accumulated gradients, as the end of a backward with gradient sync does.
 
-    The backwards before have to be without it: `set_requires_gradient_sync(False)` and
+    Earlier backwards must have run with `set_requires_gradient_sync(False)` and
     `set_is_last_backward(False)`.
 
-    Under replication each reduction includes the all-reduce. FSDP can defer that to the last one,
-    but it adds up packed buffers, which do not fit each other if one reduction has gradients of
-    norms and weights and the next of weights alone: with replicas, once per step is cheaper.
+    With replicas, each reduction includes the all-reduce, so that one per step is cheaper. FSDP
+    could defer it to the last reduction, but would then add packed buffers, which differ in shape
+    if one reduction has gradients of norms and weights and the next one of weights only.
 
     Args:
         module: the root unit, after its first forward.
-        last: no micro-batch follows in this step, so parameters are freed.
+        last: whether this is the step's last micro-batch, after which parameters are freed.
     Raises:
         ValueError: the module is not the root of its FSDP units.
     """
@@ -125,16 +125,15 @@ def reduce_gradients(module: nn.Module, last: bool) -> None:
 
 
 def bypass_reduction(unit: FSDPModule) -> None:
-    """Hand a unit's gradients to the optimizer without FSDP's reduction.
+    """Set a unit's `.grad` without FSDP's reduction.
 
-    For parameters that no other rank shares: their gradients are the sums already. FSDP would pack
-    them into one buffer and copy that to another, made on a stream of its own. Packing takes the
-    host time by bytes (its chunk_cat tells the device where each few KiB go: 8 ms for 277M
-    gradients), and what one stream has allocated another cannot use. Handed over as they are, cast
-    to the parameter's dtype, they cost one kernel each.
+    For parameters that are not sharded, whose gradients are already the sums. FSDP would pack them
+    into one buffer and copy that to another one, allocated on a separate stream. Packing takes host
+    time proportional to the bytes (8 ms for 277M gradients, in chunk_cat), and memory allocated on
+    one stream cannot be reused by another. Without packing, each gradient costs one cast kernel.
 
-    FSDP's hooks and factors of reductions (`set_all_reduce_hook`, `set_gradient_divide_factor`) do
-    nothing there.
+    FSDP's hooks and factors of reductions (`set_all_reduce_hook`, `set_gradient_divide_factor`)
+    have no effect on such units.
     """
     group = _state(unit)._fsdp_param_group
     if group is not None:
@@ -142,59 +141,62 @@ def bypass_reduction(unit: FSDPModule) -> None:
 
 
 def _post_backward(group: Any, post_backward: Callable[[], None], *_: Any) -> None:
-    """FSDP's, which accumulates micro-batches and frees parameters, without its reduction."""
+    """Call FSDP's `post_backward`, but replace its reduction.
+
+    The rest of it accumulates micro-batches and frees parameters.
+    """
     if not all(map(_is_unsharded, group.fsdp_params)):
-        return  # of a unit that has not been run yet
-    due, group.reduce_grads = group.reduce_grads, False
+        return  # the unit has had no forward yet
+    reduces, group.reduce_grads = group.reduce_grads, False
     try:
         post_backward()
-    finally:  # a caller that continues after an error, such as out of memory, gets gradients again
-        group.reduce_grads = due
-    if due:
+    finally:  # also after an error, such as out of memory, after which the caller may continue
+        group.reduce_grads = reduces
+    if reduces:
         for parameter in group.fsdp_params:
-            _hand_over(parameter)
+            _set_sharded_grad(parameter)
 
 
 @torch.no_grad()
-def _hand_over(parameter: Any) -> None:
-    """Move the gradient of the step's micro-batches so far to the sharded parameter's `.grad`."""
-    found = _take_gradient(parameter)
-    if found is None:
+def _set_sharded_grad(parameter: Any) -> None:
+    """Add the gradient of the unsharded parameter to the `.grad` of the sharded one."""
+    grad = _take_gradient(parameter)
+    if grad is None:
         return
-    own = parameter.sharded_param
-    local = found.to(parameter.orig_dtype).contiguous()
-    if own.grad is not None:
-        own.grad.to_local().add_(local)
+    sharded = parameter.sharded_param
+    local = grad.to(parameter.orig_dtype).contiguous()
+    if sharded.grad is not None:
+        sharded.grad.to_local().add_(local)
     else:
-        own.grad = parameter.to_sharded_dtensor(local)
-    for hook in (getattr(own, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(own)  # as FSDP does
+        sharded.grad = parameter.to_sharded_dtensor(local)
+    for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(sharded)  # as FSDP does
 
 
 def _take_gradient(parameter: Any) -> Tensor | None:
-    """The accumulated gradient of the gathered parameter, a plain tensor, which FSDP forgets."""
+    """Remove the accumulated gradient of the unsharded parameter; return it as a plain tensor."""
     if _sums_are_separate(parameter) and parameter.unsharded_accumulated_grad is not None:
-        found = parameter.unsharded_accumulated_grad_data
+        grad = parameter.unsharded_accumulated_grad_data
         parameter.unsharded_accumulated_grad = None
-        return found
+        return grad
     if parameter.unsharded_param.grad is None:
         return None
-    found = parameter.unsharded_grad_data
+    grad = parameter.unsharded_grad_data
     parameter.unsharded_param.grad = None
-    return found
+    return grad
 
 
 def sharded_tensor(parameter: DTensor) -> Tensor:
-    """A DTensor's local tensor itself, of which FSDP looks for `fsdp_pre_all_gather`.
+    """Return a DTensor's local tensor, the object on which FSDP looks up `fsdp_pre_all_gather`.
 
-    `DTensor.to_local` gives another object for a parameter since torch 2.15.
+    For a parameter, `DTensor.to_local` returns another object since torch 2.15.
     """
     (name, *_mesh), _ = parameter.__tensor_flatten__()  # since torch 2.13 also the mesh
     return getattr(parameter, name)
 
 
 def gathered_buffers(groups: Iterable[Any]) -> Iterator[Tensor]:
-    """The flat tensors that the gathered parameters of these groups are views of.
+    """Yield the flat tensors of which the gathered parameters of these groups are views.
 
     Freed ones have a storage of size zero.
     """

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules, stages and their execution."""
+"""Pipeline parallelism: schedules, stages, and their execution."""

@@ -1,7 +1,7 @@
-"""Forward and backward of a step's micro-batches, on a whole model or through a pipeline.
+"""Interface to run a step's micro-batches, and gradient accumulation without a pipeline.
 
-Both executions have the same two methods, so that a training loop does not know which it runs.
-`Accumulation` is for models that are not cut: one micro-batch after the other.
+`Accumulation` and `Pipeline` (`executor.py`) have the same methods, so that a training loop works
+with both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,31 +14,31 @@ from torch.distributed.fsdp import FSDPModule
 from dtron.parallelisms.fsdp.sharding import Policy, begin_micro_batch
 
 MicroBatch = tuple[Tensor, Mapping[str, Any]]
-"""The model's first argument, and the others by name, which every stage gets."""
+"""The model's first argument, and its other arguments by name, which every stage gets."""
 Loss = Callable[[Tensor, int], Tensor]
 """(output of the model, index of the micro-batch) -> a scalar to be summed and differentiated."""
 
 
 class Execution(Protocol):
-    """What runs a step's micro-batches."""
+    """Runs a step's micro-batches: `Accumulation` or `Pipeline`."""
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
-        """Forward and backward of all; FSDP's gradients are reduced afterwards.
+        """Run forward and backward of all micro-batches, including FSDP's gradient reduction.
 
         Returns:
-            The sum of the losses, float64 on the device; zero on ranks without the last stage.
+            Sum of the losses, a float64 scalar on the device; zero on ranks without the last stage.
         """
         ...
 
     def evaluate(
         self, micro_batches: Sequence[MicroBatch], consume: Callable[[Tensor, int], None]
     ) -> None:
-        """Forward of all without gradients; `consume` gets each output, where the last stage is."""
+        """Run all forwards without gradients; the last stage passes each output to `consume`."""
         ...
 
 
 class Accumulation:
-    """Gradient accumulation on a model that is not cut."""
+    """Gradient accumulation on a model without pipeline stages, one micro-batch after another."""
 
     def __init__(self, model: nn.Module, policy: Policy, device: torch.device) -> None:
         assert isinstance(model, FSDPModule), "the model is parallelised before it is trained"
@@ -49,10 +49,10 @@ class Accumulation:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, (x, others) in enumerate(micro_batches):
             begin_micro_batch(self.model, self.policy, last=i == len(micro_batches) - 1)
-            # Nothing holds the output, the largest activation, beyond what backward needs.
-            share = loss(self.model(x, **others), i)
-            share.backward()
-            total = total + share.detach()
+            # The output, the largest activation, gets no name, so that the backward can free it.
+            value = loss(self.model(x, **others), i)
+            value.backward()
+            total = total + value.detach()
         return total
 
     @torch.no_grad()

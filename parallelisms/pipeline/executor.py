@@ -1,20 +1,20 @@
-"""Pipeline parallelism: executes a schedule's actions on this rank's stages.
+"""Pipeline parallelism: execute a schedule's actions on this rank's stages.
 
 The schedule is data (`schedules.py`, `lowering.py`): a list of actions per rank, free of deadlocks
-by construction. Executing it is a loop over that list, one short method an action:
+by construction. `Pipeline` loops over that list and calls one method per action:
 
-    F   forward of a micro-batch through a stage       SEND_F, RECV_F   hidden states onwards
-    B   its backward                                   SEND_B, RECV_B   gradients backwards
-    I, W  the backward in two parts                    REDUCE           sum over data parallel ranks
+    F     forward of a micro-batch through a stage     SEND_F, RECV_F   hidden states
+    B     its backward                                 SEND_B, RECV_B   their gradients
+    I, W  its backward for the input, the weights      REDUCE           reduction of gradients
 
 Sends and receives are posted without waiting and overlap computation; the action that reads a
-receive waits for it. An output is freed once it is sent: the backward needs only its node in the
-graph. Hidden states are plain local tensors, under sequence parallelism the rank's part of them.
+received tensor waits for it. An output is freed once it is sent: the backward needs only its node
+in the graph. Hidden states are plain local tensors; under sequence parallelism they are sharded.
 The dtype and shape of a stage's output are sent to the next stage with the first micro-batch.
 
 FSDP: parameters are gathered by the first micro-batch of a step and kept (zero 1, 2), or by each
-forward and backward (zero 3). Where the backward is whole, gradients are reduced inside it, layer
-by layer; where it is split, by the REDUCE action after the last W.
+forward and backward (zero 3). A B reduces gradients inside the backward, layer by layer; with I and
+W, the REDUCE action reduces them after the last W.
 
 Sources: GPipe, arXiv:1811.06965; 1F1B and interleaving, arXiv:2104.04473; zero bubble,
 arXiv:2401.10241.
@@ -41,7 +41,7 @@ from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.placement import first_tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEADER = 8  # numbers that describe a tensor: dtype, dims, sizes
+_HEADER = 8  # length of a header: index of dtype, number of dims, sizes
 
 Key = tuple[int, int]
 """(stage, micro-batch)"""
@@ -49,18 +49,18 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """Placement of a pipeline's stages on its ranks, and the order in which they compute."""
+    """Modules and ranks of all pipeline stages, and the schedule's order."""
 
     stages: tuple[tuple[str, ...], ...]
     """Patterns of the modules of each stage."""
     ranks: tuple[int, ...]
     """The pp rank of each stage."""
     order: Callable[[int], Order]
-    """Number of micro-batches -> compute actions by rank."""
+    """Number of micro-batches -> compute actions of each rank."""
     splits_backward: bool
-    """Whether the order has I and W for all stages."""
+    """Whether the order has I and W instead of B, for all stages."""
     head: tuple[str, ...] = ()
-    """Modules of the last stage that are the only ones with deferred weight gradients."""
+    """Modules of the last stage whose weight gradients are deferred, if no backward is split."""
 
     def deferred(self, stage: int, part: nn.Module) -> list[nn.Module]:
         """Modules of a stage whose weight gradients are deferred."""
@@ -72,40 +72,40 @@ class Layout:
 
 @dataclass
 class _PassState:
-    """State of one pass over the action list."""
+    """State of one execution of the action list."""
 
     micro_batches: Sequence[MicroBatch]
     consume: Callable[[Tensor, int], Tensor | None]
     train: bool
     total: Tensor
-    arrived: dict[Key, Tensor] = field(default_factory=dict)
+    received: dict[Key, Tensor] = field(default_factory=dict)
     """Inputs of stages, received or from a stage on this rank."""
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     """Gradients of outputs of stages, received or from a stage on this rank."""
     pending: dict[tuple[Kind, Key], dist.Work] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
-    """Inputs whose gradient is still to be computed."""
+    """Inputs whose gradient is not computed yet."""
     outputs: dict[Key, Tensor] = field(default_factory=dict)
     """Outputs to send."""
     edges: dict[Key, Tensor | GradientEdge] = field(default_factory=dict)
-    """Root of each backward: the loss, or an output's node in the graph."""
+    """Root of each backward: the loss, or the graph node of an output."""
     shapes: dict[Key, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     weights_due: dict[int, int] = field(default_factory=dict)
-    """Number of weight gradients left in this step, by stage."""
+    """By stage: number of micro-batches whose weight gradients are not computed yet."""
 
 
 class Pipeline:
     """Executes steps on this rank's stages; an `Execution`.
 
     Args:
-        parts: this rank's stages, parallelised, by stage.
-        layout: of the whole pipeline.
-        policy: when FSDP frees and reduces.
-        deferred: queues of weight gradients of the stages whose backward is split.
+        parts: this rank's parallelised stages, by stage number.
+        layout: layout of the whole pipeline.
+        policy: when FSDP frees parameters and reduces gradients.
+        deferred: queues of deferred weight gradients, by stage number.
 
     Attributes:
-        executed: actions of the last step, in their order.
+        executed: actions of the last step, in order.
     """
 
     def __init__(
@@ -163,10 +163,11 @@ class Pipeline:
         return self._orders[key]
 
     def expect(self, tokens: torch.Size, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Set shape and dtype of the tensors between stages, so that no stage sends a header.
+        """Set shape and dtype of the tensors between stages, so that no headers are sent.
 
         Args:
-            tokens: shape of a micro-batch's tokens, for which they hold.
+            tokens: shape of a micro-batch's tokens.
+            shape, dtype: of the tensors between stages, for such micro-batches.
         """
         for stage in range(self.last_stage):
             self._shapes[stage, tokens] = (shape, dtype)
@@ -178,96 +179,96 @@ class Pipeline:
         train: bool,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        run = _PassState(micro_batches, consume, train, total)
-        run.weights_due = dict.fromkeys(self.parts, len(micro_batches))
+        state = _PassState(micro_batches, consume, train, total)
+        state.weights_due = dict.fromkeys(self.parts, len(micro_batches))
         self.executed = []
         for action in self.actions(len(micro_batches), train):
             micro_batch = -1 if action.micro_batch is None else action.micro_batch
-            self._actions[action.kind](run, (action.stage, micro_batch))
+            self._actions[action.kind](state, (action.stage, micro_batch))
             self.executed.append(action)
-        for work, _ in run.sending:
+        for work, _ in state.sending:
             work.wait()
-        return run.total
+        return state.total
 
     # -- computing --------------------------------------------------------------------------
 
-    def _forward(self, run: _PassState, key: Key) -> None:
+    def _forward(self, state: _PassState, key: Key) -> None:
         stage, i = key
-        x, others = run.micro_batches[i]
+        x, others = state.micro_batches[i]
         if stage > 0:
-            x = self._arrived(run, Kind.RECV_F, run.arrived, key)
-            if run.train:
-                run.inputs[key] = x.requires_grad_()
+            x = self._wait_for(state, Kind.RECV_F, state.received, key)
+            if state.train:
+                state.inputs[key] = x.requires_grad_()
         out = self.parts[stage](x, **others)
         if stage == self.last_stage:
-            share = run.consume(out, i)
-            if run.train:
-                assert share is not None, "the loss is a tensor"
-                run.edges[key] = share
-                run.total = run.total + share.detach()
+            loss = state.consume(out, i)
+            if state.train:
+                assert loss is not None, "the loss is a tensor"
+                state.edges[key] = loss
+                state.total = state.total + loss.detach()
             return
         out = first_tensor(out)
-        if run.train:
-            if not out.requires_grad:  # a first stage with frozen parameters has no gradients
+        if state.train:
+            if not out.requires_grad:  # all parameters of the first stage are frozen
                 out = out.detach().requires_grad_()
-            run.edges[key] = get_gradient_edge(out)
-            run.shapes[key] = (out.shape, out.dtype)
+            state.edges[key] = get_gradient_edge(out)
+            state.shapes[key] = (out.shape, out.dtype)
         if self.layout.ranks[stage + 1] == self.rank:
-            run.arrived[stage + 1, i] = out.detach()
+            state.received[stage + 1, i] = out.detach()
         else:
-            run.outputs[key] = out.detach()
+            state.outputs[key] = out.detach()
 
-    def _backward(self, run: _PassState, key: Key) -> None:
+    def _backward(self, state: _PassState, key: Key) -> None:
         part = self._part(key[0])
-        last = self._count_weight(run, key[0])
+        last = self._count_weight(state, key[0])
         split = key[0] in self.deferred
         if split:
-            self._hold_reduction(part)
+            self._disable_reduction(part)
         else:
             begin_micro_batch(part, self.policy, last)
-        self._differentiate(run, key)
+        self._differentiate(state, key)
         if split:
             accumulate_gradients(self.parts[key[0]])
 
-    def _input(self, run: _PassState, key: Key) -> None:
-        self._hold_reduction(self._part(key[0]))
+    def _input(self, state: _PassState, key: Key) -> None:
+        self._disable_reduction(self._part(key[0]))
         with self.deferred[key[0]].collect(key[1]):
-            self._differentiate(run, key)
+            self._differentiate(state, key)
 
-    def _weight(self, run: _PassState, key: Key) -> None:
-        self._count_weight(run, key[0])
+    def _weight(self, state: _PassState, key: Key) -> None:
+        self._count_weight(state, key[0])
         self.deferred[key[0]].run(key[1])
         accumulate_gradients(self.parts[key[0]])
 
-    def _reduce(self, run: _PassState, key: Key) -> None:
-        reduce_gradients(self.parts[key[0]], last=run.weights_due[key[0]] == 0)
+    def _reduce(self, state: _PassState, key: Key) -> None:
+        reduce_gradients(self.parts[key[0]], last=state.weights_due[key[0]] == 0)
 
-    def _differentiate(self, run: _PassState, key: Key) -> None:
-        """Backward of a stage from its output's gradient to its input's."""
+    def _differentiate(self, state: _PassState, key: Key) -> None:
+        """Compute the gradient of a stage's input from that of its output."""
         stage, i = key
-        edge = run.edges.pop(key)
+        edge = state.edges.pop(key)
         gradient = None
         if stage < self.last_stage:
-            gradient = self._arrived(run, Kind.RECV_B, run.gradients, key)
+            gradient = self._wait_for(state, Kind.RECV_B, state.gradients, key)
         torch.autograd.backward([edge], [gradient])  # type: ignore[list-item]
         if stage == 0:
             return
-        due = run.inputs.pop(key).grad
-        assert due is not None, f"stage {stage} does not depend on its input"
+        input_gradient = state.inputs.pop(key).grad
+        assert input_gradient is not None, f"stage {stage} does not depend on its input"
         if self.layout.ranks[stage - 1] == self.rank:
-            run.gradients[stage - 1, i] = due
+            state.gradients[stage - 1, i] = input_gradient
         else:
-            run.outputs[key] = due
+            state.outputs[key] = input_gradient
 
-    def _hold_reduction(self, part: FSDPModule) -> None:
+    def _disable_reduction(self, part: FSDPModule) -> None:
         part.set_requires_gradient_sync(False)
         part.set_reshard_after_backward(not self.policy.keep_gathered)
         part.set_is_last_backward(False)
 
-    def _count_weight(self, run: _PassState, stage: int) -> bool:
-        """Count a micro-batch's weight gradients as done; whether it was the stage's last."""
-        run.weights_due[stage] -= 1
-        return run.weights_due[stage] == 0
+    def _count_weight(self, state: _PassState, stage: int) -> bool:
+        """Count a micro-batch's weight gradients as done; return whether it was the last one."""
+        state.weights_due[stage] -= 1
+        return state.weights_due[stage] == 0
 
     def _part(self, stage: int) -> FSDPModule:
         part = self.parts[stage]
@@ -276,63 +277,65 @@ class Pipeline:
 
     # -- communicating ----------------------------------------------------------------------
 
-    def _send_output(self, run: _PassState, key: Key) -> None:
+    def _send_output(self, state: _PassState, key: Key) -> None:
         stage, i = key
-        peer, tensor = self._peer(stage + 1), run.outputs.pop(key)
-        known = (stage, run.micro_batches[i][0].shape)
+        peer, tensor = self._peer(stage + 1), state.outputs.pop(key)
+        known = (stage, state.micro_batches[i][0].shape)
         if known not in self._shapes:
             self._shapes[known] = (tensor.shape, tensor.dtype)
             self._post(dist.isend, _header(tensor), peer).wait()
-        self._send(run, tensor, peer)
+        self._send(state, tensor, peer)
 
-    def _receive_input(self, run: _PassState, key: Key) -> None:
+    def _receive_input(self, state: _PassState, key: Key) -> None:
         stage, i = key
         peer = self._peer(stage - 1)
-        known = (stage - 1, run.micro_batches[i][0].shape)
+        known = (stage - 1, state.micro_batches[i][0].shape)
         if known not in self._shapes:
             header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
             self._post(dist.irecv, header, peer).wait()
             self._shapes[known] = _read_header(header)
-        self._receive(run, Kind.RECV_F, run.arrived, key, peer, self._shapes[known])
+        self._receive(state, Kind.RECV_F, state.received, key, peer, self._shapes[known])
 
-    def _send_gradient(self, run: _PassState, key: Key) -> None:
-        self._send(run, run.outputs.pop(key), self._peer(key[0] - 1))
+    def _send_gradient(self, state: _PassState, key: Key) -> None:
+        self._send(state, state.outputs.pop(key), self._peer(key[0] - 1))
 
-    def _receive_gradient(self, run: _PassState, key: Key) -> None:
-        peer, shape = self._peer(key[0] + 1), run.shapes.pop(key)
-        self._receive(run, Kind.RECV_B, run.gradients, key, peer, shape)
+    def _receive_gradient(self, state: _PassState, key: Key) -> None:
+        peer, shape = self._peer(key[0] + 1), state.shapes.pop(key)
+        self._receive(state, Kind.RECV_B, state.gradients, key, peer, shape)
 
     def _peer(self, stage: int) -> int:
         return self.peers[self.layout.ranks[stage]]
 
-    def _send(self, run: _PassState, tensor: Tensor, peer: int) -> None:
-        while run.sending and run.sending[0][0].is_completed():
-            run.sending.popleft()
+    def _send(self, state: _PassState, tensor: Tensor, peer: int) -> None:
+        while state.sending and state.sending[0][0].is_completed():
+            state.sending.popleft()
         tensor = tensor.contiguous()
-        run.sending.append((self._post(dist.isend, tensor, peer), tensor))
+        state.sending.append((self._post(dist.isend, tensor, peer), tensor))
 
     def _receive(
         self,
-        run: _PassState,
+        state: _PassState,
         kind: Kind,
-        arrived: dict[Key, Tensor],
+        received: dict[Key, Tensor],
         key: Key,
         peer: int,
         shape: tuple[torch.Size, torch.dtype],
     ) -> None:
-        arrived[key] = torch.empty(shape[0], dtype=shape[1], device=self.device)
-        run.pending[kind, key] = self._post(dist.irecv, arrived[key], peer)
+        received[key] = torch.empty(shape[0], dtype=shape[1], device=self.device)
+        state.pending[kind, key] = self._post(dist.irecv, received[key], peer)
 
     def _post(self, operation: Callable, tensor: Tensor, peer: int) -> dist.Work:
-        # As a batch of one: alone, NCCL would open another communicator for the pair, or warn.
+        # As a batch of one: for a plain isend NCCL would make a communicator per pair, or warn.
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.group)])
         return work
 
-    def _arrived(self, run: _PassState, kind: Kind, arrived: dict[Key, Tensor], key: Key) -> Tensor:
-        work = run.pending.pop((kind, key), None)  # none where the stage before is on this rank
+    def _wait_for(
+        self, state: _PassState, kind: Kind, received: dict[Key, Tensor], key: Key
+    ) -> Tensor:
+        work = state.pending.pop((kind, key), None)  # None: from a stage on this rank
         if work is not None:
             work.wait()
-        return arrived.pop(key)
+        return received.pop(key)
 
 
 def _header(tensor: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """Assign layers to pipeline stages.
 
-Stages are numbered in the model's order; which rank holds a stage is the schedule's placement
-(`dtron.parallelisms.pipeline.schedules.stage_ranks`). A layout is balanced by `split_layers`, or
-given by the user (`parallel.pp_layout`) as counts of layers or as a string in the grammar of
-Megatron-LM's `--pipeline-model-parallel-layout`:
+Stages are numbered in the model's order; the schedule defines which rank holds which stage
+(`schedules.stage_ranks`). `split_layers` balances a layout, or the user gives one
+(`parallel.pp_layout`): numbers of layers, or a string in the grammar of Megatron-LM's
+`--pipeline-model-parallel-layout`:
 
     Et*3|(tt|)*29,m|L
 
     E   embedding                          |      between two stages
     t   decoder layer                      x*n    x n times, where x is a letter, a | or (...)
-    m   multi-token-prediction layer,      ,      nothing; for reading, as spaces are
+    m   multi-token-prediction layer,      ,      ignored, like spaces
         in the last stage
     L   final norm, head and loss
 """
@@ -39,24 +39,24 @@ LETTERS = {"E": "embedding", "t": "layer", "m": "multi-token-prediction layer", 
 
 @dataclass(frozen=True)
 class StageNames:
-    """What a model calls the parts that a layout speaks of, as patterns of FQNs."""
+    """Patterns of a model's modules: embedding, layers, head and MTP modules."""
 
     embedding: tuple[str, ...]
     layer: str
-    """With `{}` for the layer's index, as in `blocks.{}`."""
+    """With `{}` for the index of the layer: `blocks.{}`."""
     head: tuple[str, ...]
     mtp: tuple[str, ...] = ()
-    """Modules of multi-token prediction, on the last stage with the head."""
+    """Modules of multi-token prediction (MTP); they are on the last stage, with the head."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Modules of one stage.
+    """Content of one stage.
 
     Args:
-        embedding: the token (and position) embedding; first stage only.
+        embedding: has the token (and position) embedding; first stage only.
         layers: indices of its decoder layers; may be empty.
-        head: final norm and output head; last stage only.
+        head: has final norm and output head; last stage only.
         prediction_layers: number of multi-token-prediction layers.
     """
 
@@ -86,17 +86,17 @@ def build_layout(
     head_weight: float,
     n_prediction_layers: int = 0,
 ) -> Layout:
-    """The pipeline that the [parallel] section describes, checked for this many micro-batches.
+    """Build the layout that the [parallel] section defines; check it for `n_micro_batches`.
 
     Args:
-        parallel: its pp, schedule, stages_per_rank and pp_layout.
+        parallel: pp, schedule, stages_per_rank, pp_layout and defer_head are used.
         n_micro_batches: micro-batches per step.
-        head_weight: time of norm, head and loss in layers, for the balance, and of the MTP
-            modules, which are on the same stage.
-        n_prediction_layers: multi-token-prediction layers of the model.
+        head_weight: time of norm, head, loss and MTP modules, divided by that of a layer, to
+            balance stages.
+        n_prediction_layers: number of multi-token-prediction layers of the model.
 
     Raises:
-        ConfigError: the schedule does not take these numbers, or the layout is not legal.
+        ConfigError: the schedule does not support these numbers, or the layout is not legal.
     """
     p = parallel.pp
     if parallel.schedule.endswith(".csv"):
@@ -131,18 +131,18 @@ def build_layout(
     splits = any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in actions for action in row)
     if not parallel.defer_head:
         return Layout(stages, ranks, order, splits)
-    deferred = functools.partial(_deferring, order, p * v - 1, parallel.defer_head)
+    deferred = functools.partial(_defer_head_in, order, p * v - 1, parallel.defer_head)
     return Layout(stages, ranks, deferred, splits, names.head)
 
 
 def stage_modules(stage: "Stage", names: StageNames) -> tuple[str, ...]:
-    """Patterns of a stage's modules."""
+    """Return the patterns of a stage's modules."""
     layers = tuple(names.layer.format(i) for i in stage.layers)
     first = names.embedding if stage.embedding else ()
     return (*first, *layers, *((*names.mtp, *names.head) if stage.head else ()))
 
 
-def _deferring(order: Callable[[int], Order], last_stage: int, limit: int, m: int) -> Order:
+def _defer_head_in(order: Callable[[int], Order], last_stage: int, limit: int, m: int) -> Order:
     return defer_head(order(m), last_stage, limit)
 
 
@@ -151,7 +151,7 @@ def _csv_order(path: Path, p: int, v: int, placement: Placement, m: int) -> Orde
 
 
 def _placement_of_csv(path: Path, p: int) -> Placement:
-    """A V has the last of its 2p stages on the first rank."""
+    """Infer the placement from the first row: "v" has the last of 2p stages on the first rank."""
     try:
         first = read_text(path, TEXT_BYTES).split("\n", 1)[0]
     except (OSError, ValueError) as error:
@@ -167,28 +167,28 @@ def split_layers(
     head_weight: float = 1.0,
     ranks: Sequence[int] | None = None,
 ) -> list[Stage]:
-    """Balance layers, first over ranks and then over the stages of each.
+    """Balance layers, first over ranks and then over the stages of each rank.
 
-    The embedding weighs 0 by default, as a lookup multiplies nothing, and the head 1: its matrix
-    has vocabulary * width weights where a layer has about 12 width² and its attention; 2.1 layers
-    for Llama 3 8B at 8192 tokens.
+    Weights are times in units of a layer. By default the embedding, a lookup, has weight 0, and the
+    head 1: its matrix has vocabulary * width weights, a layer about 12 width² and attention; for
+    Llama 3 8B at 8192 tokens it is 2.1.
 
-    If stages cannot be equal, later ones take the extra layer: earlier ranks hold the activations
-    of more micro-batches (p - r under 1F1B).
+    If stages cannot be equal, later ones get the additional layers, since earlier ranks hold the
+    activations of more micro-batches (p - r under 1F1B).
 
     Args:
-        n_layers: decoder layers of the model.
-        n_stages: stages of the pipeline, parallel.pp * parallel.stages_per_rank.
-        embedding_weight: time of the embedding in layers.
-        head_weight: time of the final norm, the head and the loss in layers.
-        ranks: the rank of each stage; None: one stage a rank.
+        n_layers: number of decoder layers of the model.
+        n_stages: number of stages, parallel.pp * parallel.stages_per_rank.
+        embedding_weight: time of the embedding.
+        head_weight: time of the final norm, the head and the loss.
+        ranks: the rank of each stage; None: one stage per rank.
 
     Returns:
-        A stage each. Only the first and the last can be without layers: where they weigh as much as
-        the others without them, or in a model with fewer layers than stages.
+        The stages. Only the first and the last can have no layers: if embedding or head take as
+        long as another stage, or if the model has fewer layers than stages.
 
     Raises:
-        ConfigError: more stages than layers, embedding and head could fill, or a negative weight.
+        ConfigError: more stages than layers plus 2 (embedding and head), or a negative weight.
     """
     if n_stages < 1 or n_stages > n_layers + 2:
         raise ConfigError(
@@ -200,7 +200,7 @@ def split_layers(
             f"the embedding weighs {embedding_weight} layers and the head {head_weight}; "
             "use 0 or more"
         )
-    # A stage in the middle holds at least a layer: an empty one would only pass activations on.
+    # A stage in the middle has at least one layer: an empty one would only forward activations.
     counts = [int(0 < stage < n_stages - 1) for stage in range(n_stages)]
     loads = [float(count) for count in counts]
     loads[0] += embedding_weight
@@ -210,7 +210,7 @@ def split_layers(
     for stage, rank in enumerate(ranks):
         rank_loads[rank] += loads[stage]
     for _ in range(n_layers - sum(counts)):
-        # Layers weigh the same, so giving each to the lightest rank is optimal.
+        # Layers have equal weights, so assigning each to the rank with the least load is optimal.
         lightest = min(
             reversed(range(n_stages)), key=lambda stage: (rank_loads[ranks[stage]], loads[stage])
         )
@@ -223,21 +223,21 @@ def split_layers(
 def parse_layout(
     layout: str | Sequence[int], n_layers: int, n_stages: int, n_prediction_layers: int = 0
 ) -> list[Stage]:
-    """A user's layout: layers per stage such as `[5, 6, 6, 5]`, or a string such as `Ett|tt|ttL`.
+    """Parse a user's layout: layers per stage, `[5, 6, 6, 5]`, or a string, `Ett|tt|ttL`.
 
     Args:
-        layout: counts or a string in the grammar above. Stages may be empty.
-        n_layers: decoder layers of the model.
-        n_stages: stages of the pipeline, parallel.pp * parallel.stages_per_rank.
-        n_prediction_layers: multi-token-prediction layers of the model.
+        layout: numbers of layers, or a string in the grammar above. Stages may be empty.
+        n_layers: number of decoder layers of the model.
+        n_stages: number of stages, parallel.pp * parallel.stages_per_rank.
+        n_prediction_layers: number of multi-token-prediction layers of the model.
 
     Raises:
-        ConfigError: bad grammar, with its position; a wrong number of stages or layers; E or L not
-            once, not first or not last; m before a t, or m for a model without such layers.
+        ConfigError: a syntax error, with its position; a wrong number of stages or layers; not
+            exactly one E, first, and one L, last; m before a t, or m in a model without MTP.
     """
     if not isinstance(layout, str):
         return _from_counts(list(layout), n_layers, n_stages)
-    items = _Reader(layout, n_layers + n_prediction_layers + n_stages).read()
+    items = _LayoutParser(layout, n_layers + n_prediction_layers + n_stages).read()
     _check_once(layout, items, "E", 0, "first")
     _check_once(layout, items, "L", len(items) - 1, "last")
     _check_prediction_layers(layout, items, n_prediction_layers)
@@ -276,16 +276,16 @@ Item = tuple[str, int]
 """A letter or a |, and its position in the layout string."""
 
 
-_MOST_ITEMS = 1_000_000
-_MOST_OPEN = 50
+_MAX_ITEMS = 1_000_000
+_MAX_DEPTH = 50
 
 
-class _Reader:
-    """Reads a layout string from left to right: items = (unit ["*" number])*.
+class _LayoutParser:
+    """Parser of a layout string, from left to right: items = (unit ["*" number])*.
 
     Args:
         text: the layout string.
-        most: the largest repetition that can make sense.
+        most: the largest legal number of repetitions.
     """
 
     def __init__(self, text: str, most: int) -> None:
@@ -294,7 +294,7 @@ class _Reader:
         self.at = self._open = 0
 
     def read(self) -> list[Item]:
-        """The whole string with every repetition written out."""
+        """Parse the whole string; repetitions are expanded."""
         items = self._items()
         if self.at < len(self.text):
             raise _error(self.text, self.at, "this ) closes nothing")
@@ -305,13 +305,13 @@ class _Reader:
         while (letter := self._peek()) and letter != ")":
             unit = self._group() if letter == "(" else self._letter(letter)
             times = self._times()
-            if len(items) + len(unit) * times > _MOST_ITEMS:
-                raise _error(self.text, self.at - 1, f"this makes more than {_MOST_ITEMS} items")
+            if len(items) + len(unit) * times > _MAX_ITEMS:
+                raise _error(self.text, self.at - 1, f"this makes more than {_MAX_ITEMS} items")
             items += unit * times
         return items
 
     def _peek(self) -> str:
-        """The next character that counts, or the empty string at the end."""
+        """Skip ignored characters; return the next one, or an empty string at the end."""
         while self.text[self.at : self.at + 1] in (",", " ", "\n", "\t"):
             self.at += 1
         return self.text[self.at : self.at + 1]
@@ -327,8 +327,8 @@ class _Reader:
         start = self.at
         self.at += 1
         self._open += 1
-        if self._open > _MOST_OPEN:
-            raise _error(self.text, start, f"more than {_MOST_OPEN} groups inside each other")
+        if self._open > _MAX_DEPTH:
+            raise _error(self.text, start, f"more than {_MAX_DEPTH} groups inside each other")
         items = self._items()
         if self._peek() != ")":
             raise _error(self.text, start, "this ( is not closed")
@@ -368,7 +368,7 @@ def _check_number(layout: str | Sequence[int], what: str, found: int, right: int
 
 
 def _check_once(layout: str, items: list[Item], letter: str, place: int, word: str) -> None:
-    """E is the first of all, and L the last."""
+    """Check that a letter, E or L, occurs once and at its place."""
     positions = [i for i, (found, _) in enumerate(items) if found == letter]
     if not positions:
         raise ConfigError(
@@ -383,7 +383,7 @@ def _check_once(layout: str, items: list[Item], letter: str, place: int, word: s
 
 
 def _check_prediction_layers(layout: str, items: list[Item], right: int) -> None:
-    """m comes after every t, and as often as the model has such layers."""
+    """Check that m comes after every t, once per multi-token-prediction layer of the model."""
     found = [i for i, (letter, _) in enumerate(items) if letter == "m"]
     if found and right == 0:
         raise _error(

@@ -1,18 +1,18 @@
-"""From an order of computation to what each rank executes: sends, receives and reductions.
+"""Lower a schedule to the actions that each rank executes: add sends, receives and reductions.
 
-An order (`dtron.parallelisms.pipeline.schedules`) says when stages compute. The passes here add the
-rest, each a pure function from order to order:
+An order (`schedules.py`) has compute actions only. Each pass here is a pure function from order to
+order:
 
     order_of(...) -> (defer_head) -> add_communication -> add_reductions
 
-**Why it cannot deadlock.** `add_communication` runs the order on a clock and writes one list of
-everything that happens on all ranks: first what is finished at a time, then the hand-overs of those
+**Why it cannot deadlock.** `add_communication` simulates the order and writes a single list of the
+actions of all ranks: for each point in time the actions that end, then the transfers of their
 results, one after another. An action's inputs always come before it in this list. Each rank
-gets its part of the list, so all ranks agree on one global order: even if every send waits for its
-receive and nothing overlaps, the first entry that is not done can always be done.
+executes its entries in this order. So even if every send waits for its receive and nothing
+overlaps, the first entry that is not done can always be executed.
 
 **Why it overlaps.** A receive is placed when its data is produced, during an earlier computation of
-the receiving rank: posted without waiting, it completes meanwhile.
+the receiving rank: posted without waiting, it completes during that computation.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,16 +30,16 @@ from dtron.parallelisms.pipeline.schedule_ops import (
 
 
 def add_communication(order: Order, ranks_of_stage: Sequence[int]) -> Order:
-    """Insert a SEND and a RECV wherever a result is needed on another rank.
+    """Insert a SEND and a RECV for every result that another rank needs.
 
-    Stages that are neighbours on one rank, as at the bottom of a V, hand over locally: no action.
+    Consecutive stages of one rank (those in the middle of a V) need no communication.
 
     Args:
-        order: compute actions of every rank, such as `check` accepts.
-        ranks_of_stage: the rank of every stage.
+        order: compute actions of every rank, as accepted by `check`.
+        ranks_of_stage: the rank of each stage.
 
     Returns:
-        The order with communication, named as torch does: `1SEND_F0` on the rank of stage 1 meets
+        The order with communication, in torch's notation: `1SEND_F0` on the rank of stage 1 matches
         `2RECV_F0` on the rank of stage 2.
 
     Raises:
@@ -51,29 +51,29 @@ def add_communication(order: Order, ranks_of_stage: Sequence[int]) -> Order:
         together = list(finished)
         for span in together:
             rows[span.rank].append(span.action)
-        for span in sorted(together, key=_turn):
-            for action in _hand_over(span.action, ranks_of_stage):
+        for span in sorted(together, key=_transfer_order):
+            for action in _transfer(span.action, ranks_of_stage):
                 rows[ranks_of_stage[action.stage]].append(action)
     return tuple(map(tuple, rows))
 
 
 def defer_head(order: Order, last_stage: int, limit: int) -> Order:
-    """Defer the head's weight gradients of the last micro-batches until the pipeline drains.
+    """Defer the head's weight gradients of the last micro-batches to the end of the step.
 
-    The last stage's backwards become I, which leaves out the head's weight gradient alone, and its
-    W come after everything else of that rank: no stage waits for them, so the ones before get their
-    gradients earlier, and the rank computes them while it would wait for the others to end.
+    These backwards of the last stage become I, which computes all but the head's weight gradient;
+    the W follow after all other actions of that rank. Earlier stages get their gradients earlier,
+    and the rank computes the W while it would otherwise be idle.
 
     Args:
         order: compute actions of every rank.
         last_stage: the stage with the head.
-        limit: number of micro-batches to defer; each holds its logits' gradient and the head's
-            input.
+        limit: number of micro-batches to defer; each keeps the gradient of its logits and the
+            head's input in memory.
     """
-    return tuple(_deferred(row, last_stage, limit) for row in order)
+    return tuple(_defer_in_row(row, last_stage, limit) for row in order)
 
 
-def _deferred(row: Sequence[Action], stage: int, limit: int) -> tuple[Action, ...]:
+def _defer_in_row(row: Sequence[Action], stage: int, limit: int) -> tuple[Action, ...]:
     whole = [a for a in row if a.stage == stage and a.kind is Kind.BACKWARD]
     chosen = set(whole[-limit:])
     kept = [Action(a.stage, Kind.INPUT, a.micro_batch) if a in chosen else a for a in row]
@@ -82,29 +82,31 @@ def _deferred(row: Sequence[Action], stage: int, limit: int) -> tuple[Action, ..
 
 
 def add_reductions(order: Order, every_micro_batch: bool, stages: Collection[int]) -> Order:
-    """Insert the reduction of a stage's gradients over its data-parallel ranks.
+    """Insert reductions of a stage's gradients over its data-parallel ranks.
 
-    It comes after the stage's last weight gradient of the step (`0REDUCE_GRAD`), so that it
-    overlaps the rank's remaining computation, or after each one (`0REDUCE_GRAD3`), and behind the
-    communication that directly follows: a neighbour waits for that, and nobody for the reduction.
-    All ranks that reduce together have the same list, so the order stays free of deadlocks.
+    A reduction follows the stage's last weight gradient of the step (`0REDUCE_GRAD`), so that it
+    overlaps the rank's remaining computation, or every weight gradient (`0REDUCE_GRAD3`). It comes
+    after the communication that directly follows, for which another rank waits. All ranks of a
+    reduction have the same list, so the order stays free of deadlocks.
 
     Args:
         order: actions of every rank, with or without communication.
-        every_micro_batch: reduce after every weight gradient, not once per step.
-        stages: those whose backwards are split; the others reduce inside their backwards.
+        every_micro_batch: reduce after every weight gradient instead of once per step.
+        stages: stages whose backward is split; other stages reduce inside their backwards.
     """
-    return tuple(_reduced(row, every_micro_batch, stages) for row in order)
+    return tuple(_add_reductions_to_row(row, every_micro_batch, stages) for row in order)
 
 
-def _turn(span: Span) -> tuple[int, int]:
-    """Sort key of transfers at one time: even ranks send first, so that pairs of neighbours
-    communicate concurrently instead of waiting for each other along the whole pipeline."""
+def _transfer_order(span: Span) -> tuple[int, int]:
+    """Sort key of simultaneous transfers: even ranks send first.
+
+    So pairs of neighbours communicate concurrently instead of one after another.
+    """
     return span.rank % 2, span.rank
 
 
-def _hand_over(action: Action, ranks_of_stage: Sequence[int]) -> list[Action]:
-    """The send and the receive of an action's result, if another rank needs it."""
+def _transfer(action: Action, ranks_of_stage: Sequence[int]) -> list[Action]:
+    """Return the send and the receive of an action's result, if another rank needs it."""
     if action.kind is Kind.FORWARD:
         to, kinds = action.stage + 1, (Kind.SEND_F, Kind.RECV_F)
     elif action.kind in (Kind.BACKWARD, Kind.INPUT):
@@ -119,7 +121,7 @@ def _hand_over(action: Action, ranks_of_stage: Sequence[int]) -> list[Action]:
     ]
 
 
-def _reduced(
+def _add_reductions_to_row(
     row: Sequence[Action], every_micro_batch: bool, stages: Collection[int]
 ) -> tuple[Action, ...]:
     weights = {

@@ -1,8 +1,8 @@
-"""Actions of a pipeline's ranks as data: their dependencies, and a check of an order.
+"""Pipeline actions as data: their dependencies, a simulation, and checks of an order.
 
-The model's layers are cut into stages 0, 1, ...; a rank holds one or more of them. A step is one
-list of actions per rank, written as torch.distributed.pipelining writes them: `2F1` is stage 2's
-forward of micro-batch 1. Nothing here needs a process group; every rank computes the whole order.
+The model is split into stages 0, 1, ...; a rank has one or more of them. A step is one list of
+actions per rank, in the notation of torch.distributed.pipelining: `2F1` is stage 2's forward of
+micro-batch 1. Nothing here needs a process group; every rank computes the whole order.
 
     F(s, m)         after F(s-1, m)
     B or I (s, m)   after F(s, m) and after B or I (s+1, m)
@@ -18,23 +18,23 @@ from dtron.errors import ConfigError
 
 
 class Kind(StrEnum):
-    """What an action does; the values are torch's."""
+    """Kind of an action; values as in torch.distributed.pipelining."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The whole backward: gradients of the input and of the weights."""
     INPUT = "I"
-    """The gradient of the input alone, which the previous stage waits for."""
+    """The gradient of the input only, for which the previous stage waits."""
     WEIGHT = "W"
-    """The gradients of the weights alone, which nobody waits for (arXiv:2401.10241)."""
+    """The gradients of the weights only, for which no stage waits (arXiv:2401.10241)."""
     SEND_F = "SEND_F"
-    """Hand the output to the next stage."""
+    """Send the output to the next stage."""
     RECV_F = "RECV_F"
-    """Take the input from the previous stage; the action names the stage that takes it."""
+    """Receive the input from the previous stage; `Action.stage` is the receiving stage."""
     SEND_B = "SEND_B"
-    """Hand the gradient of the input to the previous stage."""
+    """Send the gradient of the input to the previous stage."""
     RECV_B = "RECV_B"
-    """Take the gradient of the output from the next stage."""
+    """Receive the gradient of the output from the next stage."""
     REDUCE = "REDUCE_GRAD"
     """Reduce a stage's gradients over the data-parallel ranks."""
 
@@ -48,16 +48,16 @@ COSTS: Mapping[Kind, int] = {
     Kind.INPUT: 1,
     Kind.WEIGHT: 1,
 }
-"""Time of an action on one stage: a matrix multiply of the forward has two in the backward."""
+"""Time of an action on one stage: for each matmul of the forward, the backward has two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does.
+    """One action of a rank.
 
     Args:
-        stage: the stage, of all the pipeline's.
-        kind: what is done.
+        stage: index of the stage in the pipeline.
+        kind: kind of the action.
         micro_batch: index in the step; None for a reduction of the whole step.
     """
 
@@ -72,7 +72,7 @@ class Action:
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""One tuple of actions per rank of the pipeline, in the order in which the rank does them."""
+"""The actions of each pipeline rank, in the order of execution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +86,18 @@ class Span:
 
 
 Result = tuple[int, Kind, int | None]
-"""Stage, kind and micro-batch of something computed: FORWARD its output, INPUT the gradient of its
-input (whether B or I made it), WEIGHT the gradients of its weights."""
+"""(stage, kind, micro-batch) of a result. Kinds: FORWARD, the output; INPUT, the gradient of the
+input (by B or I); WEIGHT, the gradients of the weights."""
 
 
 def result(action: Action) -> Result:
-    """What an action makes that others wait for."""
+    """Return the result of an action for which others wait."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return action.stage, kind, action.micro_batch
 
 
 def needs(action: Action, n_stages: int) -> list[Result]:
-    """What must exist before a compute action can start."""
+    """Return the results that must exist before a compute action can start."""
     stage, m = action.stage, action.micro_batch
     if action.kind is Kind.FORWARD:
         return [(stage - 1, Kind.FORWARD, m)] if stage > 0 else []
@@ -120,14 +120,14 @@ def execute(
     Args:
         order: actions of every rank.
         n_stages: stages of the pipeline.
-        costs: time of an action of each compute kind.
-        source: what the error names.
+        costs: time of each compute kind.
+        source: name of the order in errors.
 
     Returns:
-        A span an action, rank by rank.
+        One span per action, rank by rank.
 
     Raises:
-        ConfigError: the order deadlocks; says which rank waits at what for whom.
+        ConfigError: the order deadlocks; the message lists which ranks wait for which.
     """
     todo = [[action for action in row if action.kind in COMPUTE] for row in order]
     spans: list[list[Span]] = [[] for _ in order]
@@ -138,17 +138,17 @@ def execute(
         for rank, row in enumerate(todo):
             while len(spans[rank]) < len(row):
                 action = row[len(spans[rank])]
-                wanted = needs(action, n_stages)
-                if any(want not in end_of for want in wanted):
+                needed = needs(action, n_stages)
+                if any(each not in end_of for each in needed):
                     break
                 free = [spans[rank][-1].end] if spans[rank] else [0]
-                start = max(free + [end_of[want] for want in wanted])
+                start = max(free + [end_of[each] for each in needed])
                 spans[rank].append(Span(rank, action, start, start + costs[action.kind]))
                 end_of[result(action)] = spans[rank][-1].end
                 advanced = True
     stuck = [row[len(done)] for row, done in zip(todo, spans, strict=True) if len(done) < len(row)]
     if stuck:
-        raise ConfigError(f"{source} deadlocks: {_blame(stuck, todo, end_of, n_stages)}")
+        raise ConfigError(f"{source} deadlocks: {_deadlock_text(stuck, todo, end_of, n_stages)}")
     return [span for row in spans for span in row]
 
 
@@ -158,16 +158,16 @@ def check(
     n_micro_batches: int,
     source: str = "the schedule",
 ) -> None:
-    """Refuse an order that is incomplete, misplaced or would hang.
+    """Check that an order is complete, on the right ranks, and free of deadlocks.
 
     Args:
-        order: compute actions of every rank; communication and reductions are looked over.
-        ranks_of_stage: the rank of every stage.
+        order: actions of every rank; communication and reductions are ignored.
+        ranks_of_stage: the rank of each stage.
         n_micro_batches: micro-batches per step.
-        source: what the error names, such as a file.
+        source: name of the order in errors, such as a file.
 
     Raises:
-        ConfigError: a stage lacks a micro-batch's F, or its B or I and W, or has it twice; an
+        ConfigError: a micro-batch's F, or its B or I and W, is missing or duplicate in a stage; an
             action is on another rank than its stage; or the order deadlocks.
     """
     n_ranks = max(ranks_of_stage) + 1
@@ -187,7 +187,7 @@ def check(
 def misplaced(
     action: Action, rank: int, ranks_of_stage: Sequence[int], n_micro_batches: int
 ) -> str:
-    """What is wrong with an action on this rank, or the empty string."""
+    """Return why an action is wrong on this rank, or an empty string."""
     if action.stage not in range(len(ranks_of_stage)):
         return f"{action}: stages are 0 to {len(ranks_of_stage) - 1}"
     if ranks_of_stage[action.stage] != rank:
@@ -198,7 +198,7 @@ def misplaced(
 
 
 def _check_complete(count: Counter[Action], stage: int, m: int, source: str) -> None:
-    """Exactly one F, and exactly one B or else one I and one W."""
+    """Check that there is one F, and either one B or one I and one W."""
     forward = Action(stage, Kind.FORWARD, m)
     if count[forward] != 1:
         raise ConfigError(f"{source} has {forward} {_times(count[forward])}, not once")
@@ -215,10 +215,10 @@ def _times(count: int) -> str:
     return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _blame(
+def _deadlock_text(
     stuck: Iterable[Action], todo: list[list[Action]], done: Mapping[Result, float], n_stages: int
 ) -> str:
-    """`rank 0 is at 0B0 and waits for 1B0 or 1I0 of rank 1; rank 1 ...`."""
+    """Return `rank 0 is at 0B0 and waits for 1B0 or 1I0 of rank 1; rank 1 ...`."""
     rank_of = {result(action): rank for rank, row in enumerate(todo) for action in row}
     position = {action: rank for rank, row in enumerate(todo) for action in row}
     waiting = []

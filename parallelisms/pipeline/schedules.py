@@ -1,9 +1,9 @@
-"""Pipeline schedules: in which order each rank computes its stages' micro-batches.
+"""Pipeline schedules: the order in which each rank computes the micro-batches of its stages.
 
-A schedule is a row of SCHEDULES. GPipe and 1F1B are written here; the others come from the classes
-of torch.distributed.pipelining, of which only the order is taken, not the execution. Every order is
-checked (`dtron.parallelisms.pipeline.schedule_ops.check`) before anything runs, and is a pure
-function of its name and three numbers:
+A schedule is a row of SCHEDULES. GPipe and 1F1B are defined here; the others come from the classes
+of torch.distributed.pipelining, of which only the order is used, not the execution. Every order is
+checked (`schedule_ops.check`) before anything runs, and is a pure function of its name and three
+numbers:
 
     p   pipeline ranks, parallel.pp
     v   stages per rank, parallel.stages_per_rank; the pipeline has p * v stages
@@ -28,37 +28,37 @@ from dtron.io.untrusted import TEXT_BYTES, read_text
 from dtron.parallelisms.pipeline.schedule_ops import Action, Kind, Order, check, misplaced
 
 Placement = Literal["loop", "v"]
-"""Which rank holds which stage. `loop`: stage s is on rank s % p. `v`: rank r holds stages r and
-2p - 1 - r, so that the first rank has both the first stage and the last."""
+"""Which rank has which stages. `loop`: stage s is on rank s % p. `v`: rank r has stages r and
+2p - 1 - r, so that the first rank has both the first and the last stage."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which numbers of micro-batches a schedule takes.
+    """Rule for the number of micro-batches of a schedule.
 
     Args:
         text: the rule in words, for errors.
-        holds: whether p ranks and m micro-batches fit.
+        holds: (p ranks, m micro-batches) -> whether they obey the rule.
     """
 
     text: str
     holds: Callable[[int, int], bool]
 
     def nearest(self, p: int, m: int) -> list[int]:
-        """The largest legal number below m, if there is one, and the smallest above."""
+        """Return the largest legal number below m, if there is one, and the smallest above."""
         below = next((n for n in range(m - 1, 0, -1) if self.holds(p, n)), None)
         above = next(n for n in count(max(m, 0) + 1) if self.holds(p, n))
         return [above] if below is None else [below, above]
 
 
-def _in_rounds(p: int, m: int) -> bool:
-    """Micro-batches go through a rank's stages in max(1, m // p) rounds of equal size."""
+def _equal_rounds(p: int, m: int) -> bool:
+    """Whether max(1, m // p) rounds through a rank's stages have equally many micro-batches."""
     return m >= 1 and m % max(1, m // p) == 0
 
 
 ANY = Rule("at least 1 micro-batch", lambda p, m: m >= 1)
 ROUNDS = Rule(
-    "micro-batches in max(1, micro-batches // parallel.pp) rounds of equal size", _in_rounds
+    "micro-batches in max(1, micro-batches // parallel.pp) rounds of equal size", _equal_rounds
 )
 TWICE = Rule("at least 2 x parallel.pp micro-batches", lambda p, m: m >= 2 * p)
 
@@ -69,11 +69,11 @@ class Schedule:
 
     Args:
         order: (p, v, m) -> compute actions of every rank.
-        stages: least and greatest number of stages per rank; None for no limit.
-        default_stages: stages per rank where none are asked for.
-        placement: which rank holds which stage.
-        splits_backward: whether I and W occur.
-        micro_batches: which numbers of micro-batches it takes.
+        stages: minimum and maximum number of stages per rank; None: no maximum.
+        default_stages: default number of stages per rank.
+        placement: which rank has which stages.
+        splits_backward: whether it has I and W.
+        micro_batches: rule for the number of micro-batches.
     """
 
     order: Callable[[int, int, int], Order]
@@ -85,22 +85,25 @@ class Schedule:
 
 
 def gpipe(p: int, v: int, m: int) -> Order:
-    """All forwards, then all backwards (GPipe, arXiv:1811.06965): m micro-batches are in flight.
+    """GPipe (arXiv:1811.06965): all forwards, then all backwards, with m micro-batches in flight.
 
-    Backwards keep the order of the forwards, so that gradients are summed as 1F1B sums them.
+    Backwards have the order of the forwards, so that gradients are summed in the order of 1F1B.
     """
     return tuple(_row(rank, "F" * m + "B" * m) for rank in range(p))
 
 
 def one_f_one_b(p: int, v: int, m: int) -> Order:
-    """p - 1 - r forwards, then one forward and one backward in turn (1F1B or PipeDream-flush,
-    arXiv:2104.04473): GPipe's bubble with at most p - r micro-batches in flight."""
+    """1F1B, or PipeDream-flush (arXiv:2104.04473).
+
+    p - 1 - r forwards, then one forward and one backward in turn. GPipe's bubble, with at most
+    p - r micro-batches in flight.
+    """
     warmup = [min(p - 1 - rank, m) for rank in range(p)]
     return tuple(_row(r, "F" * w + "FB" * (m - w) + "B" * w) for r, w in enumerate(warmup))
 
 
 def _row(stage: int, kinds: str) -> tuple[Action, ...]:
-    """One stage's actions, each kind going through the micro-batches in order."""
+    """Actions of one stage; each kind has the micro-batches in order."""
     numbers = {kind: count() for kind in set(kinds)}
     return tuple(Action(stage, Kind(kind), next(numbers[kind])) for kind in kinds)
 
@@ -114,14 +117,14 @@ TORCH_KINDS = {
 
 
 def from_torch(name: str) -> Callable[[int, int, int], Order]:
-    """The order of a schedule class of torch.distributed.pipelining.
+    """Return the `Schedule.order` of a schedule class of torch.distributed.pipelining.
 
-    DualPipeV's pairs, of a forward and a backward that overlap each other's communication, become
-    two actions in a row; the first one's result is handed on before the second starts.
+    DualPipeV's pairs of a forward and a backward, which overlap each other's communication, become
+    two actions, one after the other; the result of the first is sent before the second starts.
     """
 
     def order(p: int, v: int, m: int) -> Order:
-        # All that the constructor reads of a stage, so that no process group is needed.
+        # The constructor reads only these attributes, so that no process group is needed.
         stages: Any = [
             SimpleNamespace(group_rank=0, group_size=p, num_stages=p * v, submod=None)
             for _ in range(v)
@@ -133,7 +136,7 @@ def from_torch(name: str) -> Callable[[int, int, int], Order]:
 
 
 def _from_torch(row: Sequence[Any]) -> tuple[Action, ...]:
-    """torch pads rows with None where a rank waits; unsharding and the like is not ours."""
+    """Convert a row of torch; drop padding (None) and actions such as unshard."""
     flat = [part for action in row if action for part in action.sub_actions or (action,)]
     return tuple(
         Action(part.stage_index, TORCH_KINDS[part.computation_type.name], part.microbatch_index)
@@ -159,10 +162,10 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def schedule_of(name: str) -> Schedule:
-    """The row of SCHEDULES with this name.
+    """Return the row of SCHEDULES with this name.
 
     Raises:
-        ConfigError: there is none; names the nearest.
+        ConfigError: unknown name; the message suggests the most similar one.
     """
     if name not in SCHEDULES:
         raise ConfigError(
@@ -173,10 +176,10 @@ def schedule_of(name: str) -> Schedule:
 
 
 def stage_ranks(placement: Placement, p: int, v: int) -> tuple[int, ...]:
-    """The rank of each of the p * v stages.
+    """Return the rank of each of the p * v stages.
 
     Raises:
-        ConfigError: a V of other than two stages per rank.
+        ConfigError: placement "v" with v != 2.
     """
     if placement == "loop":
         return tuple(stage % p for stage in range(p * v))
@@ -186,27 +189,26 @@ def stage_ranks(placement: Placement, p: int, v: int) -> tuple[int, ...]:
 
 
 def stages_of(rank: int, placement: Placement, p: int, v: int) -> tuple[int, ...]:
-    """The stages that a rank holds, in the model's order."""
+    """Return the stages of a rank, in the model's order."""
     ranks = stage_ranks(placement, p, v)
     return tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
 
 
 @functools.lru_cache(maxsize=32)
 def order_of(name: str, p: int, v: int | None, m: int) -> Order:
-    """The checked order of a named schedule.
+    """Return the order of a schedule, checked.
 
     Args:
         name: a row of SCHEDULES.
         p: pipeline ranks.
-        v: stages per rank; None for the schedule's default.
+        v: stages per rank; None: the schedule's default.
         m: micro-batches per step.
 
     Returns:
-        Compute actions of every rank; `dtron.parallelisms.pipeline.lowering` adds the
-        communication.
+        Compute actions of every rank; `lowering.py` adds communication.
 
     Raises:
-        ConfigError: the schedule does not take these numbers; gives the nearest that it takes.
+        ConfigError: the schedule does not support these numbers; the message has legal ones.
     """
     schedule = schedule_of(name)
     v = schedule.default_stages if v is None else v
@@ -239,13 +241,13 @@ def _check_micro_batches(name: str, rule: Rule, p: int, m: int) -> None:
 
 
 def forward_only(ranks_of_stage: Sequence[int], p: int, m: int) -> Order:
-    """An order for evaluation: every stage's forward of every micro-batch.
+    """Make an order for evaluation: every stage's forward of every micro-batch.
 
-    At each step of a clock a rank takes the deepest stage whose input has arrived, so that few
-    outputs wait to be passed on and no rank waits while it has one.
+    At each simulated step, a rank computes its last stage whose input has arrived, so that few
+    outputs wait to be sent and no rank idles while it has an input.
 
     Args:
-        ranks_of_stage: the rank of every stage.
+        ranks_of_stage: the rank of each stage.
         p: pipeline ranks.
         m: micro-batches.
     """
@@ -254,13 +256,13 @@ def forward_only(ranks_of_stage: Sequence[int], p: int, m: int) -> Order:
     while min(done) < m:
         arrived = [m, *done[:-1]]
         ready = {r: s for s, r in enumerate(ranks_of_stage) if done[s] < arrived[s]}
-        for rank, stage in ready.items():  # the deepest: later stages replaced earlier ones
+        for rank, stage in ready.items():  # the rank's last ready stage: it replaced earlier ones
             rows[rank].append(Action(stage, Kind.FORWARD, done[stage]))
             done[stage] += 1
     return tuple(map(tuple, rows))
 
 
-# One action, or torch's notation for a forward and a backward that overlap: (0F8;7B0)OVERLAP_F_B.
+# One action, or torch's notation for an overlapped forward and backward: (0F8;7B0)OVERLAP_F_B.
 _CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -276,11 +278,11 @@ def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -
         p: pipeline ranks.
         v: stages per rank.
         m: micro-batches per step.
-        placement: which rank holds which stage.
+        placement: which rank has which stages.
 
     Raises:
-        ConfigError: the file cannot be read, a cell is no action of its row's rank, or the order is
-            incomplete or deadlocks (`check`).
+        ConfigError: the file cannot be read, a cell is not an action of its row's rank, or the
+            order is incomplete or deadlocks (`check`).
     """
     name, text = _read(source)
     lines = [
@@ -297,10 +299,10 @@ def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -
         for column, cell in enumerate(row, start=1)
         for action in _cell(cell, f"{name} row {number} (rank {rank}) cell {column}")
     ]
-    held = len({a.micro_batch for _, rank, a in placed if rank == 0 and a.kind is Kind.FORWARD})
-    if held != m:
+    n_found = len({a.micro_batch for _, rank, a in placed if rank == 0 and a.kind is Kind.FORWARD})
+    if n_found != m:
         raise ConfigError(
-            f"{name} holds {held} micro-batches, but a step has {m}: train.global_batch / "
+            f"{name} holds {n_found} micro-batches, but a step has {m}: train.global_batch / "
             f"(data-parallel ranks x train.micro_batch); give it {m}, or change one of these keys"
         )
     for where, rank, action in placed:
@@ -319,12 +321,12 @@ def _rows(name: str, text: str) -> list[list[str]]:
 
 
 def write_csv(order: Order) -> str:
-    """An order as text that `read_csv` and torch read: one row per rank."""
+    """Write an order in the format of `read_csv` and torch: one row per rank."""
     return "".join(",".join(map(str, row)) + "\n" for row in order)
 
 
 def _read(source: str | Path) -> tuple[str, str]:
-    """How to call the source in errors, and its text."""
+    """Return the source's name for errors, and its text."""
     if isinstance(source, str) and ("," in source or "\n" in source):
         return "the schedule", source
     try:
@@ -335,7 +337,7 @@ def _read(source: str | Path) -> tuple[str, str]:
 
 
 def _cell(cell: str, where: str) -> list[Action]:
-    """The actions of a cell: none if it is empty, two for an overlapped pair."""
+    """Parse a cell: no action if it is empty, two for an overlapped pair."""
     text = cell.strip()
     pair = _PAIR.fullmatch(text)
     found = [_CELL.fullmatch(part.strip()) for part in (pair[1].split(";") if pair else [text])]

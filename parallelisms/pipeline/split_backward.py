@@ -1,31 +1,30 @@
-"""Weight gradients apart from the backward: the W of zero-bubble schedules.
+"""Split the backward: deferred weight gradients, the W of zero-bubble schedules.
 
-The backward B of a linear y = x w^T is two products. The gradient of the input is due at once, as
-the stage before waits for it; the gradient of the weight can be computed whenever there is time:
+The backward B of a linear y = x w^T is two matmuls. The previous stage waits for the gradient of
+the input; the gradient of the weight can be computed later:
 
     B = I + W      I: grad_x = grad_y w        W: grad_w = grad_y^T x
 
-`defer` makes each nn.Linear, and each matrix of experts, hand (grad_y, x) to a queue in I;
-`WeightGradients.run` is W. All else (norms, biases, embeddings) is done in I. The forward is
-F.linear or a grouped product as before, so that recomputation finds its products; block and graph
-are the same with deferral and without it. Layers with matmuls of their own (float8) queue what W
-computes theirs from: `DefersWeightGradient`, `DeferredMultiply`.
+`defer` makes each nn.Linear, and each matrix of experts, put (grad_y, x) into a queue in I;
+`WeightGradients.run` is W. All other gradients (norms, biases, embeddings) are computed in I. The
+forward is still F.linear or a grouped matmul, so that selective recomputation recognizes it. Layers
+with custom matmuls (float8) queue their own operands: `DefersWeightGradient`, `DeferredMultiply`.
 
     gradients = defer([stage])               # before FSDP; DTensor weights are fine
     with gradients.collect(micro_batch):     # I
         torch.autograd.backward(output, output_gradient)
     gradients.run(micro_batch)               # W, any time later
-    accumulate_gradients(stage)              # FSDP: into the sum over micro-batches
-    reduce_gradients(stage, last=True)       # FSDP: what a backward with reduction does at its end
+    accumulate_gradients(stage)              # FSDP: add to the sum over micro-batches
+    reduce_gradients(stage, last=True)       # FSDP: the reduction at the end of a backward
 
-The last two are in `fsdp/torch_internals.py`. torch's own split (torch.distributed.pipelining)
-walks the autograd graph, in which a compiled block is one node that cannot be split.
+The last two are in `fsdp/torch_internals.py`. torch.distributed.pipelining splits the backward by
+traversing the autograd graph, in which a compiled block is a single node.
 
-To compile: `defer([stage], compiled=True)`, then, under inductor, `options=COMPILE_OPTIONS`.
+To compile: `defer([stage], compiled=True)`, then, with inductor, `options=COMPILE_OPTIONS`.
 
-From I to W the queue holds the inputs and output gradients of all these, also of blocks that
-recompute. Gradients reach `.grad` directly, not through autograd: torch.autograd.grad and hooks on
-these weights do not see them.
+From I to W the queue keeps the inputs and output gradients of all these layers alive, also in
+blocks that recompute. Gradients are added to `.grad` directly, not by autograd: torch.autograd.grad
+and hooks on these weights do not see them.
 
 Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
 """
@@ -50,21 +49,20 @@ from dtron.parallelisms.pipeline.weight_gradients import (
 )
 
 COMPILE_OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
-"""Options of torch.compile that blocks with deferred weight gradients need under inductor.
+"""Options of torch.compile that inductor needs for blocks with deferred weight gradients.
 
-Inductor writes new values into a buffer after its last use in the graph, also into activations
-saved by the forward, and knows nothing of the queue that still holds it. With these two it
-allocates anew; what nobody holds goes back to the allocator, so that the peak grows by no more than
-a few activations of one block.
+By default inductor reuses a buffer, also a saved activation, after its last use in the graph, and
+would overwrite tensors in the queue. With these options it allocates new ones; peak memory grows by
+no more than a few activations of one block.
 """
 
 
 @runtime_checkable
 class DefersWeightGradient(Protocol):
-    """A module that queues the weight gradient of its own matmul."""
+    """A module that queues the weight gradient of its custom matmul."""
 
     def defer_weight_gradient(self, gradients: WeightGradients) -> None:
-        """Queue it from now on. Raises ValueError the second time."""
+        """Queue the weight gradient from now on. Raises ValueError on a second call."""
 
 
 @runtime_checkable
@@ -72,38 +70,37 @@ class DeferredMultiply(Protocol):
     """The `multiply` of experts whose weight gradient can be queued."""
 
     def deferred(self, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor) -> Tensor:
-        """As `_deferred_grouped_matmul`."""
+        """See `_deferred_grouped_matmul`."""
         ...
 
 
 def defer(modules: Iterable[nn.Module], compiled: bool = False) -> WeightGradients:
-    """Make the nn.Linear layers and experts under these modules queue their weight gradients, in
-    place.
+    """Make nn.Linear layers and experts in these modules queue their weight gradients, in place.
 
-    Parameters keep their names: only the `forward` of linears and the `product` of experts are
-    replaced; modules with `defer_weight_gradient` do it themselves. Other subclasses of nn.Linear,
-    and experts with another `multiply`, are left alone.
+    Parameters keep their FQNs: only the `forward` of linears and the `product` of experts are
+    replaced; of modules with `defer_weight_gradient`, that method is called. Other subclasses of
+    nn.Linear, and experts with another `multiply`, are unchanged.
 
     Args:
-        compiled: whether torch.compile may trace these modules. They refuse it otherwise, since
-            graphs of inductor without COMPILE_OPTIONS would give wrong gradients.
+        compiled: whether torch.compile may trace these modules. If not, tracing raises an error,
+            since inductor without COMPILE_OPTIONS would give wrong gradients.
     Returns:
-        The queues, for one pipeline stage.
+        The queues of one pipeline stage.
     Raises:
-        ValueError: a forward or a product has been replaced before, as by a second `defer`.
+        ValueError: a `forward` or `product` has already been replaced, as by a second `defer`.
     """
     gradients = WeightGradients(compiled)
     for module in {m: None for root in modules for m in root.modules()}:
         multiply = getattr(module, "multiply", None) if hasattr(module, "product") else None
         if type(module) is nn.Linear:
-            _replace(module, "forward", _LinearLayer(module, gradients).forward)
+            _replace(module, "forward", _DeferringLinearForward(module, gradients).forward)
         elif isinstance(module, DefersWeightGradient):
             module.defer_weight_gradient(gradients)
         elif multiply is grouped_matmul:
-            experts = _ExpertLayer(module, gradients, _deferred_grouped_matmul)
+            experts = _DeferringExperts(module, gradients, _deferred_grouped_matmul)
             _replace(module, "product", experts.product)
         elif isinstance(multiply, DeferredMultiply):
-            experts = _ExpertLayer(module, gradients, multiply.deferred)
+            experts = _DeferringExperts(module, gradients, multiply.deferred)
             _replace(module, "product", experts.product)
     return gradients
 
@@ -114,8 +111,8 @@ def _replace(module: nn.Module, name: str, call: Callable[..., Tensor]) -> None:
     setattr(module, name, call)
 
 
-class _LinearLayer:
-    """One linear."""
+class _DeferringLinearForward:
+    """Forward of an nn.Linear with a deferred weight gradient."""
 
     def __init__(self, module: nn.Linear, gradients: WeightGradients) -> None:
         self.module, self.site = module, Site(module, "weight", gradients)
@@ -130,8 +127,8 @@ class _LinearLayer:
         return _linear(input, weight.detach(), bias, self.site.number)
 
 
-class _ExpertLayer:
-    """The matrices of a layer's experts."""
+class _DeferringExperts:
+    """Grouped matmuls of a layer's experts, with deferred weight gradients."""
 
     def __init__(
         self, module: Any, gradients: WeightGradients, deferred: Callable[..., Tensor]
@@ -141,7 +138,7 @@ class _ExpertLayer:
         self.sites = {name: Site(module, name, gradients) for name in matrices}
 
     def product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
-        """Of experts: by this rank's part, as `own` gives it."""
+        """Multiply by this rank's part of a matrix, which the module's `own` returns."""
         weight, site = self.module.own(name), self.sites[name]
         if not site.defers(x, weight):
             return self.module.multiply(x, weight, offsets)
@@ -153,9 +150,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> T
 
 
 def _split_linear(x: Tensor, weight: DTensor, bias: Any, number: Tensor) -> Tensor:
-    """A linear whose weight is split over one mesh axis, by its rows or columns, on local tensors.
+    """A linear with a weight sharded over a 1-D mesh, by rows or columns, on local tensors.
 
-    Other layouts are left to DTensor and are not deferred.
+    For other placements, F.linear on DTensors, without deferral.
     """
     if not isinstance(x, DTensor):
         return F.linear(x, weight, bias)
@@ -170,13 +167,13 @@ def _split_linear(x: Tensor, weight: DTensor, bias: Any, number: Tensor) -> Tens
     if layout == (last, Shard(1)):
         out = _linear(x.to_local(), local, None, number)
         out = DTensor.from_local(out, mesh, [Partial()], run_check=False)
-        # Added to parts of a sum, a whole bias goes to one of them: it counts once.
+        # DTensor adds a replicated bias to one rank's partial sum, so that it counts once.
         return out if bias is None else out + bias
     return F.linear(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
-    """F.linear whose backward leaves the weight gradient to `linear_input_gradient`."""
+    """F.linear whose backward queues the weight gradient, by `linear_input_gradient`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
@@ -193,12 +190,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _deferred_grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor) -> Tensor:
-    """`grouped_matmul` of a detached weight, whose gradient goes to the queue of a site."""
+    """`grouped_matmul` of a detached weight, whose gradient is queued at the site `number`."""
     return _Grouped.apply(x, weight, offsets, number)  # type: ignore[return-value]
 
 
 class _Grouped(torch.autograd.Function):
-    """`grouped_matmul` whose backward leaves the weight gradient to `grouped_input_gradient`."""
+    """`grouped_matmul` whose backward queues the weight gradient, by `grouped_input_gradient`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor) -> Tensor:
@@ -215,17 +212,17 @@ class _Grouped(torch.autograd.Function):
 def run_linear_input_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, call: Tensor
 ) -> Tensor:
-    """Gradient of a linear's input; hands (grad, x) to the queue of the linear's stage.
+    """Compute the gradient of a linear's input, and queue (grad, x) for the weight gradient.
 
-    That side effect is not in the schema. It is safe from removal as the result is always needed:
-    only inputs that need a gradient come here.
+    That side effect is not in the schema. The compiler never removes the call, since its result is
+    always needed: the operator is used only for inputs that require a gradient.
 
     Args:
         grad: (..., out), gradient of the output.
         x: (..., in), the input.
-        weight: (out, in), all in one dtype and on one device.
-        number: int64 scalar on the CPU: which weight.
-        call: empty; tells two calls with equal arguments apart.
+        weight: (out, in); all in one dtype and on one device.
+        number: int64 scalar on the CPU, number of the weight's site.
+        call: empty; makes calls with equal arguments different (`call_of`).
     Returns:
         (..., in), contiguous.
     """
@@ -247,16 +244,16 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, call: Tensor) -> 
 def run_grouped_input_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor, call: Tensor
 ) -> Tensor:
-    """Gradient of the rows of `grouped_matmul`, likewise.
+    """Compute the gradient of `grouped_matmul`'s x, and queue the operands of the weight gradient.
 
     Args:
-        grad: (N, M), gradient of the product.
+        grad: (N, M), gradient of the result.
         x: (N, K), sorted by expert.
-        weight: (E, M, K), all in one dtype and on one device.
-        offsets: int32 (E,), where each expert's rows end.
-        number, call: as above.
+        weight: (E, M, K); all in one dtype and on one device.
+        offsets: int32 (E,), end of each expert's tokens.
+        number, call: as in `run_linear_input_gradient`.
     Returns:
-        (N, K); rows after the last expert's are anything.
+        (N, K); rows after the last expert's are undefined.
     """
     grad = grad.contiguous()
     site_of(number).take(GroupedMatmul(grad, x, offsets))

@@ -1,9 +1,9 @@
-"""Cutting a model into pipeline stages by the names of its modules.
+"""Split a model into pipeline stages by the FQNs of its modules.
 
-A stage is a copy of the whole model in which the modules of other stages pass their input through,
-so that it runs by the model's own forward and every parameter keeps its FQN. Weights are not
-copied. A weight that modules of two stages share (tied embeddings) is held by both; the two copies
-start equal and get the same gradient: the sum of both.
+A stage is a copy of the whole model in which the modules of other stages return their input, so
+that the model's own forward runs it and every parameter keeps its FQN. Weights are not copied. Of a
+weight that two stages share (tied embeddings), both have a copy; the copies start equal and get the
+same gradient, the sum of both.
 """
 
 import copy
@@ -23,33 +23,33 @@ from dtron.parallelisms.placement import PassThrough, select
 
 @dataclass(frozen=True)
 class Cut:
-    """Modules and parameters of every stage."""
+    """Modules and parameters of each stage."""
 
     modules: tuple[tuple[str, ...], ...]
     """FQNs of the modules of each stage."""
     names: Mapping[str, str]
-    """Every FQN of a parameter -> its name: the first of its FQNs, if it has several."""
+    """FQN of a parameter -> its name, which is the first of its FQNs if it has several."""
     shared: Mapping[str, tuple[int, ...]]
-    """Stages of parameters that several stages hold, by name."""
+    """Name of a parameter that several stages share -> these stages."""
 
 
 def cut(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
-    """Expand each stage's patterns over the whole model.
+    """Resolve each stage's patterns on the whole model.
 
     Args:
-        stages: patterns of modules for each stage, in the order of the model's forward.
+        stages: patterns of the modules of each stage, in the order of the model's forward.
 
     Raises:
         PlacementError: a pattern matches nothing, a module is in two stages or a parameter in none,
-            or the layers of a container are in stages out of their order.
+            or the stages of a container's layers are not in the order of the layers.
     """
     modules = tuple(
         tuple(name for pattern in patterns for name in select(model, pattern))
         for patterns in stages
     )
     stage_of: dict[str, int] = {}
-    for stage, held in enumerate(modules):
-        for name in held:
+    for stage, names_of_stage in enumerate(modules):
+        for name in names_of_stage:
             if name in stage_of:
                 raise PlacementError(
                     f"module {name} is in stage {stage_of[name]} and in stage {stage}"
@@ -65,13 +65,13 @@ def cut(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
 
 
 def _check_order(model: nn.Module, stage_of: Mapping[str, int]) -> None:
-    """Layers of one container are in stages in their order, which is that of the forward."""
+    """Check that the layers of each container are in stages in their order."""
     for prefix, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             continue
         names = [f"{prefix}.{name}".lstrip(".") for name, _ in container.named_children()]
-        held = [name for name in names if name in stage_of]
-        for first, second in itertools.pairwise(held):
+        in_stages = [name for name in names if name in stage_of]
+        for first, second in itertools.pairwise(in_stages):
             if stage_of[first] > stage_of[second]:
                 raise PlacementError(
                     f"{first} is in stage {stage_of[first]} and {second}, which follows it, in "
@@ -80,12 +80,12 @@ def _check_order(model: nn.Module, stage_of: Mapping[str, int]) -> None:
 
 
 def uncut(model: nn.Module) -> Cut:
-    """The whole model as one stage."""
+    """Return the Cut of a model with a single stage."""
     return Cut(((),), _names(model), {})
 
 
 def _names(model: nn.Module) -> dict[str, str]:
-    """Every FQN of a parameter -> the first of its FQNs."""
+    """Map each FQN of a parameter to the first of its FQNs."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {fqn: first.setdefault(id(parameter), fqn) for fqn, parameter in named}
@@ -107,9 +107,9 @@ def _stage_of(fqn: str, stage_of: Mapping[str, int]) -> int:
     return found.pop()
 
 
-def take_stage(model: nn.Module, made: Cut, stage: int) -> nn.Module:
-    """A copy of `model` with the modules of one stage; parameters are the model's own."""
-    absent = [name for i, names in enumerate(made.modules) if i != stage for name in names]
+def take_stage(model: nn.Module, stages: Cut, stage: int) -> nn.Module:
+    """Copy `model` with only the modules of one stage; parameters are shared with `model`."""
+    absent = [name for i, names in enumerate(stages.modules) if i != stage for name in names]
     memo: dict[int, Any] = {id(p): p for p in model.parameters()}
     memo |= {id(model.get_submodule(name)): PassThrough() for name in absent}
     return copy.deepcopy(model, memo)
@@ -117,62 +117,62 @@ def take_stage(model: nn.Module, made: Cut, stage: int) -> nn.Module:
 
 @dataclass
 class SharedWeights:
-    """Parameters of this rank that another stage holds as well."""
+    """Parameters of this rank's stages that another stage has as well (tied weights)."""
 
     pairs: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
-    """Both on this rank, as in a V: the one that counts, and its copy."""
+    """(owner, copy) pairs with both stages on this rank, as with placement "v"."""
     remote: dict[int, list[nn.Parameter]] = field(default_factory=dict)
-    """By the rank, in the pp group, that holds the other one."""
+    """Rank in the pp group that has the other one -> parameters."""
     copies: list[nn.Parameter] = field(default_factory=list)
-    """Parameters that another stage counts, as in the global norm."""
+    """Parameters whose owner is another stage, which counts them, for example in the norm."""
 
     @classmethod
     def of(
-        cls, made: Cut, parts: Mapping[int, nn.Module], ranks: Sequence[int], rank: int
+        cls, cut: Cut, parts: Mapping[int, nn.Module], ranks: Sequence[int], rank: int
     ) -> "SharedWeights":
-        """Find them among this rank's stages, once they are sharded.
+        """Find the shared parameters of this rank's stages, after these were sharded.
 
         Args:
-            parts: this rank's stages by number.
+            parts: this rank's stages by stage number.
             ranks: the rank of each stage.
         Raises:
             PlacementError: more than two stages share a parameter.
         """
         found = cls()
-        for name, stages in sorted(made.shared.items()):
+        for name, stages in sorted(cut.shared.items()):
             if len(stages) != 2:
                 raise PlacementError(f"{name} is shared by {len(stages)} stages; two can share")
-            owner, copy_holder = stages
-            first, second = ranks[owner], ranks[copy_holder]
-            held = {
+            owner, copy_stage = stages
+            first, second = ranks[owner], ranks[copy_stage]
+            local = {
                 stage: parameter
                 for stage in stages
                 if ranks[stage] == rank
                 for fqn, parameter in parts[stage].named_parameters()
-                if made.names[fqn] == name and parameter.requires_grad
+                if cut.names[fqn] == name and parameter.requires_grad
             }
-            if not held:
+            if not local:
                 continue
-            found.copies += [held[copy_holder]] if copy_holder in held else []
+            found.copies += [local[copy_stage]] if copy_stage in local else []
             if first == second == rank:
-                found.pairs.append((held[owner], held[copy_holder]))
+                found.pairs.append((local[owner], local[copy_stage]))
             elif rank in (first, second):
                 other = second if rank == first else first
-                found.remote.setdefault(other, []).extend(held.values())
+                found.remote.setdefault(other, []).extend(local.values())
         return found
 
     def parameters(self) -> list[nn.Parameter]:
-        """All shared parameters on this rank, with their copies."""
+        """Return all shared parameters of this rank, owners and copies."""
         pairs = [parameter for pair in self.pairs for parameter in pair]
-        return pairs + [parameter for held in self.remote.values() for parameter in held]
+        return pairs + [parameter for group in self.remote.values() for parameter in group]
 
     @torch.no_grad()
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
-        """Give both holders the sum of their gradients; one exchange per pair of ranks."""
+        """Sum the gradients of both stages, in place; one exchange per pair of ranks."""
         for counted, copied in self.pairs:
-            mine, other = local_gradients([counted, copied])
-            other.add_(mine)
-            mine.copy_(other)
+            first, second = local_gradients([counted, copied])
+            second.add_(first)
+            first.copy_(second)
         for rank, parameters in sorted(self.remote.items()):
             gradients = local_gradients(parameters)
             flat = flatten(gradients)

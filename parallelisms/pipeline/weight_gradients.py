@@ -1,12 +1,11 @@
-"""Queues of weight gradients: what the I of a split backward leaves to W.
+"""Queues of deferred weight gradients, filled by the I of a split backward and computed by W.
 
-A `Site` is a weight and the queues of its stage. An operator in the backward, eager or in a
-compiled graph, finds it by its number and hands it a `DeferredMatmul`: the operands and how they
-are multiplied. W adds the results to `.grad`.
+A `Site` is a weight with the queues of its stage. An operator in the backward, eager or in a
+compiled graph, finds the site by its number and queues a `DeferredMatmul` there: the operands, and
+how they are multiplied. W adds the results to `.grad`.
 
-What an operator of a compiled graph needs so that inductor neither drops nor merges its calls is
-`call_of`; what it needs so that operands are not overwritten, COMPILE_OPTIONS of
-`split_backward.py`.
+In compiled graphs, `call_of` keeps inductor from dropping or merging calls of these operators, and
+COMPILE_OPTIONS (`split_backward.py`) from overwriting queued operands.
 """
 
 import itertools
@@ -26,21 +25,23 @@ from dtron.kernels.grouped import grouped_gradient
 
 
 class DeferredMatmul(ABC):
-    """What W computes of one weight, and what it needs for that."""
+    """A weight gradient that W computes, with its operands."""
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """The gradient of this rank's part of the weight. No collective: ranks differ in when they
-        come to it."""
+        """Compute the gradient of this rank's shard of the weight.
+
+        It must not run collectives, since ranks run W at different times.
+        """
 
     def add_to(self, total: Tensor) -> None:
-        """Add it to the gradient so far, the rank's part, in place."""
+        """Add it to the local gradient, in place."""
         total.add_(self.compute())
 
 
 @dataclass(frozen=True)
 class LinearMatmul(DeferredMatmul):
-    """grad^T x, of a weight (out, in)."""
+    """grad^T x, for a weight (out, in)."""
 
     grad: Tensor
     """(tokens, out)"""
@@ -52,7 +53,7 @@ class LinearMatmul(DeferredMatmul):
         return self.grad.t() @ self.x
 
     def add_to(self, total: Tensor) -> None:
-        """In one kernel where the dtypes are equal."""
+        """Add it in place, by one kernel if the dtypes are equal."""
         if total.dtype == self.grad.dtype:
             total.addmm_(self.grad.t(), self.x)
         else:
@@ -61,14 +62,14 @@ class LinearMatmul(DeferredMatmul):
 
 @dataclass(frozen=True)
 class GroupedMatmul(DeferredMatmul):
-    """grad_e^T x_e of each expert e, of a weight (E, out, in)."""
+    """grad_e^T x_e of each expert e, for a weight (E, out, in)."""
 
     grad: Tensor
     """(tokens, out), sorted by expert."""
     x: Tensor
     """(tokens, in)"""
     offsets: Tensor
-    """int32 (E,), where each expert's tokens end."""
+    """int32 (E,), end of each expert's tokens."""
 
     def compute(self) -> Tensor:
         """(E, out, in)."""
@@ -76,13 +77,13 @@ class GroupedMatmul(DeferredMatmul):
 
 
 _Queued = tuple[Tensor, DeferredMatmul]
-"""A parameter, and what is to be added to its `.grad`."""
+"""(parameter, gradient to be added to its `.grad`)"""
 
 
 class WeightGradients:
-    """Weight gradients of one stage that are still to be computed, by micro-batch.
+    """Queues of the deferred weight gradients of one stage, by micro-batch.
 
-    Outside of `collect` weight gradients are added at once, as by a plain backward.
+    Outside of `collect`, weight gradients are computed immediately, as by a plain backward.
     """
 
     def __init__(self, compiled: bool = False) -> None:
@@ -92,13 +93,12 @@ class WeightGradients:
 
     @contextmanager
     def collect(self, key: Hashable) -> Iterator[None]:
-        """Queue the weight gradients of the backward that runs inside.
+        """Context in which the weight gradients of a backward are queued.
 
         Args:
             key: the micro-batch; several may be in flight.
         Raises:
-            RuntimeError: another backward of the stage is being collected, or this key's weight
-                gradients have not been run yet.
+            RuntimeError: contexts are nested, or weight gradients of this key are still queued.
         """
         if self._collecting is not None or key in self._queues:
             raise RuntimeError(f"weight gradients of micro-batch {key} are already being collected")
@@ -110,12 +110,12 @@ class WeightGradients:
             self._collecting = None
 
     def run(self, key: Hashable) -> None:
-        """Add the weight gradients of a collected backward to `.grad`, first queued first.
+        """Compute the queued weight gradients of a micro-batch and add them to `.grad`, in order.
 
-        What each was computed from is freed as soon as it is used.
+        The operands of each are freed after use.
 
         Raises:
-            RuntimeError: no backward was collected under this key, or it has been run.
+            RuntimeError: none are queued under this key, or they have been run.
         """
         if key not in self._queues:
             raise RuntimeError(f"no weight gradients of micro-batch {key} are queued")
@@ -124,14 +124,14 @@ class WeightGradients:
             _add_weight_gradient(*queue.popleft())
 
     def pending(self, key: Hashable) -> int:
-        """How many weight gradients of a micro-batch are still to be computed."""
+        """Return the number of queued weight gradients of a micro-batch."""
         return len(self._queues.get(key, ()))
 
     def take(self, weight: Tensor, matmul: DeferredMatmul) -> None:
-        """Queue a weight's gradient if a backward is being collected, else add it now.
+        """Queue a weight gradient inside of `collect`; else compute and add it now.
 
         Args:
-            weight: the parameter whose `.grad` is added to: under FSDP the unsharded one.
+            weight: parameter whose `.grad` is added to; with FSDP, the unsharded one.
         """
         if self._collecting is None:
             _add_weight_gradient(weight, matmul)
@@ -140,20 +140,19 @@ class WeightGradients:
 
 
 class Site:
-    """A weight and the queues of its stage."""
+    """A weight with the queues of its stage; operators find it by `number`."""
 
     def __init__(self, module: nn.Module, name: str, gradients: WeightGradients) -> None:
         self.module, self.name = module, name
         self.gradients = gradients
         number = next(_NUMBERS)
-        # A tensor, since a Python number would be a constant of the graph: blocks share one graph.
-        # On the CPU, where it can be read without waiting for a device.
+        # A tensor, since a Python number would be a constant of the graph, which blocks share. On
+        # the CPU, since reading it must not wait for the device.
         self.number = torch.tensor(number, dtype=torch.int64, device="cpu")
         _SITES[number] = self
 
     def defers(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether a call's weight gradient is deferred: an input that needs no gradient has no I,
-        its weight gradient is all of B."""
+        """Whether to defer a call's weight gradient; there is no I if x requires no gradient."""
         if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
             return False
         if torch.compiler.is_compiling() and not self.gradients.compiled:
@@ -165,14 +164,13 @@ class Site:
         return True
 
     def take(self, matmul: DeferredMatmul) -> None:
-        """Hand a backward's weight gradient to the queues."""
-        # Inside a unit's backward the module holds the parameter that the forward used: FSDP puts
-        # the unsharded one there.
+        """Queue a weight gradient."""
+        # During a unit's backward, FSDP sets the module's parameter to the unsharded one.
         self.gradients.take(getattr(self.module, self.name), matmul)
 
 
 class DeferringLinear(nn.Linear):
-    """A linear that can defer its weight gradient by itself; subclasses multiply."""
+    """Base class of linears with custom matmuls that can defer their weight gradient."""
 
     site: Site | None = None
 
@@ -183,43 +181,46 @@ class DeferringLinear(nn.Linear):
         self.site = Site(self, "weight", gradients)
 
     def weight_of_call(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rank's part of the weight; if its gradient is deferred, detached and with the number
-        of its site: the gradient does not go through autograd, where None would become zeros."""
+        """Return (weight, None), or (detached weight, number of its site) to defer its gradient.
+
+        Detached, since autograd would make zeros of a gradient None.
+        """
         if self.site is None or not self.site.defers(x, weight):
             return weight, None
         return weight.detach(), self.site.number
 
 
-# An operator takes tensors and numbers, no objects, hence a table of the process. It changes only
-# when layers are made or freed; what a backward changes is in the WeightGradients of its stage. So
-# it does not matter that autograd runs the backward of CUDA tensors on threads of its own, where
-# thread-local and context variables of the caller are not seen.
+# Operators take tensors and numbers, not objects, so sites are in a global table. It changes only
+# when layers are created or freed; a backward changes only the WeightGradients of its stage. So it
+# works in autograd's threads for CUDA tensors, which do not see the caller's thread-locals.
 _NUMBERS = itertools.count()
 _SITES: WeakValueDictionary[int, Site] = WeakValueDictionary()
 
 
 def site_of(number: Tensor) -> Site:
-    """The site whose `number` an operator was given."""
+    """Return the site with this number."""
     return _SITES[int(number)]
 
 
 def call_of(grad: Tensor) -> Tensor:
-    """Empty, an argument of operators that queue. Two calls with equal arguments would be merged
-    into one in a compiled graph, as if the operator were a pure function; results of torch.empty
-    are never taken for equal."""
+    """Return a new empty tensor, an argument that makes each call of a queueing operator unique.
+
+    In a compiled graph, two calls with equal arguments would be merged, as of a pure function.
+    Results of torch.empty are never considered equal.
+    """
     return torch.empty(0, device=grad.device)
 
 
 def queue_weight_gradient(needed: Tensor, operands: Sequence[Tensor], number: Tensor) -> None:
-    """Hand the operands of a weight gradient to the queue of its layer, in an operator of its own:
-    for layers whose input gradient is computed by operators that queue nothing.
+    """Queue the operands of a weight gradient, by a separate operator.
+
+    For layers whose input gradient is computed by operators that do not queue.
 
     Args:
-        needed: the gradient of the layer's input, in the weight gradient's dtype. The operator is
-            declared to change it, and does not: so a compiled graph, which needs it, keeps the
-            operator.
-        operands: of the `deferred_matmul` of the layer.
-        number: of the layer's site.
+        needed: gradient of the layer's input, in the weight gradient's dtype. The operator is
+            declared to modify it but does not, so that a compiled graph keeps the operator.
+        operands: arguments of the layer's `deferred_matmul`.
+        number: number of the layer's site.
     """
     torch.ops.dtron.queue_weight_gradient(needed, operands, number, call_of(needed))
 
@@ -227,13 +228,13 @@ def queue_weight_gradient(needed: Tensor, operands: Sequence[Tensor], number: Te
 def run_queue_weight_gradient(
     needed: Tensor, operands: Sequence[Tensor], number: Tensor, call: Tensor
 ) -> None:
-    """The operator; see above and `call_of`."""
+    """Implementation of the operator `queue_weight_gradient`."""
     site = site_of(number)
     layer: Any = site.module
     site.take(layer.deferred_matmul(operands, needed.dtype))
 
 
-# Not by torch.library.custom_op, whose operands inductor may hand over in other strides.
+# Not a torch.library.custom_op, to whose operands inductor may give other strides.
 torch.library.define(
     "dtron::queue_weight_gradient",
     "(Tensor(a!) needed, Tensor[] operands, Tensor number, Tensor call) -> ()",
@@ -249,18 +250,18 @@ def _(needed: Tensor, operands: Sequence[Tensor], number: Tensor, call: Tensor) 
 
 @torch.no_grad()
 def _add_weight_gradient(weight: Tensor, matmul: DeferredMatmul) -> None:
-    """Add it to the weight's `.grad`."""
-    total = _placed_as(weight)
+    """Compute a weight gradient and add it to the weight's `.grad`."""
+    total = _local_grad(weight)
     if total is None:
-        found = matmul.compute()
-        weight.grad = _like(weight, found.to(weight.grad_dtype or found.dtype))
+        grad = matmul.compute()
+        weight.grad = _as_dtensor(weight, grad.to(weight.grad_dtype or grad.dtype))
     else:
         matmul.add_to(total)
 
 
-def _placed_as(weight: Tensor) -> Tensor | None:
-    """The local part of a weight's gradient so far, in the weight's own layout. That of an
-    embedding that shares the weight is a part of a sum over tp, as autograd leaves it."""
+def _local_grad(weight: Tensor) -> Tensor | None:
+    """Return the local tensor of a weight's `.grad`, redistributed to the weight's placements:
+    autograd leaves a partial sum over tp for an embedding that shares the weight."""
     grad = weight.grad
     if isinstance(grad, DTensor) and isinstance(weight, DTensor):
         if grad.placements != weight.placements:
@@ -269,7 +270,7 @@ def _placed_as(weight: Tensor) -> Tensor | None:
     return grad
 
 
-def _like(weight: Tensor, local: Tensor) -> Tensor:
+def _as_dtensor(weight: Tensor, local: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)

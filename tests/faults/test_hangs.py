@@ -140,7 +140,7 @@ def stop(*_, **__):
 
 if os.environ["RANK"] == STOPS:
     if WHERE == "rendezvous":
-        rendezvous._Meeting.host_store = rendezvous._Meeting.join_store = stop
+        rendezvous._Handshake.host_store = rendezvous._Handshake.join_store = stop
     elif WHERE == "process group":
         process.dist.init_process_group = stop
     else:

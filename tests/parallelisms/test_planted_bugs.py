@@ -180,7 +180,7 @@ def key_gradients_stay() -> None:
 
     def carry(self: Any, keys: Tensor, dtype: torch.dtype, backward: Callable) -> Tensor:
         mine = torch.zeros_like(keys, dtype=dtype)
-        for block, at_hand in self._round(keys):
+        for block, at_hand in self._ring_steps(keys):
             due = mine if block == self.rank else torch.zeros_like(mine)
             backward(self._pair(block), at_hand, due)
         return mine
@@ -204,19 +204,19 @@ def late_pieces_as_they_come() -> None:
 
 def halo_one_token_short() -> None:
     """The first query of a piece lacks the first key of its window, which another rank holds."""
-    run = halo._run
-    halo._run = lambda queries, numbers, window: run(queries, numbers, window - 1)
+    run = halo._visible_keys
+    halo._visible_keys = lambda queries, numbers, window: run(queries, numbers, window - 1)
 
 
 def halo_of_one_piece() -> None:
     """A piece that lies farther away than the one before, and still in the window, is skipped."""
-    run = halo._run
+    run = halo._visible_keys
 
     def shortened(queries: Any, numbers: Any, window: int) -> Any:
         keys = run(queries, numbers, window)
         return keys[keys >= queries[0] - len(queries)]
 
-    halo._run = shortened
+    halo._visible_keys = shortened
 
 
 def halo_gradients_stay() -> None:

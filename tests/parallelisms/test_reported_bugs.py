@@ -192,7 +192,7 @@ def gradient_of_first_copy() -> None:
         parts = rows.split(sent[:: self.etp])
         return torch.cat([part if i == 0 else part.detach() for part in parts for i in each])
 
-    expert.AllToAll._copies = copies  # type: ignore[method-assign]
+    expert.AllToAll._repeat = copies  # type: ignore[method-assign]
 
 
 def routers_not_reduced() -> None:

@@ -112,7 +112,7 @@ def test_a_restart_logs_cause_and_parts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "10")
-    monkeypatch.setattr(attempts, "_started", time.time)  # this process may be an hour old
+    monkeypatch.setattr(attempts, "_process_start", time.time)  # this process may be an hour old
     first = attempt(tmp_path, 0, step=0)
     first.note_hosts(HOSTS)
     for rank in (0, 1, 3):

@@ -61,7 +61,7 @@ def silent() -> Iterator[int]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks wait a second longer than rank 0."""
-    monkeypatch.setattr(rendezvous, "_LATER_SECONDS", 1)
+    monkeypatch.setattr(rendezvous, "_EXTRA_SECONDS", 1)
 
 
 def started(call: Callable, *args: object) -> Future:
@@ -232,7 +232,7 @@ def test_values_come_to_rank_0_or_their_ranks_are_named(
     assert first.gather_at_rank_0("machine", "mine") == ["mine", "of 1", "of 2"]
     others[0].gather_at_rank_0("more", "")
     first.timeout_seconds = 1
-    monkeypatch.setattr(rendezvous, "_LATER_SECONDS", 0)
+    monkeypatch.setattr(rendezvous, "_EXTRA_SECONDS", 0)
     with pytest.raises(RankError, match=r"^ranks 2 have not sent 'more' to rank 0 within 1 sec"):
         first.gather_at_rank_0("more", "")
     assert meet(Place(0, 0, 1), 1).gather_at_rank_0("machine", "mine") == ["mine"]
@@ -256,11 +256,11 @@ def test_values_of_a_rank_0_that_stops_or_ends(
         second = started(meet, Place(1, 1, 2), 100).result(120)
         assert second.broadcast_from_rank_0("greeting") == "hello"
         second.timeout_seconds = 1
-        monkeypatch.setattr(rendezvous, "_LATER_SECONDS", 0)
-        with pytest.raises(RankError, match="rank 1 has not got 'lock' from rank 0 within 1 sec"):
+        monkeypatch.setattr(rendezvous, "_EXTRA_SECONDS", 0)
+        with pytest.raises(RankError, match="rank 1 has not received 'lock' from rank 0 within 1"):
             second.broadcast_from_rank_0("lock")
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(RankError, match="rank 1 has not got 'more' from rank 0 within 1 sec"):
+        with pytest.raises(RankError, match="rank 1 has not received 'more' from rank 0 within 1"):
             second.broadcast_from_rank_0("more")
         process.kill()
         with pytest.raises(PeerError, match="rank 0 has ended"):

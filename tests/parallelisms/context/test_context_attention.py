@@ -253,7 +253,7 @@ VARIANTS: list[tuple[CpMethod, int, dict[str, Any]]] = [
     ("hierarchical", 4, {"sinks": True, "softcap": 2.0, "packing": True, "kv_heads": 1}),
     ("hierarchical", 8, {"inner": 2}),
     ("hierarchical", 8, {"inner": 4, "packing": True}),
-    # a halo: nothing, one token, a part of a piece, a piece, more than one, more than a block, all
+    # a halo: nothing, one token, a part of a chunk, a chunk, more than one, more than a block, all
     *[("ring", 2, {"window": window, "kv_heads": 1}) for window in (2, 7, 12, 13, 29, 47, 48)],
     *[("ring", 4, {"window": window, "packing": True}) for window in (2, 4, 7, 13, 40)],
     ("ring", 2, {"window": 1, "sinks": True}),

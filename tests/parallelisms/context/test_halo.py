@@ -16,7 +16,7 @@ from dtron.data.loader import _move_documents
 from dtron.parallelisms.context import halo as halos
 from dtron.parallelisms.context.attention import ContextAttention
 from dtron.parallelisms.context.layout import layout_of, table_names
-from dtron.parallelisms.context.load_balance import lengths
+from dtron.parallelisms.context.load_balance import document_lengths
 from dtron.parallelisms.context.ring import RingBlocks
 from dtron.parallelisms.context.split import Split
 from tests.harness import run_ranks
@@ -36,10 +36,10 @@ def seen_by(split: Split, window: int, ranks: list[int]) -> tuple[set[int], set[
     n = 2 * split.cp
     held, seen = set(), set()
     for row in range(BATCH):
-        sizes = [TOKENS] if split.documents is None else lengths(split.documents[row])
+        sizes = [TOKENS] if split.documents is None else document_lengths(split.documents[row])
         starts = (np.cumsum(sizes) - sizes).repeat(sizes)
         for place in range(TOKENS):
-            number = split.piece[row, place]
+            number = split.chunk[row, place]
             if number in ranks or n - 1 - number in ranks:
                 held.add(row * TOKENS + place)
                 first = max(starts[place], place - window + 1)
@@ -101,7 +101,7 @@ def transfers(method: CpMethod, window: int) -> list[tuple[int, int]]:
     def refused(*_: Any) -> Any:
         raise AssertionError("a block was passed on")
 
-    halos.all_to_all, RingBlocks._pass_on = counted, refused  # type: ignore[method-assign]
+    halos.all_to_all, RingBlocks._send_receive = counted, refused  # type: ignore[method-assign]
     q, k, v = (torch.randn(1, TOKENS // cp, 4, 4, requires_grad=True) for _ in range(3))
     attention = ContextAttention(method, shape, between, inside, "math", window)
     attention(q, k, v).sum().backward()

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from dtron.parallelisms.context.load_balance import held, lengths, pieces, work
+from dtron.parallelisms.context.load_balance import (
+    chunk_numbers,
+    document_lengths,
+    pairs_per_rank,
+    tokens_of_rank,
+)
 
 
 def drawn(seed: int, rows: int, length: int) -> np.ndarray:
@@ -16,29 +21,29 @@ def drawn(seed: int, rows: int, length: int) -> np.ndarray:
 
 
 def test_one_document_is_held_from_both_ends() -> None:
-    piece = pieces(None, (1, 8), 4)
-    assert held(piece, 0, 4).tolist() == [[0, 1, 6, 7]]
-    assert held(piece, 1, 4).tolist() == [[2, 3, 4, 5]]
+    chunk = chunk_numbers(None, (1, 8), 4)
+    assert tokens_of_rank(chunk, 0, 4).tolist() == [[0, 1, 6, 7]]
+    assert tokens_of_rank(chunk, 1, 4).tolist() == [[2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 def test_causal_work_is_even(ranks: int) -> None:
-    pairs = work(pieces(None, (3, 4 * ranks), 2 * ranks), None, 2 * ranks)
+    pairs = pairs_per_rank(chunk_numbers(None, (3, 4 * ranks), 2 * ranks), None, 2 * ranks)
     assert len(set(pairs.tolist())) == 1
     assert pairs.sum() == 3 * (4 * ranks) * (4 * ranks + 1) // 2
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_piece_has_as_many_tokens_of_each_row(seed: int) -> None:
+def test_every_chunk_has_as_many_tokens_of_each_row(seed: int) -> None:
     n = 2 ** (1 + seed % 4)
     documents = drawn(seed, 3, n * (1 + seed))
-    piece = pieces(documents, documents.shape, n)
-    for row in piece:
+    chunk = chunk_numbers(documents, documents.shape, n)
+    for row in chunk:
         assert (np.bincount(row, minlength=n) == 1 + seed).all()
-    for row, own in zip(piece, documents, strict=True):
+    for row, own in zip(chunk, documents, strict=True):
         for document in np.unique(own):
-            assert (np.diff(row[own == document]) >= 0).all()  # pieces follow each other
-    everything = np.concatenate([held(piece, rank, n) for rank in range(n // 2)], axis=1)
+            assert (np.diff(row[own == document]) >= 0).all()  # chunks follow each other
+    everything = np.concatenate([tokens_of_rank(chunk, rank, n) for rank in range(n // 2)], axis=1)
     assert (np.sort(everything, axis=1) == np.arange(documents.shape[1])).all()
 
 
@@ -46,9 +51,10 @@ def test_work_of_packed_documents_is_nearly_even() -> None:
     """A rank's share differs by what is left over of each document, 2 * cp tokens at most."""
     documents = np.repeat(np.arange(16), [100, 500, 1000, 37, 463, 900, 100, 996] * 2)[None]
     assert documents.shape == (1, 8192)
-    pairs = work(pieces(documents, (1, 8192), 8), documents, 8)
-    of_documents = lengths(documents[0])
+    pairs = pairs_per_rank(chunk_numbers(documents, (1, 8192), 8), documents, 8)
+    of_documents = document_lengths(documents[0])
     assert pairs.sum() == (of_documents * (of_documents + 1) // 2).sum()
     assert pairs.max() / pairs.mean() < 1.01
-    of_one = work(pieces(None, (1, 8192), 8), documents, 8)  # cut as if it were one document
+    # Sharded as if the sequence were one document.
+    of_one = pairs_per_rank(chunk_numbers(None, (1, 8192), 8), documents, 8)
     assert of_one.max() / of_one.mean() > pairs.max() / pairs.mean()

@@ -1,4 +1,4 @@
-"""The pictures of experts' ranks and rows are what a run has, and those of the docs are new."""
+"""The pictures of expert shards and dispatch match a run, and those of the docs are up to date."""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dtron.parallelisms import Mesh
-from dtron.parallelisms.draw.dispatch import Row, drawn_choices, journey, main, views
+from dtron.parallelisms.draw.dispatch import TokenCopy, dispatch, main, random_choices, views
 from dtron.parallelisms.expert.expert_parallel import AllToAll
 from tests.harness import run_ranks
 
@@ -20,7 +20,7 @@ PICTURES = {
 
 
 def place() -> tuple[list[int], list[int]]:
-    """On one rank: its index on the axes of all else, and on those of experts."""
+    """On one rank: its index on the axes of the dense part, and on those of the experts."""
     mesh = Mesh(cp=2, tp=2, ep=2, etp=2)
     dense = [mesh.rank(axis) for axis in ("dp_shard", "cp", "tp")]
     return dense, [mesh.experts.get_local_rank(axis) for axis in ("edp_shard", "ep", "etp")]
@@ -28,13 +28,13 @@ def place() -> tuple[list[int], list[int]]:
 
 def test_ranks_are_those_of_a_mesh() -> None:
     found = views({"dp_shard": 2, "cp": 2, "tp": 2}, ep=2, etp=2)
-    for rank, (dense, apart) in enumerate(run_ranks(8, place)):
-        assert list(found.place(rank, apart=False)) == dense
-        assert list(found.place(rank, apart=True)) == apart
+    for rank, (dense, experts) in enumerate(run_ranks(8, place)):
+        assert list(found.place(rank, experts=False)) == dense
+        assert list(found.place(rank, experts=True)) == experts
 
 
-def dispatch(rows: list[list[Row]], n_experts: int) -> tuple[list, list]:
-    """On one rank: what the dispatcher hands to the experts, and what comes back."""
+def dispatched(rows: list[list[TokenCopy]], n_experts: int) -> tuple[list, list]:
+    """On one rank: token copies that the experts receive, and that are combined."""
     mine = torch.tensor(rows[dist.get_rank()], dtype=torch.float32).requires_grad_()
     counts = torch.bincount(mine[:, 2].long(), minlength=n_experts)
     seen = []
@@ -51,11 +51,11 @@ def dispatch(rows: list[list[Row]], n_experts: int) -> tuple[list, list]:
     return seen, list(map(tuple, back.long().tolist()))
 
 
-def test_rows_are_those_that_experts_get() -> None:
-    found = journey(drawn_choices(4, 8, tokens=5, top_k=2), 8)
-    for rank, (seen, back) in enumerate(run_ranks(4, dispatch, found.sorted, 8)):
-        assert seen == found.computed[rank]
-        assert back == found.sorted[rank]
+def test_token_copies_are_those_that_experts_receive() -> None:
+    found = dispatch(random_choices(4, 8, tokens=5, top_k=2), 8)
+    for rank, (seen, back) in enumerate(run_ranks(4, dispatched, found.sent, 8)):
+        assert seen == found.by_expert[rank]
+        assert back == found.sent[rank]
 
 
 @pytest.mark.parametrize("name", PICTURES)

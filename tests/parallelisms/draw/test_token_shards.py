@@ -1,4 +1,4 @@
-"""The pictures of who holds which tokens are what `Split` gives, and those of the docs are new."""
+"""The pictures of token shards match `Split`, and those of the docs are up to date."""
 
 import re
 from pathlib import Path
@@ -9,15 +9,15 @@ import torch
 
 from dtron.errors import ConfigError
 from dtron.parallelisms import Split
-from dtron.parallelisms.draw.token_shards import draw, main, shares, title_of
+from dtron.parallelisms.draw.token_shards import draw, main, shard_documents, title_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 PICTURES = {"one-document": (32,), "two-documents": (19, 13)}
 
 
 @pytest.mark.parametrize("lengths", [(32,), (19, 13), (1, 30, 1), (8, 8, 16)], ids=str)
-def test_shares_are_those_of_a_run(lengths: tuple[int, ...]) -> None:
-    found = shares(lengths, 4)
+def test_shards_are_those_of_a_run(lengths: tuple[int, ...]) -> None:
+    found = shard_documents(lengths, 4)
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
     split = Split(documents, (1, 32), 4)
     for rank in range(4):
@@ -32,7 +32,7 @@ def test_shares_are_those_of_a_run(lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures(name: str) -> None:
     """Each token is drawn twice, among all and in its rank's row; the file is what is drawn now."""
-    found = shares(PICTURES[name], 4)
+    found = shard_documents(PICTURES[name], 4)
     picture = draw(found, title_of(found))
     root = ElementTree.fromstring(picture)
     boxes = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if e.get("stroke")]
@@ -51,7 +51,7 @@ def test_main_draws_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_excess_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command that the page shows prints the figure that it tells."""
+    """The command on the page prints the figure that the page gives."""
     text = (DOCS / "context.md").read_text()
     command, messages = re.findall(
         r"token_shards (--cp 4 --documents .*)\n```\n\n.*?([\d.]+%)", text
@@ -62,4 +62,4 @@ def test_the_excess_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_empty_documents_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        shares((4, 0, 4), 1)
+        shard_documents((4, 0, 4), 1)

@@ -1,4 +1,4 @@
-"""Rows of experts by peers' memory: the ways, any loads, late ranks, bounds that are exceeded."""
+"""Rows of experts by peers' memory: routes, any loads, late ranks, bounds that are exceeded."""
 
 import functools
 import gc
@@ -71,7 +71,7 @@ def test_ways_are_those_of_a_sort(loads: str, ep: int, etp: int, most: int) -> N
     ]
     each = EXPERTS // ep
     for rank in range(ep * etp):
-        ways, mine = routes_of(ends, torch.tensor([rank]), etp, ROWS, most), rank // etp
+        routes, mine = routes_of(ends, torch.tensor([rank]), etp, ROWS, most), rank // etp
         sorted_rows = {
             owner: sorted(
                 (expert, sender, row)
@@ -83,11 +83,13 @@ def test_ways_are_those_of_a_sort(loads: str, ep: int, etp: int, most: int) -> N
         }
         own = sorted_rows[mine][:most]
         there = [sender * ROWS + row for _, sender, row in own]
-        assert ways.there.tolist() == there + [NONE] * (most - len(there))
-        assert int(ways.n_rows) == len(sorted_rows[mine])
+        assert routes.dispatch.tolist() == there + [NONE] * (most - len(there))
+        assert int(routes.n_rows) == len(sorted_rows[mine])
         wanted = [sum(e <= mine * each + i for e, _, _ in own) for i in range(each)]
-        assert ways.offsets.tolist() == wanted
-        for row, (expert, slot) in enumerate(zip(experts[rank], ways.back.tolist(), strict=True)):
+        assert routes.offsets.tolist() == wanted
+        for row, (expert, slot) in enumerate(
+            zip(experts[rank], routes.combine.tolist(), strict=True)
+        ):
             if expert == EXPERTS:
                 assert slot == NONE
                 continue
@@ -164,7 +166,7 @@ def test_equals_all_to_all(world: int, etp: int) -> None:
 
 def with_late_rank(late: int) -> None:
     wanted = moved(SymmetricMemory, "random", 1, 3)
-    put, meet = Mailbox.moved, PeerMemory.barrier
+    put, meet = Mailbox.start_pull, PeerMemory.barrier
 
     def put_late(self: Mailbox, *args: Any) -> Any:
         be_late(late)
@@ -178,7 +180,7 @@ def with_late_rank(late: int) -> None:
         setattr(of, name, method)
         for one, other in zip(moved(SymmetricMemory, "random", 1, 3), wanted, strict=True):
             assert torch.equal(one, other)
-        Mailbox.moved, PeerMemory.barrier = put, meet  # type: ignore[method-assign]
+        Mailbox.start_pull, PeerMemory.barrier = put, meet  # type: ignore[method-assign]
 
 
 def be_late(rank: int) -> None:
@@ -229,13 +231,13 @@ def in_flight(
     if mode != "full":
         compile_blocks(named, options)
     put: list[tuple[int, ...]] = []
-    moved = Mailbox.moved
+    moved = Mailbox.start_pull
 
     def seen(self: Mailbox, rows: Tensor, *args: Any) -> Any:
         put.append((*rows.shape, *args[0].shape))
         return moved(self, rows, *args)
 
-    Mailbox.moved = seen  # type: ignore[method-assign]
+    Mailbox.start_pull = seen  # type: ignore[method-assign]
     inputs = [drawn("random", rank, i) for i in range(3)]
     losses: dict[int, Tensor] = {}
     for way, i in zip("ffbfbb", (0, 1, 0, 2, 1, 2), strict=True):
@@ -247,7 +249,7 @@ def in_flight(
         for layer in layers:
             hidden = layer(hidden, offsets)
         losses[i] = (hidden * (rank + i + 1)).square().sum()
-    Mailbox.moved = moved  # type: ignore[method-assign]
+    Mailbox.start_pull = moved  # type: ignore[method-assign]
     gradients = [layer.weight.grad for layer in layers] + [rows.grad for rows, _ in inputs]
     return [gradient for gradient in gradients if gradient is not None], put
 
@@ -434,15 +436,15 @@ def lose_in_two_layers(dispatcher: SymmetricMemory) -> None:
 def have_uneven_rows(dispatcher: SymmetricMemory) -> None:
     lose(dispatcher, "blocks.0.experts", 20)  # memory for either number of rows
     slots: list[Tensor] = []
-    moved = Mailbox.moved
+    moved = Mailbox.start_pull
 
     def seen(self: Mailbox, rows: Tensor, *args: Any) -> Any:
         slots.append(args[0])
         return moved(self, rows, *args)
 
-    Mailbox.moved = seen  # type: ignore[method-assign]
+    Mailbox.start_pull = seen  # type: ignore[method-assign]
     out = lose(dispatcher, "blocks.0.experts", 20 - 12 * dist.get_rank())
-    Mailbox.moved = moved  # type: ignore[method-assign]
+    Mailbox.start_pull = moved  # type: ignore[method-assign]
     assert out.isnan().all()
     assert len(slots) == 3
     assert all(int(table.max()) < 2 * 8 for table in slots)  # the smaller one's, too
