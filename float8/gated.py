@@ -1,15 +1,15 @@
 """A gated feed-forward layer in float8 as one function: down(silu(gate(x)) * up(x)).
 
-One cast of x serves gate and up, and what is between the products is never stored in high
-precision: silu(gate) up and both of its gradients go from the products' results to float8, as they
-are and transposed, by the kernels of `dtron/kernels/float8.py`:
+One cast of x serves gate and up. silu(gate) up and its two gradients are never stored in high
+precision: the kernels of `dtron/kernels/float8.py` cast them, plain and transposed, from the
+results of the matmuls:
 
     forward    x8 -> gate, up -> (largest, cast) -> h8 -> output
     backward   grad8 -> h' -> (largest, cast) -> gate8', up8', h8 -> gradients of x and of weights
 
-Kept for the backward: x8, gate and up. The numbers are those of the three layers alone, but for
-the rounding of h and its gradients to the dtype of computation in between, which is left out. Where
-casts are measured (`probe`) the three layers run alone.
+Saved for the backward: x8, gate and up. The values are those of three separate layers, except that
+h and its gradients are not rounded to the dtype of computation first. With a `probe` the three
+layers run separately.
 
 Shapes: N tokens, D width, F hidden width. Recipes with one scale a tensor only.
 """
@@ -30,7 +30,7 @@ from dtron.float8.casting import (
     shared,
     turn_weight,
 )
-from dtron.float8.linear import Float8Linear, ahead, gathered, largest, one_of
+from dtron.float8.linear import Float8Linear, amax_of, scale_at
 from dtron.float8.products import product
 from dtron.float8.weight_gradient import Deferred, Operands, input_gradient
 from dtron.kernels.float8 import (
@@ -70,13 +70,10 @@ class Float8GatedUnit(nn.Module):
         if any(layer.probe is not None for layer in layers):
             return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
         rows = x.reshape(-1, x.shape[-1])
-        calls = [layer.weight_of_call(rows, layer.weight) for layer in layers]
-        own, numbers = zip(*calls, strict=True)
-        pairs = zip(layers, own, strict=True)
-        weights = [part for layer, w in pairs for part in (w, *gathered(layer.weight))]
-        weights += [part for layer in layers for part in ahead(layer)]
+        calls = [layer.matmul_arguments(rows, layer.weight) for layer in layers]
+        arguments = [value for kind in zip(*calls, strict=True) for value in kind]
         settings = (self.gate.recipe, self.gate.emulate, self.gate.groups.cp)
-        out = _Gated.apply(rows, *weights, *numbers, settings)
+        out = _Gated.apply(rows, *arguments, settings)
         assert isinstance(out, Tensor)
         return out.view(x.shape)
 
@@ -85,29 +82,27 @@ class Float8GatedUnit(nn.Module):
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        """(N, D), and of gate, up and down the weight, and data and scale where it comes in
-        float8; then of the three leaf and scales of `Delayed`; then the numbers of the sites that
-        defer their weights' gradients -> (N, D)."""
-        *parts, settings = rest
+        """(N, D), and `Float8Linear.matmul_arguments` of gate, up and down by kind, weights first
+        -> (N, D)."""
+        *arguments, settings = rest
         recipe, emulate, groups = settings
         casts, fast = recipe.output, recipe.output.fast_accumulation
-        given, leaf = [parts[i : i + 3] for i in (0, 3, 6)], parts[9]
-        known, numbers = parts[10:15:2], parts[15:]
+        high, data, scales, leaves, known, numbers = (arguments[i : i + 3] for i in range(0, 18, 3))
+        leaf = leaves[0]
         weights = [
-            quantize_weight(w, data, scale, casts.right, known=one_of(scales, 1))
-            for (w, data, scale), scales in zip(given, known, strict=True)
+            quantize_weight(w, w8, scale, casts.right, known=scale_at(delayed, 1))
+            for w, w8, scale, delayed in zip(high, data, scales, known, strict=True)
         ]
-        x8 = quantize(x, casts.left, groups, one_of(known[0], 0))
+        x8 = quantize(x, casts.left, groups, scale_at(known[0], 0))
         gate, up = (product(x8, w8, x.dtype, emulate, fast) for w8 in weights[:2])
-        scale, seen = one_of(known[2], 0), None
+        scale, seen = scale_at(known[2], 0), None
         if scale is None or leaf is not None:
             amax = gated_amax(gate, up)
-            seen = None if leaf is None else torch.cat([largest(x), amax.float().view(1)])
+            seen = None if leaf is None else torch.cat([amax_of(x), amax.float().view(1)])
             scale = scale_of(shared(amax, groups), casts.left) if scale is None else scale
         h8 = Scaled(gated_cast(gate, up, scale, casts.left.dtype), scale, casts.left)
-        held = [w if data is None else data for w, data, _ in given]
-        scales = [w8.scale for w8 in weights]
-        others = (*known, *held, *scales, *numbers)
+        held = [w if w8 is None else w8 for w, w8 in zip(high, data, strict=True)]
+        others = (*known, *held, *(w8.scale for w8 in weights), *numbers)
         ctx.save_for_backward(x8.data, x8.scale, gate, up, scale, seen, *others)
         ctx.settings, ctx.dtype = settings, x.dtype
         return product(h8, weights[2], x.dtype, emulate, fast)
@@ -123,7 +118,7 @@ class _Gated(torch.autograd.Function):
             return input_gradient(left, right, ctx.dtype, recipe, emulate, deferred)
 
         cast, of_x = recipe.grad_input.left, recipe.grad_weight.right
-        grad8, grad8_turned = quantize_both(grad, cast, groups, one_of(known[2], 2))
+        grad8, grad8_turned = quantize_both(grad, cast, groups, scale_at(known[2], 2))
         of_h = to_input(grad8, 2)
         amax = gated_backward_amax(gate, up, of_h)
         if known[0] is None or known[1] is None:
@@ -135,7 +130,7 @@ class _Gated(torch.autograd.Function):
         gate_scale, up_scale = of_both.view(2, 1, 1)
         gate8, up8 = Scaled(of_gate, gate_scale, cast), Scaled(of_up, up_scale, cast)
         x8, turns = Scaled(x, x_scale, of_x), True
-        needed = ctx.needs_input_grad[1:10:3]
+        needed = ctx.needs_input_grad[1:4]
         if needed[0] or needed[1]:  # once for both
             x8, turns = x8.turned(grad), False
         operands = (
@@ -158,11 +153,6 @@ class _Gated(torch.autograd.Function):
         found: tuple[Tensor | None, ...] = (None, None, None)
         if seen is not None:
             seen_x, seen_h = seen.float().split(1)
-            pairs = ((seen_x, amax[:1]), (seen_x, amax[1:]), (seen_h, largest(grad)))
+            pairs = ((seen_x, amax[:1]), (seen_x, amax[1:]), (seen_h, amax_of(grad)))
             found = tuple(torch.cat([forward, back.float()]) for forward, back in pairs)
-        return (
-            of_input,
-            *(part for w in of_weights for part in (w, None, None)),
-            *(part for gradient in found for part in (gradient, None)),
-            *[None] * 4,
-        )
+        return of_input, *of_weights, *[None] * 6, *found, *[None] * 7

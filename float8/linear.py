@@ -1,10 +1,10 @@
-"""A linear layer whose products are float8 by a recipe; its weight stays what it was.
+"""A linear layer whose matmuls are float8 by a recipe; its weight keeps its dtype.
 
     output       x8 w8^T       grad_input   g8 w8       grad_weight   g8^T x8
 
-Under tp it works on local tensors, as `parallelisms/tensor/tensor_parallel.py` splits them. Whoever
-holds a part of an operand that has one scale shares it (`whole` tiles of tensorwise): then every
-layout of ranks computes what one process computes.
+Under tp it works on local tensors, split as `parallelisms/tensor/tensor_parallel.py` does. Ranks
+that hold shards of an operand with a per-tensor scale share the scale, so that every layout
+computes the values of one process:
 
     weight is split       input            weight      grad
     not                   cp               -           cp
@@ -12,11 +12,11 @@ layout of ranks computes what one process computes.
     by rows (colwise)     cp               tp          cp and tp
     by columns (rowwise)  cp and tp        tp          cp
 
-Data-parallel ranks share nothing: a scale belongs to a micro-batch, and its rank holds all of it.
-With delayed scales (delayed.py) nobody shares anything here: they are known before the step.
+Data-parallel ranks share no scale: it belongs to a micro-batch, which is on one of them. Delayed
+scales (delayed.py) are known before the step, and nothing is shared here.
 
-Kept for the backward: the float8 input where the recipe's cast serves both products, else the input
-as it came; the weight, which FSDP gathers again, never a cast copy of it.
+Saved for the backward: the float8 input if the same cast serves grad_weight, else the input itself;
+the weight, which FSDP gathers again, never a cast copy of it.
 """
 
 import functools
@@ -44,13 +44,13 @@ from dtron.float8.weight_gradient import Operands, input_gradient
 from dtron.parallelisms.pipeline.weight_gradients import DeferringLinear
 
 Probe = Callable[[str, Tensor, Cast, tuple[str, ...], Tensor | None], None]
-"""(operand: input, weight or grad; (M, S), the cast of its first product, who shares its scale, the
-scale where it is known before) -> None."""
+"""(operand: input, weight or grad; (M, S); the cast of its first matmul; groups that share its
+scale; its scale, if it is already known) -> None."""
 
 
 @dataclass(frozen=True)
 class ScaleGroups:
-    """Names of process groups whose ranks hold parts of one tensor; empty where they are none."""
+    """Names of the process groups whose ranks hold shards of one tensor; may be empty."""
 
     tp: tuple[str, ...] = ()
     cp: tuple[str, ...] = ()
@@ -59,24 +59,19 @@ class ScaleGroups:
 
 @dataclass
 class Delayed:
-    """Scales of one layer that are known before its operands."""
+    """Delayed scales of one layer."""
 
     leaf: Tensor
-    """float32 (2,), not used itself; its gradient is the largest magnitude of the input and of the
-    output's gradient, so that each backward tells them once, however often the forward runs. Of a
-    layer that one forward calls twice it would be their sum: too large, never too small."""
+    """float32 (2,), whose values are not used: its gradient reports the amax of the input and of
+    the output's gradient once per backward, even with recomputation. If one forward calls the layer
+    twice, it is their sum: too large, never too small."""
     scales: Tensor | None = None
-    """float32 (3,), of input, weight and gradient; None: those of their values, which the ranks
-    share."""
-
-    def of(self, i: int) -> Tensor | None:
-        """One of the scales, (1, 1)."""
-        return one_of(self.scales, i)
+    """float32 (3,), of input, weight and gradient; None: current scales, which the ranks share."""
 
 
 @dataclass(frozen=True)
 class MatmulSettings:
-    """Of one call of a layer: its recipe, and who shares the scale of each operand."""
+    """Of one call of a layer: its recipe, and the groups that share the scale of each operand."""
 
     recipe: Recipe
     emulate: bool
@@ -89,8 +84,8 @@ class Float8Linear(DeferringLinear):
     """nn.Linear by a float8 recipe.
 
     Args:
-        emulate: multiply in float32 what the float8 numbers stand for.
-        groups: who shares scales.
+        emulate: multiply the dequantised operands.
+        groups: ranks that share scales.
     """
 
     def __init__(
@@ -107,14 +102,14 @@ class Float8Linear(DeferringLinear):
         self.probe: Probe | None = None
         self.delayed: Delayed | None = None
         self.input_gradient: Placement = Partial()
-        """Placement of the input's gradient where the weight is split by rows: a part of a sum; or
-        Replicate() where what gathered the input sums it up itself."""
+        """Placement of the input's gradient if the weight is split by rows; Replicate() if the
+        function that gathered the input reduces the gradient."""
 
     @classmethod
     def of(
         cls, linear: nn.Linear, recipe: Recipe, emulate: bool, groups: ScaleGroups
     ) -> "Float8Linear":
-        """The same layer in float8, with the linear's own parameters."""
+        """A float8 layer with the linear's parameters."""
         with torch.device("meta"):
             made = cls(linear.in_features, linear.out_features, False, recipe, emulate, groups)
         made.weight, made.bias = linear.weight, linear.bias
@@ -129,15 +124,15 @@ class Float8Linear(DeferringLinear):
         return out if self.bias is None else out + self.bias
 
     def token_groups(self) -> tuple[str, ...]:
-        """Groups whose ranks have other tokens of the micro-batch, if the weight is not split."""
+        """Groups whose ranks hold other tokens of the micro-batch, if the weight is not split."""
         return self.groups.cp
 
     def extra_repr(self) -> str:
-        """The recipe beside the sizes."""
+        """Sizes and recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}, emulate={self.emulate}"
 
     def _split(self, x: Tensor, weight: DTensor) -> Tensor:
-        """A weight split over tp, by its rows or columns, on local tensors."""
+        """The forward with a weight split over tp, by rows or columns."""
         layout = (*getattr(x, "placements", ()), *weight.placements)
         mesh, last, groups = weight.device_mesh, Shard(x.dim() - 1), self.groups
         bias: Any = self.bias
@@ -151,17 +146,12 @@ class Float8Linear(DeferringLinear):
             settings = self._settings(groups.both, groups.tp, groups.cp)
             out = self._multiply(x.to_local(), weight.to_local(), settings)
             out = DTensor.from_local(out, mesh, [Partial()], run_check=False)
-            # Added to parts of a sum, a whole bias goes to one of them: it counts once.
+            # DTensor adds a replicated bias to one of the partial sums.
             return out if bias is None else out + bias
         raise PlacementError(
             f"a float8 layer whose input and weight are split as {layout}; use colwise() or "
             "rowwise(), or leave the layer out of float8.filter"
         )
-
-    def settings_over_ranks(self) -> MatmulSettings:
-        """Settings where each rank casts its shard of what is sent: shards of the input and of the
-        gradient are on the ranks of tp and cp, of the weight on those of tp."""
-        return self._settings(self.groups.both, self.groups.tp, self.groups.both)
 
     def _settings(
         self, input: tuple[str, ...], weight: tuple[str, ...], grad: tuple[str, ...]
@@ -169,73 +159,80 @@ class Float8Linear(DeferringLinear):
         return MatmulSettings(self.recipe, self.emulate, input, weight, grad)
 
     def _multiply(self, x: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor:
-        """(..., K) times the local weight (O, K), as it is or gathered in float8."""
+        """(..., K) times the local weight (O, K)."""
         rows = x.reshape(-1, x.shape[-1])
-        own, number = self.weight_of_call(rows, weight)
-        out = _Linear.apply(rows, own, *gathered(weight), *ahead(self), number, settings)
+        out = _Linear.apply(rows, *self.matmul_arguments(rows, weight), settings)
         assert isinstance(out, Tensor)
-        self.show(rows, weight, out, settings)
+        self.run_probe(rows, weight, out, settings)
         return out.view(*x.shape[:-1], -1)
 
-    def show(self, x: Tensor, weight: Tensor, out: Tensor, settings: MatmulSettings) -> None:
-        """Tell the probe, where there is one, of a call's operands; a weight that came in float8
-        was cast elsewhere.
+    def matmul_arguments(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+        """Arguments of an autograd function that multiplies x with a layer's weight.
+
+        Returns:
+            (weight; its float8 data and scale, if it was gathered in float8; leaf and scales of
+            `Delayed`, if scales are delayed; number of the `Site` that defers its gradient).
+        """
+        local_weight, number = self.weight_of_call(x, weight)
+        leaf = None if self.delayed is None else self.delayed.leaf
+        return local_weight, *gathered_float8(weight), leaf, self._delayed_scales(), number
+
+    def run_probe(self, x: Tensor, weight: Tensor, out: Tensor, settings: MatmulSettings) -> None:
+        """Call the probe, if there is one, with the operands that a call casts.
 
         Args:
-            x: (M, K), as it is cast.
-            weight: (O, K), the rank's part.
-            out: what the call gave, whose gradient is cast.
+            x: (M, K).
+            weight: (O, K), the rank's shard.
+            out: the call's result, whose gradient is cast.
         """
         if self.probe is None:
             return
-        of_x, of_weight = self._known(0), self._known(1)
-        self.probe("input", x.detach(), settings.recipe.output.left, settings.input, of_x)
-        if gathered(weight)[0] is None:
-            cast = settings.recipe.output.right
-            self.probe("weight", weight.detach(), cast, settings.weight, of_weight)
+        recipe, scales = settings.recipe, self._delayed_scales()
+        self.probe("input", x.detach(), recipe.output.left, settings.input, scale_at(scales, 0))
+        if gathered_float8(weight)[0] is None:
+            cast, scale = recipe.output.right, scale_at(scales, 1)
+            self.probe("weight", weight.detach(), cast, settings.weight, scale)
         if out.requires_grad:
-            out.register_hook(functools.partial(self._show_grad, settings))
+            out.register_hook(functools.partial(self._probe_grad, settings))
 
-    def _show_grad(self, settings: MatmulSettings, grad: Tensor) -> None:
+    def _probe_grad(self, settings: MatmulSettings, grad: Tensor) -> None:
         if self.probe is not None:
-            cast = settings.recipe.grad_input.left
-            self.probe("grad", grad.detach(), cast, settings.grad, self._known(2))
+            cast, scale = settings.recipe.grad_input.left, scale_at(self._delayed_scales(), 2)
+            self.probe("grad", grad.detach(), cast, settings.grad, scale)
 
-    def _known(self, i: int) -> Tensor | None:
-        return None if self.delayed is None else self.delayed.of(i)
+    def _delayed_scales(self) -> Tensor | None:
+        return None if self.delayed is None else self.delayed.scales
 
 
 class TokenwiseLinear(Float8Linear):
-    """A layer whose weight is whole on each tp rank, which multiplies its own tokens."""
+    """A layer whose weight is replicated over tp; each rank multiplies its own tokens.
+
+    Layers that share an input, as in latent attention, each cast it. In a compiled block the casts
+    and their all-reduces are common subexpressions, which AOTAutograd computes once.
+    """
 
     def token_groups(self) -> tuple[str, ...]:
         """See `Float8Linear.token_groups`."""
         return self.groups.both
 
 
-def gathered(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def gathered_float8(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Data and scale of a weight that was gathered in float8 (all_gather.py); else None."""
     return getattr(weight, "_data", None), getattr(weight, "_scale", None)
 
 
-def ahead(layer: Float8Linear) -> tuple[Tensor | None, Tensor | None]:
-    """Leaf and scales of a layer whose scales are delayed; else None."""
-    delayed = layer.delayed
-    return (None, None) if delayed is None else (delayed.leaf, delayed.scales)
-
-
-def one_of(scales: Tensor | None, i: int) -> Tensor | None:
-    """(1, 1), of the scales of `Delayed`; None where there are none."""
+def scale_at(scales: Tensor | None, i: int) -> Tensor | None:
+    """One of the scales of `Delayed`, (1, 1); None if there are none."""
     return None if scales is None else scales[i].view(1, 1)
 
 
-def largest(x: Tensor) -> Tensor:
+def amax_of(x: Tensor) -> Tensor:
     """The largest magnitude, float32 (1,)."""
     return magnitude(x).float().view(1)
 
 
-# Without it dynamo of torch 2.11 gives gradients of zero, without a word, for a function whose
-# result is made of casts alone. 2.13 does not need it.
+# Without allow_in_graph dynamo of torch 2.11 returns zero gradients, without an error, for a
+# function whose result consists of casts only. 2.13 does not need it.
 @torch.compiler.allow_in_graph
 class _Linear(torch.autograd.Function):
     @staticmethod
@@ -250,71 +247,50 @@ class _Linear(torch.autograd.Function):
         number: Tensor | None,
         settings: MatmulSettings,
     ) -> Tensor:
-        """(N, K), (O, K) -> (N, O); `data` and `scale` are a weight that is float8 already, `leaf`
-        and `scales` those of `Delayed`, `number` of the site that defers the weight's gradient."""
+        """(N, K), (O, K) -> (N, O); see `Float8Linear.matmul_arguments`."""
         recipe = settings.recipe
-        of_x, of_weight = recipe.output.left, recipe.output.right
-        x8 = quantize(x, of_x, settings.input, one_of(scales, 0))
-        known = one_of(scales, 1)
-        weight8 = quantize_weight(weight, data, scale, of_weight, settings.weight, known)
-        seen = None if leaf is None else largest(x)
-        keeps = recipe.grad_weight is not None and recipe.grad_weight.right == of_x and of_x.turns
-        kept = (x8.data, x8.scale) if keeps else (x, None)
-        held = weight if data is None else data
-        ctx.save_for_backward(*kept, held, weight8.scale, seen, scales, number)
+        matmul, grad_weight = recipe.output, recipe.grad_weight
+        x8 = quantize(x, matmul.left, settings.input, scale_at(scales, 0))
+        weight_scale = scale_at(scales, 1)
+        weight8 = quantize_weight(weight, data, scale, matmul.right, settings.weight, weight_scale)
+        x_amax = None if leaf is None else amax_of(x)
+        reused = grad_weight is not None and grad_weight.right == matmul.left and matmul.left.turns
+        saved_x = (x8.data, x8.scale) if reused else (x, None)
+        saved_weight = weight if data is None else data
+        ctx.save_for_backward(*saved_x, saved_weight, weight8.scale, x_amax, scales, number)
         ctx.settings, ctx.dtype = settings, x.dtype
-        return product(x8, weight8, x.dtype, settings.emulate, recipe.output.fast_accumulation)
+        return product(x8, weight8, x.dtype, settings.emulate, matmul.fast_accumulation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, x_scale, weight, weight_scale, seen, scales, number = ctx.saved_tensors
-        recipe, settings = ctx.settings.recipe, ctx.settings
+        x, x_scale, weight, weight_scale, x_amax, scales, number = ctx.saved_tensors
+        settings, recipe, emulate = ctx.settings, ctx.settings.recipe, ctx.settings.emulate
         to_input, to_weight = recipe.grad_input, recipe.grad_weight
-        grad_x = grad_weight = turned = None
-        known = one_of(scales, 2)
-        found = None if seen is None else torch.cat([seen, largest(grad)])
+        grad_scale = scale_at(scales, 2)
+        grad_x = grad_weight = grad8_t = None
+
+        def weight_operands() -> Operands:
+            if to_weight is None:
+                return Operands(grad, x)
+            left = grad8_t or quantize(grad.t(), to_weight.left, settings.grad, grad_scale)
+            if x_scale is not None:
+                return Operands.of(left, Scaled(x, x_scale, to_weight.right), (False, True))
+            right = quantize(x.t(), to_weight.right, settings.input)
+            return Operands.of(left, right, (False, False))
+
         if ctx.needs_input_grad[0]:
-            due = ctx.needs_input_grad[1] or number is not None
-            if due and to_weight == to_input and to_input.left.whole:
-                grad8, turned = quantize_both(grad, to_input.left, settings.grad, known)
+            both = ctx.needs_input_grad[1] or number is not None
+            if both and to_weight == to_input and to_input.left.whole:
+                grad8, grad8_t = quantize_both(grad, to_input.left, settings.grad, grad_scale)
             else:
-                grad8 = quantize(grad, to_input.left, settings.grad, known)
+                grad8 = quantize(grad, to_input.left, settings.grad, grad_scale)
             if to_input.right == recipe.output.right and to_input.right.turns:
                 weight8 = turn_weight(weight, weight_scale, to_input.right, grad)
             else:
                 weight8 = quantize(weight.t(), to_input.right, settings.weight)
-            deferred = []
-            if number is not None:
-                operands = _operands(grad, turned, x, x_scale, settings, known)
-                deferred = [(number, operands)]
-            emulate = settings.emulate
+            deferred = [] if number is None else [(number, weight_operands())]
             grad_x = input_gradient(grad8, weight8, ctx.dtype, recipe, emulate, deferred)
         if ctx.needs_input_grad[1]:
-            operands = _operands(grad, turned, x, x_scale, settings, known)
-            grad_weight = operands.multiply(to_weight, ctx.dtype, settings.emulate, grad)
-        return grad_x, grad_weight, None, None, found, None, None, None
-
-
-def _operands(
-    grad: Tensor,
-    turned: Scaled | None,
-    x: Tensor,
-    x_scale: Tensor | None,
-    settings: MatmulSettings,
-    known: Tensor | None,
-) -> Operands:
-    """Of the weight's gradient.
-
-    Args:
-        grad: (N, O).
-        turned: (O, N), if it has been cast already.
-        x: (N, K), in float8 if it has a scale.
-        known: the scale of the gradient, if it is known.
-    """
-    casts = settings.recipe.grad_weight
-    if casts is None:
-        return Operands(grad, x)
-    left = turned or quantize(grad.t(), casts.left, settings.grad, known)
-    if x_scale is None:
-        return Operands.of(left, quantize(x.t(), casts.right, settings.input), (False, False))
-    return Operands.of(left, Scaled(x, x_scale, casts.right), (False, True))
+            grad_weight = weight_operands().multiply(to_weight, ctx.dtype, emulate, grad)
+        amax = None if x_amax is None else torch.cat([x_amax, amax_of(grad)])
+        return grad_x, grad_weight, None, None, amax, None, None, None

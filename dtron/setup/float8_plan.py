@@ -17,7 +17,7 @@ from torch import nn
 from dtron.config import Degree, Float8, RunConfig
 from dtron.errors import ConfigError
 from dtron.float8.all_gather import GatherInput, WeightGather, require_torchao
-from dtron.float8.async_tp import GatheredLinear, GatherProducts, ScatteringLinear, SplitRows
+from dtron.float8.async_tp import AsyncFloat8Linear
 from dtron.float8.auto_filter import LayerTimes, Shape, measure, table
 from dtron.float8.convert import MULTIPLE, Choice, convert, fuse, layer_names
 from dtron.float8.delayed import DelayedScales
@@ -111,34 +111,20 @@ class Float8Plan:
 
     def placements(self, rows: Mapping[str, Row], mesh: Mesh) -> dict[Any, Row | Style]:
         """Return placement rows in which inputs that only float8 layers read are gathered in
-        float8."""
-        styles = self._styles(mesh)
-        known = {*self.gathering, *(name for read in self.gathering.values() for name in read)}
+        float8. (`parallel.async_tp` gathers them by the layers' class.)"""
+        gathered = set(self._gathered_modules())
+        if self.overlapped or not gathered:
+            return dict(rows)
+        style = GatherInput(self.recipe.output.left, scale_groups(mesh).both)
         found: dict[Any, Row | Style] = {}
         for pattern, row in rows.items():
-            names = sorted(name for name in known if matches(pattern, name))
-            if row.kind not in ("prepare_input", "colwise") or not styles.keys() & set(names):
+            names = sorted(name for name in self.gathering if matches(pattern, name))
+            if row.kind != "prepare_input" or not gathered & set(names):
                 found[pattern] = row
                 continue
             for name in names:
-                found[name] = styles.get(name, row)
+                found[name] = style if name in gathered else row
         return found
-
-    def _styles(self, mesh: Mesh) -> dict[str, Style]:
-        """Return the styles of modules whose input is gathered in float8, by FQN.
-
-        If the gather is fused with matmuls, their layers have styles too.
-        """
-        whole = self._gathered_modules()
-        if whole and not self.overlapped:
-            style = GatherInput(self.recipe.output.left, scale_groups(mesh).both)
-            return dict.fromkeys(whole, style)
-        styles: dict[str, Style] = {}
-        for module in whole:
-            layers = self.gathering[module]
-            styles[module] = GatherProducts([name[len(module) + 1 :] for name in layers])
-            styles |= dict.fromkeys(layers, SplitRows())
-        return styles
 
     def _kinds(self) -> dict[str, type[Float8Linear]]:
         """Return the classes of the layers that are fused with communication, or that multiply a
@@ -149,11 +135,7 @@ class Float8Plan:
             return tokenwise
         read = [name for module in self._gathered_modules() for name in self.gathering[module]]
         scattering = [name for name in self.scattering if name in self.layers]
-        return {
-            **tokenwise,
-            **dict.fromkeys(read, GatheredLinear),
-            **dict.fromkeys(scattering, ScatteringLinear),
-        }
+        return {**tokenwise, **dict.fromkeys((*read, *scattering), AsyncFloat8Linear)}
 
     @property
     def communicated(self) -> frozenset[str]:

@@ -1,30 +1,28 @@
-"""Asynchronous tensor parallelism: matrix products that overlap their own communication.
+"""Asynchronous tensor parallelism: matmuls fused with the collective before or after them.
 
-Under sequence parallelism a layer all-gathers before its colwise products and reduce-scatters after
-its rowwise ones. Operators over symmetric memory do each pair at once: the product of one part runs
-while the next part travels over NVLink.
+Under sequence parallelism a layer all-gathers before its colwise matmuls and reduce-scatters after
+its rowwise ones. Operators over symmetric memory do each pair at once: the matmul of one chunk runs
+while the next chunk is sent over NVLink.
 
-    colwise   forward   all-gather of the input + products of all siblings, fused
-              backward  one product for grad_x of all siblings, reduce-scattered under the one for
-                        their grad_weight
-    rowwise   forward   product + reduce-scatter, fused
-              backward  all-gather of the output's gradient + grad_x, fused; what was gathered makes
-                        grad_weight too
+    colwise   forward   all-gather of the input + matmuls of all siblings, fused
+              backward  one matmul for grad_x of all siblings; its reduce-scatter overlaps with the
+                        one matmul for their grad_weight
+    rowwise   forward   matmul + reduce-scatter, fused
+              backward  all-gather of the output's gradient + grad_x, fused; grad_weight uses the
+                        gathered gradient
 
-A schedule may defer weight gradients: then nothing is left to overlap the first reduce-scatter
-with, and grad_x of the siblings and its reduce-scatter are fused instead. What W multiplies has
-been gathered by I: W has no collective.
+Siblings are linears that share an input. With deferred weight gradients nothing overlaps with the
+first reduce-scatter: grad_x of the siblings and its reduce-scatter are fused instead. W multiplies
+what I gathered, without a collective. The output head is not fused, since its loss may be chunked.
 
-An output head gathers as ever. The fused functions are called by the placements' rows, compiled or
-not. inductor's own pass, which looks for such
-pairs in a graph, leaves out those with biases, sums of siblings' gradients, and the gathers of a
-single sequence. Here rows are tokens, then sequences (T x B), so that what a rank holds is one
-range of rows, gathered and scattered along dim 0 without a copy on either side.
+`fuse` selects the linears by their placement rows, compiled or not; inductor's own pass leaves out
+biases, sums of siblings' gradients and gathers of a single sequence. float8 layers have their own
+matmuls (`float8/async_tp.py`). On CPUs, without symmetric memory, the same functions run unfused.
 
-On the CPU, where there is no symmetric memory, the same functions run unfused. float8 layers have
-functions of their own (`float8/async_tp.py`).
+Activations are flattened to (T x B, D), tokens first, so that a rank's shard is one range of rows:
+gathered and scattered along dim 0 without copies.
 
-Operators without documentation, tested with torch 2.11, 2.13 and 2.15: fused_all_gather_matmul and
+Undocumented operators, tested with torch 2.11, 2.13 and 2.15: fused_all_gather_matmul and
 fused_matmul_reduce_scatter of torch.ops.symm_mem.
 
 Shapes: B sequences, T tokens, M = T x B rows, D width, N features of the rank, tp ranks.
@@ -34,7 +32,7 @@ Source: Wang et al., overlap by decomposition, ASPLOS 2023; torch's symmetric me
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,21 +50,16 @@ from dtron.parallelisms.pipeline.weight_gradients import (
 )
 from dtron.parallelisms.placement import Row, change_argument, colwise, prepare_input, rowwise
 
-_ROWS = 0
+_DIM = 0
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of tp."""
+    """The tp axis, as collectives take it."""
 
     size: int
     group: str
     """The process group's name."""
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> "Ranks":
-        """Those of a mesh of one axis."""
-        return cls(mesh.size(), mesh.get_group().group_name)
 
 
 def gather_linear(
@@ -75,13 +68,13 @@ def gather_linear(
     ranks: Ranks,
     numbers: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
-    """Products of gathered rows with the rank's rows of several weights.
+    """All-gather x and multiply it with several colwise weights.
 
     Args:
-        x: (M / tp, D), the rank's part.
-        weights: (N, D) each, the rank's rows, in x's dtype.
-        numbers: of each weight, the number of the `Site` that defers its gradient; None: it is
-            computed in the backward.
+        x: (M / tp, D), the rank's shard.
+        weights: (N, D) each, the rank's shards, in x's dtype.
+        numbers: for each weight, the number of the `Site` that defers its gradient; None: the
+            backward computes it.
     Returns:
         (M, N) each.
     """
@@ -91,19 +84,22 @@ def gather_linear(
 
 
 def linear_scatter(x: Tensor, weight: Tensor, ranks: Ranks, number: Tensor | None = None) -> Tensor:
-    """(M, N) times the rank's columns (D, N) of a weight, summed over the ranks: (M / tp, D), of
-    which each rank keeps its own rows. `number` as above."""
+    """Multiply x (M, N) with a rowwise weight (D, N) and reduce-scatter: (M / tp, D).
+
+    Args:
+        number: as in `gather_linear`.
+    """
     out = _LinearScatter.apply(x, weight, ranks, number)
     assert isinstance(out, Tensor)
     return out
 
 
-# Compiled code takes both as they are: torch 2.11 traces fewer functions than 2.13.
+# Without allow_in_graph torch 2.11 cannot trace these functions; 2.13 can.
 @torch.compiler.allow_in_graph
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, *rest: Any) -> tuple[Tensor, ...]:
-        """Weights, then their numbers."""
+        """`rest`: weights, then their numbers."""
         weights, numbers = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         gathered, outs = _all_gather_matmul(x, [w.t() for w in weights], ranks)
         ctx.save_for_backward(gathered, *weights, *numbers)
@@ -115,24 +111,24 @@ class _GatherLinear(torch.autograd.Function):
         gathered, *others = ctx.saved_tensors
         n = len(grads)
         weights, numbers = others[:n], others[n:]
-        of_x, _, *of_weights = ctx.needs_input_grad
+        x_needs_grad, _, *weights_need_grad = ctx.needs_input_grad
         grad_weights: list[Tensor | None] = [None] * n
-        grad, grad_x, scattered = _joined(grads, 1), None, None
+        grad, grad_x, pending = _cat(grads, 1), None, None
         deferred = [pair for pair in zip(grads, numbers, strict=True) if pair[1] is not None]
         if deferred:
-            grad_x = _matmul_reduce_scatter(grad, _joined(weights, 0), ctx.ranks)
-            for of_output, number in deferred:
-                queue_weight_gradient(grad_x, [of_output, gathered], number)
-        elif of_x:
-            scattered = scatter_rows(grad @ _joined(weights, 0), ctx.ranks)
-        if at_once := [i for i in range(n) if of_weights[i]]:
-            # Siblings in one matmul, unless a part of them is deferred or frozen.
-            left = grad if len(at_once) == n else _joined([grads[i] for i in at_once], 1)
-            found = (left.t() @ gathered).split([weights[i].shape[0] for i in at_once])
-            for i, grad_weight in zip(at_once, found, strict=True):
+            grad_x = _matmul_reduce_scatter(grad, _cat(weights, 0), ctx.ranks)
+            for grad_out, number in deferred:
+                queue_weight_gradient(grad_x, [grad_out, gathered], number)
+        elif x_needs_grad:
+            pending = start_reduce_scatter(grad @ _cat(weights, 0), ctx.ranks)
+        if needed := [i for i in range(n) if weights_need_grad[i]]:
+            # One matmul for all siblings whose gradient is neither deferred nor frozen.
+            selected = grad if len(needed) == n else _cat([grads[i] for i in needed], 1)
+            computed = (selected.t() @ gathered).split([weights[i].shape[0] for i in needed])
+            for i, grad_weight in zip(needed, computed, strict=True):
                 grad_weights[i] = grad_weight
-        if scattered is not None:
-            grad_x = wait_tensor(scattered)
+        if pending is not None:
+            grad_x = wait_tensor(pending)
         return grad_x, None, *grad_weights, *[None] * n
 
 
@@ -154,53 +150,120 @@ class _LinearScatter(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def _joined(parts: tuple[Tensor, ...] | list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def _all_gather_matmul(
     x: Tensor, factors: Sequence[Tensor], ranks: Ranks
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gather (M / tp, D) and multiply with each (D, N)."""
+    """All-gather (M / tp, D) and multiply with each (D, N)."""
     if _fuses(x):
         return torch.ops.symm_mem.fused_all_gather_matmul(
-            x.contiguous(), list(factors), _ROWS, ranks.group
+            x.contiguous(), list(factors), _DIM, ranks.group
         )
     gathered = wait_tensor(all_gather(x, ranks.size, ranks.group))
     return gathered, [gathered @ factor for factor in factors]
 
 
 def _matmul_reduce_scatter(x: Tensor, factor: Tensor, ranks: Ranks) -> Tensor:
-    """Multiply (M, N) with (N, D), sum over the ranks and keep the rank's rows (M / tp, D)."""
+    """Multiply (M, N) with (N, D) and reduce-scatter: (M / tp, D)."""
     if _fuses(x):
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            x.contiguous(), factor, "sum", _ROWS, ranks.group
+            x.contiguous(), factor, "sum", _DIM, ranks.group
         )
-    return wait_tensor(scatter_rows(x @ factor, ranks))
+    return wait_tensor(start_reduce_scatter(x @ factor, ranks))
 
 
 def _fuses(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def scatter_rows(x: Tensor, ranks: Ranks) -> Tensor:
-    """Begin to sum (M, D) over the ranks; what arrives is the rank's (M / tp, D)."""
+def start_reduce_scatter(x: Tensor, ranks: Ranks) -> Tensor:
+    """Start a reduce-scatter: (M, D) -> (M / tp, D)."""
     return reduce_scatter(x, ranks.size, ranks.group)
 
 
-def rows_of(x: Tensor) -> Tensor:
+def flatten_tokens(x: Tensor) -> Tensor:
     """(B, T, D) -> (T x B, D)."""
     return x.transpose(0, 1).reshape(-1, x.shape[2])
 
 
-def from_rows(rows: Tensor, batch: int) -> Tensor:
+def unflatten_tokens(x: Tensor, batch: int) -> Tensor:
     """(T x B, D) -> (B, T, D)."""
-    return rows.view(-1, batch, rows.shape[1]).transpose(0, 1)
+    return x.view(-1, batch, x.shape[1]).transpose(0, 1)
+
+
+Role = Literal["gather", "sibling", "scatter"]
+
+
+class AsyncLinear(DeferringLinear):
+    """A linear whose matmul is fused with a collective, or computed with its siblings'.
+
+    Subclasses replace the matmuls and keep the communication.
+    """
+
+    role: Role | None = None
+    """`gather`: all-gathers its input. `sibling`: takes its output from a list that the parent
+    computes. `scatter`: reduce-scatters its output. Set by `fuse`; None: not fused."""
+    ranks: Ranks
+    index = 0
+    """Position among the siblings."""
+
+    def forward(self, input: Any) -> Tensor:
+        """Gather: (B, T / tp, D) -> (B, T, N). Sibling: outputs of all siblings -> (B, T, N).
+        Scatter: (B, T, N) -> (B, T / tp, D)."""
+        if self.role == "sibling":
+            return input[self.index]
+        if self.role == "gather":
+            return gather_siblings(input, [self])[0]
+        if self.role == "scatter":
+            out = unflatten_tokens(self.matmul_scatter(flatten_tokens(input)), input.shape[0])
+            # Each rank adds the bias to its own tokens only.
+            return out if self.bias is None else out + local(self.bias, Partial())
+        return super().forward(input)
+
+    def gather_matmul(self, x: Tensor, siblings: Sequence[Any]) -> list[Tensor]:
+        """All-gather (M / tp, D) and multiply: (M, N) of each sibling, without biases."""
+        calls = [each.weight_of_call(x, local(each.weight)) for each in siblings]
+        weights, numbers = zip(*calls, strict=True)
+        return gather_linear(x, weights, self.ranks, numbers)
+
+    def matmul_scatter(self, x: Tensor) -> Tensor:
+        """Multiply and reduce-scatter: (M, N) -> (M / tp, D), without the bias."""
+        weight, number = self.weight_of_call(x, local(self.weight))
+        return linear_scatter(x, weight, self.ranks, number)
+
+    def deferred_matmul(self, operands: Sequence[Tensor], dtype: torch.dtype) -> DeferredMatmul:
+        """See `queue_weight_gradient`."""
+        return LinearMatmul(*operands)
+
+
+def gather_siblings(x: Tensor, siblings: Sequence[AsyncLinear]) -> list[Tensor]:
+    """(B, T / tp, D) -> (B, T, N) of each sibling, by one all-gather."""
+    outs = siblings[0].gather_matmul(flatten_tokens(x), siblings)
+    return [
+        unflatten_tokens(out if each.bias is None else out + local(each.bias), x.shape[0])
+        for out, each in zip(outs, siblings, strict=True)
+    ]
+
+
+def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
+    """The local shard of a distributed parameter.
+
+    Args:
+        gradient: placement of its gradient; None: the parameter's own.
+    """
+    assert isinstance(parameter, DTensor), "the linear's parameters are distributed"
+    return parameter.to_local(grad_placements=None if gradient is None else [gradient])
 
 
 def check_rows(modules: Mapping[str, nn.Module], rows: Mapping[str, Sequence[Any]]) -> None:
-    """Raises PlacementError where nothing of a whole model is fused, here or by rows that are not
-    of `parallelisms.placement`; arguments as for `fuse`."""
+    """Check that something is fused, in a whole model; arguments as for `fuse`.
+
+    Raises:
+        PlacementError: nothing is, and all rows are of `parallelisms.placement`.
+    """
     every = [row for of_module in rows.values() for row in of_module]
     if not any(_fusable(modules, rows)) and all(isinstance(row, Row) for row in every):
         raise PlacementError(
@@ -213,175 +276,101 @@ def check_rows(modules: Mapping[str, nn.Module], rows: Mapping[str, Sequence[Any
 def fuse(
     modules: Mapping[str, nn.Module], rows: Mapping[str, Sequence[Any]], mesh: DeviceMesh
 ) -> set[tuple[str, Any]]:
-    """Put the fused functions in place of the styles of all rows that they can serve.
+    """Split linears and fuse them with the collectives of their rows where possible, in place.
 
     Args:
         modules: by FQN.
         rows: rows of `parallelisms.placement` by FQN.
     Returns:
-        (FQN, row) of what is done: gathers for colwise linears, colwise linears that gather, and
-        rowwise linears that scatter.
+        (FQN, row) of the rows that are done.
     """
     done: set[tuple[str, Any]] = set()
-    for name, row, served in list(_fusable(modules, rows)):
-        module = modules[name]
-        if row.kind == "colwise":
-            assert isinstance(module, nn.Linear)
-            fuse_own_gather(module, mesh)
-        elif served:
-            fuse_gather(module, [child.rpartition(".")[2] for child, _ in served], mesh)
+    for name, row, siblings in list(_fusable(modules, rows)):
+        if row.kind == "prepare_input":
+            for i, (fqn, _) in enumerate(siblings):
+                _convert(modules[fqn], "sibling", mesh, i)
+            _gather_argument(modules[name], tuple(fqn.rpartition(".")[2] for fqn, _ in siblings))
         else:
-            assert isinstance(module, nn.Linear)
-            fuse_scatter(module, mesh)
-        done |= {(name, row), *served}
+            _convert(modules[name], "gather" if row.kind == "colwise" else "scatter", mesh)
+        done |= {(name, row), *siblings}
     return done
 
 
 def _fusable(
     modules: Mapping[str, nn.Module], rows: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[str, Row, list[tuple[str, Row]]]]:
-    """(FQN, row, the colwise linears whose input it gathers; none of a linear's own row).
+    """(FQN, row, FQN and row of each sibling if the row is a `prepare_input`).
 
-    A colwise linear that gathers for itself is fused if a sibling scatters, as in latent
-    attention. An output head has no such sibling: its loss may multiply in chunks.
+    A colwise linear that gathers its own input is fused only if its parent also has a linear that
+    scatters, as in latent attention: an output head is not.
     """
-    held = [
+    named = [
         (name, row)
         for name in rows
         if name in modules
         for row in rows[name]
         if isinstance(row, Row)
     ]
-    split = [(n, row) for n, row in held if row.kind == "colwise" and row.output == Shard(-1)]
-    plain = {name for name, _ in held if _is_plain(modules[name])}
+    # Other subclasses of nn.Linear would lose what they add.
+    fusable = {
+        name
+        for name, _ in named
+        if type(modules[name]) is nn.Linear or isinstance(modules[name], AsyncLinear)
+    }
+    colwises = [(n, row) for n, row in named if row.kind == "colwise" and row.output == Shard(-1)]
     scatter, gather = rowwise(output=Shard(1)), colwise(inputs=Shard(1))
-    linear = {name for name, _ in held if isinstance(modules[name], nn.Linear)}
-    inner = {_parent(name) for name, row in held if row == scatter and name in linear}
-    for name, row in held:
-        if name in plain and (row == scatter or (row == gather and _parent(name) in inner)):
+    scattering = {
+        _parent(name)
+        for name, row in named
+        if row == scatter and isinstance(modules[name], nn.Linear)
+    }
+    for name, row in named:
+        gathers = row == gather and _parent(name) in scattering
+        if name in fusable and (row == scatter or gathers):
             yield name, row, []
         elif row == prepare_input(Shard(1), Replicate()):
-            served = [(child, how) for child, how in split if _parent(child) == name]
-            if served and all(child in plain for child, _ in served):
-                yield name, row, sorted(served, key=operator.itemgetter(0))
+            siblings = [pair for pair in colwises if _parent(pair[0]) == name]
+            if siblings and all(child in fusable for child, _ in siblings):
+                yield name, row, sorted(siblings, key=operator.itemgetter(0))
 
 
 def _parent(fqn: str) -> str:
     return fqn.rpartition(".")[0]
 
 
-def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """float8 layers have functions of their own; other subclasses would lose what they add."""
-    return type(module) is nn.Linear
+def _convert(linear: nn.Module, role: Role, mesh: DeviceMesh, index: int = 0) -> None:
+    """Split a linear's parameters and make it an AsyncLinear, in place."""
+    if role == "scatter":
+        distribute_parameters(linear, mesh, Shard(1), Replicate())
+    else:
+        distribute_parameters(linear, mesh, Shard(0), Shard(0))
+    if not isinstance(linear, AsyncLinear):
+        # A function in place of `forward` would be compiled again for each block.
+        linear.__class__ = AsyncLinear
+    assert isinstance(linear, AsyncLinear)
+    linear.role, linear.index = role, index
+    linear.ranks = Ranks(mesh.size(), mesh.get_group().group_name)
 
 
-class _FusedLinear(DeferringLinear):
-    def deferred_matmul(self, operands: Sequence[Tensor], dtype: torch.dtype) -> DeferredMatmul:
-        """See `queue_weight_gradient`."""
-        return LinearMatmul(*operands)
+def _gather_argument(parent: nn.Module, names: tuple[str, ...]) -> None:
+    """Replace a module's first argument by a list of the outputs of the siblings that it names. The
+    module may use the argument as the input of these linears only."""
+
+    def gather(module: nn.Module, x: Tensor) -> list[Tensor]:
+        # By name, not by object, so that blocks share a compiled graph.
+        return gather_siblings(x, [module.get_submodule(name) for name in names])  # type: ignore[misc]
+
+    change_argument(parent, 0, gather)
 
 
-class GatheredLinear(_FusedLinear):
-    """A linear split by rows whose product was made with its siblings'."""
-
-    place: int
-    """Among the siblings."""
-
-    def forward(self, input: Sequence[Tensor]) -> Tensor:  # type: ignore[override]
-        """Products of all siblings -> (B, T, N), its own."""
-        return input[self.place]
-
-
-class GatheringLinear(_FusedLinear):
-    """A linear split by rows that gathers a sequence for itself alone."""
-
-    ranks: Ranks
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(B, T / tp, D) -> (B, T, N)."""
-        return _gathered(input, [self], self.ranks)[0]
-
-
-class ScatteringLinear(_FusedLinear):
-    """A linear split by columns that scatters its sum along the sequence."""
-
-    ranks: Ranks
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(B, T, N) -> (B, T / tp, D)."""
-        (weight, number), bias = self.weight_of_call(input, _local(self.weight)), self.bias
-        out = linear_scatter(rows_of(input), weight, self.ranks, number)
-        out = from_rows(out, input.shape[0])
-        if bias is None:
-            return out
-        assert isinstance(bias, DTensor)  # each rank adds it to its tokens alone
-        return out + bias.to_local(grad_placements=[Partial()])
-
-
-# Linears change their class, as under FSDP: functions in place of `forward` would be compiled anew
-# for each block.
-
-
-def fuse_gather(parent: nn.Module, children: Sequence[str], mesh: DeviceMesh) -> None:
-    """Make colwise linears of a module share one fused gather of the module's first argument.
-
-    The module's forward must use that argument as the input of these linears only: it is handed a
-    list of their outputs, from which each takes its own.
-
-    Args:
-        children: attributes of the module.
-    """
-    ranks, names = Ranks.of(mesh), tuple(children)
-    for i, name in enumerate(names):
-        linear = parent.get_submodule(name)
-        split_parameters(linear, mesh, Shard(0), Shard(0))
-        linear.__class__ = GatheredLinear
-        linear.place = i  # type: ignore[assignment]
-
-    # By name, not by object, again so that blocks share what is compiled.
-    def multiply(module: nn.Module, x: Tensor) -> list[Tensor]:
-        linears = [module.get_submodule(name) for name in names]
-        return _gathered(x, linears, ranks)  # type: ignore[arg-type]
-
-    change_argument(parent, 0, multiply)
-
-
-def fuse_own_gather(linear: nn.Linear, mesh: DeviceMesh) -> None:
-    """Make a colwise linear gather its input, of which it is the only reader."""
-    split_parameters(linear, mesh, Shard(0), Shard(0))
-    linear.__class__ = GatheringLinear
-    linear.ranks = Ranks.of(mesh)  # type: ignore[assignment]
-
-
-def fuse_scatter(linear: nn.Linear, mesh: DeviceMesh) -> None:
-    """Make a rowwise linear scatter its sum along the sequence."""
-    split_parameters(linear, mesh, Shard(1), Replicate())
-    linear.__class__ = ScatteringLinear
-    linear.ranks = Ranks.of(mesh)  # type: ignore[assignment]
-
-
-def _gathered(x: Tensor, linears: Sequence[_FusedLinear], ranks: Ranks) -> list[Tensor]:
-    """(B, T / tp, D) -> (B, T, N) of each."""
-    calls = [linear.weight_of_call(x, _local(linear.weight)) for linear in linears]
-    weights, numbers = zip(*calls, strict=True)
-    outs = gather_linear(rows_of(x), weights, ranks, numbers)
-    return [
-        from_rows(out if linear.bias is None else out + _local(linear.bias), x.shape[0])
-        for out, linear in zip(outs, linears, strict=True)
-    ]
-
-
-def _local(parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor), "the linear's parameters are distributed"
-    return parameter.to_local()
-
-
-def split_parameters(
-    linear: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement
+def distribute_parameters(
+    module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement
 ) -> None:
-    """Distribute a linear's weight and bias, and nothing else."""
-    for name, placement in (("weight", weight), ("bias", bias)):
-        parameter = getattr(linear, name)
-        if parameter is not None:
-            split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-            setattr(linear, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+    """Distribute a module's own parameters; those that are not its bias are placed as its weight.
+
+    Ranks hold equal weights, or none yet: each keeps its shard, without communication.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placement = bias if name == "bias" else weight
+        shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        setattr(module, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))

@@ -1,13 +1,12 @@
 """The loss inside the head's call, where FSDP has gathered the head's weight.
 
-A loss that multiplies by the head itself, some tokens at a time
-(`dtron.training.loss.ChunkedLoss`), needs the whole weight. Under FSDP it is there while the head's
-module is called, and each further call would gather it, and reduce its gradient, once more: so
-labels go into the head, and the loss comes out. Under tp each rank multiplies by its own rows; the
-gradient of the hidden states is a part of a sum, which the head's placement reduces, to the rank's
-tokens under sequence parallelism.
+A chunked loss (`dtron.training.loss.ChunkedLoss`) multiplies with the head's weight itself. FSDP
+gathers the weight, and reduces its gradient, once per call of the head's module: so labels go into
+one call, which returns the loss. Under tp each rank multiplies with its own rows; the gradient of
+the hidden states is partial, and the head's placement reduces it, under sequence parallelism to the
+rank's tokens.
 
-The weight's gradient comes with the loss, so there is none to defer (`split_backward.py`).
+The loss computes the weight's gradient, so none is deferred (`split_backward.py`).
 """
 
 from collections.abc import Callable
@@ -23,9 +22,10 @@ T, D), the same weight, (P B, T), their weights (P,) -> the weighted sum, and th
 
 
 def attach_loss(head: nn.Module, loss: HeadLoss) -> None:
-    """Make a Linear without bias give the summed loss where it is called with `labels`, in place.
+    """Make a Linear without bias return the summed loss if it is called with `labels`, in place.
 
-    Without labels it gives logits, as before. After tensor parallelism and deferral, before FSDP.
+    Without labels it still returns logits. Call it after tensor parallelism and deferral, before
+    FSDP.
     """
     assert isinstance(head, nn.Linear), "the head is a Linear"
     assert head.bias is None, "a head with a loss has no bias"
@@ -36,7 +36,7 @@ def attach_loss(head: nn.Module, loss: HeadLoss) -> None:
     ) -> Tensor | tuple[Tensor, Tensor]:
         if labels is None:
             return logits(x)
-        # whole on each tp rank, while the gradient by the rank's own columns is a part of a sum
+        # replicated over tp, with a partial gradient from the rank's own rows of the weight
         hidden = _local(x, gradient=Partial())
         return loss(hidden, _local(head.weight), labels, weights)
 
@@ -44,7 +44,7 @@ def attach_loss(head: nn.Module, loss: HeadLoss) -> None:
 
 
 def _local(tensor: Tensor, gradient: Placement | None = None) -> Tensor:
-    """The local part of a tensor, whose gradient comes in the tensor's own placement or another."""
+    """The local shard of a tensor; `gradient` is the placement of its gradient, if not its own."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=None if gradient is None else [gradient])

@@ -5,22 +5,20 @@ Attention splits by heads, the feed-forward layer by neurons, embedding and head
     x --prepare_input--> [wq wk wv colwise] -> heads -> [wo rowwise] --> x
     x --prepare_input--> [gate up colwise] -> neurons -> [down rowwise] --> x
 
-Without sequence parallelism x is whole on each rank and a layer costs 2 all-reduces forward (after
-wo, after down) and 2 backward (before each group of colwise layers). With it x is split along the
-sequence between those regions: each all-reduce becomes an all-gather on the way in and a
-reduce-scatter on the way out, the same bytes, and norms, dropout and residuals work on T / tp
-tokens.
+Without sequence parallelism x is replicated and a layer costs 2 all-reduces forward (after wo and
+down) and 2 backward (before each group of colwise layers). With it x is sharded along the sequence
+between those regions: each all-reduce becomes an all-gather before and a reduce-scatter after, with
+the same bytes, and norms, dropout and residuals work on T / tp tokens.
 
-With more ranks than key/value heads wk and wv are split by rows all the same, inside a head; the
-ranks that share one gather its keys and values (`whole_heads`), and the backward reduce-scatters
-their gradients. So each rank has all of its rows' gradient, and nothing is replicated but
-activations.
+With more ranks than key/value heads wk and wv are still split by rows, inside a head: the ranks
+that share a head gather its keys and values (`whole_heads`), and the backward reduce-scatters their
+gradients. Only activations are replicated.
 
-Matrices become DTensors; activations are plain local tensors between modules. Parameters that all
-ranks hold but that see only a part of the tokens or heads (norms, QK norms) have gradients that are
-parts of a sum over tp. With replicas="backward" they are DTensors whose gradients are reduced in
-each backward; with replicas="step" they stay plain and `gradients.reduce_replicas` sums all of them
-by one collective a step.
+Matrices become DTensors; activations are plain local tensors between modules. Replicated parameters
+that see only a shard of the tokens or heads (norms, QK norms) have partial gradients. With
+replicas="backward" they are DTensors whose gradients are reduced in each backward; with
+replicas="step" they stay plain and `gradients.reduce_replicas` sums all of them with one collective
+per step.
 
 Sources: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198;
 torch.distributed.tensor.parallel.
@@ -33,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
@@ -56,33 +54,33 @@ from dtron.parallelisms.placement import (
     select,
     select_parameters,
 )
-from dtron.parallelisms.tensor.async_tp import fuse
+from dtron.parallelisms.tensor.async_tp import distribute_parameters, fuse
 
 AnyRow = Row | Style | ParallelStyle
 Placements = Mapping[Any, AnyRow]
-"""A row by pattern, or by tuple of patterns. A pattern that names no module may name parameters,
-such as the root's own, whose row is replicate()."""
+"""Rows by pattern, or by tuple of patterns. A pattern that names no module may name parameters,
+such as the root's; their row is replicate()."""
 Replicas = Literal["backward", "step"]
 
-# Rows whose parameters are on all ranks while each rank computes a part of their gradients.
+# Rows whose parameters are replicated and have partial gradients.
 _PARTIAL = ("sequence", "heads")
 _SPLIT = ("colwise", "rowwise")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every module of a model that a row names, checked."""
+    """The placement rows of a model's modules, validated."""
 
     rows: dict[str, list[AnyRow]]
     """Rows by the module's FQN, outer modules first."""
     partial: tuple[str, ...]
-    """FQNs of parameters whose gradients are a part of a sum over tp on each rank."""
+    """FQNs of replicated parameters whose gradients are partial sums over tp."""
     covered: frozenset[str] = frozenset()
     """FQNs of parameters that rows cover. A tied parameter's other FQNs may be uncovered."""
 
 
 def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
-    """Expand patterns over the whole model.
+    """Expand the patterns of a whole model's placements.
 
     Raises:
         PlacementError: a pattern matches nothing, a parameter is covered by no row or by two, or
@@ -106,8 +104,8 @@ def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
                     raise PlacementError(f"{fqn} is covered by two rows: {covered[fqn]} and {kind}")
                 covered[fqn] = kind
                 partial += [fqn] if kind in _PARTIAL else []
-    _refuse_uncovered(model, covered)
-    _refuse_shared_otherwise(model, rows)
+    _check_covered(model, covered)
+    _check_shared_parameters(model, rows)
     return Plan(rows, tuple(partial), frozenset(covered))
 
 
@@ -122,25 +120,25 @@ def _kind(row: AnyRow) -> str:
 def _expand(
     model: nn.Module, placements: Placements
 ) -> tuple[dict[str, list[AnyRow]], dict[str, str]]:
-    """(rows by the FQN of a module, kind of row by the FQN of a parameter named by itself)."""
+    """(rows by FQN of the module, kind of row by FQN of parameters that a pattern names)."""
     rows: dict[str, list[AnyRow]] = {}
-    own: dict[str, str] = {}
+    named: dict[str, str] = {}
     for unit, row in placements.items():
         for pattern in (unit,) if isinstance(unit, str) else unit:
             parameters = select_parameters(model, pattern)
             if parameters and row != replicate():
                 raise PlacementError(
                     f"{parameters[0]} is a parameter, not a module; its row can be replicate() "
-                    "only. Put it into a module of its own for another one"
+                    "only; for another row put it into a separate module"
                 )
-            own |= dict.fromkeys(parameters, "replicate")
+            named |= dict.fromkeys(parameters, "replicate")
             for name in () if parameters else select(model, pattern):
                 rows.setdefault(name, []).append(row)
-    return rows, own
+    return rows, named
 
 
-def _refuse_uncovered(model: nn.Module, covered: Mapping[str, str]) -> None:
-    """A parameter with several FQNs is covered by any of them."""
+def _check_covered(model: nn.Module, covered: Mapping[str, str]) -> None:
+    """Raise PlacementError for a parameter that no row covers by any of its FQNs."""
     fqns: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         fqns.setdefault(id(parameter), []).append(fqn)
@@ -153,16 +151,18 @@ def _refuse_uncovered(model: nn.Module, covered: Mapping[str, str]) -> None:
         )
 
 
-def _refuse_shared_otherwise(model: nn.Module, rows: Mapping[str, Sequence[AnyRow]]) -> None:
-    """A parameter that two modules share is split alike in both, in one stage or in two."""
+def _check_shared_parameters(model: nn.Module, rows: Mapping[str, Sequence[AnyRow]]) -> None:
+    """Raise PlacementError for a parameter that two modules share, of one stage or of two, and
+    whose rows split it differently."""
     split: dict[int, tuple[str, str]] = {}
     for name, module in model.named_modules():
         for row in rows.get(name, ()):
             if not isinstance(row, Row) or row.kind.startswith("prepare"):
                 continue
             for child, parameter in module.named_parameters():
-                by_rows = (row.kind == "colwise") == isinstance(module, nn.Linear)
-                how = ("rows" if by_rows else "columns") if row.kind in _SPLIT else row.kind
+                how = row.kind
+                if how in _SPLIT:
+                    how = "rows" if _splits_rows(row, module) else "columns"
                 first, known = split.setdefault(id(parameter), (f"{name}.{child}", how))
                 if known != how:
                     raise PlacementError(
@@ -172,12 +172,16 @@ def _refuse_shared_otherwise(model: nn.Module, rows: Mapping[str, Sequence[AnyRo
                     )
 
 
+def _splits_rows(row: Row, module: nn.Module) -> bool:
+    return (row.kind == "colwise") == isinstance(module, nn.Linear)
+
+
 def _check_divides(name: str, module: nn.Module, row: Row, tp: int) -> None:
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise PlacementError(
             f"{name} is a {type(module).__name__}; {row.kind} splits Linear and Embedding"
         )
-    by_rows = (row.kind == "colwise") == isinstance(module, nn.Linear)
+    by_rows = _splits_rows(row, module)
     size = module.weight.shape[0 if by_rows else 1]
     if size % tp:
         legal = [str(n) for n in range(1, min(size, 2 * tp) + 1) if size % n == 0]
@@ -195,37 +199,37 @@ def _check_heads(name: str, n_heads: int, tp: int) -> None:
         )
 
 
-def shared_heads(made: Plan, tp: int) -> set[int]:
-    """Numbers of heads, of rows `whole_heads`, that are fewer than the ranks."""
-    rows = [row for of_module in made.rows.values() for row in of_module if isinstance(row, Row)]
+def shared_heads(tp_plan: Plan, tp: int) -> set[int]:
+    """Numbers of heads in `whole_heads` rows that are smaller than tp."""
+    rows = [row for of_module in tp_plan.rows.values() for row in of_module if isinstance(row, Row)]
     return {row.n_heads for row in rows if 0 < row.n_heads < tp}
 
 
 def apply_tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
-    made: Plan,
+    tp_plan: Plan,
     replicas: Replicas,
     overlap: bool = False,
     sharing: Callable[[int], DeviceMesh] | None = None,
 ) -> None:
-    """Split the modules of a plan over a 1-D mesh, in place; those a stage lacks are skipped.
+    """Split the modules of a plan over a 1-D mesh, in place; modules of other stages are skipped.
 
     Args:
-        overlap: products overlap their communication, where rows allow (`async_tp.py`).
+        overlap: fuse matmuls with their collectives where rows allow it (`async_tp.py`).
         sharing: number of heads -> 1-D mesh of the ranks that share this rank's head
-            (`Mesh.heads`); needed where `shared_heads` has some.
+            (`Mesh.heads`); required if `shared_heads` is not empty.
     Raises:
         PlacementError: modules that share a parameter split it differently.
-        ConfigError: products overlap communication of ranks on several hosts.
+        ConfigError: `overlap` with ranks on several hosts.
     """
     modules = present(dict(model.named_modules()))
     shared = _shared_parameters(model)
     if overlap:
         fix = "use a smaller parallel.tp, or leave async_tp out"
         check_host(mesh.get_group(), "parallel.async_tp", "activations", fix)
-    done = fuse(modules, made.rows, mesh) if overlap else set()
-    for name, rows in made.rows.items():
+    done = fuse(modules, tp_plan.rows, mesh) if overlap else set()
+    for name, rows in tp_plan.rows.items():
         for row in rows if name in modules else ():
             if isinstance(row, Row) and row.n_heads:
                 if row.n_heads < mesh.size():
@@ -234,13 +238,14 @@ def apply_tensor_parallel(
             elif (name, row) not in done:
                 _apply_row(modules[name], mesh, row, replicas)
     for places in shared:
-        (first, first_name, _), *others = sorted(places, key=lambda at: at[2] not in made.covered)
+        # One that a row has split comes first.
+        places.sort(key=lambda place: place[2] not in tp_plan.covered)
+        (first, first_name, _), *others = places
         parameter = getattr(first, first_name)
         for module, name, fqn in others:
             other = getattr(module, name)
-            if fqn in made.covered and getattr(other, "placements", None) != getattr(
-                parameter, "placements", None
-            ):
+            differs = getattr(other, "placements", None) != getattr(parameter, "placements", None)
+            if fqn in tp_plan.covered and differs:
                 raise PlacementError(
                     f"two modules share a parameter ({name}) but their rows split it differently; "
                     "an embedding that is rowwise fits a head that is colwise"
@@ -249,7 +254,8 @@ def apply_tensor_parallel(
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
-    """(module, attribute, FQN) of each parameter that has several, before splitting replaces it."""
+    """(module, attribute, FQN) of all places of each shared parameter; call before splitting, which
+    replaces parameters."""
     places: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -260,51 +266,42 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str, str]
 
 def _apply_row(module: nn.Module, mesh: DeviceMesh, row: AnyRow, replicas: Replicas) -> None:
     if isinstance(row, Row) and row.split:
-        _cut_arguments(module, mesh, row)
+        _shard_arguments(module, mesh, row)
     if hasattr(module, "head_shard") and isinstance(row, Row) and row.kind == "heads":
         module.head_shard = mesh.get_local_rank()  # type: ignore[assignment]
-    own = any(True for _ in module.parameters())
-    style = _style(row, module, own and replicas == "backward")
+    has_parameters = any(True for _ in module.parameters())
+    style = _style(row, module, has_parameters and replicas == "backward")
     if isinstance(style, Style):
         style.apply(module, mesh)
     elif style is not None:
-        # Ranks hold equal weights, or none yet: each cuts its own part, without communication.
+        # Ranks hold equal weights, or none yet: each keeps its shard, without communication.
         parallelize_module(module, mesh, style, src_data_rank=None)
 
 
 def _style(row: AnyRow, module: nn.Module, distribute: bool) -> Style | ParallelStyle | None:
-    """The style of a row; None where the module works on plain local tensors as it is."""
+    """The style of a row; None: the module works on plain local tensors without changes."""
     if not isinstance(row, Row):
         return row
-    if row.kind == "colwise":
-        assert row.inputs is not None
-        assert row.output is not None
-        return _Colwise(row.inputs, row.output)
     if row.kind == "rowwise":
         lookup = isinstance(module, nn.Embedding)
         return RowwiseParallel(
             input_layouts=Replicate() if lookup else Shard(-1), output_layouts=row.output
         )
-    if row.kind == "prepare_input":
-        assert row.inputs is not None
-        assert row.output is not None
-        return _PrepareArgument(row.argument, row.inputs, row.output)
-    if row.kind == "prepare_whole":
-        assert row.inputs is not None
-        return _WholeArgument(row.argument, row.inputs, Replicate())
-    if row.kind == "prepare_output":
-        assert row.inputs is not None
-        assert row.output is not None
-        return PrepareModuleOutput(output_layouts=row.inputs, desired_output_layouts=row.output)
     if row.kind in _PARTIAL and distribute:
         assert isinstance(row.inputs, Shard)
         return SequenceParallel(sequence_dim=row.inputs.dim, use_local_output=True)
-    return None
+    if row.inputs is None or row.output is None:
+        return None
+    if row.kind == "colwise":
+        return _Colwise(row.inputs, row.output)
+    if row.kind == "prepare_output":
+        return PrepareModuleOutput(output_layouts=row.inputs, desired_output_layouts=row.output)
+    return _PrepareArgument(row.argument, row.inputs, row.output, row.kind == "prepare_whole")
 
 
 class _Colwise(Style):
-    """torch's ColwiseParallel, of a module that may return a plain tensor too: a head that returns
-    its loss."""
+    """torch's ColwiseParallel for a module that may also return a plain tensor, as a head does that
+    returns its loss."""
 
     def __init__(self, inputs: Placement, output: Placement) -> None:
         self.inputs, self.output = inputs, output
@@ -313,53 +310,49 @@ class _Colwise(Style):
         """See Style."""
         inputs, output = self.inputs, self.output
         split = Shard(1 if isinstance(module, nn.Embedding) else 0)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            part = distribute_tensor(parameter, mesh, [split], src_data_rank=None)
-            setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        distribute_parameters(module, mesh, split, split)
 
         def gather(_module: nn.Module, args: tuple) -> tuple:
-            return _moved(args[0], mesh, inputs, Replicate()), *args[1:]
+            return _redistribute(args[0], mesh, inputs, Replicate()), *args[1:]
 
         def localize(_module: nn.Module, _args: tuple, out: Any) -> Any:
             if not isinstance(out, DTensor):
                 return out
-            return _moved(out, mesh, out.placements[0], output).to_local()
+            return _redistribute(out, mesh, out.placements[0], output).to_local()
 
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(localize)
 
 
 class _PrepareArgument(Style):
-    """torch's PrepareModuleInput for one argument, however many others the call has."""
+    """torch's PrepareModuleInput for one argument of several.
+
+    Args:
+        to_local: pass a plain tensor, whose gradients are partial.
+    """
 
     covers_parameters = False
 
-    def __init__(self, argument: int | str, layout: Placement, desired: Placement) -> None:
+    def __init__(
+        self, argument: int | str, layout: Placement, desired: Placement, to_local: bool
+    ) -> None:
         self.argument, self.layout, self.desired = argument, layout, desired
+        self.to_local = to_local
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """See Style."""
-        change_argument(module, self.argument, lambda _module, x: self.moved(x, mesh))
+        change_argument(module, self.argument, lambda _module, x: self.redistribute(x, mesh))
 
-    def moved(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        """What the module sees in place of x."""
-        return _moved(x, mesh, self.layout, self.desired, asynchronous=False)
-
-
-class _WholeArgument(_PrepareArgument):
-    """The same, handed to the module as a plain tensor whose gradients are parts of a sum."""
-
-    def moved(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        """See _PrepareArgument."""
-        whole = super().moved(x, mesh)
-        assert isinstance(whole, DTensor)
-        return whole.to_local(grad_placements=[Partial()])
+    def redistribute(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """The argument that replaces x."""
+        found = _redistribute(x, mesh, self.layout, self.desired, asynchronous=False)
+        return found.to_local(grad_placements=[Partial()]) if self.to_local else found
 
 
-def _moved(
+def _redistribute(
     x: Tensor, mesh: DeviceMesh, layout: Placement, desired: Placement, asynchronous: bool = True
 ) -> DTensor:
-    """x as a DTensor of the desired layout; a plain x is this rank's part of `layout`."""
+    """x as a DTensor of the desired placement; a plain x is this rank's shard of `layout`."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [layout], run_check=False)
     if layout == desired:
@@ -368,37 +361,37 @@ def _moved(
 
 
 def _gather_heads(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a module return whole heads: (B, T, K / ranks) of each rank of the mesh -> (B, T, K)."""
+    """All-gather a module's output over the mesh: (B, T, K / ranks) -> (B, T, K)."""
 
     def gather(_module: nn.Module, _args: tuple, out: Tensor) -> Tensor:
-        whole = _moved(out, mesh, Shard(out.dim() - 1), Replicate(), asynchronous=False)
-        return whole.to_local(grad_placements=[Partial()])
+        heads = _redistribute(out, mesh, Shard(out.dim() - 1), Replicate(), asynchronous=False)
+        return heads.to_local(grad_placements=[Partial()])
 
     module.register_forward_hook(gather)
 
 
-def _cut_arguments(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:
-    """Give the module its rank's part of arguments that come whole."""
+def _shard_arguments(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:
+    """Pass a module the rank's shard of the replicated arguments `row.split`."""
     assert isinstance(row.inputs, Shard)
     dim, size, rank = row.inputs.dim, mesh.size(), mesh.get_local_rank()
 
-    def cut(_module: nn.Module, args: tuple) -> tuple:
-        def part(x: Any) -> Any:
-            return x.chunk(size, dim)[rank] if isinstance(x, Tensor) else x
+    def shard(_module: nn.Module, args: tuple) -> tuple:
+        return tuple(
+            x.chunk(size, dim)[rank] if i in row.split and isinstance(x, Tensor) else x
+            for i, x in enumerate(args)
+        )
 
-        return tuple(part(x) if i in row.split else x for i, x in enumerate(args))
-
-    module.register_forward_pre_hook(cut)
+    module.register_forward_pre_hook(shard)
 
 
 def pad_vocabulary(model: nn.Module, names: Sequence[str], multiple: int) -> dict[str, int]:
-    """Add rows of zeros, in place, to embeddings and heads whose rows `multiple` does not divide.
+    """Pad the rows of embeddings and heads with zeros to a multiple, in place.
 
-    Padded rows are never looked up and masked in the loss: their gradients are zero and they stay
-    zero. Checkpoints leave them out.
+    Padding rows are not looked up and are masked in the loss: they stay zero. Checkpoints do not
+    contain them.
 
     Returns:
-        Rows without padding, by the parameter's FQN, of what was padded.
+        Rows without padding of each padded parameter, by FQN.
     """
     padded: dict[str, int] = {}
     new: dict[int, nn.Parameter] = {}
@@ -418,14 +411,14 @@ def pad_vocabulary(model: nn.Module, names: Sequence[str], multiple: int) -> dic
     return padded
 
 
-def settle_outputs(model: nn.Module, compiled: Sequence[str], made: Plan) -> None:
-    """Wait for the collectives of split modules outside the compiled blocks.
+def settle_outputs(model: nn.Module, compiled: Sequence[str], tp_plan: Plan) -> None:
+    """Wait for the collectives of split modules outside of compiled blocks.
 
-    torch 2.13 loses the gradient, without an error, of an output still in flight that enters a
-    compiled block; adding zero makes it a settled tensor. 2.11 does not need it.
+    torch 2.13 silently loses the gradient of a pending output that enters a compiled block; adding
+    zero waits for it. 2.11 does not need it.
     """
     modules = present(dict(model.named_modules()))
-    for name, rows in made.rows.items():
+    for name, rows in tp_plan.rows.items():
         inside = any(name == block or name.startswith(f"{block}.") for block in compiled)
         if name in modules and rows and not inside:
             modules[name].register_forward_hook(_settled)

@@ -1,4 +1,4 @@
-"""float8 products fused with communication: what torch's operators are called with and give.
+"""float8 matmuls fused with collectives: arguments and results of torch's operators.
 
 Without GPUs torch's own operators run here too (tests/operators.py).
 """
@@ -19,17 +19,13 @@ from torch.nn.functional import ScalingType
 from dtron.float8 import RECIPES, Float8Linear, ScaleGroups, convert
 from dtron.float8 import async_tp as fused
 from dtron.float8.async_tp import (
-    GatheredLinear,
-    GatherProducts,
-    ScatteringLinear,
-    SplitRows,
-    gather_products,
-    product_scatter,
+    AsyncFloat8Linear,
+    all_gather_scaled_matmul,
+    scaled_matmul_reduce_scatter,
 )
 from dtron.float8.casting import Scaled
-from dtron.float8.linear import MatmulSettings
 from dtron.float8.recipes import E4M3, E5M2
-from dtron.parallelisms.placement import Shard, rowwise
+from dtron.parallelisms.placement import Shard, colwise, prepare_input, rowwise
 from dtron.parallelisms.tensor.async_tp import Ranks
 from dtron.parallelisms.tensor.tensor_parallel import apply_tensor_parallel, plan
 from tests import operators
@@ -121,12 +117,11 @@ def build(siblings: bool, dtype: torch.dtype, emulate: bool, blocks: int = 1) ->
     kinds: dict[str, type[Float8Linear]] = {}
     rows: dict[str, Any] = {}
     for i in range(blocks):
-        rows |= {f"{i}.inner": GatherProducts(read), f"{i}.inner.o": rowwise(output=Shard(1))}
-        rows |= {f"{i}.inner.{name}": SplitRows() for name in read}
-        kinds |= {f"{i}.inner.{name}": GatheredLinear for name in read}
-        kinds[f"{i}.inner.o"] = ScatteringLinear
+        rows |= {f"{i}.inner": prepare_input(Shard(1)), f"{i}.inner.o": rowwise(output=Shard(1))}
+        rows |= {f"{i}.inner.{name}": colwise() for name in read}
+        kinds |= {f"{i}.inner.{name}": AsyncFloat8Linear for name in (*read, "o")}
     convert(model, list(kinds), TENSORWISE, emulate, ScaleGroups(tp, (), tp), kinds)
-    apply_tensor_parallel(model, mesh, plan(model, rows, mesh.size()), "step")
+    apply_tensor_parallel(model, mesh, plan(model, rows, mesh.size()), "step", overlap=True)
     return model
 
 
@@ -150,7 +145,7 @@ def compare(siblings: bool) -> tuple[list[str], dict[str, float]]:
     called = install_operators()
     wanted = results(build(siblings, torch.bfloat16, emulate=True))
     assert not called
-    fused._fuses = lambda _data, settings: not settings.emulate  # type: ignore[assignment]
+    fused._fuses = lambda _data, emulate: not emulate  # type: ignore[assignment]
     found = results(build(siblings, torch.bfloat16, emulate=False))
     return called, distances(found, wanted)
 
@@ -181,7 +176,7 @@ def compile_blocks(blocks: int) -> tuple[dict[str, int], int, dict[str, float]]:
     results are from those without compile; in float32, as inductor rounds less to bfloat16 between
     operators than eager ones do."""
     install_operators()
-    fused._fuses = lambda _data, settings: not settings.emulate  # type: ignore[assignment]
+    fused._fuses = lambda _data, emulate: not emulate  # type: ignore[assignment]
     wanted = results(build(True, torch.float32, False, blocks))
     model, counted = build(True, torch.float32, False, blocks), operators.CountedOperators()
     options = {"post_grad_custom_post_pass": counted}
@@ -207,7 +202,6 @@ def test_calls_obey_the_rules_of_torch() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
         ranks = Ranks(2, dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        settings = MatmulSettings(TENSORWISE, False, (), (), ())
         of_x, of_weight = TENSORWISE.output.left, TENSORWISE.output.right
         with FakeTensorMode():
             one = torch.ones(1, 1, device="cuda")
@@ -216,10 +210,11 @@ def test_calls_obey_the_rules_of_torch() -> None:
                 Scaled(torch.empty(n, D, dtype=E4M3, device="cuda"), one, of_weight)
                 for n in (N, 2 * N)
             ]
-            whole, outs = gather_products(x, weights, torch.bfloat16, settings, True, ranks)
+            options = (torch.bfloat16, False, True, ranks)
+            whole, outs = all_gather_scaled_matmul(x, weights, *options)
             assert (whole.data.shape, whole.data.dtype) == ((64, D), E4M3)
             assert [out.shape for out in outs] == [(64, N), (64, 2 * N)]
-            out = product_scatter(whole, weights[0], torch.bfloat16, settings, True, ranks)
+            out = scaled_matmul_reduce_scatter(whole, weights[0], *options)
             assert (out.shape, out.dtype) == ((32, N), torch.bfloat16)
     finally:
         dist.destroy_process_group()

@@ -141,7 +141,7 @@ def dropout_keys_of_first_rank() -> None:
 
         module.register_forward_pre_hook(part)
 
-    tensor._cut_arguments = cut
+    tensor._shard_arguments = cut
 
 
 def weight_gradient_dropped() -> None:
@@ -448,21 +448,20 @@ def validation_as_mean_of_means() -> None:
 
 def sequences_for_tokens() -> None:
     """Rows of a micro-batch are cut as they lie: ranks get whole sequences."""
-    async_tp.rows_of = fused.rows_of = lambda x: x.reshape(-1, x.shape[2])
-    back = lambda rows, batch: rows.view(batch, -1, rows.shape[1])  # noqa: E731
-    async_tp.from_rows = fused.from_rows = back
+    async_tp.flatten_tokens = lambda x: x.reshape(-1, x.shape[2])
+    async_tp.unflatten_tokens = lambda x, batch: x.view(batch, -1, x.shape[1])
 
 
 def input_gradients_not_reduce_scattered() -> None:
     """A fused gather's backward takes the rank's tokens of its own part of the sum."""
-    reduce_scatter = async_tp.scatter_rows
+    reduce_scatter = async_tp.start_reduce_scatter
 
     def scatter(x: Tensor, ranks: async_tp.Ranks) -> Tensor:
         if torch._C._current_graph_task_id() < 0:  # forward
             return reduce_scatter(x, ranks)
         return x.chunk(ranks.size)[dist.get_rank() % ranks.size].contiguous()
 
-    async_tp.scatter_rows = scatter
+    async_tp.start_reduce_scatter = scatter
 
 
 def siblings_not_queued() -> None:
@@ -483,8 +482,8 @@ def head_gradients_not_summed() -> None:
 
     def gather(module: nn.Module, mesh: Any) -> None:
         def whole(_module: nn.Module, _args: tuple, out: Tensor) -> Tensor:
-            moved = tensor._moved(out, mesh, Shard(2), Replicate(), asynchronous=False)
-            return moved.to_local(grad_placements=[Replicate()])
+            found = tensor._redistribute(out, mesh, Shard(2), Replicate(), asynchronous=False)
+            return found.to_local(grad_placements=[Replicate()])
 
         module.register_forward_hook(whole)
 

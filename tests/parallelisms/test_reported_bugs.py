@@ -88,18 +88,18 @@ def prediction_counts_of_own_tokens() -> None:
 def recomputed_from_another_replica() -> None:
     """Recomputation gathers activations from ranks with other sequences. Only in feed-forward
     layers: with other inputs routers choose other experts, which torch would report."""
-    moved = tensor._PrepareArgument.moved
+    redistribute = tensor._PrepareArgument.redistribute
 
     def mixed(self: Any, x: Tensor, mesh: Any) -> Tensor:
         recomputed = torch._C._current_graph_task_id() >= 0
-        if recomputed and type(self) is tensor._PrepareArgument:
+        if recomputed and not self.to_local:
             ranks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
             dist.all_gather(ranks, x.detach().contiguous())
             other = ranks[(dist.get_rank() + mesh.size()) % len(ranks)]
             x = x + (other - x).detach()  # as much is kept for the backward as of x
-        return moved(self, x, mesh)
+        return redistribute(self, x, mesh)
 
-    tensor._PrepareArgument.moved = mixed  # type: ignore[method-assign]
+    tensor._PrepareArgument.redistribute = mixed  # type: ignore[method-assign]
 
 
 def padding_of_another_rank() -> None:
@@ -118,7 +118,7 @@ def padding_of_another_rank() -> None:
 
         module.register_forward_pre_hook(part)
 
-    tensor._cut_arguments = cut
+    tensor._shard_arguments = cut
 
 
 def sinks_of_first_rank_counted() -> None:
