@@ -98,7 +98,7 @@ def _check(model: Any, mesh: Any, plan: ParallelPlan) -> None:
         raise ConfigError(f"mesh is a {_type(mesh)}; pass a dtron.parallelisms.Mesh")
     if isinstance(model, DistributedDataParallel):
         raise ConfigError("model is wrapped in DistributedDataParallel; pass model.module")
-    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+    if _type(model) == "OptimizedModule":  # whose class is private
         raise ConfigError(
             "model is compiled; pass the module that torch.compile got, and compile=Compile(...)"
         )
