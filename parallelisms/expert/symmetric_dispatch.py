@@ -41,7 +41,6 @@ is new.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +50,7 @@ from torch import Tensor
 from dtron.errors import ConfigError, TrainingError
 from dtron.kernels.float8_rows import converts
 from dtron.kernels.peer_gather import LOST, NONE
+from dtron.parallelisms.expert.dispatcher import Compute, Dispatcher
 from dtron.parallelisms.expert.peer_memory import check_host
 from dtron.parallelisms.expert.symmetric_exchange import (
     Mailbox,
@@ -163,7 +163,7 @@ def check_device(device: torch.device, float8: bool) -> None:
         )
 
 
-class SymmetricMemory:
+class SymmetricMemory(Dispatcher):
     """Dispatcher by symmetric memory: rows are pulled from the memory of their ranks, results from
     that of the experts' ranks; see the module's docstring.
 
@@ -211,7 +211,7 @@ class SymmetricMemory:
         noted = (self.mailbox.name, layer.number, exceeded)
         return _InFlight(send_rows(rows, *there, *noted, float8=self.float8), ways)
 
-    def finish(self, pending: _InFlight, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def finish(self, pending: _InFlight, compute: Compute) -> Tensor:
         """See Dispatcher."""
         ways, rows = pending.ways, arrived(pending.moving)
         results = compute(rows, ways.offsets)
