@@ -21,10 +21,10 @@ import torch
 
 from dtron.checkpoint.async_staging import Staging
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.dcp_storage import write_in_process
 from dtron.checkpoint.directory import CheckpointMetadata
 from dtron.checkpoint.locations import CheckpointLocation
 from dtron.config import Checkpoint, Optim
+from dtron.io.safetensors_file import write_tensors
 from dtron.models import BACKENDS, MODELS, build_model, model_config
 from dtron.parallelisms.apply import Applied, Passes, apply_passes
 from dtron.parallelisms.mesh import Mesh
@@ -54,7 +54,7 @@ def measure(mode: str, given: argparse.Namespace) -> dict[str, Any]:
     options = Checkpoint.model_validate({"mode": "sync" if mode == "sync" else "async", "keep": 1})
     saver = Checkpointer([CheckpointLocation(folder, 0, 1)], applied, optimizer, options)
     if mode == "thread":
-        saver.staging.write = write_in_process  # type: ignore[method-assign]
+        saver.staging.write = write_tensors  # type: ignore[method-assign]
     waits = _timed(saver.staging)
     tokens = torch.randint(0, 1000, (1, given.tokens), device=Place(0, 0, 1).device)
     stops, alone, beside = [], [], []

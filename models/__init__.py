@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dtron.errors import CheckpointError, ConfigError, nearest
+from dtron.io.safetensors_file import Region
 from dtron.models.attention import BACKENDS, AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig, overridden
 from dtron.models.deepseek_v3 import DEEPSEEK_V3
@@ -22,7 +23,7 @@ from dtron.models.gpt import GPT
 from dtron.models.gpt_oss import GPT_OSS
 from dtron.models.hf import HuggingFace
 from dtron.models.hf_export import HFExport
-from dtron.models.hf_weights import HFFamily, HFFolder, Region, full_region
+from dtron.models.hf_weights import HFFamily, HFFolder
 from dtron.models.llama import LLAMA
 from dtron.models.mixtral import MIXTRAL
 from dtron.models.qwen3 import QWEN3
@@ -147,14 +148,13 @@ def from_hf(
         ConfigError: the attention backend cannot run this model on this device.
     """
     folder, device = hf_folder(path), torch.device(device)
-    config, dtypes = folder.config, folder.dtypes
-    needs = AttentionNeeds.of(config, device.type, dtype or next(iter(dtypes.values())))
+    config, first = folder.config, next(iter(folder.ours))
+    needs = AttentionNeeds.of(config, device.type, dtype or folder.dtype(first))
     backend = choose_backend(attention, needs)
     with torch.device("meta"):
         model = build_model(folder.family, config, backend)
-    for fqn, each in folder.ours.items():
-        kept = each.dtype or dtype or dtypes[fqn]
-        value = folder.read(fqn, full_region(each.shape)).to(device, kept)
+    for fqn in folder.ours:
+        value = folder.read(fqn).to(device, folder.dtype(fqn, dtype))
         module, _, name = fqn.rpartition(".")
         owner = model.get_submodule(module)
         is_parameter = isinstance(getattr(owner, name), nn.Parameter)

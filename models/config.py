@@ -4,14 +4,14 @@ Fields are flat so that each can be overridden alone, as `model.override.KEY=val
 are properties and are never stored.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dtron.config.schema import MAX_LAYERS
 from dtron.errors import ConfigError, config_error
-from dtron.models.rules import broken_rules, either
+from dtron.models.field_rules import broken_rules
 
 MOST_FACTOR = 1e30
 
@@ -225,71 +225,9 @@ class DecoderConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "DecoderConfig":
-        broken = [*self._broken_sizes(), *self._broken_rope_scaling(), *broken_rules(self)]
-        if broken:
+        if broken := list(broken_rules(self)):
             raise ValueError("\n".join(broken))
         return self
-
-    def _broken_sizes(self) -> Iterator[str]:
-        if self.n_heads % self.n_kv_heads:
-            legal = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
-            yield (
-                f"n_kv_heads = {self.n_kv_heads} does not divide n_heads = {self.n_heads}; "
-                f"use {either(legal)}"
-            )
-        if self.head_dim == 0 and not self.kv_lora_rank and self.dim % self.n_heads:
-            below = self.dim // self.n_heads * self.n_heads
-            legal = [n for n in (below, below + self.n_heads) if n]
-            yield (
-                f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}; "
-                f"use {either(legal)}, or set head_dim"
-            )
-        if self.positions == "rope" and self.rope_size % 2:
-            key = "rope_head_dim" if self.kv_lora_rank else "head_dim"
-            yield (
-                f"{key} = {self.rope_size} is odd, but rope rotates pairs; use {self.rope_size + 1}"
-            )
-
-    def _broken_rope_scaling(self) -> Iterator[str]:
-        scales = self.rope_scaling_factor > 1
-        if self.rope_scaling == "yarn" and (self.positions != "rope" or not scales):
-            need = "a rope_scaling_factor above 1" if self.positions == "rope" else "rope positions"
-            yield f'rope_scaling = "yarn" has no effect without {need}; use "llama3"'
-        for key, scaling in _ROPE_KEYS.items():
-            default = type(self).model_fields[key].default
-            if scaling != self.rope_scaling and getattr(self, key) != default:
-                yield (
-                    f"{key} = {getattr(self, key)} has no effect with "
-                    f'rope_scaling = "{self.rope_scaling}"; use {default}'
-                )
-        low, high, source = _ROPE_RANGES[self.rope_scaling]
-        if scales and getattr(self, high) <= getattr(self, low):
-            yield (
-                f"{high} = {getattr(self, high)} is not above {low} = {getattr(self, low)}; "
-                f"{source}"
-            )
-        if self.rope_scaling == "yarn" and self.rope_theta <= 1:
-            yield (
-                f"rope_theta = {self.rope_theta} has no logarithm above 0, which "
-                'rope_scaling = "yarn" divides by; use more than 1, such as 10000.0'
-            )
-
-
-_ROPE_RANGES = {
-    "llama3": ("rope_low_freq_factor", "rope_high_freq_factor", "Llama 3.1 has 4 and 1"),
-    "yarn": ("rope_beta_slow", "rope_beta_fast", "YaRN has 32 and 1"),
-}
-"""rope_scaling -> lower and upper bound of the partly scaled frequencies, values in the source."""
-_ROPE_KEYS = {
-    "rope_low_freq_factor": "llama3",
-    "rope_high_freq_factor": "llama3",
-    "rope_beta_fast": "yarn",
-    "rope_beta_slow": "yarn",
-    "rope_truncate": "yarn",
-    "rope_mscale": "yarn",
-    "rope_mscale_all_dim": "yarn",
-}
-"""Field -> the rope_scaling that reads it."""
 
 
 def overridden(config: DecoderConfig, values: Mapping[str, Any]) -> DecoderConfig:

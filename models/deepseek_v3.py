@@ -14,7 +14,6 @@ the released configurations.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from dtron.errors import CheckpointError
@@ -30,11 +29,12 @@ from dtron.models.hf import (
     LLAMA_NAMES,
     MOE_FIELDS,
     MOE_IGNORED_KEYS,
-    ROPE,
     HuggingFace,
     KeyConverter,
     WeightName,
+    optional_key,
     read_rope,
+    rope_converter,
 )
 from dtron.models.spec import ModelSpec
 
@@ -219,14 +219,6 @@ def _write_groups(config: DecoderConfig) -> dict[str, Any]:
     return {"n_group": config.n_groups, "topk_group": config.top_groups}
 
 
-def _read_query_rank(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"q_lora_rank": given.get("q_lora_rank", 1536) or 0}
-
-
-def _write_query_rank(config: DecoderConfig) -> dict[str, Any]:
-    return {"q_lora_rank": config.q_lora_rank or None}
-
-
 _MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -301,14 +293,14 @@ HF = HuggingFace(
     },
     defaults={**LLAMA_DEFAULTS, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     converters=(
-        replace(ROPE, read=_read_rope),
+        rope_converter(_read_rope),
         CONTEXT,
         KV_HEADS,
         KeyConverter(
             frozenset({"first_k_dense_replace", "intermediate_size"}), _read_dense, _write_dense
         ),
         KeyConverter(frozenset({"n_group", "topk_group"}), _read_groups, _write_groups),
-        KeyConverter(frozenset({"q_lora_rank"}), _read_query_rank, _write_query_rank),
+        optional_key("q_lora_rank", "q_lora_rank", default=1536),
         KeyConverter(frozenset(_MTP_KEYS), _read_mtp, _write_mtp),
     ),
     # derived widths, and settings of training

@@ -8,26 +8,22 @@ Sources: gpt-oss model card, arXiv:2508.10925, and the released configurations.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import (
-    CONTEXT,
-    HEAD_DIM,
-    KV_HEADS,
     LLAMA_ATTENTION,
     LLAMA_BASE,
     LLAMA_DEFAULTS,
     LLAMA_IGNORED_TENSORS,
     MOE_FIELDS,
     MOE_IGNORED_KEYS,
-    ROPE,
     HuggingFace,
     KeyConverter,
     RowOrder,
     WeightName,
+    llama_converters,
     read_rope,
 )
 from dtron.models.spec import ModelSpec
@@ -168,10 +164,7 @@ HF = HuggingFace(
     },
     defaults={**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5},
     converters=(
-        replace(ROPE, read=_read_rope),
-        CONTEXT,
-        HEAD_DIM,
-        KV_HEADS,
+        *llama_converters(_read_rope),
         KeyConverter(frozenset({"sliding_window", "layer_types"}), _read_windows, _write_windows),
     ),
     # released configurations repeat num_experts_per_tok and the original context as these keys

@@ -25,6 +25,7 @@ from dtron.models.rope import rope_magnitude
 
 RowOrder = Callable[[DecoderConfig, int], Sequence[int]]
 """(config, number of our rows) -> index of each in their tensor."""
+ReadKeys = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class KeyConverter:
     """Functions that translate keys of config.json which `HuggingFace.fields` cannot."""
 
     keys: frozenset[str]
-    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    read: ReadKeys
     """config.json -> fields. Raises CheckpointError for values that dtron does not support."""
     write: Callable[[DecoderConfig], dict[str, Any]]
     """Config -> keys of config.json."""
@@ -335,9 +336,30 @@ def write_kv_heads(config: DecoderConfig) -> dict[str, Any]:
     return {"num_key_value_heads": config.n_kv_heads}
 
 
-ROPE = KeyConverter(
-    frozenset({"rope_theta", "rope_scaling", "rope_parameters"}), read_rope, write_rope
-)
+def rope_converter(read: ReadKeys = read_rope) -> KeyConverter:
+    """Return the converter of the rotary embedding."""
+    keys = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+    return KeyConverter(keys, read, write_rope)
+
+
+def llama_converters(read: ReadKeys = read_rope) -> tuple[KeyConverter, ...]:
+    """Return the converters of Llama and of models derived from it; `read` is that of rope."""
+    return (rope_converter(read), CONTEXT, HEAD_DIM, KV_HEADS)
+
+
+def optional_key(key: str, name: str, default: int = 0) -> KeyConverter:
+    """Return the converter of a key that is null if the field `name` is 0.
+
+    Args:
+        default: of transformers.
+    """
+    return KeyConverter(
+        frozenset({key}),
+        lambda given: {name: given.get(key, default) or 0},
+        lambda config: {key: getattr(config, name) or None},
+    )
+
+
 CONTEXT = KeyConverter(frozenset({"max_position_embeddings"}), read_context, write_context)
 HEAD_DIM = KeyConverter(frozenset({"head_dim"}), read_head_dim, write_head_dim)
 KV_HEADS = KeyConverter(frozenset({"num_key_value_heads"}), read_kv_heads, write_kv_heads)
@@ -354,7 +376,6 @@ LLAMA_FIELDS = {
 }
 """Fields of Llama and of models derived from it."""
 LLAMA_DEFAULTS = {"tie_word_embeddings": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6}
-LLAMA_CONVERTERS = (ROPE, CONTEXT, HEAD_DIM, KV_HEADS)
 LLAMA_BASE = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rope"}
 LLAMA_ATTENTION = (
     WeightName("embed", "model.embed_tokens"),

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from dtron.io.filesystem import sync_directory, write_synced
-from dtron.io.safetensors_file import TensorFile, TensorSpec
+from dtron.io.safetensors_file import Region, TensorSpec, full_region, write_tensors
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import HuggingFace
 from dtron.models.hf_weights import (
     CONFIG,
     INDEX,
     SINGLE,
-    Region,
     WeightLocation,
-    full_region,
     hf_shapes,
     is_gamma,
     weight_locations,
@@ -82,13 +80,7 @@ class HFExport:
         """Write some of the files. Raises OSError."""
         for number in numbers:
             tensors = {key: self._tensors[key] for key in self.files[number]}
-            file = TensorFile(folder / self.name(number), tensors, {"format": "pt"})
-            try:
-                for key in file.order:
-                    file.write(key, self._tensor(key))
-                file.close()
-            finally:
-                file.abandon()
+            write_tensors(folder / self.name(number), tensors, self._tensor, {"format": "pt"})
 
     def write_json(self, folder: Path) -> None:
         """Write config.json and, for several files, the index. Raises OSError."""

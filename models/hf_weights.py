@@ -13,9 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dtron.errors import CheckpointError, cause_of, nearest
+from dtron.errors import CheckpointError, nearest
 from dtron.io.filesystem import plain_name, read_json
-from dtron.io.safetensors_file import DTYPE_NAMES, DTYPES_BY_NAME, StoredTensors
+from dtron.io.safetensors_file import (
+    DTYPE_NAMES,
+    Region,
+    StoredTensor,
+    StoredTensors,
+    full_region,
+    reading,
+)
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import HuggingFace, WeightName
 from dtron.parallelisms.placement import matches
@@ -25,13 +32,6 @@ log = logging.getLogger("dtron")
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-Region = tuple[slice, ...]
-"""One slice per dim, with start and stop, without steps."""
-
-
-def full_region(shape: Sequence[int]) -> Region:
-    """Return the region that covers a whole tensor."""
-    return tuple(slice(0, n) for n in shape)
 
 
 @dataclass(frozen=True)
@@ -118,16 +118,6 @@ class HFFamily:
     build: Callable[[DecoderConfig], nn.Module]
 
 
-@dataclass(frozen=True)
-class _StoredTensor:
-    """Location, dtype and shape of a tensor in a file."""
-
-    file: Path
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 def is_gamma(fqn: str) -> bool:
     """Whether a parameter is the weight of a norm."""
     return fqn.endswith("norm.weight")
@@ -162,7 +152,6 @@ class HFFolder:
             )
         family = families[kind]
         self.family, self._hf = family.name, family.hf
-        self._open: dict[Path, StoredTensors] = {}
         self._tensors = self._headers()
         self.config = self._without_absent(family.hf.read(given, str(path / CONFIG)))
         self._refuse_missing_layers()
@@ -170,22 +159,21 @@ class HFFolder:
             self.ours = weight_locations(family.hf, family.build(self.config))
         self._check()
 
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The stored dtype of each of our parameters and saved buffers, by FQN."""
-        return {
-            fqn: each.dtype or self._tensors[each.tensor_names()[0]].dtype
-            for fqn, each in self.ours.items()
-        }
+    def dtype(self, fqn: str, wanted: torch.dtype | None = None) -> torch.dtype:
+        """Return `wanted`, or the stored dtype of one of our parameters; saved buffers have their
+        own."""
+        each = self.ours[fqn]
+        return each.dtype or wanted or self._tensors[each.tensor_names()[0]].dtype
 
-    def read(self, fqn: str, region: Region) -> Tensor:
+    def read(self, fqn: str, region: Region | None = None) -> Tensor:
         """Read a region of one of our parameters to the host, in its stored dtype; float32 for
         norm weights with `zero_centered`.
 
         Args:
-            region: of our parameter, one slice per dim.
+            region: of our parameter, one slice per dim; None: all of it.
         """
         each = self.ours[fqn]
+        region = full_region(each.shape) if region is None else region
         if not each.stacked:
             part = self._read_one(each, each.theirs, region)
             if each.dtype is not None:
@@ -195,7 +183,7 @@ class HFFolder:
         parts = [self._read_one(each, each.theirs.format(expert=i), region[1:]) for i in experts]
         if parts:
             return torch.stack(parts)
-        return torch.empty([s.stop - s.start for s in region], dtype=self.dtypes[fqn])
+        return torch.empty([s.stop - s.start for s in region], dtype=self.dtype(fqn))
 
     def _read_one(self, each: WeightLocation, theirs: str, region: Region) -> Tensor:
         name, dim = each.name, each.name.dim
@@ -214,26 +202,18 @@ class HFFolder:
     def _slice(self, theirs: str, region: Region) -> Tensor:
         """Read a region of one of their tensors."""
         stored = self._tensors[theirs]
-        try:
-            return self._open[stored.file].get_slice(stored.key)[region]
-        except (OSError, ValueError) as error:
-            cause = cause_of(error, stored.file)
-            raise CheckpointError(f"{stored.file} cannot be read: {cause}") from None
+        with reading(stored.path):
+            return stored[region]
 
-    def _headers(self) -> dict[str, _StoredTensor]:
-        found: dict[str, _StoredTensor] = {}
+    def _headers(self) -> dict[str, StoredTensor]:
+        found: dict[str, StoredTensor] = {}
         for file, listed in _files(self.path).items():
-            try:
-                reader = self._open[file] = StoredTensors(file)
-                keys = reader.keys() if listed is None else listed & reader.keys()
-                headers = {key: reader.get_slice(key) for key in keys}
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{file} cannot be read: {cause_of(error, file)}") from None
+            with reading(file):
+                stored = StoredTensors(file)
+                keys = stored.keys() if listed is None else listed & stored.keys()
+                found |= {key: stored.get_slice(key) for key in keys}
             if listed is not None and (absent := sorted(listed - keys)):
                 raise CheckpointError(f"{file} lacks {absent[0]}, which {INDEX} lists for it")
-            for key, header in headers.items():
-                dtype = DTYPES_BY_NAME[header.get_dtype()]
-                found[key] = _StoredTensor(file, key, dtype, tuple(header.get_shape()))
         if not any(key.startswith(self._hf.prefix) for key in found):  # model without a head
             return {self._hf.prefix + key if key != _HEAD else key: v for key, v in found.items()}
         return found
@@ -282,19 +262,16 @@ class HFFolder:
                 more = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
                 raise CheckpointError(f"{self.path}: {names[0]}{more} {problem}")
         for key, shape in wanted.items():
-            if (stored := self._tensors[key]).shape != shape:
+            if (stored := self._tensors[key]).shape != list(shape):
                 raise CheckpointError(
-                    f"{stored.file}: {key} has shape {list(stored.shape)}, but the model of "
-                    f"{CONFIG} has {list(shape)}"
+                    f"{stored.path}: {key} has shape {stored.shape}, but the model of {CONFIG} has "
+                    f"{list(shape)}"
                 )
             if stored.dtype not in _WEIGHTS:
-                found, weights = (
-                    DTYPE_NAMES[stored.dtype],
-                    ", ".join(DTYPE_NAMES[d] for d in _WEIGHTS),
-                )
+                weights = ", ".join(DTYPE_NAMES[dtype] for dtype in _WEIGHTS)
                 raise CheckpointError(
-                    f"{stored.file}: {key} is {found}, but weights must be {weights}; save the "
-                    "model dequantised"
+                    f"{stored.path}: {key} is {DTYPE_NAMES[stored.dtype]}, but weights must be "
+                    f"{weights}; save the model dequantised"
                 )
 
     def _repeats(self, key: str) -> bool:
@@ -311,11 +288,9 @@ class HFFolder:
         one, other = self._tensors[key], self._tensors.get(theirs)
         if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
-        views = [self._open[t.file].get_slice(t.key) for t in (one, other)]
         for start in range(0, one.shape[0], _ROWS):
             rows = (slice(start, min(start + _ROWS, one.shape[0])),)
-            ours, its = (view[rows] for view in views)
-            if not torch.equal(ours, its):
+            if not torch.equal(one[rows], other[rows]):
                 raise CheckpointError(f"{self.path}: {key} differs from {theirs}{reason}")
         return True
 

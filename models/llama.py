@@ -11,13 +11,13 @@ from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import (
     LLAMA_BASE,
-    LLAMA_CONVERTERS,
     LLAMA_DEFAULTS,
     LLAMA_FIELDS,
     LLAMA_IGNORED_TENSORS,
     LLAMA_NAMES,
     HuggingFace,
     KeyConverter,
+    llama_converters,
 )
 from dtron.models.spec import ModelSpec
 
@@ -84,7 +84,7 @@ HF = HuggingFace(
     fixed={"hidden_act": ("silu", "swish")},
     defaults=LLAMA_DEFAULTS,
     converters=(
-        *LLAMA_CONVERTERS,
+        *llama_converters(),
         KeyConverter(frozenset({"attention_bias", "mlp_bias"}), _read_bias, _write_bias),
     ),
     ignored_tensors=LLAMA_IGNORED_TENSORS,

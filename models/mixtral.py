@@ -7,26 +7,21 @@ of 8x22b. The vocabulary of 8x22b is that of its first release.
 Sources: Mixtral of Experts, arXiv:2401.04088, and the released configurations.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import (
-    CONTEXT,
-    HEAD_DIM,
-    KV_HEADS,
     LLAMA_ATTENTION,
     LLAMA_BASE,
     LLAMA_DEFAULTS,
     LLAMA_IGNORED_TENSORS,
     MOE_FIELDS,
     MOE_IGNORED_KEYS,
-    ROPE,
     HuggingFace,
-    KeyConverter,
     WeightName,
+    llama_converters,
+    optional_key,
     read_rope,
 )
 from dtron.models.spec import ModelSpec
@@ -72,14 +67,6 @@ SIZES = {
 }
 
 
-def _read_window(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"window": given.get("sliding_window") or 0}
-
-
-def _write_window(config: DecoderConfig) -> dict[str, Any]:
-    return {"sliding_window": config.window or None}
-
-
 _MOE = "model.layers.*.block_sparse_moe"
 
 HF = HuggingFace(
@@ -103,11 +90,8 @@ HF = HuggingFace(
     fixed={"hidden_act": ("silu", "swish")},
     defaults={**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5, "router_jitter_noise": 0.0},
     converters=(
-        replace(ROPE, read=partial(read_rope, default_theta=1e6)),
-        CONTEXT,
-        HEAD_DIM,
-        KV_HEADS,
-        KeyConverter(frozenset({"sliding_window"}), _read_window, _write_window),
+        *llama_converters(partial(read_rope, default_theta=1e6)),
+        optional_key("sliding_window", "window"),
     ),
     ignored_keys=MOE_IGNORED_KEYS,
     ignored_tensors=LLAMA_IGNORED_TENSORS,

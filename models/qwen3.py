@@ -10,13 +10,13 @@ from dtron.errors import CheckpointError
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import (
     LLAMA_BASE,
-    LLAMA_CONVERTERS,
     LLAMA_DEFAULTS,
     LLAMA_FIELDS,
     LLAMA_IGNORED_TENSORS,
     LLAMA_NAMES,
     HuggingFace,
     KeyConverter,
+    llama_converters,
 )
 from dtron.models.spec import ModelSpec
 
@@ -99,7 +99,7 @@ HF = HuggingFace(
     base={**LLAMA_BASE, "qk_norm": True},
     fixed={"hidden_act": ("silu", "swish"), "attention_bias": (False,)},
     defaults=LLAMA_DEFAULTS,
-    converters=(*LLAMA_CONVERTERS, KeyConverter(_WINDOWS, _read_window, _write_window)),
+    converters=(*llama_converters(), KeyConverter(_WINDOWS, _read_window, _write_window)),
     ignored_tensors=LLAMA_IGNORED_TENSORS,
 )
 

@@ -15,7 +15,6 @@ from dtron.models.hf import (
     EXPERT_NAMES,
     LLAMA_ATTENTION,
     LLAMA_BASE,
-    LLAMA_CONVERTERS,
     LLAMA_DEFAULTS,
     LLAMA_IGNORED_TENSORS,
     MOE_FIELDS,
@@ -23,6 +22,7 @@ from dtron.models.hf import (
     HuggingFace,
     KeyConverter,
     WeightName,
+    llama_converters,
 )
 from dtron.models.spec import ModelSpec
 
@@ -135,7 +135,7 @@ HF = HuggingFace(
     },
     defaults={**LLAMA_DEFAULTS, "norm_topk_prob": False},
     converters=(
-        *LLAMA_CONVERTERS,
+        *llama_converters(),
         KeyConverter(
             frozenset({"num_experts", "num_local_experts"}), _read_experts, _write_experts
         ),

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from dtron.checkpoint.async_staging import Background, Staging
-from dtron.checkpoint.dcp_storage import ShardReader, WriteFile, write_in_process
+from dtron.checkpoint.dcp_storage import ShardReader, WriteFile
 from dtron.checkpoint.directory import CheckpointMetadata, step_of, unreadable
 from dtron.checkpoint.locations import CheckpointLocation, location_of
 from dtron.checkpoint.save import OnCommit, Saver, first_cause
@@ -32,7 +32,7 @@ from dtron.checkpoint.save_plan import CachedSavePlanner
 from dtron.config import Checkpoint
 from dtron.errors import CheckpointError
 from dtron.io.filesystem import Location
-from dtron.io.safetensors_file import WrittenFile
+from dtron.io.safetensors_file import WrittenFile, write_tensors
 from dtron.io.writer_process import WriterProcess
 from dtron.parallelisms.apply import Applied
 
@@ -159,7 +159,7 @@ class Checkpointer:
         """Write a checkpoint to the first location; with `mode = "async"`, begin to."""
         flat = self._tensors_to_save()
         if self.options.mode == "sync":
-            self._write(flat, metadata, write_in_process)
+            self._write(flat, metadata, write_tensors)
             return
         write = self.staging.write
         try:

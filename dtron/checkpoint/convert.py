@@ -40,9 +40,10 @@ from dtron.data.tokenizer import ByteTokenizer, tokenizer_file
 from dtron.errors import ArgumentParser, CheckpointError, ConfigError
 from dtron.io.filesystem import Location, read_json, sync_directory, write_synced
 from dtron.io.remote_path import Remote
+from dtron.io.safetensors_file import Region
 from dtron.models import BACKENDS, build_model, hf_folder, hf_of
 from dtron.models.hf_export import HFExport
-from dtron.models.hf_weights import CONFIG, HFFolder, Region, full_region
+from dtron.models.hf_weights import CONFIG, HFFolder
 from dtron.run.process import Place, process_group, set_up_logging
 from dtron.run.rendezvous import meet
 
@@ -123,9 +124,7 @@ class _StreamingPlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """Read a whole tensor."""
         fqn = index.fqn.removeprefix("model.")
-        each = self._folder.ours[fqn]
-        tensor = self._folder.read(fqn, full_region(each.shape))
-        return tensor if each.dtype or self._dtype is None else tensor.to(self._dtype)
+        return self._folder.read(fqn).to(self._folder.dtype(fqn, self._dtype))
 
 
 def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
@@ -137,11 +136,8 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
     """
     source = hf_folder(folder)
     stored = _DTYPES[dtype] if dtype else None
-    dtypes = source.dtypes
     state = {
-        f"model.{fqn}": torch.empty(
-            each.shape, dtype=each.dtype or stored or dtypes[fqn], device="meta"
-        )
+        f"model.{fqn}": torch.empty(each.shape, dtype=source.dtype(fqn, stored), device="meta")
         for fqn, each in source.ours.items()
     }
     with _new_folder(out) as partial:

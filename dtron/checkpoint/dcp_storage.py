@@ -7,12 +7,11 @@
 its storage. A file is written tensor by tensor, hashed while it is written, and synced. If several
 ranks hold the same part, one of them writes it."""
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -37,19 +36,21 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dtron.errors import CheckpointError, cause_of
+from dtron.errors import CheckpointError
 from dtron.io.filesystem import Location, plain_name, read_json, size_of, write_synced
 from dtron.io.remote_path import Remote, UnreachableError
 from dtron.io.safetensors_file import (
     DTYPE_NAMES,
     DTYPES_BY_NAME,
+    Region,
     StoredTensor,
     StoredTensors,
-    TensorFile,
     TensorSpec,
     WrittenFile,
     parse_shape,
     parse_sizes,
+    reading,
+    write_tensors,
 )
 from dtron.io.untrusted import INDEX_BYTES, open_regular
 
@@ -69,20 +70,8 @@ class _WrittenPart(NamedTuple):
 WriteFile = Callable[
     [Location, Mapping[str, TensorSpec], Callable[[str], torch.Tensor]], WrittenFile
 ]
-"""Writes a safetensors file: (path, dtype and shape by name, function name -> tensor)."""
-
-
-def write_in_process(
-    target: Location, tensors: Mapping[str, TensorSpec], get: Callable[[str], torch.Tensor]
-) -> WrittenFile:
-    """Write a file in this process. Raises OSError."""
-    file = TensorFile(str(target), tensors, {})
-    try:
-        for key in file.order:
-            file.write(key, get(key))
-        return file.close()
-    finally:
-        file.abandon()
+"""Writes a safetensors file: (path, dtype and shape by name, function name -> tensor);
+`write_tensors` does so in this process."""
 
 
 def run_unlimited(act: Callable[[], None]) -> None:
@@ -103,7 +92,7 @@ class ShardWriter(dcp.StorageWriter):
     def __init__(
         self,
         folder: Location,
-        write: WriteFile = write_in_process,
+        write: WriteFile = write_tensors,
         run_limited: Callable[[Callable[[], None]], None] = run_unlimited,
     ) -> None:
         self.folder, self._write_file, self._limited = folder, write, run_limited
@@ -397,12 +386,12 @@ class StoredReader(dcp.StorageReader):
         done.set_result(None)
         return done
 
-    def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
+    def part(self, index: MetadataIndex, region: Region) -> torch.Tensor:
         """Read a region of one stored part."""
         raise NotImplementedError
 
 
-def region_of(item: ReadItem) -> tuple[slice, ...]:
+def region_of(item: ReadItem) -> Region:
     """Return the region of a stored part that is read."""
     pairs = zip(item.storage_offsets, item.lengths, strict=True)
     return tuple(slice(start, start + n) for start, n in pairs)
@@ -431,7 +420,7 @@ class ShardReader(StoredReader):
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         return self.index.tensors[name].properties.dtype
 
-    def region(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+    def region(self, name: str, region: Region) -> torch.Tensor:
         """Read a region of a tensor, assembled from the parts that overlap with it."""
         out = torch.empty([s.stop - s.start for s in region], dtype=self.dtype(name))
         for chunk in self.index.tensors[name].chunks:
@@ -447,44 +436,33 @@ class ShardReader(StoredReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the planned regions into this rank's tensors, in the order of the files."""
-        files: dict[str, list[tuple[ReadItem, StoredTensor, tuple[slice, ...]]]] = {}
+        files: dict[str, list[tuple[ReadItem, StoredTensor, Region]]] = {}
         for item in plan.items:
-            with self._reading(item.storage_index) as name:
-                part = item, self._stored(item.storage_index), region_of(item)
-                files.setdefault(name, []).append(part)
+            part = item, self._stored(item.storage_index), region_of(item)
+            files.setdefault(self.index.places[item.storage_index], []).append(part)
         for name, parts in files.items():
             parts.sort(key=lambda part: part[1].extent(part[2]))
             self._open[name].plan([(stored, region) for _, stored, region in parts])
         items = [item for parts in files.values() for item, _, _ in parts]
         return super().read_data(replace(plan, items=items), planner)
 
-    def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
+    def part(self, index: MetadataIndex, region: Region) -> torch.Tensor:
         """Read a region of one stored part. Raises CheckpointError: file and index differ."""
-        with self._reading(index):
-            return self._stored(index)[region]
+        stored = self._stored(index)
+        with reading(stored.path):
+            return stored[region]
 
     def _stored(self, index: MetadataIndex) -> StoredTensor:
         name = self.index.places[index]
-        if name not in self._open:
-            self._open[name] = StoredTensors(self.folder / name)
-        stored = self._open[name].get_slice(_part_name(index))
-        self._check(index, stored.get_dtype(), stored.get_shape(), name)
-        return stored
-
-    @contextlib.contextmanager
-    def _reading(self, index: MetadataIndex) -> Iterator[str]:
-        name = self.index.places[index]
-        try:
-            yield name
-        except (OSError, ValueError) as error:
-            where = self.folder / name
-            raise CheckpointError(f"{where} cannot be read: {cause_of(error, where)}") from None
-
-    def _check(self, index: MetadataIndex, dtype: str, shape: list[int], file: str) -> None:
-        tensor = self.index.tensors[index.fqn]
-        wanted = (DTYPE_NAMES[tensor.properties.dtype], list(self.index.sizes[index]))
-        if (dtype, list(shape)) != wanted:
-            raise ValueError(f"{index.fqn} is {dtype} {list(shape)} in {file}, not {wanted}")
+        with reading(self.folder / name):
+            if name not in self._open:
+                self._open[name] = StoredTensors(self.folder / name)
+            stored = self._open[name].get_slice(_part_name(index))
+            dtype = DTYPE_NAMES[self.index.tensors[index.fqn].properties.dtype]
+            wanted = (dtype, list(self.index.sizes[index]))
+            if (found := (DTYPE_NAMES[stored.dtype], stored.shape)) != wanted:
+                raise ValueError(f"{index.fqn} is {found[0]} {found[1]} in {name}, not {wanted}")
+            return stored
 
 
 def tensor_metadata(dtype: torch.dtype, shape: Sequence[int]) -> TensorStorageMetadata:

@@ -51,10 +51,9 @@ class HuggingFaceReader(StoredReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return all tensors under their names in checkpoints."""
-        dtypes = self.folder.dtypes
         return Metadata(
             {
-                f"model.{fqn}": tensor_metadata(dtypes[fqn], each.shape)
+                f"model.{fqn}": tensor_metadata(self.folder.dtype(fqn), each.shape)
                 for fqn, each in self.folder.ours.items()
             }
         )

@@ -1,5 +1,5 @@
-"""Settings of a run: sections and keys (schema.py), rules across several keys (rules.py), files and
-overrides (run_config.py)."""
+"""Settings of a run: sections and keys (schema.py), rules across several keys
+(setting_rules.py), files and overrides (run_config.py)."""
 
 from dtron.config.run_config import (
     RunConfig,

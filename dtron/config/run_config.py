@@ -1,7 +1,7 @@
 """RunConfig, the settings of one run: read from TOML and `section.key=value`, written as TOML.
 
 The sections and their keys are in `dtron/config/schema.py`; rules across several keys are in
-`dtron/config/rules.py` and `dtron/setup/rules.py`.
+`dtron/config/setting_rules.py` and `dtron/setup/rules.py`.
 """
 
 import copy
@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from dtron.config.rules import idle_keys
 from dtron.config.schema import (
     DEGREES,
     Checkpoint,
@@ -36,6 +35,7 @@ from dtron.config.schema import (
     Section,
     Train,
 )
+from dtron.config.setting_rules import idle_keys
 from dtron.errors import ConfigError, cause_of, config_error, nearest_key, note, shorten
 from dtron.io.untrusted import TOML_BYTES, parse, parse_toml, read_text_or_pipe
 

@@ -1,7 +1,7 @@
 """The sections of a run's config: typed keys, each with a docstring that `--help` prints.
 
 Choices are Literals, units are in the names, values are frozen. Rules across several keys are in
-`dtron/config/rules.py`; `dtron/config/run_config.py` reads and writes a whole run.
+`dtron/config/setting_rules.py`; `dtron/config/run_config.py` reads and writes a whole run.
 """
 
 from pathlib import Path

@@ -8,10 +8,11 @@ ranges are read.
 Source of the format: github.com/huggingface/safetensors, README, "Format".
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +20,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dtron.errors import shorten
+from dtron.errors import CheckpointError, cause_of, shorten
+from dtron.io.filesystem import Location
 from dtron.io.remote_path import Remote, RemoteFile
 from dtron.io.untrusted import MB, open_regular, parse
 from dtron.io.writer_process import HashedFile
 
+Region = tuple[slice, ...]
+"""One slice per dim, with start and stop, without steps."""
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -43,6 +47,11 @@ _MAX_HEADER = 32 * MB  # parsed, JSON takes up to 25 times that in memory
 _MAX_ELEMENTS = 2**56
 _READ_BYTES = 64 * MB
 _SMALL = MB
+
+
+def full_region(shape: Sequence[int]) -> Region:
+    """Return the region that covers a whole tensor."""
+    return tuple(slice(0, n) for n in shape)
 
 
 @dataclass(frozen=True)
@@ -97,49 +106,38 @@ def file_header(
     return text + " " * (-len(text) % 8)
 
 
-class TensorFile:
-    """A safetensors file that is being written.
+def write_tensors(
+    path: Location,
+    tensors: Mapping[str, TensorSpec],
+    get: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> WrittenFile:
+    """Write a new file, one tensor at a time, and wait until the disk has it.
 
-    Attributes:
-        order: names in the order in which `write` expects them.
     Args:
-        path: a new file.
         tensors: dtype and shape of each tensor, by name.
+        get: name -> tensor, on any device.
         metadata: free text in the file's header, by key.
+    Raises:
+        OSError: the disk is full, or the file exists or cannot be written.
     """
-
-    def __init__(
-        self, path: Path | str, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]
-    ) -> None:
-        self._tensors = dict(tensors)
-        self.order = write_order(tensors)
-        self._left = list(reversed(self.order))
-        self._file = HashedFile(str(path))
+    file = HashedFile(str(path))
+    try:
         header = file_header(tensors, metadata).encode()
-        self._file.put(len(header).to_bytes(8, "little") + header)
+        file.put(len(header).to_bytes(8, "little") + header)
+        for name in write_order(tensors):
+            file.put(_elements(name, get(name), tensors[name]))  # no variable keeps a tensor
+        return WrittenFile(*file.close())
+    finally:
+        file.abandon()
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Append the next tensor of `order`, from any device.
 
-        Raises:
-            OSError: the disk is full, or the file cannot be written.
-        """
-        described = self._tensors[name]
-        assert name == self._left.pop(), f"{name} is not next in {self.order}"
-        found = (tensor.dtype, list(tensor.shape))
-        assert found == (described.dtype, list(described.shape)), f"{name} is {found}"
-        if tensor.numel():
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._file.put(flat.numpy().data)
-
-    def close(self) -> WrittenFile:
-        """Close the file after the last tensor and wait until the disk has it."""
-        assert not self._left, f"not written: {self._left[::-1]}"
-        return WrittenFile(*self._file.close())
-
-    def abandon(self) -> None:
-        """Close an incomplete file."""
-        self._file.abandon()
+def _elements(name: str, tensor: Tensor, described: TensorSpec) -> memoryview:
+    """Return the bytes of a tensor on the host."""
+    found = (tensor.dtype, list(tensor.shape))
+    assert found == (described.dtype, list(described.shape)), f"{name} is {found}"
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 class Readable(Protocol):
@@ -198,9 +196,10 @@ class StoredTensors:
         ValueError: it is not a safetensors file.
     """
 
-    def __init__(self, where: Path | Remote) -> None:
-        self._where = RemoteFile(where) if isinstance(where, Remote) else LocalFile(where)
-        size = self._where.size()
+    def __init__(self, path: Location) -> None:
+        self._path = path
+        self._file = RemoteFile(path) if isinstance(path, Remote) else LocalFile(path)
+        size = self._file.size()
         length = int.from_bytes(self._read(0, min(size, 8)), "little")
         if not 2 <= length <= min(size - 8, _MAX_HEADER):
             raise ValueError("it has no safetensors header")
@@ -229,65 +228,72 @@ class StoredTensors:
             raise ValueError(f"{name} is outside of the file")
         if last - first != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"the size of {name} does not match its shape")
-        return StoredTensor(self._where, self._begin + first, entry["dtype"], shape)
+        return StoredTensor(self._path, dtype, shape, self._file, self._begin + first)
 
-    def plan(self, parts: Sequence[tuple["StoredTensor", tuple[slice, ...]]]) -> None:
+    def plan(self, parts: Sequence[tuple["StoredTensor", Region]]) -> None:
         """Announce regions of tensors that will be read, in this order."""
-        if isinstance(self._where, RemoteFile):
-            self._where.plan([tensor.extent(region) for tensor, region in parts])
+        if isinstance(self._file, RemoteFile):
+            self._file.plan([tensor.extent(region) for tensor, region in parts])
 
     def _read(self, start: int, length: int) -> bytes:
         content = bytearray(length)
-        if self._where.read_into(start, memoryview(content)) != length:
+        if self._file.read_into(start, memoryview(content)) != length:
             raise ValueError("it was truncated while it was read")
         return bytes(content)
 
 
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file, read on demand."""
 
-    def __init__(self, where: Readable, begin: int, dtype: str, shape: list[int]) -> None:
-        self._where, self._begin, self._dtype, self._shape = where, begin, dtype, shape
+    path: Location
+    """The file."""
+    dtype: torch.dtype
+    shape: list[int]
+    file: Readable
+    begin: int
+    """Where its elements begin in the file."""
 
-    def get_dtype(self) -> str:
-        """Return the dtype by its safetensors name, such as "BF16"."""
-        return self._dtype
+    @property
+    def row_bytes(self) -> int:
+        """Size of one index of dim 0, or of a scalar."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def get_shape(self) -> list[int]:
-        """Return the shape."""
-        return self._shape
-
-    def extent(self, region: tuple[slice, ...]) -> tuple[int, int]:
+    def extent(self, region: Region) -> tuple[int, int]:
         """Return the byte range in the file of the rows of a region."""
-        row = math.prod(self._shape[1:]) * DTYPES_BY_NAME[self._dtype].itemsize
         first, last = (region[0].start, region[0].stop) if region else (0, 1)
-        return self._begin + first * row, self._begin + last * row
+        return self.begin + first * self.row_bytes, self.begin + last * self.row_bytes
 
-    def __getitem__(self, region: tuple[slice, ...]) -> torch.Tensor:
+    def __getitem__(self, region: Region) -> Tensor:
         """Read a region, by whole rows of dim 0; dims that `region` lacks are read whole.
 
         Raises ValueError: the file has become shorter.
         """
-        dtype = DTYPES_BY_NAME[self._dtype]
-        region = (*region, *(slice(0, n) for n in self._shape[len(region) :]))
-        out = torch.empty([s.stop - s.start for s in region], dtype=dtype)
+        region = (*region, *full_region(self.shape[len(region) :]))
+        out = torch.empty([s.stop - s.start for s in region], dtype=self.dtype)
         if not out.numel():
             return out
-        if list(out.shape[1:]) == self._shape[1:]:  # whole rows
-            row = out[0].numel() * dtype.itemsize if region else 0
-            self._fill(out, region[0].start * row if region else 0)
+        first, last = (region[0].start, region[0].stop) if region else (0, 1)
+        if list(out.shape[1:]) == self.shape[1:]:  # whole rows
+            self._fill(out, first)
             return out
-        row = math.prod(self._shape[1:]) * dtype.itemsize
-        step = max(1, _READ_BYTES // row)
-        for start in range(region[0].start, region[0].stop, step):
-            stop = min(start + step, region[0].stop)
-            rows = torch.empty([stop - start, *self._shape[1:]], dtype=dtype)
-            self._fill(rows, start * row)
-            into = slice(start - region[0].start, stop - region[0].start)
-            out[into] = rows[(slice(None), *region[1:])]
+        step = max(1, _READ_BYTES // self.row_bytes)
+        for start in range(first, last, step):
+            rows = torch.empty([min(step, last - start), *self.shape[1:]], dtype=self.dtype)
+            self._fill(rows, start)
+            out[start - first : start - first + len(rows)] = rows[(slice(None), *region[1:])]
         return out
 
-    def _fill(self, out: torch.Tensor, start: int) -> None:
+    def _fill(self, out: Tensor, first_row: int) -> None:
         buffer = out.reshape(-1).view(torch.uint8).numpy().data
-        if self._where.read_into(self._begin + start, buffer) != len(buffer):
+        if self.file.read_into(self.begin + first_row * self.row_bytes, buffer) != len(buffer):
             raise ValueError("it was truncated while it was read")
+
+
+@contextlib.contextmanager
+def reading(path: Location) -> Iterator[None]:
+    """Within it, errors of StoredTensors become CheckpointErrors that name the file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {cause_of(error, path)}") from None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtron.config import DEGREES, ExpertDegree, RunConfig
-from dtron.config.rules import Candidate
+from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
 from dtron.models import MODELS, model_config
 from dtron.models.config import DecoderConfig

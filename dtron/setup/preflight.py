@@ -17,7 +17,7 @@ from dtron.checkpoint.initial_weights import (
     open_initial,
 )
 from dtron.config import RunConfig
-from dtron.config.rules import refuse
+from dtron.config.rule import refuse
 from dtron.data import (
     Tokenizer,
     TrainingSource,

@@ -1,7 +1,7 @@
 """Rules about a run's model, float8 layers and machine, as rows of tables; `resolve` checks them.
 
-Rules that need only settings are in `dtron/config/rules.py`. A start, `--dry-run`, `dtron plan`,
-its search and docs/combinations.md check the same rules; those of MACHINE only a start and
+Rules that need only settings are in `dtron/config/setting_rules.py`. A start, `--dry-run`, `dtron
+plan`, its search and docs/combinations.md check the same rules; those of MACHINE only a start and
 `--dry-run`. Passes repeat the checks that users of the plug-in need."""
 
 import math
@@ -12,16 +12,8 @@ from functools import cached_property
 import torch
 
 from dtron.config import RunConfig
-from dtron.config.rules import (
-    Candidate,
-    Rule,
-    broken,
-    broken_settings,
-    changed,
-    finds_none,
-    passes,
-    refuse,
-)
+from dtron.config.rule import Rule, broken, changed, finds_none, passes, refuse
+from dtron.config.setting_rules import Candidate, broken_settings
 from dtron.float8.convert import MULTIPLE
 from dtron.float8.recipes import RECIPES, Recipe
 from dtron.models import MODELS, ModelSpec, model_config

@@ -49,7 +49,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,7 @@ from dtron.errors import ConfigError
 from dtron.kernels.float8_rows import packed, unpacked
 from dtron.kernels.permute import inverse_of, reordered
 from dtron.parallelisms.expert.deepep import DeepEP
+from dtron.parallelisms.expert.dispatcher import Compute, Dispatcher
 from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory
 from dtron.parallelisms.functional_collectives import all_to_all, wait_tensor
 from dtron.parallelisms.mesh import Mesh
@@ -100,55 +101,6 @@ class ExpertLayers:
     (`dtron/kernels/float8_rows.py`)."""
 
 
-Compute = Callable[[Tensor, Tensor], Tensor]
-"""Local experts: (rows (N, D) sorted by expert, offsets int32 (E / ep,)) -> (N, D)."""
-
-
-class Dispatcher(Protocol):
-    """Sends rows to the ranks of their experts and returns the results; one object for all layers.
-
-    Attributes:
-        in_graphs: whether `begin` and `finish` can be in a compiled graph: the host waits for
-            nothing and reads no sizes. Default: False.
-    """
-
-    in_graphs: bool
-
-    def __init__(
-        self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float, float8: bool = False
-    ) -> None: ...
-
-    def layer(self, fqn: str, device: torch.device) -> Any:
-        """Return the `layer` argument of `begin` for one layer.
-
-        Called once per layer before any `begin`, in the same order on all ranks. It has tensors
-        instead of constants, so that layers can share a graph.
-        """
-        ...
-
-    def begin(self, rows: Tensor, offsets: Tensor, layer: Any) -> Any:
-        """Issue the dispatch of rows (M, D); the result is passed to `finish`.
-
-        `offsets` are int32 (E,), of all experts.
-        """
-        ...
-
-    def finish(self, pending: Any, compute: Compute) -> Tensor:
-        """Compute and combine: return the results (M, D) of the rows given to `begin`.
-
-        They are zero after the last offset, NaN for dropped rows.
-        """
-        ...
-
-    def check(self, device: torch.device) -> None:
-        """Wait for the device and raise an error if rows were dropped; a collective.
-
-        Raises:
-            TrainingError: on all ranks, if any of them dropped rows.
-        """
-        ...
-
-
 @dataclass
 class _Exchange:
     """An all-to-all of rows, (M, D) -> (N, D), and the inverse one of their gradients."""
@@ -179,7 +131,7 @@ class _InFlight:
     """Number of rows given to `begin`; those after the last offset are not sent."""
 
 
-class AllToAll:
+class AllToAll(Dispatcher):
     """Dispatcher by all-to-all: one each for counts, dispatch and combine; the host reads counts.
 
     Args:
@@ -187,8 +139,6 @@ class AllToAll:
         capacity: ignored; buffers have the size of the received rows.
         float8: send rows and gradients of results in float8.
     """
-
-    in_graphs = False
 
     def __init__(
         self,
@@ -199,10 +149,6 @@ class AllToAll:
         float8: bool = False,
     ) -> None:
         self.group, self.ep, self.etp, self.float8 = group, ep, etp, float8
-
-    def layer(self, fqn: str, device: torch.device) -> str:
-        """See Dispatcher."""
-        return fqn
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> _InFlight:
         """See Dispatcher."""
@@ -227,9 +173,6 @@ class AllToAll:
         combined = self._issue(reordered(results, inverse, order), combine)
         out = self._sum_partials(_WaitExchange.apply(combined, combine), dispatch.sent)
         return F.pad(out, (0, 0, 0, pending.n_rows - len(out)))
-
-    def check(self, device: torch.device) -> None:
-        """See Dispatcher; does nothing, since rows are never dropped."""
 
     def _issue(self, rows: Tensor, exchange: _Exchange) -> Tensor:
         return _IssueExchange.apply(rows, exchange)

@@ -41,7 +41,6 @@ is new.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +50,7 @@ from torch import Tensor
 from dtron.errors import ConfigError, TrainingError
 from dtron.kernels.float8_rows import converts
 from dtron.kernels.peer_gather import LOST, NONE
+from dtron.parallelisms.expert.dispatcher import Compute, Dispatcher
 from dtron.parallelisms.expert.peer_memory import check_host
 from dtron.parallelisms.expert.symmetric_exchange import (
     Mailbox,
@@ -163,7 +163,7 @@ def check_device(device: torch.device, float8: bool) -> None:
         )
 
 
-class SymmetricMemory:
+class SymmetricMemory(Dispatcher):
     """Dispatcher by symmetric memory: ranks pull rows and results; see the module's docstring.
 
     Args:
@@ -211,7 +211,7 @@ class SymmetricMemory:
         recorded = (self.mailbox.name, layer.number, exceeded)
         return _InFlight(send_rows(rows, *slots, *recorded, float8=self.float8), routes)
 
-    def finish(self, pending: _InFlight, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def finish(self, pending: _InFlight, compute: Compute) -> Tensor:
         """See Dispatcher."""
         routes, rows = pending.routes, arrived(pending.pending)
         results = compute(rows, routes.offsets)

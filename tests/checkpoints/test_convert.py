@@ -15,7 +15,7 @@ from dtron.checkpoint.convert import convert_parser, from_hf_folder, to_hf_folde
 from dtron.checkpoint.initial_weights import HuggingFaceReader, fill_from_initial, model_settings
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
-from dtron.io.safetensors_file import TensorFile
+from dtron.io import safetensors_file
 from dtron.models import from_hf, hf_folder, model_config
 from dtron.models.hf_weights import HFFolder
 from dtron.training.trainer import Trainer
@@ -342,20 +342,21 @@ def largest_in_flight(hf: Path, out: Path) -> tuple[int, int]:
     """Bytes of tensors that are alive at once while converting: the most, and of the largest."""
     alive: dict[int, int] = {}
     most = 0
-    read, write = HFFolder.read, TensorFile.write
+    read, elements = HFFolder.read, safetensors_file._elements
 
-    def reading(self: HFFolder, fqn: str, region: Any) -> torch.Tensor:
+    def reading(self: HFFolder, fqn: str, region: Any = None) -> torch.Tensor:
         nonlocal most
         part = read(self, fqn, region)
         alive[part.data_ptr()] = part.nbytes
         most = max(most, sum(alive.values()))
         return part
 
-    def writing(self: TensorFile, name: str, tensor: torch.Tensor) -> None:
-        write(self, name, tensor)
+    def writing(name: str, tensor: torch.Tensor, described: Any) -> memoryview:
         alive.pop(tensor.data_ptr())
+        return elements(name, tensor, described)
 
-    HFFolder.read, TensorFile.write = reading, writing  # type: ignore[method-assign]
+    HFFolder.read = reading  # type: ignore[method-assign]
+    safetensors_file._elements = writing
     from_hf_folder(hf, out)
     largest = max(v.numel() * 4 for f in hf.glob("*.safetensors") for v in load_file(f).values())
     return most, largest

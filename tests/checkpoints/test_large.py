@@ -30,7 +30,7 @@ def test_a_tensor_far_inside_a_file_is_read(tmp_path: Path, before: int) -> None
         file.write(wanted.numpy().tobytes())
     stored = StoredTensors(path)
     assert torch.equal(stored.get_slice("last")[()], wanted)
-    assert stored.get_slice("first").get_shape() == [before, _GB // 2]
+    assert stored.get_slice("first").shape == [before, _GB // 2]
 
 
 def test_an_index_of_a_large_model_is_read(tmp_path: Path) -> None:

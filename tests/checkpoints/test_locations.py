@@ -38,7 +38,7 @@ from dtron.io import filesystem as files
 from dtron.io import remote_path as remote
 from dtron.io.filesystem import location
 from dtron.io.remote_path import Remote
-from dtron.io.safetensors_file import StoredTensors, TensorFile, TensorSpec, write_order
+from dtron.io.safetensors_file import StoredTensors, TensorSpec, write_order, write_tensors
 from dtron.training.trainer import Trainer
 from tests.checkpoints.test_damage import fit_and_listen, flipped
 from tests.checkpoints.test_saving import fit_with_faults, steps
@@ -80,9 +80,9 @@ def make(folder: Path, step: int) -> Path:
     """A small checkpoint that is not published yet."""
     path = folder / f"step-{step}"
     prepare_folder(path)
-    file = TensorFile(path / "rank-0.safetensors", {"x": TensorSpec(torch.float32, (2, 3))}, {})
-    file.write("x", torch.full((2, 3), float(step)))
-    written = file.close()
+    x = torch.full((2, 3), float(step))
+    spec = {"x": TensorSpec(x.dtype, x.shape)}
+    written = write_tensors(path / "rank-0.safetensors", spec, lambda _: x)
     metadata = {"bytes": written.bytes, "sha256": written.sha256}
     entry = {"dtype": "F32", "shape": [2, 3], "parts": [[[0, 0], [2, 3], "rank-0.safetensors"]]}
     index = {"format": 1, "files": {"rank-0.safetensors": metadata}, "tensors": {"x": entry}}
@@ -493,20 +493,16 @@ def test_what_is_announced_is_read_by_few_requests(
     monkeypatch.setattr(Remote, "read_bytes", counted)
     tensors = {"large": torch.randn(5000)} | {f"x{i}": torch.randn(300, 2) for i in range(6)}
     described = {name: TensorSpec(t.dtype, t.shape) for name, t in tensors.items()}
-    file = TensorFile(tmp_path / "x.safetensors", described, {})
-    for name in file.order:
-        file.write(name, tensors[name])
-    file.close()
+    write_tensors(tmp_path / "x.safetensors", described, tensors.__getitem__)
     where = location("memory://bucket/x.safetensors")
     assert isinstance(where, Remote)
     where.write_bytes((tmp_path / "x.safetensors").read_bytes())
     stored = StoredTensors(where.parent.listed() / where.name)
     assert asked == [(0, 4096)]  # where small tensors lie too
-    parts = [
-        (stored.get_slice(n), tuple(slice(0, s) for s in tensors[n].shape)) for n in file.order
-    ]
+    order = write_order(described)
+    parts = [(stored.get_slice(n), tuple(slice(0, s) for s in tensors[n].shape)) for n in order]
     stored.plan(parts)
-    for name, (part, region) in zip(file.order, parts, strict=True):
+    for name, (part, region) in zip(order, parts, strict=True):
         assert torch.equal(part[region], tensors[name]), name
     assert len(asked) == 1 + 3 + 2  # the large one is longer than a block
     content = b"".join((where.parent.listed() / where.name).blocks())
@@ -526,10 +522,7 @@ def test_regions_of_a_file_in_a_store(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(5, 4, 3), "b": torch.arange(6).reshape(2, 3).bfloat16()}
     tensors |= {"c": torch.tensor(3.0), "d": torch.empty(0, 3)}
     described = {name: TensorSpec(t.dtype, t.shape) for name, t in tensors.items()}
-    file = TensorFile(tmp_path / "x.safetensors", described, {})
-    for name in file.order:
-        file.write(name, tensors[name])
-    file.close()
+    write_tensors(tmp_path / "x.safetensors", described, tensors.__getitem__)
     where = location(f"file://{tmp_path}/x.safetensors")
     assert isinstance(where, Remote)
     read = StoredTensors(where)

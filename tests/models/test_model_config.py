@@ -5,8 +5,10 @@ from typing import get_args
 import pytest
 
 from dtron.config import RunConfig, fields
+from dtron.config.rule import Rule
 from dtron.errors import ALIASES, ConfigError
 from dtron.models import BACKENDS, MODELS, DecoderConfig, build_model, model_config
+from dtron.models.field_rules import EXPERTS, FIELDS
 from dtron.models.layers import ACTIVATIONS, NORMS
 from dtron.models.rope import SCALINGS
 from dtron.models.router import ROUTERS
@@ -75,6 +77,12 @@ def test_what_draws_random_numbers():
             "model.override.dim = 100 is not a multiple of n_heads = 8; use 96 or 104, or set",
         ),
         ("llama", "debug", {"head_dim": 15}, "model.override.head_dim = 15 is odd"),
+        (
+            "mixtral",
+            "debug",
+            {"n_groups": 16},
+            "model.override.n_groups = 16 does not divide n_experts = 8; use 1, 2, 4 or 8",
+        ),
         (
             "llama",
             "8b",
@@ -208,3 +216,8 @@ def test_every_alias_names_a_key_and_none_is_a_key_itself() -> None:
     last = {key.rpartition(".")[2] for key in known}
     for theirs in ALIASES.values():
         assert not last & set(theirs.split())
+
+
+@pytest.mark.parametrize("rule", [*FIELDS, *EXPERTS], ids=lambda rule: rule.keys)
+def test_a_rule_is_about_fields_that_exist(rule: Rule) -> None:
+    assert set(rule.keys.split()) <= DecoderConfig.model_fields.keys()

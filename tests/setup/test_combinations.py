@@ -5,7 +5,8 @@ import re
 import pytest
 
 from dtron.config import RunConfig, fields
-from dtron.config.rules import EFFECTS, RANKS, SETTINGS, Rule
+from dtron.config.rule import Rule
+from dtron.config.setting_rules import EFFECTS, RANKS, SETTINGS
 from dtron.setup.rules import FLOAT8, LAYERS, MACHINE, MODEL, MachineCandidate
 from tests.setup.combinations import DOCUMENT, FEATURES, cells, document
 

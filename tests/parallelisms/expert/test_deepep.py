@@ -100,14 +100,13 @@ def test_equals_all_to_all(world: int, shuffled: bool) -> None:
 
 def handle_of_another_layer() -> None:
     """Kept once for all layers, whose rows are on their way at once."""
-    combine, seen = deepep._Crossing.combine, []
+    combine, seen = fake_deep_ep.Buffer.combine, []
 
-    def combined(crossing: Any, results: Tensor) -> Tensor:
-        seen.append(crossing.handle)
-        crossing.handle = seen[0]
-        return combine(crossing, results)
+    def combined(buffer: Any, rows: Tensor, handle: tuple) -> Any:
+        seen.append(handle)
+        return combine(buffer, rows, seen[0])
 
-    deepep._Crossing.combine = combined  # type: ignore[method-assign]
+    fake_deep_ep.Buffer.combine = combined  # type: ignore[assignment,method-assign]
 
 
 def read_too_early() -> None:
@@ -123,29 +122,27 @@ def results_left_sorted() -> None:
 
 
 def gradients_not_contiguous() -> None:
-    dispatch = deepep._Crossing.dispatch
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.send_back(gradients[0])[0], None, None
 
-    def dispatched(crossing: Any, rows: Tensor) -> Tensor:
-        if crossing.handle is None:
-            return dispatch(crossing, rows)
-        return crossing.buffer.dispatch(rows, handle=crossing.handle)[0]
-
-    deepep._Crossing.dispatch = dispatched  # type: ignore[method-assign]
+    deepep._Transfer.backward = staticmethod(backward)  # type: ignore[method-assign]
 
 
 def gradients_of_the_rank_alone() -> None:
     """What the rank computed for others, as if it were its own rows'."""
 
+    correct = deepep._Transfer.backward
+
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if ctx.back.__name__ == "dispatch":
-            return ctx.back(gradients[0]), None, None
-        in_rank, *_ = ctx.back.__self__.handle
+        if ctx.send_back.func.__name__ == "dispatch":
+            return correct(ctx, *gradients)
+        in_rank, *_ = ctx.send_back.keywords["handle"]
         own = torch.zeros(len(in_rank), DIM, dtype=torch.bfloat16)
         n = min(len(own), len(gradients[0]))
         own[:n] = gradients[0][:n]
         return own, None, None
 
-    deepep._Sent.backward = staticmethod(backward)  # type: ignore[method-assign]
+    deepep._Transfer.backward = staticmethod(backward)  # type: ignore[method-assign]
 
 
 BUGS = [
@@ -255,7 +252,7 @@ def test_several_hosts_are_refused() -> None:
 
 def grown() -> None:
     fake_deep_ep.installed()
-    dispatcher = on_gpus(DeepEP)(dist.group.WORLD, 2, 1)
+    dispatcher = on_gpus(DeepEP)(dist.group.WORLD, 2, 1, 2.0)
     ends = torch.full((EXPERTS,), 4, dtype=torch.int32)
     for width in (DIM, 2 * DIM, DIM):
         rows = torch.ones(4, width).bfloat16()
@@ -290,7 +287,7 @@ def test_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_dispatcher(MachineCandidate(config(), 4, torch.device("cpu")))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="needs GPUs"):
-        DeepEP(None, 2, 1)  # type: ignore[arg-type]
+        DeepEP(None, 2, 1, 2.0)  # type: ignore[arg-type]
 
 
 def test_what_the_machine_lacks_is_told_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,13 +324,13 @@ def test_dispatchers_refuse_what_preflight_does(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     fake_deep_ep.installed()
     with pytest.raises(ConfigError, match=r"parallel.etp = 2"):
-        on_gpus(DeepEP)(None, 2, 2)
+        on_gpus(DeepEP)(None, 2, 2, 2.0)
     run_ranks(2, refused_rows)
 
 
 def refused_rows() -> None:
     fake_deep_ep.installed()
-    dispatcher = on_gpus(DeepEP)(dist.group.WORLD, 2, 1)
+    dispatcher = on_gpus(DeepEP)(dist.group.WORLD, 2, 1, 2.0)
     ends = torch.full((EXPERTS,), 4, dtype=torch.int32)
     for rows, message in ((torch.ones(4, DIM), "float32"), (torch.ones(4, 12).bfloat16(), "12")):
         with pytest.raises(ConfigError, match=message):
@@ -344,4 +341,4 @@ def refused_rows() -> None:
     with pytest.raises(
         ConfigError, match=r"ranks \[0, 1\] share experts on several hosts \(host0, host1\)"
     ):
-        on_gpus(DeepEP)(dist.group.WORLD, 2, 1)
+        on_gpus(DeepEP)(dist.group.WORLD, 2, 1, 2.0)

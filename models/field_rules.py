@@ -1,0 +1,237 @@
+"""Rules across fields of a DecoderConfig, as rows of tables; bounds of single fields are in
+`models/config.py`. A setting without effect is an error."""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dtron.config.rule import Rule, broken, changed, finds_none
+
+if TYPE_CHECKING:
+    from dtron.models.config import DecoderConfig
+
+
+def broken_rules(config: "DecoderConfig") -> Iterator[str]:
+    """Yield the messages of all broken rules: key, value, rule and fix."""
+    yield from broken(FIELDS, config, config)
+    if config.n_experts:
+        yield from broken(EXPERTS, config, config)
+
+
+def _unused(
+    keys: str, needed: str, readers: tuple[str, ...] = (), fix: str = ""
+) -> Rule["DecoderConfig"]:
+    """Return the rule that keys keep their defaults unless `needed` is set, or one of `readers`.
+
+    Args:
+        fix: an alternative to the default, for the message.
+    """
+
+    def message(config: "DecoderConfig") -> str:
+        why = f"has no effect with {needed} = {json.dumps(getattr(config, needed))}"
+        fields = type(config).model_fields
+        return "\n".join(
+            f"{key} = {value} {why}; use {fields[key].default}{fix}"
+            for key, value in changed(config, keys)
+        )
+
+    return Rule(
+        keys, lambda c: getattr(c, needed) in readers if readers else getattr(c, needed), message
+    )
+
+
+def _divides(key: str, of: str) -> Rule["DecoderConfig"]:
+    """Return the rule that the value of `key` divides that of `of`."""
+
+    def message(config: "DecoderConfig") -> str:
+        value, n = getattr(config, key), getattr(config, of)
+        legal = _either([each for each in range(1, n + 1) if n % each == 0])
+        return f"{key} = {value} does not divide {of} = {n}; use {legal}"
+
+    return Rule(f"{key} {of}", lambda c: getattr(c, of) % getattr(c, key) == 0, message)
+
+
+def _either(legal: list[int]) -> str:
+    """Format legal values as `2, 4 or 8`."""
+    *most, last = map(str, legal)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _indivisible_dim(config: "DecoderConfig") -> Iterator[str]:
+    dim, n = config.dim, config.n_heads
+    if dim % n and not config.head_dim and not config.kv_lora_rank:
+        legal = _either([each for each in (dim // n * n, dim // n * n + n) if each])
+        yield f"dim = {dim} is not a multiple of n_heads = {n}; use {legal}, or set head_dim"
+
+
+_ROPE_RANGES = {
+    "llama3": ("rope_low_freq_factor", "rope_high_freq_factor", "Llama 3.1 has 4 and 1"),
+    "yarn": ("rope_beta_slow", "rope_beta_fast", "YaRN has 32 and 1"),
+}
+"""rope_scaling -> lower and upper bound of the partly scaled frequencies, values in the source."""
+
+
+def _empty_rope_range(config: "DecoderConfig") -> Iterator[str]:
+    low, high, source = _ROPE_RANGES[config.rope_scaling]
+    least, most = getattr(config, low), getattr(config, high)
+    if config.rope_scaling_factor > 1 and most <= least:
+        yield f"{high} = {most} is not above {low} = {least}; {source}"
+
+
+def _wrong_latent(config: "DecoderConfig") -> Iterator[str]:
+    if not config.kv_lora_rank:
+        return
+    why = f"does not go with kv_lora_rank = {config.kv_lora_rank}; use"
+    for key, width in {"nope_head_dim": 128, "rope_head_dim": 64, "v_head_dim": 128}.items():
+        if not getattr(config, key):
+            yield f"{key} = 0 {why} a width, such as {width}"
+    if config.v_head_dim > config.head_size:
+        yield (
+            f"v_head_dim = {config.v_head_dim} is wider than query heads, nope_head_dim + "
+            f"rope_head_dim = {config.head_size}; use at most that"
+        )
+    legal = {"head_dim": 0, "n_kv_heads": config.n_heads, "qk_norm": False, "positions": "rope"}
+    for key, value in legal.items():
+        if getattr(config, key) != value:
+            yield f"{key} = {getattr(config, key)} {why} {value}"
+
+
+def _small_groups(config: "DecoderConfig") -> Iterator[str]:
+    groups, top, chosen = config.n_groups, config.top_groups, config.experts_per_token
+    size = config.n_experts // groups
+    if top > groups or top == groups > 1:
+        yield f"top_groups = {top} has no effect with n_groups = {groups}; use less, or 1 for both"
+    if config.router == "sigmoid" and groups > 1 and size < 2:
+        yield (
+            f'n_groups = {groups} leaves 1 expert per group, but router = "sigmoid" ranks groups '
+            f"by two; use {config.n_experts // 2} or less"
+        )
+    if size and top * size < chosen:
+        yield (
+            f"top_groups = {top} groups of {size} have fewer experts than experts_per_token = "
+            f"{chosen}; use {-(-chosen // size)} or more"
+        )
+
+
+FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
+    _divides("n_kv_heads", "n_heads"),
+    Rule("dim n_heads head_dim", finds_none(_indivisible_dim)),
+    Rule(
+        "head_dim rope_head_dim positions",
+        lambda c: c.positions != "rope" or c.rope_size % 2 == 0,
+        lambda c: (
+            f"{'rope_head_dim' if c.kv_lora_rank else 'head_dim'} = {c.rope_size} is odd, but rope "
+            f"rotates pairs; use {c.rope_size + 1}"
+        ),
+    ),
+    Rule(
+        "rope_scaling positions",
+        lambda c: c.rope_scaling != "yarn" or c.positions == "rope",
+        'rope_scaling = "yarn" has no effect without rope positions; use "llama3"',
+    ),
+    Rule(
+        "rope_scaling rope_scaling_factor",
+        lambda c: c.rope_scaling != "yarn" or c.positions != "rope" or c.rope_scaling_factor > 1,
+        'rope_scaling = "yarn" has no effect without a rope_scaling_factor above 1; use "llama3"',
+    ),
+    _unused("rope_low_freq_factor rope_high_freq_factor", "rope_scaling", ("llama3",)),
+    _unused(
+        "rope_beta_fast rope_beta_slow rope_truncate rope_mscale rope_mscale_all_dim",
+        "rope_scaling",
+        ("yarn",),
+    ),
+    Rule(
+        "rope_low_freq_factor rope_high_freq_factor rope_beta_slow rope_beta_fast",
+        finds_none(_empty_rope_range),
+    ),
+    Rule(
+        "rope_theta rope_scaling",
+        lambda c: c.rope_scaling != "yarn" or c.rope_theta > 1,
+        "rope_theta = {c.rope_theta} has no logarithm above 0, which "
+        'rope_scaling = "yarn" divides by; use more than 1, such as 10000.0',
+    ),
+    Rule(
+        "full_attention_every window",
+        lambda c: c.window or not c.full_attention_every,
+        "full_attention_every = {c.full_attention_every} has no effect without a window; use 0 or "
+        "set window",
+    ),
+    Rule(
+        "full_attention_every window",
+        lambda c: c.full_attention_every != 1,
+        "full_attention_every = 1 leaves no layer with a window; use 2 or more, or window = 0",
+    ),
+    _unused(
+        "q_lora_rank nope_head_dim rope_head_dim v_head_dim",
+        "kv_lora_rank",
+        fix=" or set kv_lora_rank",
+    ),
+    Rule(
+        "kv_lora_rank nope_head_dim rope_head_dim v_head_dim head_dim n_kv_heads qk_norm positions",
+        finds_none(_wrong_latent),
+    ),
+    _unused("mtp_coefficient", "mtp", fix=" or set mtp"),
+    _unused(
+        "experts_per_token expert_dim first_dense_layers n_shared_experts shared_gate router "
+        "renormalize routed_scaling n_groups top_groups bias_speed balance balance_coefficient "
+        "z_loss jitter capacity_factor capacity_pad mtp force_balance",
+        "n_experts",
+        fix=" or set n_experts",
+    ),
+    Rule(
+        "ffn_dim n_experts",
+        lambda c: c.ffn_dim or c.n_experts,
+        lambda c: f"ffn_dim = 0 needs experts; use a hidden width such as {4 * c.dim}",
+    ),
+)
+"""Rules of all models."""
+
+EXPERTS: "tuple[Rule[DecoderConfig], ...]" = (
+    Rule(
+        "experts_per_token n_experts",
+        lambda c: 1 <= c.experts_per_token <= c.n_experts,
+        "experts_per_token = {c.experts_per_token} is not between 1 and n_experts = "
+        "{c.n_experts}; use 1 to {c.n_experts}",
+    ),
+    Rule(
+        "expert_dim n_experts",
+        lambda c: c.expert_dim,
+        "expert_dim = 0 does not go with n_experts = {c.n_experts}; use a hidden width",
+    ),
+    Rule(
+        "first_dense_layers n_layers n_experts",
+        lambda c: c.first_dense_layers < c.n_layers,
+        lambda c: (
+            f"first_dense_layers = {c.first_dense_layers} leaves none of n_layers = {c.n_layers} "
+            f"with experts; use at most {c.n_layers - 1}, or n_experts = 0"
+        ),
+    ),
+    Rule(
+        "ffn_dim first_dense_layers",
+        lambda c: c.ffn_dim or not c.first_dense_layers,
+        "ffn_dim = 0 does not go with first_dense_layers = {c.first_dense_layers}; use "
+        "their hidden width",
+    ),
+    Rule(
+        "ffn_dim first_dense_layers",
+        lambda c: c.first_dense_layers or not c.ffn_dim,
+        "ffn_dim = {c.ffn_dim} has no effect if all layers have experts; use 0",
+    ),
+    _unused("shared_gate", "n_shared_experts"),
+    Rule(
+        "balance balance_coefficient",
+        lambda c: (c.balance == "none") == (c.balance_coefficient == 0),
+        'balance_coefficient = {c.balance_coefficient} with balance = "{c.balance}" has no effect; '
+        'set both, or neither: 0.0 and "none"',
+    ),
+    _unused("capacity_pad", "capacity_factor"),
+    _unused("renormalize n_groups top_groups bias_speed", "router", ("softmax", "sigmoid")),
+    Rule(
+        "experts_per_token renormalize router",
+        lambda c: c.experts_per_token != 1 or not (c.renormalize or c.router == "topk_softmax"),
+        "experts_per_token = 1 with weights that sum to 1 gives the router no gradient; use 2",
+    ),
+    _divides("n_groups", "n_experts"),
+    Rule("n_groups top_groups n_experts experts_per_token router", finds_none(_small_groups)),
+)
+"""Rules of models with experts."""
