@@ -96,8 +96,8 @@ class Problem:
     """Operations."""
     n_bytes: Callable[..., Figures]
     """Bytes read and written, from a kernel's inputs."""
-    reference: str
     rows: tuple[KernelRow, ...]
+    reference: str = "formula"
     parts: tuple[str, ...] = ("forward", "backward")
     """Names of the timed parts: the forward, and the backward if there is one."""
     compared: int | None = 1
@@ -359,7 +359,6 @@ def _peers(float8: bool) -> Problem:
         draw=draw,
         flops=lambda _shape: (0.0,),
         n_bytes=n_bytes,
-        reference="formula",
         rows=(
             KernelRow("formula", chosen),
             KernelRow("dtron", pulled, None, _needs_triton),
@@ -424,7 +423,6 @@ PROBLEMS: dict[str, Problem] = {
         # Per element 3 for the first moment, 4 for the second, 8 for the parameter.
         flops=lambda shape: (15.0 * shape[0] * shape[1],),
         n_bytes=_adamw_bytes,
-        reference="formula",
         rows=(
             KernelRow("formula", _formula, inputs=_WIDE),
             KernelRow("torch, fused", _torch_fused, inputs=_WIDE),
@@ -442,7 +440,6 @@ PROBLEMS: dict[str, Problem] = {
         draw=_draw_matrix,
         flops=lambda shape: (2.0 * shape[0] * shape[1],),
         n_bytes=lambda x, _: (x.nbytes + 2.0 * x.numel(),),
-        reference="formula",
         rows=(
             KernelRow("formula", _cast_formula),
             KernelRow("dtron", lambda *x: cast_both(*x, _GRADIENT.dtype), None, _needs_triton),
@@ -457,7 +454,6 @@ PROBLEMS: dict[str, Problem] = {
         draw=lambda shape, dtype, device: _normal(dtype, device, shape, shape, shape),
         flops=_gated_flops,
         n_bytes=_gated_bytes,
-        reference="formula",
         rows=(
             KernelRow("formula", _gated_formula, _gated_formula_backward),
             KernelRow("dtron", _gated_kernel, _gated_kernel_backward, _needs_triton),
@@ -486,7 +482,6 @@ PROBLEMS: dict[str, Problem] = {
         flops=lambda shape: (4.0 * shape[0] * shape[1],),
         # Rows read and written, float8 rows written and read; scales are negligible.
         n_bytes=lambda x: (2.0 * x.nbytes + 2.0 * x.numel(),),
-        reference="formula",
         rows=(
             KernelRow("formula", _carried_formula),
             KernelRow("dtron", lambda x: [unpacked(packed(x), x.shape[1], x.dtype)]),
