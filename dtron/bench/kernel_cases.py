@@ -200,17 +200,17 @@ def _formula(*inputs: list[Tensor]) -> Tensors:
 
 
 def _torch_fused(*inputs: list[Tensor]) -> Tensors:
-    *tensors, counts = inputs
+    parameters, gradients, firsts, squares, counts = inputs
+    state = (firsts, squares, [], counts)
     rates = asdict(_RATES)
-    adamw(*tensors, [], counts, fused=True, amsgrad=False, maximize=False, **rates)
-    return inputs[0]
+    adamw(parameters, gradients, *state, fused=True, amsgrad=False, maximize=False, **rates)
+    return parameters
 
 
 def _dtron_adamw(*inputs: list[Tensor]) -> Tensors:
-    *tensors, counts = inputs
-    parameters = inputs[0]
+    parameters, gradients, firsts, squares, counts = inputs
     scale = torch.ones((), device=parameters[0].device)
-    adamw_(*tensors, torch.stack(counts), scale, _RATES)
+    adamw_(parameters, gradients, firsts, squares, torch.stack(counts), scale, _RATES)
     return parameters
 
 

@@ -47,6 +47,8 @@ class RankMemory:
     """Bytes by class at the peak of a step."""
     in_flight: Mapping[int, int]
     """Number of micro-batches in flight at the worst moment, per stage."""
+    state: float
+    """Bytes of the model: weights, gradients and optimizer, without activations."""
     reserved: float
 
     @property
@@ -54,16 +56,9 @@ class RankMemory:
         """Maximum of allocated bytes."""
         return sum(self.classes.values())
 
-    @property
-    def state(self) -> float:
-        """Bytes of the model: weights, gradients and optimizer, without activations."""
-        return sum(
-            self.classes[name] for name in ("parameters", "optimizer", "gathered", "gradients")
-        )
-
     def as_json(self) -> dict[str, Any]:
         """Return all values as JSON objects."""
-        return {**asdict(self), "peak": self.peak, "state": self.state}
+        return {**asdict(self), "peak": self.peak}
 
 
 def memory(run: Resolved) -> tuple[RankMemory, ...]:
@@ -144,10 +139,13 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
     classes: dict[str, float] = {**replay.at_peak(run, rank)}
     # The replay leaves out the norm before a tied head.
     classes["parameters"], classes["optimizer"] = 4.0 * shard, float(sum(run.moments) * shard)
+    summed = run.reduce_element * elements if run.times_reduced < run.micro_batches else 0
+    state = sum(classes[name] for name in ("parameters", "optimizer", "gathered"))
+    state += max(4.0 * shard, summed)
     classes["gradients"] += _foreign(run, rank)
     classes["buffers"] = _context(run) + _peers(run, rank)
     reserved = replay.reserved(run, rank) + _on_other_streams(run, rank)
-    return RankMemory(rank, elements, classes, in_flight(run, rank), reserved)
+    return RankMemory(rank, elements, classes, in_flight(run, rank), state, reserved)
 
 
 def _foreign(run: Resolved, rank: int) -> float:
