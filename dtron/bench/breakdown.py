@@ -38,7 +38,7 @@ of a step with these kernels but without communication, recomputation, pipeline 
 import bisect
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -123,7 +123,7 @@ def budget(trace: Trace) -> Budget:
     if slow_down is None:
         return mean
     lost, compared = slow_down
-    return Budget(mean.step, mean.parts, mean.overlapped, lost / len(steps), compared)
+    return replace(mean, slow_down=lost / len(steps), compared=compared)
 
 
 def _of_window(spans: Sequence[Span], window: tuple[float, float]) -> Budget:

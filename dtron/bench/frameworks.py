@@ -317,8 +317,7 @@ def config_for_peer(own: Outcome) -> RunConfig:
     config, defaults = RunConfig.of(own.config), {key: d for key, d, _ in fields(RunConfig)}
     for key in own.facts.get("automatic", {}).keys() & {*_TITAN_LACKS}:
         section, name = key.split(".")
-        values = getattr(config, section).model_copy(update={name: defaults[key]})
-        config = config.model_copy(update={section: values})
+        config = config.changed(**{section: {name: defaults[key]}})
     return config
 
 

@@ -1,6 +1,7 @@
 """Set operations on times, as sorted lists of disjoint (begin, end)."""
 
 from collections.abc import Iterable
+from math import inf
 
 Interval = tuple[float, float]
 Intervals = list[Interval]
@@ -33,19 +34,9 @@ def intersection(first: Intervals, second: Intervals) -> Intervals:
 
 def difference(first: Intervals, second: Intervals) -> Intervals:
     """Return the times in the first but not in the second."""
-    found, j = [], 0
-    for begin, end in first:
-        while j < len(second) and second[j][1] <= begin:
-            j += 1
-        k, at = j, begin
-        while k < len(second) and second[k][0] < end:
-            if second[k][0] > at:
-                found.append((at, second[k][0]))
-            at = max(at, second[k][1])
-            k += 1
-        if at < end:
-            found.append((at, end))
-    return found
+    begins = [-inf, *(end for _, end in second)]
+    ends = [*(begin for begin, _ in second), inf]
+    return intersection(first, list(zip(begins, ends, strict=True)))
 
 
 def length(intervals: Intervals) -> float:

@@ -6,6 +6,7 @@ A new kernel adds a row, a new kind of kernel a problem.
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +32,11 @@ from dtron.models import BACKENDS
 from dtron.models.attention import AttentionNeeds
 
 Tensors = Sequence[Tensor]
+Inputs = Sequence[Any]
+"""Inputs of a kernel, which it gets as separate arguments: tensors, or lists of them."""
 Shape = tuple[int, ...]
 Figures = tuple[float, ...]
 """One number per part of the problem."""
-
-
-def _as_drawn(drawn: Tensors) -> Tensors:
-    return drawn
 
 
 def _seeded(device: torch.device) -> torch.Generator:
@@ -50,27 +49,35 @@ def _normal(dtype: torch.dtype, device: torch.device, *shapes: Shape) -> list[Te
     return [torch.randn(x, generator=generator, device=device).to(dtype) for x in shapes]
 
 
+def _by_autograd(outputs: Tensors, *inputs: Tensor) -> Tensors:
+    """Gradients of the inputs that require one; the first output's gradient is the last input."""
+    wanted = [x for x in inputs if x.requires_grad]
+    return torch.autograd.grad(outputs[0], wanted, inputs[-1], retain_graph=True)
+
+
 @dataclass(frozen=True)
 class KernelRow:
     """One kernel of a problem."""
 
     name: str
-    forward: Callable[[Tensors], Tensors]
+    forward: Callable[..., Tensors]
     """Inputs -> outputs."""
-    backward: Callable[[Tensors, Tensors], Tensors] | None = None
-    """(inputs, outputs) -> gradients; the first output's gradient is the last input. None if the
-    problem has one part."""
+    backward: Callable[..., Tensors] | None = None
+    """(outputs, then the inputs) -> gradients; the first output's gradient is the last input. None
+    if the problem has one part."""
     unavailable: Callable[[torch.device, torch.dtype, Shape], str | None] = lambda *_: None
     """Reason why the kernel cannot run on a device, or None."""
-    inputs: Callable[[Tensors], Tensors] = _as_drawn
+    inputs: Callable[..., Inputs] = lambda *drawn: drawn
     """Maps drawn inputs to the kernel's inputs; copies those that it writes to."""
 
-    def calls(self, drawn: Tensors) -> tuple[Tensors, Tensors, list[Callable[[], Tensors]]]:
+    def calls(self, drawn: Inputs) -> tuple[Inputs, Tensors, list[Callable[[], Tensors]]]:
         """Its inputs, the outputs of a first forward, and a call of each part to be timed."""
-        inputs, backward = self.inputs(drawn), self.backward
-        outputs = self.forward(inputs)
-        forwards = [lambda: self.forward(inputs)]
-        return inputs, outputs, forwards + ([lambda: backward(inputs, outputs)] if backward else [])
+        inputs, backward = self.inputs(*drawn), self.backward
+        outputs = self.forward(*inputs)
+        calls = [lambda: self.forward(*inputs)]
+        if backward:
+            calls.append(lambda: backward(outputs, *inputs))
+        return inputs, outputs, calls
 
 
 @dataclass(frozen=True)
@@ -83,14 +90,14 @@ class Problem:
     """Meaning of a shape's numbers."""
     shapes: Mapping[str, Shape]
     """Default shape by device type."""
-    draw: Callable[[Shape, torch.dtype, torch.device], Tensors]
+    draw: Callable[[Shape, torch.dtype, torch.device], Inputs]
     """Draws the inputs, and the first output's gradient if there is a backward."""
     flops: Callable[[Shape], Figures]
     """Operations."""
-    n_bytes: Callable[[Tensors], Figures]
+    n_bytes: Callable[..., Figures]
     """Bytes read and written, from a kernel's inputs."""
-    reference: str
     rows: tuple[KernelRow, ...]
+    reference: str = "formula"
     parts: tuple[str, ...] = ("forward", "backward")
     """Names of the timed parts: the forward, and the backward if there is one."""
     compared: int | None = 1
@@ -109,18 +116,14 @@ def _attention_row(name: str) -> KernelRow:
     def score(q: Tensor) -> Score:
         return Score(q.shape[-1] ** -0.5, causal=True)
 
-    def forward(inputs: Tensors) -> Tensors:
-        q, k, v, _ = inputs
-        return kernel.forward(q, k, v, None, score(q))
-
-    def backward(inputs: Tensors, outputs: Tensors) -> Tensors:
-        q, k, v, grad = inputs
-        return kernel.backward(grad, q, k, v, *outputs, None, score(q))
-
-    def unavailable(device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
-        return backend.unavailable(AttentionNeeds(device.type, dtype, shape[-1]))
-
-    return KernelRow(name, forward, backward, unavailable)
+    return KernelRow(
+        name,
+        lambda q, k, v, _: kernel.forward(q, k, v, None, score(q)),
+        lambda outputs, q, k, v, grad: kernel.backward(grad, q, k, v, *outputs, None, score(q)),
+        lambda device, dtype, shape: backend.unavailable(
+            AttentionNeeds(device.type, dtype, shape[-1])
+        ),
+    )
 
 
 def _draw_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
@@ -129,7 +132,7 @@ def _draw_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> T
     return _normal(dtype, device, *((batch, length, n, size) for n in counts))
 
 
-def _attention_flops(shape: Shape) -> tuple[float, float]:
+def _attention_flops(shape: Shape) -> Figures:
     """FLOPs of two matmuls over half of the square; five in the backward, which recomputes
     scores."""
     batch, length, heads, _, size = shape
@@ -137,9 +140,8 @@ def _attention_flops(shape: Shape) -> tuple[float, float]:
     return 2 * product, 5 * product
 
 
-def _attention_bytes(inputs: Tensors) -> tuple[float, float]:
+def _attention_bytes(q: Tensor, k: Tensor, *_: Tensor) -> Figures:
     """Bytes: q, k, v -> out and log-sum-exp; with both and out's gradient -> three gradients."""
-    q, k, _, _ = inputs
     lse = q.numel() // q.shape[-1] * 4
     forward = 2 * q.nbytes + 2 * k.nbytes + lse
     return forward, forward + 2 * q.nbytes + 2 * k.nbytes
@@ -147,18 +149,12 @@ def _attention_bytes(inputs: Tensors) -> tuple[float, float]:
 
 # -- AdamW -----------------------------------------------------------------------------------------
 
-# Inputs are n parameters, n gradients, n first and n second moments, and n counts of updates.
+# Inputs are lists: parameters, gradients, first and second moments, and counts of updates.
 _RATES = Rates(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 _UPDATES = 9.0  # before the first that is timed
 
 
-def _columns(inputs: Tensors) -> list[list[Tensor]]:
-    """Split inputs into parameters, gradients, first moments, second moments, counts."""
-    n = len(inputs) // 5
-    return [list(inputs[i : i + n]) for i in range(0, 5 * n, n)]
-
-
-def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Draw inputs; parameters are as small as an update, so that rounding errors of updates
     show."""
     count, size = shape
@@ -170,48 +166,49 @@ def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tenso
 
     squares = [x.square_().add_(0.5) for x in normal(1.0)]
     counts = torch.full((count,), _UPDATES, device=device).unbind()
-    return [*normal(_RATES.lr), *normal(1.0), *normal(1.0), *squares, *counts]
+    return normal(_RATES.lr), normal(1.0), normal(1.0), squares, counts
 
 
-def _own_state(moments: torch.dtype) -> Callable[[Tensors], Tensors]:
+def _own_state(moments: torch.dtype) -> Callable[..., Inputs]:
     """Copy all updated tensors, with moments in the given dtype; gradients are shared."""
 
-    def inputs(drawn: Tensors) -> Tensors:
-        parameters, gradients, firsts, squares, counts = _columns(drawn)
-        return [
-            *(x.clone() for x in parameters),
-            *gradients,
-            *(x.to(moments, copy=True) for x in (*firsts, *squares)),
-            *(x.clone() for x in counts),
-        ]
+    def inputs(
+        parameters: Tensors, gradients: Tensors, firsts: Tensors, squares: Tensors, counts: Tensors
+    ) -> Inputs:
+        return (
+            [x.clone() for x in parameters],
+            gradients,
+            [x.to(moments, copy=True) for x in firsts],
+            [x.to(moments, copy=True) for x in squares],
+            [x.clone() for x in counts],
+        )
 
     return inputs
 
 
-def _formula(inputs: Tensors) -> Tensors:
+def _formula(*inputs: list[Tensor]) -> Tensors:
     """The update's formula (dtron/kernels/adamw.py), one operator at a time."""
-    columns = _columns(inputs)
     beta1, beta2 = _RATES.beta1, _RATES.beta2
-    for p, g, m, v, t in zip(*columns, strict=True):
+    for p, g, m, v, t in zip(*inputs, strict=True):
         t.add_(1)
         m.copy_(beta1 * m + (1 - beta1) * g)
         v.copy_(beta2 * v + (1 - beta2) * g * g)
         root = (v / (1 - beta2**t)).sqrt() + _RATES.eps
         decayed = p * (1 - _RATES.lr * _RATES.weight_decay)
         p.copy_(decayed - _RATES.lr * (m / (1 - beta1**t)) / root)
-    return columns[0]
+    return inputs[0]
 
 
-def _torch_fused(inputs: Tensors) -> Tensors:
-    parameters, gradients, firsts, squares, counts = _columns(inputs)
+def _torch_fused(*inputs: list[Tensor]) -> Tensors:
+    parameters, gradients, firsts, squares, counts = inputs
     state = (firsts, squares, [], counts)
     rates = asdict(_RATES)
     adamw(parameters, gradients, *state, fused=True, amsgrad=False, maximize=False, **rates)
     return parameters
 
 
-def _dtron_adamw(inputs: Tensors) -> Tensors:
-    parameters, gradients, firsts, squares, counts = _columns(inputs)
+def _dtron_adamw(*inputs: list[Tensor]) -> Tensors:
+    parameters, gradients, firsts, squares, counts = inputs
     scale = torch.ones((), device=parameters[0].device)
     adamw_(parameters, gradients, firsts, squares, torch.stack(counts), scale, _RATES)
     return parameters
@@ -224,16 +221,10 @@ def _needs_triton(device: torch.device, _dtype: torch.dtype, _shape: Shape) -> s
     return None if importlib.util.find_spec("triton") else "needs the package triton"
 
 
-def _adamw_flops(shape: Shape) -> Figures:
-    """FLOPs per element: 3 for the first moment, 4 for the second, 8 for the parameter."""
-    count, size = shape
-    return (15.0 * count * size,)
-
-
-def _adamw_bytes(inputs: Tensors) -> Figures:
+def _adamw_bytes(parameters: Tensors, gradients: Tensors, *moments: Tensors) -> Figures:
     """Bytes: gradients are read once, parameters and moments are read and written; 28 per element,
     20 with bfloat16 moments."""
-    parameters, gradients, firsts, squares, _ = _columns(inputs)
+    firsts, squares, _ = moments
     state = sum(x.nbytes for x in (*parameters, *firsts, *squares))
     return (2.0 * state + sum(x.nbytes for x in gradients),)
 
@@ -243,6 +234,9 @@ _WIDE, _NARROW = _own_state(torch.float32), _own_state(torch.bfloat16)
 
 # -- casts to float8 -------------------------------------------------------------------------------
 
+_INPUT = RECIPES["tensorwise"].output.left
+_GRADIENT = RECIPES["tensorwise"].grad_input.left
+
 
 def _draw_matrix(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Draw a matrix and its scale."""
@@ -250,29 +244,21 @@ def _draw_matrix(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tens
     return [x, scale_of(x.abs().amax().view(1, 1), _GRADIENT)]
 
 
-def _cast_formula(inputs: Tensors) -> Tensors:
+def _cast_formula(x: Tensor, scale: Tensor) -> Tensors:
     """Cast a matrix, plain and transposed."""
-    x, scale = inputs
     done = quantize(x, _GRADIENT, scale=scale).data
     return done, done.t().contiguous()
 
 
-def _cast_kernel(inputs: Tensors) -> Tensors:
-    return cast_both(*inputs, _GRADIENT.dtype)
+# Inputs are gate, up, and the gradient of their gated product.
 
 
-def _draw_gated(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Draw gate, up, and the gradient of their gated product."""
-    return _normal(dtype, device, shape, shape, shape)
-
-
-def _gated_formula(inputs: Tensors) -> Tensors:
-    gate, up, _ = inputs
+def _gated_formula(gate: Tensor, up: Tensor, _: Tensor) -> Tensors:
     hidden = quantize(F.silu(gate.float()) * up.float(), _INPUT)
     return hidden.data, hidden.scale
 
 
-def _gated_formula_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
+def _gated_formula_backward(outputs: Tensors, *inputs: Tensor) -> Tensors:
     """Gradients of gate and up, and the transposed output."""
     gate, up, grad = (x.float() for x in inputs)
     s = gate.sigmoid()
@@ -282,17 +268,14 @@ def _gated_formula_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
     return *found, hidden.t().contiguous()
 
 
-def _gated_kernel(inputs: Tensors) -> Tensors:
-    gate, up, _ = inputs
+def _gated_kernel(gate: Tensor, up: Tensor, _: Tensor) -> Tensors:
     scale = scale_of(gated_amax(gate, up), _INPUT)
     return gated_cast(gate, up, scale, _INPUT.dtype), scale
 
 
-def _gated_kernel_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
+def _gated_kernel_backward(outputs: Tensors, *inputs: Tensor) -> Tensors:
     scales = scale_of(gated_backward_amax(*inputs), _GRADIENT)
-    gate, up, grad = inputs
-    types = (_GRADIENT.dtype, _INPUT.dtype)
-    return gated_backward_cast(gate, up, grad, scales, outputs[1], *types)
+    return gated_backward_cast(*inputs, scales, outputs[1], _GRADIENT.dtype, _INPUT.dtype)
 
 
 def _gated_flops(shape: Shape) -> Figures:
@@ -302,12 +285,17 @@ def _gated_flops(shape: Shape) -> Figures:
     return 6.0 * size, 20.0 * size
 
 
-def _gated_bytes(inputs: Tensors) -> Figures:
+def _gated_bytes(gate: Tensor, up: Tensor, grad: Tensor) -> Figures:
     """Bytes: inputs are read twice, for the maximum and for the cast; each result takes one byte
     per element."""
-    gate, up, grad = inputs
     forward = 2.0 * (gate.nbytes + up.nbytes)
     return forward + gate.numel(), forward + 2 * grad.nbytes + 3 * gate.numel()
+
+
+def _carried_formula(x: Tensor) -> Tensors:
+    """Cast to float8 and back by `quantize` with the same tiles, in the dtype of the inputs."""
+    cast = RECIPES["blockwise"].output.left
+    return [dequantize(quantize(x, cast), torch.float32).to(x.dtype)]
 
 
 # -- token copies sorted by expert -----------------------------------------------------------------
@@ -322,111 +310,62 @@ def _draw_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor
     return [x.requires_grad_(), order, inverse_of(order), grad]
 
 
-def _indexed(inputs: Tensors) -> Tensors:
-    x, order, _, _ = inputs
+def _indexed(x: Tensor, order: Tensor, *_: Tensor) -> Tensors:
     return [x.detach()[order // (len(order) // len(x))]]
 
 
-def _indexed_backward(inputs: Tensors, _outputs: Tensors) -> Tensors:
+def _indexed_backward(_outputs: Tensors, *inputs: Tensor) -> Tensors:
     x, order, _, grad = inputs
     return [torch.zeros_like(x).index_add(0, order // (len(order) // len(x)), grad)]
 
 
-def _repeated(inputs: Tensors) -> Tensors:
-    x, order, inverse, _ = inputs
+def _repeated(x: Tensor, order: Tensor, inverse: Tensor, _: Tensor) -> Tensors:
     return [repeated(x, order, inverse, len(order) // len(x))]
-
-
-def _repeated_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
-    return torch.autograd.grad(outputs[0], inputs[0], inputs[3], retain_graph=True)
-
-
-def _rows_bytes(inputs: Tensors) -> Figures:
-    """Bytes of rows and their copies; index tensors are negligible."""
-    x, _, _, grad = inputs
-    return (float(x.nbytes + grad.nbytes),) * 2
 
 
 # -- rows gathered from the memory of several ranks ------------------------------------------------
 
 
-def _draw_peers(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Draw rows of each rank (here all on one device), slots of the result's rows, and
-    addresses."""
-    ranks, rows, width = shape
-    (held,) = _normal(dtype, device, (ranks, rows, width))
-    slots = torch.randperm(ranks * rows, generator=_seeded(device), device=device)[:rows]
-    return [held, slots, torch.tensor([part.data_ptr() for part in held], device=device)]
+def _peers(float8: bool) -> Problem:
+    """Rows in the drawn dtype, or in float8. Inputs are rows of each rank (here all on one device),
+    slots of the result's rows, addresses, and a row in the result's width and dtype."""
 
+    def draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+        ranks, rows, width = shape
+        (held,) = _normal(dtype, device, (ranks, rows, width))
+        slots = torch.randperm(ranks * rows, generator=_seeded(device), device=device)[:rows]
+        sent = packed(held.flatten(0, 1)).unflatten(0, held.shape[:2]) if float8 else held
+        pointers = torch.tensor([part.data_ptr() for part in sent], device=device)
+        return [sent, slots, pointers, held[0, :1]]
 
-def _chosen(inputs: Tensors) -> Tensors:
-    held, slots, _ = inputs
-    return [rows_of_peers(held.unbind(), slots)]
+    def chosen(sent: Tensor, slots: Tensor, _: Tensor, row: Tensor) -> Tensors:
+        if float8:
+            return [packed_rows_of_peers(sent.unbind(), slots, row.shape[1], row.dtype)]
+        return [rows_of_peers(sent.unbind(), slots)]
 
+    def pulled(sent: Tensor, slots: Tensor, pointers: Tensor, row: Tensor) -> Tensors:
+        out = row.new_empty(len(slots), row.shape[1])
+        rows_of_pointers(pointers, 0, sent.shape[1], slots, out, float8=float8)
+        return [out]
 
-def _pulled(inputs: Tensors) -> Tensors:
-    held, slots, pointers = inputs
-    out = held.new_empty(len(slots), held.shape[2])
-    rows_of_pointers(pointers, 0, held.shape[1], slots, out)
-    return [out]
+    def n_bytes(sent: Tensor, slots: Tensor, _: Tensor, row: Tensor) -> Figures:
+        """Bytes of rows read and of rows written."""
+        return (float(len(slots) * (sent[0, 0].nbytes + row.nbytes)),)
 
-
-def _pulled_bytes(inputs: Tensors) -> Figures:
-    """Bytes of rows, read and written."""
-    held, slots, _ = inputs
-    return (2.0 * len(slots) * held[0, 0].nbytes,)
-
-
-# -- rows packed in float8 -------------------------------------------------------------------------
-
-
-def _carried_formula(inputs: Tensors) -> Tensors:
-    """Cast to float8 and back by `quantize` with the same tiles, in the dtype of the inputs."""
-    (x,) = inputs
-    cast = RECIPES["blockwise"].output.left
-    return [dequantize(quantize(x, cast), torch.float32).to(x.dtype)]
-
-
-def _carried(inputs: Tensors) -> Tensors:
-    (x,) = inputs
-    return [unpacked(packed(x), x.shape[1], x.dtype)]
-
-
-def _draw_carried(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    return _normal(dtype, device, shape)
-
-
-def _carried_bytes(inputs: Tensors) -> Figures:
-    """Bytes of rows read and written, and of float8 rows written and read; scales are
-    negligible."""
-    (x,) = inputs
-    return (2.0 * x.nbytes + 2.0 * x.numel(),)
-
-
-def _draw_packed_peers(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Draw like `_draw_peers`, with rows in float8, and a row of their width and dtype."""
-    held, slots, _ = _draw_peers(shape, dtype, device)
-    wire = packed(held.flatten(0, 1)).unflatten(0, held.shape[:2])
-    pointers = torch.tensor([part.data_ptr() for part in wire], device=device)
-    return [wire, slots, pointers, held[0, :1]]
-
-
-def _packed_chosen(inputs: Tensors) -> Tensors:
-    wire, slots, _, row = inputs
-    return [packed_rows_of_peers(wire.unbind(), slots, row.shape[1], row.dtype)]
-
-
-def _packed_pulled(inputs: Tensors) -> Tensors:
-    wire, slots, pointers, row = inputs
-    out = row.new_empty(len(slots), row.shape[1])
-    rows_of_pointers(pointers, 0, wire.shape[1], slots, out, float8=True)
-    return [out]
-
-
-def _packed_pulled_bytes(inputs: Tensors) -> Figures:
-    """Bytes of float8 rows read, and of rows written."""
-    wire, slots, _, row = inputs
-    return (float(len(slots) * (wire.shape[2] + row.nbytes)),)
+    return Problem(
+        modules=("peer_gather", "peer_gather_triton", *(["float8_rows"] if float8 else [])),
+        dims="ranks, rows of each and of the result, width",
+        shapes={"cuda": (4, 98304, 2048), "cpu": (4, 512, 64)},
+        draw=draw,
+        flops=lambda _shape: (0.0,),
+        n_bytes=n_bytes,
+        rows=(
+            KernelRow("formula", chosen),
+            KernelRow("dtron", pulled, None, _needs_triton),
+        ),
+        parts=("pull",),
+        compared=None,
+    )
 
 
 # -- grouped matmuls of experts --------------------------------------------------------------------
@@ -441,23 +380,15 @@ def _draw_experts(shape: Shape, dtype: torch.dtype, device: torch.device) -> Ten
     return [x.requires_grad_(), weight.requires_grad_(), ends, grad]
 
 
-def _batched(inputs: Tensors) -> Tensors:
+def _batched(*inputs: Tensor) -> Tensors:
     x, weight, *_ = (tensor.detach() for tensor in inputs)
     return [(x.unflatten(0, (len(weight), -1)) @ weight.mT).flatten(0, 1)]
 
 
-def _batched_backward(inputs: Tensors, _outputs: Tensors) -> Tensors:
+def _batched_backward(_outputs: Tensors, *inputs: Tensor) -> Tensors:
     x, weight, _, grad = (tensor.detach() for tensor in inputs)
     grads, rows = (tensor.unflatten(0, (len(weight), -1)) for tensor in (grad, x))
     return [(grads @ weight).flatten(0, 1), grads.mT @ rows]
-
-
-def _grouped(inputs: Tensors) -> Tensors:
-    return [grouped_matmul(*inputs[:3])]
-
-
-def _grouped_backward(inputs: Tensors, outputs: Tensors) -> Tensors:
-    return torch.autograd.grad(outputs[0], list(inputs[:2]), inputs[3], retain_graph=True)
 
 
 def _experts_flops(shape: Shape) -> Figures:
@@ -466,15 +397,11 @@ def _experts_flops(shape: Shape) -> Figures:
     return product, 2 * product
 
 
-def _experts_bytes(inputs: Tensors) -> Figures:
+def _experts_bytes(x: Tensor, weight: Tensor, _: Tensor, grad: Tensor) -> Figures:
     """Bytes of operands and results, once each."""
-    x, weight, _, grad = inputs
     forward = float(x.nbytes + weight.nbytes + grad.nbytes)
     return forward, forward + x.nbytes + weight.nbytes
 
-
-_INPUT = RECIPES["tensorwise"].output.left
-_GRADIENT = RECIPES["tensorwise"].grad_input.left
 
 PROBLEMS: dict[str, Problem] = {
     "attention": Problem(
@@ -493,9 +420,9 @@ PROBLEMS: dict[str, Problem] = {
         # 32 of Llama-3-8B's matrices of 4096 x 14336, each split over 4 GPUs: 470 M elements.
         shapes={"cuda": (32, 4096 * 14336 // 4), "cpu": (4, 2**20)},
         draw=_draw_adamw,
-        flops=_adamw_flops,
+        # Per element 3 for the first moment, 4 for the second, 8 for the parameter.
+        flops=lambda shape: (15.0 * shape[0] * shape[1],),
         n_bytes=_adamw_bytes,
-        reference="formula",
         rows=(
             KernelRow("formula", _formula, inputs=_WIDE),
             KernelRow("torch, fused", _torch_fused, inputs=_WIDE),
@@ -512,11 +439,10 @@ PROBLEMS: dict[str, Problem] = {
         shapes={"cuda": (16384, 4096), "cpu": (512, 256)},
         draw=_draw_matrix,
         flops=lambda shape: (2.0 * shape[0] * shape[1],),
-        n_bytes=lambda inputs: (inputs[0].nbytes + 2.0 * inputs[0].numel(),),
-        reference="formula",
+        n_bytes=lambda x, _: (x.nbytes + 2.0 * x.numel(),),
         rows=(
             KernelRow("formula", _cast_formula),
-            KernelRow("dtron", _cast_kernel, None, _needs_triton),
+            KernelRow("dtron", lambda *x: cast_both(*x, _GRADIENT.dtype), None, _needs_triton),
         ),
         parts=("cast",),
         compared=None,
@@ -525,10 +451,9 @@ PROBLEMS: dict[str, Problem] = {
         modules=("float8", "float8_triton"),
         dims="tokens, hidden width",
         shapes={"cuda": (16384, 14336), "cpu": (512, 256)},
-        draw=_draw_gated,
+        draw=lambda shape, dtype, device: _normal(dtype, device, shape, shape, shape),
         flops=_gated_flops,
         n_bytes=_gated_bytes,
-        reference="formula",
         rows=(
             KernelRow("formula", _gated_formula, _gated_formula_backward),
             KernelRow("dtron", _gated_kernel, _gated_kernel_backward, _needs_triton),
@@ -540,57 +465,30 @@ PROBLEMS: dict[str, Problem] = {
         shapes={"cuda": (16384, 2048, 6), "cpu": (512, 64, 2)},
         draw=_draw_rows,
         flops=lambda shape: (0.0, float(shape[0] * shape[1] * shape[2])),
-        n_bytes=_rows_bytes,
+        # Rows and their copies; index tensors are negligible.
+        n_bytes=lambda x, _order, _inverse, grad: (float(x.nbytes + grad.nbytes),) * 2,
         reference="indexing",
         rows=(
             KernelRow("indexing", _indexed, _indexed_backward),
-            KernelRow("dtron", _repeated, _repeated_backward),
+            KernelRow("dtron", _repeated, _by_autograd),
         ),
     ),
-    "peers": Problem(
-        modules=("peer_gather", "peer_gather_triton"),
-        dims="ranks, rows of each and of the result, width",
-        shapes={"cuda": (4, 98304, 2048), "cpu": (4, 512, 64)},
-        draw=_draw_peers,
-        flops=lambda _shape: (0.0,),
-        n_bytes=_pulled_bytes,
-        reference="formula",
-        rows=(
-            KernelRow("formula", _chosen),
-            KernelRow("dtron", _pulled, None, _needs_triton),
-        ),
-        parts=("pull",),
-        compared=None,
-    ),
+    "peers": _peers(float8=False),
     "float8 rows": Problem(
         modules=("float8_rows", "float8_rows_triton"),
         dims="rows, width",
         shapes={"cuda": (98304, 2048), "cpu": (512, 256)},
-        draw=_draw_carried,
+        draw=lambda shape, dtype, device: _normal(dtype, device, shape),
         flops=lambda shape: (4.0 * shape[0] * shape[1],),
-        n_bytes=_carried_bytes,
-        reference="formula",
+        # Rows read and written, float8 rows written and read; scales are negligible.
+        n_bytes=lambda x: (2.0 * x.nbytes + 2.0 * x.numel(),),
         rows=(
             KernelRow("formula", _carried_formula),
-            KernelRow("dtron", _carried),
+            KernelRow("dtron", lambda x: [unpacked(packed(x), x.shape[1], x.dtype)]),
         ),
         parts=("both casts",),
     ),
-    "float8 peers": Problem(
-        modules=("peer_gather", "peer_gather_triton", "float8_rows"),
-        dims="ranks, rows of each and of the result, width",
-        shapes={"cuda": (4, 98304, 2048), "cpu": (4, 512, 64)},
-        draw=_draw_packed_peers,
-        flops=lambda _shape: (0.0,),
-        n_bytes=_packed_pulled_bytes,
-        reference="formula",
-        rows=(
-            KernelRow("formula", _packed_chosen),
-            KernelRow("dtron", _packed_pulled, None, _needs_triton),
-        ),
-        parts=("pull",),
-        compared=None,
-    ),
+    "float8 peers": _peers(float8=True),
     "experts": Problem(
         modules=("grouped",),
         dims="rows, experts, width in, width out",
@@ -601,7 +499,7 @@ PROBLEMS: dict[str, Problem] = {
         reference="batched",
         rows=(
             KernelRow("batched", _batched, _batched_backward),
-            KernelRow("grouped", _grouped, _grouped_backward),
+            KernelRow("grouped", lambda *inputs: [grouped_matmul(*inputs[:3])], _by_autograd),
         ),
     ),
 }

@@ -116,7 +116,7 @@ def _time(
     results += [backward() for backward in calls[1:]]
     error = tuple(map(_error, results, truth)) if truth else None
     times = tuple(seconds(call, device) for call in calls)
-    work = list(zip(times, problem.flops(shape), problem.n_bytes(inputs), strict=True))
+    work = list(zip(times, problem.flops(shape), problem.n_bytes(*inputs), strict=True))
     timing = Timing(
         row.name,
         seconds=times,

@@ -151,6 +151,11 @@ class RunConfig(Section):
             parts.append("")
         return "\n".join(parts)
 
+    def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
+        """Return a copy with other values, by section and key, which are not checked."""
+        update = {k: getattr(self, k).model_copy(update=v) for k, v in sections.items()}
+        return self.model_copy(update=update)
+
     def degrees(self, world_size: int) -> dict[Degree, int]:
         """Return the degree of every mesh axis, outermost first, with dp_shard = -1 resolved.
 

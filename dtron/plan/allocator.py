@@ -13,6 +13,7 @@ one for larger ones, which grow at their ends (`Expandable`).
 """
 
 import bisect
+from collections import Counter
 from dataclasses import dataclass, field
 
 _MIB = 2**20
@@ -30,6 +31,8 @@ class Block:
     before: "Block | None" = None
     after: "Block | None" = None
     """The neighbouring blocks in the segment."""
+    kind: str = ""
+    """The class of its tensor, which only `HolelessPool` notes."""
 
 
 class Pool:
@@ -43,7 +46,7 @@ class Pool:
         self.reserved = 0
         self._large, self._small = _FreeBlocks(), _FreeBlocks()
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int, kind: str = "") -> Block:
         """Memory of a tensor."""
         size = -(-nbytes // _UNIT) * _UNIT or _UNIT
         small = size <= _MIB
@@ -162,7 +165,7 @@ class Expandable:
     def reserved(self) -> int:
         return self._small.end + self._large.end
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int, kind: str = "") -> Block:
         """Memory of a tensor."""
         size = -(-nbytes // _UNIT) * _UNIT or _UNIT
         small = size <= _MIB
@@ -239,15 +242,42 @@ class HolelessPool:
     def __init__(self) -> None:
         self.reserved = self._now = 0
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int, kind: str = "") -> Block:
         """Memory of a tensor."""
         self._now += nbytes
         self.reserved = max(self.reserved, self._now)
-        return Block(nbytes, small=False)
+        return Block(nbytes, small=False, kind=kind)
 
     def give(self, block: Block) -> None:
         """What a tensor leaves."""
         self._now -= block.nbytes
+
+
+class PeakPool(HolelessPool):
+    """The same, with the bytes of each class at the moment when most are allocated.
+
+    Attributes:
+        at_peak: bytes by class.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_peak: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
+
+    def take(self, nbytes: int, kind: str = "") -> Block:
+        """Memory of a tensor."""
+        before = self.reserved
+        block = super().take(nbytes, kind)
+        self._counts[kind] += nbytes
+        if self.reserved > before:
+            self.at_peak = dict(self._counts)
+        return block
+
+    def give(self, block: Block) -> None:
+        """What a tensor leaves."""
+        self._counts[block.kind] -= block.nbytes
+        super().give(block)
 
 
 def _segment(size: int) -> int:

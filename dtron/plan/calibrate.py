@@ -173,19 +173,14 @@ def tables(row: Hardware, made: Calibration) -> list[Table]:
         (
             each["dtype"],
             "{m} x {k} x {n}".format(**each),
-            f"{each['seconds'] * 1e3:.4g}",
+            _ms(each["seconds"]),
             f"{each['flops_per_second'] / 1e12:.4g}",
-            f"{each['predicted_seconds'] / each['seconds'] - 1:+.0%}",
+            _change(each["seconds"], each["predicted_seconds"]),
         )
         for each in made.matmuls
     )
     attention = (
-        (
-            each["kernel"],
-            _shape(each),
-            f"{each['forward'] * 1e3:.4g}",
-            f"{each['backward'] * 1e3:.4g}",
-        )
+        (each["kernel"], _shape(each), _ms(each["forward"]), _ms(each["backward"]))
         for each in made.attention
     )
     collectives = (
@@ -193,9 +188,9 @@ def tables(row: Hardware, made: Calibration) -> list[Table]:
             each["kind"],
             str(each["ranks"]),
             f"{each['bytes'] / 1e6:.4g}",
-            f"{each['seconds'] * 1e3:.4g}",
+            _ms(each["seconds"]),
             f"{each['bus_rate'] / 1e9:.4g}",
-            f"{row.alone(*(each[name] for name in _SHAPE)) / each['seconds'] - 1:+.0%}",
+            _change(each["seconds"], row.alone(*(each[name] for name in _SHAPE))),
         )
         for each in made.collectives
     )
@@ -203,32 +198,32 @@ def tables(row: Hardware, made: Calibration) -> list[Table]:
         (
             each["work"],
             _shape(each),
-            f"{each['alone'] * 1e3:.4g}",
+            _ms(each["alone"]),
             each["collective"],
             f"{each['bytes'] / 1e6:.4g}",
-            f"{each['collective_alone'] * 1e3:.4g}",
-            f"{each['overlapped'] / each['alone'] - 1:+.0%}",
-            f"{each['collective_overlapped'] / each['collective_alone'] - 1:+.0%}",
+            _ms(each["collective_alone"]),
+            _change(each["alone"], each["overlapped"]),
+            _change(each["collective_alone"], each["collective_overlapped"]),
         )
         for each in made.overlap
     )
     sent = ("kind", "ranks", "MB", "ms", "GB/s of the bus", "row's error")
-    both = (
-        "work",
-        "shape",
-        "ms",
-        "collective",
-        "MB",
-        "ms",
-        "work slower by",
-        "collective slower by",
-    )
+    both = ("work", "shape", "ms", "collective", "MB", "ms")
+    both += ("work slower by", "collective slower by")
     return [
         table("matmuls", ("dtype", "m x k x n", "ms", "TFLOP/s", "row's error"), matmuls),
         table("attention, ms", ("kernel", "shape", "forward", "backward"), attention),
         table("collectives", sent, collectives),
         table("computation overlapped with collectives", both, overlapped),
     ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g}"
+
+
+def _change(before: float, after: float) -> str:
+    return f"{after / before - 1:+.0%}"
 
 
 def _shape(each: Mapping[str, Any]) -> str:

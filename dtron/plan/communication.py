@@ -14,7 +14,7 @@ from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, held, unit, units
-from dtron.plan.run_shape import ELEMENT, Resolved, Stage, expert_rows
+from dtron.plan.run_shape import Resolved, Stage, expert_rows
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ def group(run: Resolved, axes: Sequence[str], domain: int) -> tuple[int, int]:
     return ranks, max(1, min(ranks, domain // stride))
 
 
-def _expert_group(run: Resolved, axis: str, domain: int) -> tuple[int, int]:
+def expert_group(run: Resolved, axis: str, domain: int) -> tuple[int, int]:
+    """Number of ranks that exchange token copies ("ep") or share experts ("edp_shard"), and how
+    many are in one NVLink domain."""
     ep_etp = run.experts["ep"] * run.experts["etp"]
     if axis == "ep":
         return ep_etp, min(ep_etp, domain)
@@ -68,13 +70,7 @@ def sharing(run: Resolved, domain: int) -> Iterator[tuple[str, int, int]]:
     """(what, ranks of a group that shares it, of these in one domain of GPUs) of parameters."""
     yield "parameters", *group(run, FSDP_AXES, domain)
     if run.model.n_experts and run.separate_experts:
-        yield "experts", *_expert_group(run, "edp_shard", domain)
-
-
-def exchanging(run: Resolved, domain: int) -> tuple[int, int]:
-    """Number of ranks that exchange token copies for experts, and how many are in one NVLink
-    domain."""
-    return _expert_group(run, "ep", domain)
+        yield "experts", *expert_group(run, "edp_shard", domain)
 
 
 def collectives(run: Resolved, rank: int, domain: int = 8) -> list[Collective]:
@@ -102,8 +98,6 @@ def activation_collectives(run: Resolved, stage: Stage, domain: int) -> list[Col
 
 def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     listed = units(run, stage)
-    reduces = run.micro_batches if run.policy.reduce_each_micro_batch else 1
-    reduced = ELEMENT[run.config.parallel.reduce_dtype]
     by_all_to_all = run.config.parallel.reduce_by == "all_to_all"
     for place, each in enumerate(listed):
         times = gathers(run, each, place == len(listed) - 1)
@@ -111,10 +105,11 @@ def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
             padded = shard * ranks
             yield Collective(axis, "all_gather", padded * run.element, times, "fsdp", ranks, inside)
             kind = "all_to_all" if by_all_to_all else "reduce_scatter"
-            size = padded * (run.element if by_all_to_all else reduced)
-            yield Collective(axis, kind, size, reduces, "fsdp", ranks, inside)
+            size = padded * (run.element if by_all_to_all else run.reduce_element)
+            yield Collective(axis, kind, size, run.times_reduced, "fsdp", ranks, inside)
             copies, near = group(run, ("dp_replicate",), domain)
-            yield Collective("dp_replicate", "all_reduce", shard * reduced, 1, "fsdp", copies, near)
+            size = shard * run.reduce_element
+            yield Collective("dp_replicate", "all_reduce", size, 1, "fsdp", copies, near)
 
 
 def gathers(run: Resolved, unit: Unit, last: bool) -> int:
@@ -135,7 +130,7 @@ def _shared(run: Resolved, each: Unit, domain: int) -> Iterator[tuple[str, int, 
     dense = group(run, ("dp_shard", "cp"), domain)
     yield _name(run, FSDP_AXES), each.shard - each.experts_shard, dense
     if each.experts_gathered:
-        ranks = _expert_group(run, "edp_shard", domain)
+        ranks = expert_group(run, "edp_shard", domain)
         yield "edp_shard", each.experts_shard, ranks
 
 
@@ -268,7 +263,7 @@ def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     in the backward."""
     layers = [i for i in stage.layers if run.has_experts(i)]
     again = sum(run.recomputes(i) and run.config.recompute.mode != "none" for i in layers)
-    ranks, inside = exchanging(run, domain)
+    ranks, inside = expert_group(run, "ep", domain)
     rows, dim = expert_rows(run), run.model.dim
     count = (2 * len(layers) + again) * run.micro_batches
     name = "+".join(axis for axis in ("ep", "etp") if run.experts[axis] > 1)

@@ -47,6 +47,11 @@ class Seconds:
     weights: float
     """The backward's part for the gradients of the weights."""
 
+    @property
+    def sum(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.inputs + self.weights
+
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(
             self.forward + other.forward,

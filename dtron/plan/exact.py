@@ -76,15 +76,12 @@ def traceable(config: RunConfig, world_size: int) -> RunConfig:
     """Return the run to trace: eager, on one stream, with fewer micro-batches."""
     plain = {"async_tp": False, "high_priority": [], "copy_engines": False}
     plain |= {"dispatcher": "all_to_all", "ep_capacity": Parallel().ep_capacity}
-    parallel = config.parallel.model_copy(update=plain)
-    compile = config.compile.model_copy(update={"enable": False})
-    eager = config.model_copy(update={"parallel": parallel, "compile": compile})
+    eager = config.changed(parallel=plain, compile={"enable": False})
     m = eager.micro_batches(world_size)
-    if parallel.pp > 1:
+    if config.parallel.pp > 1:
         return shortened(eager, world_size)
     batch = config.train.global_batch // m * min(m, MICRO_BATCHES)
-    train = config.train.model_copy(update={"global_batch": batch})
-    return eager.model_copy(update={"train": train})
+    return eager.changed(train={"global_batch": batch})
 
 
 def notes(config: RunConfig, traced: RunConfig, world_size: int) -> Iterator[str]:

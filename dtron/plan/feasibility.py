@@ -15,7 +15,7 @@ from typing import Any
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.plan.communication import exchanging, sharing
+from dtron.plan.communication import expert_group, sharing
 from dtron.plan.hardware import Hardware
 from dtron.plan.run_shape import Resolved, shortened
 from dtron.setup.rules import reasons
@@ -70,7 +70,7 @@ def far_memory(run: Resolved, hardware: Hardware) -> Iterator[str]:
             fix = "share them inside a host (parallel.dp_shard, dp_replicate)"
             yield from _split_hosts("parallel.copy_engines", what, ranks, inside, fix, hardware)
     if parallel.dispatcher in ("symmetric_memory", "deepep"):
-        ranks, inside = exchanging(run, hardware.host)
+        ranks, inside = expert_group(run, "ep", hardware.host)
         fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
         key = f'parallel.dispatcher = "{parallel.dispatcher}"'
         yield from _split_hosts(key, "experts", ranks, inside, fix, hardware)
@@ -107,9 +107,8 @@ def _nearest(
 
 def _changed(config: RunConfig, change: dict[str, Any]) -> RunConfig:
     if BATCH in change:
-        train = config.train.model_copy(update={"global_batch": change[BATCH]})
-        return config.model_copy(update={"train": train})
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=change)})
+        return config.changed(train={"global_batch": change[BATCH]})
+    return config.changed(parallel=change)
 
 
 def _batches(

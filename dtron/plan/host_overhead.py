@@ -27,20 +27,11 @@ from collections.abc import Mapping
 from dtron.parallelisms.expert.expert_parallel import in_graphs
 from dtron.plan.communication import collectives
 from dtron.plan.compute_time import matmuls
+from dtron.plan.hardware import HOST
 from dtron.plan.parameters import parameters, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
 
-CALLS = (
-    "graph",
-    "parameter",
-    "kernel",
-    "operation",
-    "collective",
-    "unit",
-    "reduction",
-    "counts",
-    "update",
-)
+CALLS = tuple(name for name, _ in HOST)
 CUT = 4
 """Graphs of a block with experts on other ranks: before dispatch, overlapped with dispatch, the
 experts' elementwise part, and after combine."""
@@ -61,7 +52,7 @@ def host_seconds(run: Resolved, rank: int, prices: Mapping[str, float]) -> float
 def calls(run: Resolved, rank: int) -> dict[str, float]:
     """Count the calls of each kind in a pipeline rank's step."""
     m = run.micro_batches
-    reduces = m if run.policy.reduce_each_micro_batch else 1
+    reduces = run.times_reduced
     found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
     for stage in run.stages_of(rank):
         every = [unit.kind for unit in units(run, stage)]

@@ -28,8 +28,8 @@ from dtron.plan.search import LayoutPoint, SearchResult, pareto
 from dtron.plan.steptime import timeline
 
 COLOURS = (
-    "#3d7fd0", "#7fb0e8", "#2f9c8d", "#c96f16", "#dd8f45", "#e8b26f", "#7b5bb8", "#b9a3e0",
-    "#c04a62", "#d98b9a", "#8a8f98",
+    "#3d7fd0", "#7fb0e8", "#2f9c8d", "#c96f16", "#e8b26f", "#7b5bb8", "#b9a3e0", "#c04a62",
+    "#8a8f98",
 )  # fmt: skip
 _WIDTH, _LEFT, _ROW = 1100, 90, 26
 _LEGEND = 6
@@ -132,7 +132,7 @@ def _memory(memory: dict[str, Any]) -> str:
         x, y = _LEFT + column * (_WIDTH - _LEFT) // _LEGEND, bottom + 32 + row * 18
         parts += [key(x, y + 10, colour, name)]
     text = (
-        "<p>The most of each class, which are not all there at once. Numbers are the GiB that the "
+        "<p>What is allocated at the peak of a step. Numbers are the GiB that the "
         f"allocator holds; the dashed line is {limit / GIB:.1f} GiB, which have to hold them.</p>"
     )
     return picture(_WIDTH, bottom + 32 + 18 * -(-len(CLASSES) // _LEGEND), parts) + text

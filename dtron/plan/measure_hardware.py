@@ -196,13 +196,18 @@ def _attention(made: Calibration, device: torch.device) -> None:
             made.attention.append(
                 {"kernel": row.name, "shape": shape, "forward": forward, "backward": both}
             )
-        own = [each for each in made.attention if each["shape"] == shape]
-        best = min(own, key=lambda each: each["forward"] + each["backward"])
+        best = fastest(made.attention, shape)
         rates[shape] = (flops / best["forward"], 2 * flops / best["backward"])
     wide, narrow = rates.values()
     made.found["attention"] = wide
     # One fraction that gives the measured time of forward plus backward of narrow heads.
     made.found["narrow"] = _together(narrow) / _together(wide)
+
+
+def fastest(rows: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> Mapping[str, Any]:
+    """The row of `Calibration.attention` with the fastest forward and backward of a shape."""
+    own = [each for each in rows if each["shape"] == shape]
+    return min(own, key=lambda each: each["forward"] + each["backward"])
 
 
 def _together(rates: tuple[float, float]) -> float:

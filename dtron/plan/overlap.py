@@ -24,7 +24,7 @@ from dtron.bench.kernel_cases import PROBLEMS
 from dtron.bench.measure import seconds
 from dtron.errors import TrainingError
 from dtron.kernels.grouped import grouped_gradient, grouped_matmul
-from dtron.plan.measure_hardware import Calibration, collective_call
+from dtron.plan.measure_hardware import Calibration, collective_call, fastest
 
 Kinds = tuple[tuple[str, tuple[int, ...]], ...]
 DTYPE = torch.bfloat16
@@ -149,10 +149,8 @@ def _attention(
     device: torch.device,
     kernels: Sequence[Mapping[str, Any]],
 ) -> Call:
-    own = [each for each in kernels if each["shape"] == shape]
-    best = min(own, key=lambda each: each["forward"] + each["backward"])["kernel"]
-    problem = PROBLEMS["attention"]
-    (row,) = (each for each in problem.rows if each.name == best)
+    problem, best = PROBLEMS["attention"], fastest(kernels, shape)
+    (row,) = (each for each in problem.rows if each.name == best["kernel"])
     *_, (forward, backward) = row.calls(problem.draw(shape, DTYPE, device))
     return forward if kind == "attention" else backward
 

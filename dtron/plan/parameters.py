@@ -12,7 +12,7 @@ of placements. FSDP's padding counts, since it is allocated:
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -82,17 +82,8 @@ class Unit:
         return tuple(each for each in (self.dense, self.experts) if each[0])
 
     def __add__(self, other: "Unit") -> "Unit":
-        return Unit(
-            self.name,
-            self.kind,
-            self.whole + other.whole,
-            self.gathered + other.gathered,
-            self.shard + other.shard,
-            self.experts_gathered + other.experts_gathered,
-            self.experts_shard + other.experts_shard,
-            self.partial_shard + other.partial_shard,
-            self.columns + other.columns,
-        )
+        counts = [each.name for each in fields(self) if each.name not in ("name", "kind")]
+        return replace(self, **{key: getattr(self, key) + getattr(other, key) for key in counts})
 
 
 Parts = dict[str, tuple[Parameter, ...]]

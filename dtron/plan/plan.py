@@ -1,6 +1,5 @@
 """The plan of a run as one JSON object: legality, memory, communication, time and cost."""
 
-from dataclasses import asdict
 from typing import Any
 
 from dtron.config import RunConfig
@@ -82,13 +81,9 @@ def communication_json(run: Resolved, hardware: Hardware) -> list[dict[str, Any]
     """Collectives of the first pipeline rank's step, grouped by kind and size."""
     together: dict[tuple[str, ...], dict[str, Any]] = {}
     for each in collectives(run, 0, hardware.domain):
-        row = asdict(each)
-        key = (each.purpose, each.axis, each.kind, each.link)
-        into = together.setdefault(
-            key,
-            {name: row[name] for name in ("purpose", "axis", "kind", "ranks")}
-            | {"link": each.link, "count": 0.0, "bytes": 0.0, "seconds": 0.0},
-        )
+        shared = {name: getattr(each, name) for name in ("purpose", "axis", "kind", "link")}
+        sums = {"ranks": each.ranks, "count": 0.0, "bytes": 0.0, "seconds": 0.0}
+        into = together.setdefault(tuple(shared.values()), shared | sums)
         into["count"] += each.count
         into["bytes"] += each.count * each.size
         into["seconds"] += each.seconds(hardware)

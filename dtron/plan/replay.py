@@ -35,10 +35,20 @@ from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.lowering import add_reductions
 from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan import activations
-from dtron.plan.allocator import Block, Expandable, HolelessPool, Pool
+from dtron.plan.allocator import Block, Expandable, HolelessPool, PeakPool, Pool
 from dtron.plan.parameters import sizes, units
-from dtron.plan.run_shape import ELEMENT, Resolved, Stage
+from dtron.plan.run_shape import Resolved, Stage
 
+CLASSES = (
+    "parameters",
+    "optimizer",
+    "gathered",
+    "gradients",
+    "reduction",
+    "activations",
+    "working",
+    "logits",
+)
 STEPS = 3
 MICRO_BATCHES = 3
 """Number of replayed micro-batches without a pipeline: further ones repeat the last but one."""
@@ -58,6 +68,8 @@ class _ParameterGroup:
     """Whether they are sharded."""
     alone: bool = False
     """Whether they are unshared, so that the rank keeps their gradients."""
+    shard: int = 0
+    """Size of the sums of a reduction, which are on another stream."""
     out: list[Block] = field(default_factory=list)
     """Gathered weights that are allocated."""
     summed: list[Block] = field(default_factory=list)
@@ -121,49 +133,60 @@ class _SavedByCall:
     """Offloaded tensors that are on the device."""
 
 
-def reserved(
-    run: Resolved,
-    rank: int,
-    moment: int,
-    moments: int,
-    sent: int,
-    pool: type[Pool | Expandable] = Pool,
-) -> int:
-    """Bytes that a pipeline rank's computation stream has reserved on the device.
-
-    Args:
-        moment: bytes per element of the optimizer's moments, of which there are `moments`.
-        sent: bytes per element of a reduction's send buffer.
-        pool: the allocator's rules.
-    """
-    replay = _Replay(run, rank, sent, pool())
+def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> int:
+    """Bytes that a pipeline rank's computation stream has reserved on the device, by the allocator
+    rules of `pool`."""
+    replay = _Replay(run, rank, pool())
     replay.take_weights()
     for step in range(STEPS):
         replay.step()
         if step == 0:
-            replay.take_moments(moment, moments)
+            replay.take_moments()
         replay.drop_gradients()
     return replay.pool.reserved
 
 
-def least(run: Resolved, rank: int, moment: int, moments: int, sent: int) -> int:
+def least(run: Resolved, rank: int) -> int:
     """Lower bound of `reserved`, about twenty times as fast: the largest number of bytes allocated
-    at once in a step, without fragmentation. Arguments as for `reserved`."""
-    replay = _Replay(run, rank, sent, HolelessPool())
+    at once in a step, without fragmentation."""
+    pool = HolelessPool()
+    _replay_joined(_Replay(run, rank, pool))
+    return pool.reserved
+
+
+def at_peak(run: Resolved, rank: int) -> dict[str, int]:
+    """Bytes by CLASSES when most are allocated in a step, on all streams but those of gathers."""
+    pool = PeakPool()
+    _replay_joined(_Replay(run, rank, pool, for_peak=True))
+    return {name: pool.at_peak.get(name, 0) for name in CLASSES}
+
+
+def _replay_joined(replay: "_Replay") -> None:
+    """Replay a step after the first, with fewer tensors of the same bytes."""
     for unit in (unit for listed in replay.stages.values() for unit in listed):
         unit.join()
     replay.take_weights()
-    replay.take_moments(moment, moments)
+    replay.take_moments()
     replay.step()
-    return replay.pool.reserved
 
 
 class _Replay:
+    """Replay of a pipeline rank's steps.
+
+    Args:
+        for_peak: replay the sums of reductions too, which are on another stream, and free logits
+            when the loss has their gradient.
+    """
+
     def __init__(
-        self, run: Resolved, rank: int, sent: int, pool: Pool | Expandable | HolelessPool
+        self,
+        run: Resolved,
+        rank: int,
+        pool: Pool | Expandable | HolelessPool,
+        for_peak: bool = False,
     ) -> None:
-        self.run, self.rank, self.pool = run, rank, pool
-        self.stages = {s.index: _listed(run, s, sent) for s in run.stages_of(rank)}
+        self.run, self.rank, self.pool, self.for_peak = run, rank, pool, for_peak
+        self.stages = {s.index: _listed(run, s) for s in run.stages_of(rank)}
         self.hidden = int(activations.boundary(run))
         self.logits = activations.loss_tensors(run)
         self.flying: dict[tuple[int, int], list[_SavedByCall]] = {}
@@ -177,11 +200,11 @@ class _Replay:
 
     def take_weights(self) -> None:
         for shard in self._shards():
-            self.pool.take(4 * shard)
+            self.pool.take(4 * shard, "parameters")
 
-    def take_moments(self, moment: int, moments: int) -> None:
+    def take_moments(self) -> None:
         for shard in self._shards():
-            self._take([moment * shard] * moments)
+            self._take([moment * shard for moment in self.run.moments], "optimizer")
 
     def _shards(self) -> list[int]:
         return [n for listed in self.stages.values() for unit in listed for n in unit.shards]
@@ -215,9 +238,11 @@ class _Replay:
         calls = self.flying[stage, micro_batch] = []
         for unit in listed:
             self._gather(unit)
-            working = self._take(unit.passing)
-            read, kept = self._take(unit.read), self._take(unit.kept)
-            calls.append(_SavedByCall(kept, unit.moved, read, self._take(unit.moved)))
+            working = self._take(unit.passing, "working")
+            read, kept, there = (
+                self._take(sizes, "activations") for sizes in (unit.read, unit.kept, unit.moved)
+            )
+            calls.append(_SavedByCall(kept, unit.moved, read, there))
             self._free(working)
             if self.offloads and unit.widest:  # a block
                 self._unload(calls[-1])
@@ -231,8 +256,11 @@ class _Replay:
         """Replay B, or I, which defers the weight gradients of units that allow it."""
         listed, calls = self.stages[stage], self.flying.pop((stage, micro_batch))
         head = self.run.stages[stage].head
-        logits = self._take(self.logits) if head else []
-        gradient = self._take([self.hidden])
+        logits = self._take(self.logits, "logits") if head else []
+        if head and self.for_peak and self.run.config.train.loss_chunks == 1:
+            self._free(logits)
+            logits = self._take([activations.logits_gradient(self.run)], "logits")
+        gradient = self._take([self.hidden], "working")
         waiting: list[list[Block]] = []
         split = _is_split(self.run, stage)
         for unit in reversed(listed):
@@ -241,16 +269,16 @@ class _Replay:
             if call.moved:
                 self._load(call, stage, calls)
             separate = defers_weights and unit.defers_weights
-            read = [*call.read, *self._take(unit.read_again)]
-            working = self._take([*unit.again, *[unit.widest] * 3])
-            made = [] if separate else [self._take(group.weights) for group in unit.groups]
-            inward = self._take([self.hidden])
+            read = [*call.read, *self._take(unit.read_again, "working")]
+            working = self._take([*unit.again, *[unit.widest] * 3], "working")
+            made = [] if separate else self._make_gradients(unit)
+            inward = self._take([self.hidden], "working")
             gone = (logits, working, call.kept, call.there, gradient)
             for blocks in gone if separate else (*gone, read):
                 self._free(blocks)
             gradient, logits = inward, []
             if separate:
-                waiting.append(read + self._take(unit.queued))
+                waiting.append(read + self._take(unit.queued, "activations"))
             elif split:
                 for group, blocks in reversed(list(zip(unit.groups, made, strict=True))):
                     self._fold(group, blocks)
@@ -267,7 +295,7 @@ class _Replay:
         units = [unit for unit in reversed(self.stages[stage]) if unit.defers_weights]
         made: list[tuple[_ParameterGroup, list[Block]]] = []
         for unit, blocks in zip(units, self.deferred.pop((stage, micro_batch)), strict=True):
-            made += [(group, self._take(group.weights)) for group in unit.groups]
+            made += zip(unit.groups, self._make_gradients(unit), strict=True)
             self._free(blocks)
         for group, blocks in reversed(made):
             self._fold(group, blocks)
@@ -280,7 +308,7 @@ class _Replay:
             return
         for size, block in zip(group.weights, made, strict=True):
             wide = _wide(self.run, size)
-            group.summed += self._take([wide]) if wide > size else [block]
+            group.summed += self._take([wide], "gradients") if wide > size else [block]
             self._free([block] if wide > size else [])
 
     def _reduce_stage(self, stage: int, last: bool) -> None:
@@ -316,7 +344,7 @@ class _Replay:
         coming = next((c for calls in (before, *waiting) for c in reversed(calls) if c.moved), None)
         for each in (call, coming):
             if each is not None and not each.there:
-                each.there = self._take(each.moved)
+                each.there = self._take(each.moved, "activations")
 
     def _reduce(self, unit: _UnitMemory, made: list[list[Block]], last: bool) -> None:
         """Reduce a unit; separate experts first, since their hooks are around those of the
@@ -336,7 +364,7 @@ class _Replay:
         if self.run.element < 4:
             cast = []
             for size, block in zip(group.weights, made, strict=True):  # one after the other
-                cast += self._take([size // self.run.element * 4])
+                cast += self._take([size // self.run.element * 4], "gradients")
                 self._free([block])
         if group.summed:
             self._free(cast)
@@ -349,7 +377,8 @@ class _Replay:
             return
         if self.sums and not last:
             if not group.summed:
-                group.summed = self._take([_wide(self.run, size) for size in group.weights])
+                wide = [_wide(self.run, size) for size in group.weights]
+                group.summed = self._take(wide, "gradients")
             self._free(made)
             return
         self._send(group, made, last)
@@ -367,11 +396,14 @@ class _Replay:
             self._free([self.pending])
         for place, turned in enumerate(group.columns):
             if turned:
-                (copy,) = self._take([n_bytes[place]])
+                (copy,) = self._take([n_bytes[place]], "reduction")
                 self._free([made[place]])
                 made[place] = copy
-        self.pending = self.pool.take(group.sent) if group.sent else None
+        self.pending = self.pool.take(group.sent, "reduction") if group.sent else None
         self._free(made)
+        if self.for_peak:
+            self._take([group.shard], "gradients")
+            group.shard = 0  # later sums are added to these
 
     def _gather(self, unit: _UnitMemory) -> None:
         for group in unit.groups:
@@ -382,19 +414,22 @@ class _Replay:
         passing: list[Block] = []
         for size, turned in zip(group.weights, group.columns, strict=True):
             if not group.shared:  # cast, then copied; a cast is freed after the next
-                before, passing = passing, self._take([size])
+                before, passing = passing, self._take([size], "gathered")
                 self._free(before)
-            group.out += self._take([size])
+            group.out += self._take([size], "gathered")
             if turned:  # copied out as received, then concatenated
-                passing += self._take([size])
+                passing += self._take([size], "gathered")
         self._free(passing)
 
     def _reshard(self, group: _ParameterGroup) -> None:
         self._free(group.out)
         group.out = []
 
-    def _take(self, sizes: list[int]) -> list[Block]:
-        return [self.pool.take(size) for size in sizes if size]
+    def _make_gradients(self, unit: _UnitMemory) -> list[list[Block]]:
+        return [self._take(group.weights, "gradients") for group in unit.groups]
+
+    def _take(self, sizes: list[int], kind: str) -> list[Block]:
+        return [self.pool.take(size, kind) for size in sizes if size]
 
     def _free(self, blocks: list[Block]) -> None:
         for block in blocks:
@@ -424,10 +459,10 @@ def _is_split(run: Resolved, stage: int) -> bool:
 
 
 def _wide(run: Resolved, size: int) -> int:
-    return size // run.element * ELEMENT[run.config.parallel.reduce_dtype]
+    return size // run.element * run.reduce_element
 
 
-def _listed(run: Resolved, stage: Stage, sent: int) -> list[_UnitMemory]:
+def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
     found, layers = [], iter(stage.layers)
     every = units(run, stage)
     for place, unit in enumerate(every):
@@ -443,7 +478,7 @@ def _listed(run: Resolved, stage: Stage, sent: int) -> list[_UnitMemory]:
             kept = [int(activations.boundary(run))] * 2 if stage.head else []
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
         made = _UnitMemory(
-            _groups(run, unit.kind, sent),
+            _groups(run, unit.kind),
             [each.shard for each in sizes(run, unit.kind)],
             kept,
             moved,
@@ -486,7 +521,7 @@ def _separate_held(unit: _UnitMemory, reads: list[int], gradients: list[int]) ->
     unit.again = list((again - Counter(unit.read_again)).elements())
 
 
-def _groups(run: Resolved, kind: str, sent: int) -> list[_ParameterGroup]:
+def _groups(run: Resolved, kind: str) -> list[_ParameterGroup]:
     found = []
     for separate in (False, True):
         own = [each for each in sizes(run, kind) if each.separate == separate]
@@ -496,7 +531,9 @@ def _groups(run: Resolved, kind: str, sent: int) -> list[_ParameterGroup]:
         if own:
             columns = [each.columns for each in own]
             alone = run.keeps_experts if separate else run.keeps_dense
-            found.append(_ParameterGroup(weights, columns, sent * whole, ranks > 1, alone))
+            sums = 4 * sum(each.shard for each in own)
+            sent = run.sent_element * whole
+            found.append(_ParameterGroup(weights, columns, sent, ranks > 1, alone, sums))
     return found
 
 

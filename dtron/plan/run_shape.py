@@ -23,6 +23,8 @@ from dtron.setup.rules import resolve
 
 ELEMENT = {"bfloat16": 2, "float32": 4}
 """Bytes per element, by dtype."""
+MOMENTS = {"adamw": 2, "sgd": 0}
+"""Number of an optimizer's moments."""
 ROUNDS = 4
 
 
@@ -35,10 +37,7 @@ def shortened(config: RunConfig, world_size: int) -> RunConfig:
         return config
     if p == 1 or m % p or m <= ROUNDS * p or config.parallel.schedule.endswith(".csv"):
         return config
-    batch = config.train.global_batch // m * p * ROUNDS
-    return config.model_copy(
-        update={"train": config.train.model_copy(update={"global_batch": batch})}
-    )
+    return config.changed(train={"global_batch": config.train.global_batch // m * p * ROUNDS})
 
 
 @dataclass(frozen=True)
@@ -135,6 +134,34 @@ class Resolved(Candidate):
     def element(self) -> int:
         """Bytes per element in the dtype of computation."""
         return ELEMENT[self.config.train.dtype]
+
+    @property
+    def reduce_element(self) -> int:
+        """Bytes per element in the dtype of reductions."""
+        return ELEMENT[self.config.parallel.reduce_dtype]
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether gradients are sent to the ranks that sum them, in their own dtype."""
+        return self.shards > 1 and self.config.parallel.reduce_by == "all_to_all"
+
+    @property
+    def sent_element(self) -> int:
+        """Bytes per element of a reduction's send buffer in the allocator's memory; copy engines
+        send from memory outside the allocator."""
+        if self.exchanges:
+            return 0 if self.config.parallel.copy_engines else self.element
+        return self.reduce_element
+
+    @property
+    def times_reduced(self) -> int:
+        """Number of reductions of a gradient per step."""
+        return self.micro_batches if self.policy.reduce_each_micro_batch else 1
+
+    @property
+    def moments(self) -> list[int]:
+        """Bytes per element of each of the optimizer's moments."""
+        return [ELEMENT[self.config.optim.moments]] * MOMENTS[self.config.optim.name]
 
     @property
     def n_layers(self) -> int:

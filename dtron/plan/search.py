@@ -29,9 +29,9 @@ from dtron.models.config import DecoderConfig
 from dtron.plan.activations import block
 from dtron.plan.feasibility import far_memory
 from dtron.plan.hardware import Hardware
-from dtron.plan.memory import MOMENTS, RankMemory, fitting, least, worst
+from dtron.plan.memory import RankMemory, fitting, least, worst
 from dtron.plan.parameters import parts
-from dtron.plan.run_shape import ELEMENT, Resolved
+from dtron.plan.run_shape import ELEMENT, MOMENTS, Resolved
 from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
 from dtron.plan.workers import most_processes, pool
 
@@ -378,36 +378,23 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     """Return the run with a choice. Weights stay gathered over a step of several micro-batches;
     pp_layout and keys of other schedules are reset. Unset keys stay unset, for
     `dtron.plan.automatic`."""
-    cp = {} if choice["cp"] > 1 else {"cp_method": "ring", "cp_inner": 0}
-    parallel = config.parallel.model_copy(
-        update={
-            **{
-                key: choice[key]
-                for key in ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule")
-            },
-            "stages_per_rank": choice["stages_per_rank"],
-            "dp_shard": -1,
-            "pp_layout": "",
-            "defer_head": 0,
-            "high_priority": [],
-            **({"zero": 1} if choice["micro_batches"] > 1 else {}),
-            **({"async_tp": False} if config.parallel.async_tp and choice["tp"] == 1 else {}),
-            **({"sequence_parallel": True} if choice["tp"] == 1 else {}),
-            **cp,
-        }
-    )
+    parallel = {key: choice[key] for key in _DEGREES}
+    parallel |= {"dp_shard": -1, "pp_layout": "", "defer_head": 0, "high_priority": []}
+    if choice["micro_batches"] > 1:
+        parallel["zero"] = 1
+    if choice["tp"] == 1:
+        parallel["sequence_parallel"] = True
+        if config.parallel.async_tp:
+            parallel["async_tp"] = False
+    if choice["cp"] == 1:
+        parallel |= {"cp_method": "ring", "cp_inner": 0}
     eager = choice["ep"] * choice["etp"] > 1 and choice["mode"] == "selective"
-    recompute = {"mode": choice["mode"], "every": 1, "offload": choice["offload"]}
-    return config.model_copy(
-        update={
-            "parallel": parallel,
-            "train": config.train.model_copy(update={"micro_batch": choice["micro"]}),
-            "recompute": config.recompute.model_copy(update=recompute),
-            "float8": config.float8.model_copy(update={"recipe": choice["recipe"]}),
-            "compile": config.compile.model_copy(
-                update={"enable": config.compile.enable and not eager}
-            ),
-        }
+    return config.changed(
+        parallel=parallel,
+        train={"micro_batch": choice["micro"]},
+        recompute={"mode": choice["mode"], "every": 1, "offload": choice["offload"]},
+        float8={"recipe": choice["recipe"]},
+        compile={"enable": config.compile.enable and not eager},
     )
 
 
@@ -436,8 +423,7 @@ def _bound(
         whole = _with_choice(config, {**choice, "pp": 1, "schedule": "1F1B", "stages_per_rank": 0})
         ranks = world // p
         each = ranks // choice["tp"] // choice["cp"] * choice["micro"]
-        train = whole.train.model_copy(update={"global_batch": each})
-        run = Resolved(whole.model_copy(update={"train": train}), ranks, model, None, None)
+        run = Resolved(whole.changed(train={"global_batch": each}), ranks, model, None, None)
         done[key] = busy_seconds(run, hardware)
     v = max(1, choice["stages_per_rank"])
     bubble = 0.0 if choice["schedule"] == "ZBVZeroBubble" else (p - 1) / (v * m)

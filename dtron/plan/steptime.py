@@ -20,7 +20,7 @@ bfloat16 and float8; runs in float32 get no time.
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtron.config import RunConfig
@@ -33,7 +33,7 @@ from dtron.plan.compute_time import Seconds, Work, head, layer, offload_wait, to
 from dtron.plan.hardware import Hardware
 from dtron.plan.host_overhead import host_seconds
 from dtron.plan.parameters import by_keeping, held, reductions, units
-from dtron.plan.run_shape import ELEMENT, Resolved, Stage, shortened
+from dtron.plan.run_shape import Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
 
 COPIED = 0.1
@@ -65,13 +65,11 @@ class Prediction:
 
     def as_json(self) -> dict[str, Any]:
         """Return all values as a JSON object."""
+        values = asdict(self)
         return {
-            "step_seconds": self.step,
-            "parts": self.parts,
-            "bubble_of_step": self.bubble_of_step,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
-            "flops_per_second": self.flops,
-            "mfu": self.mfu,
+            "step_seconds": values.pop("step"),
+            "flops_per_second": values.pop("flops"),
+            **values,
         }
 
 
@@ -141,7 +139,7 @@ class _RankSeconds:
 def _load(run: Resolved, rank: int, hardware: Hardware) -> _RankSeconds:
     sent, stages = collectives(run, rank, hardware.domain), run.stages_of(rank)
     each = together(*(stage_work(run, stage, hardware) for stage in stages))
-    work = {kind: run.micro_batches * _whole(seconds) for kind, seconds in each.items()}
+    work = {kind: run.micro_batches * seconds.sum for kind, seconds in each.items()}
     exposed = _exposed(run, sent, hardware)
     exposed["offload"] = _offload(run, stages, hardware)
     own = [c for c in sent if c.purpose == "fsdp"]
@@ -178,7 +176,7 @@ def busy_seconds(run: Resolved, hardware: Hardware) -> float:
     (stage,) = run.stages
     exposed = _exposed(run, activation_collectives(run, stage, hardware.domain), hardware)
     offload = _offload(run, (stage,), hardware)
-    return _whole(stage_seconds(run, stage, hardware)) + sum(exposed.values()) + offload
+    return stage_seconds(run, stage, hardware).sum + sum(exposed.values()) + offload
 
 
 def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> float:
@@ -190,10 +188,6 @@ def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> fl
     copied = layers[:-1] if run.layout is None else layers
     waits = sum(offload_wait(run, layer, hardware) for layer in copied)
     return run.micro_batches * waits
-
-
-def _whole(seconds: Seconds) -> float:
-    return seconds.forward + seconds.inputs + seconds.weights
 
 
 def stage_work(run: Resolved, stage: Stage, hardware: Hardware) -> Work:
@@ -301,7 +295,7 @@ def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterat
     again = {} if policy.keep_gathered else {k: every[k] / m - once[k] for k in every}
     (stage,) = run.stages
     computed = stage_work(run, stage, hardware)
-    share = busy / m / _whole(total(computed))
+    share = busy / m / total(computed).sum
     ahead = {kind: share * seconds.forward for kind, seconds in computed.items()}
     back = {k: share * (s.inputs + s.weights) for k, s in computed.items()}
     shard, whole = (sum(getattr(u, key) for u in held(run, rank)) for key in ("shard", "gathered"))
@@ -351,18 +345,15 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     each is cast to float32 and added to those of earlier micro-batches, or added in its dtype if it
     waits for the last micro-batch.
     """
-    parallel, m, policy = run.config.parallel, run.micro_batches, run.policy
-    sums = ELEMENT[parallel.reduce_dtype]
-    sent = run.element if run.shards > 1 and parallel.reduce_by == "all_to_all" else sums
-    summed, times_reduced = not policy.reduce_each_micro_batch and m > 1, 1
+    m, policy, sums = run.micro_batches, run.policy, run.reduce_element
+    summed = run.times_reduced < m
     if summed:
         gradient = (run.element + sums) + (m - 1) * (run.element + 2 * sums) + 2 * sums
     else:
-        times_reduced = m if policy.reduce_each_micro_batch else 1
-        gradient = times_reduced * (run.element + sent)
+        gradient = m * (run.element + (run.element if run.exchanges else sums))
     later = run.element + (4 + 12 if policy.reduce_each_micro_batch else 8)
     kept = run.element + 4 + (m - 1) * later
-    turned = 2 * times_reduced * (sums if summed else run.element)
+    turned = 2 * (sums if summed else m * run.element)
     found = 0.0
     for stage in run.stages_of(rank):
         listed = units(run, stage)

@@ -82,8 +82,6 @@ class RankTrace:
     peak: int
     at_peak: Mapping[str, int]
     """Bytes by CLASSES, at the peak."""
-    forward: int
-    """Maximum bytes of the forward's results."""
     collectives: Table
     """Collectives, in the form of `CollectiveCounter.table`."""
     seconds: float
@@ -210,7 +208,6 @@ class _BuiltRank:
             optimizer=sum(moment.nbytes for moment in moments),
             peak=watch.peak,
             at_peak=watch.at_peak,
-            forward=watch.most_forward,
             collectives=watch.table(),
             seconds=0.0,
         )
@@ -311,7 +308,7 @@ class _UsageTracker(CollectiveCounter):
         super().__init__(axis_of_group)
         self.groups = [group for part in parts for group in parameter_groups(part)]
         self.updates = self.in_backward = False
-        self.peak = self.most_forward = 0
+        self.peak = 0
         self.at_peak: dict[str, int] = {}
         self._entered = 0
         """Nesting depth: 1 outside, 1 more in each operator traced inside."""
@@ -363,7 +360,6 @@ class _UsageTracker(CollectiveCounter):
         if self._total + self._gathered > self.peak:
             self._look_at_gathered()
             self._reach()
-        self.most_forward = max(self.most_forward, self._bytes["forward"])
         return result
 
     def _class(self, space: str) -> str:

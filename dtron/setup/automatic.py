@@ -270,5 +270,4 @@ def _fits(share: float, before: _Situation) -> bool:
 
 
 def _with_value(config: RunConfig, section: str, name: str, value: Any) -> RunConfig:
-    changed = getattr(config, section).model_copy(update={name: value})
-    return config.model_copy(update={section: changed})
+    return config.changed(**{section: {name: value}})

@@ -32,14 +32,14 @@ def test_bytes_and_operations_of_attention() -> None:
     assert backward == 2.5 * forward
     lse = 2 * 10 * 4 * 4
     inputs = PROBLEMS["attention"].draw(shape, torch.bfloat16, CPU)
-    n_bytes = PROBLEMS["attention"].n_bytes(inputs)
+    n_bytes = PROBLEMS["attention"].n_bytes(*inputs)
     assert n_bytes == (2 * (2 * q + 2 * k) + lse, 2 * (4 * q + 4 * k) + lse)
 
 
 def test_bytes_of_adamw_follow_the_moments_of_a_row() -> None:
     problem = PROBLEMS["adamw"]
     drawn = problem.draw((3, 10), torch.float32, CPU)
-    n_bytes = {row.name: problem.n_bytes(row.inputs(drawn)) for row in problem.rows}
+    n_bytes = {row.name: problem.n_bytes(*row.inputs(*drawn)) for row in problem.rows}
     assert n_bytes.pop("dtron, bfloat16 moments") == (20 * 30,)
     assert set(n_bytes.values()) == {(28 * 30,)}
 
@@ -111,11 +111,12 @@ def test_errors_of_adamw_are_those_of_the_first_update() -> None:
 def test_what_is_drawn_stays_as_it_is() -> None:
     problem = PROBLEMS["adamw"]
     drawn = problem.draw((2, 50), torch.float32, CPU)
-    before = [x.clone() for x in drawn]
+    before = [x.clone() for part in drawn for x in part]
     for row in problem.rows:
-        own = row.inputs(drawn)
-        assert not torch.equal(row.forward(own)[0], before[0])
-    assert all(torch.equal(x, y) for x, y in zip(drawn, before, strict=True))
+        own = row.inputs(*drawn)
+        assert not torch.equal(row.forward(*own)[0], before[0])
+    after = [x for part in drawn for x in part]
+    assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
 
 
 def test_a_row_that_fails_or_errs_is_told() -> None:
@@ -123,11 +124,11 @@ def test_a_row_that_fails_or_errs_is_told() -> None:
     problem = PROBLEMS["attention"]
     (math,) = (row for row in problem.rows if row.name == "math")
 
-    def out_of_memory(_: object) -> list[torch.Tensor]:
+    def out_of_memory(*_: object) -> list[torch.Tensor]:
         raise RuntimeError("out of\nmemory")
 
-    def doubled(inputs: object) -> list[torch.Tensor]:
-        out, lse = math.forward(inputs)  # type: ignore[arg-type]
+    def doubled(*inputs: object) -> list[torch.Tensor]:
+        out, lse = math.forward(*inputs)
         return [2 * out, lse]
 
     rows = (

@@ -12,7 +12,6 @@ from dtron.plan.allocator import Block, HolelessPool, Pool
 from dtron.plan.memory import (
     _all_buffers,
     _on_other_streams,
-    _replayed,
     expandable,
     in_flight,
     memory,
@@ -30,8 +29,8 @@ def run(overrides: str, world: int) -> Resolved:
     return Resolved.of(RunConfig.load(LLAMA, overrides.split()), world)
 
 
-def taken(overrides: str, world: int, moments: int = 2, moment: int = 4) -> int:
-    return replay.reserved(run(overrides, world), 0, moment, moments, 4)
+def taken(overrides: str, world: int) -> int:
+    return replay.reserved(run(overrides, world), 0)
 
 
 def test_elements_of_a_unit_are_those_of_its_parameters() -> None:
@@ -121,9 +120,9 @@ class _Counted(HolelessPool):
         super().__init__()
         self.there, self.seen = 0, list[int]()
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int, kind: str = "") -> Block:
         self.there += nbytes == MOVED
-        return super().take(nbytes)
+        return super().take(nbytes, kind)
 
     def give(self, block: Block) -> None:
         if block.nbytes == PASSING:
@@ -136,7 +135,7 @@ def _replayed_blocks(order: str) -> list[int]:
     """Offloaded blocks on the device while each computes, and after each pass."""
     planned = run("recompute.mode=full recompute.offload=true", 4)
     pool = _Counted()
-    steps = replay._Replay(planned, 0, 4, pool)  # type: ignore[arg-type]
+    steps = replay._Replay(planned, 0, pool)  # type: ignore[arg-type]
     unit = replay._UnitMemory([], [], [], [MOVED], [], PASSING, [PASSING] * 2, False)
     steps.stages, steps.hidden = {0: [unit] * LAYERS}, 0
     found = []
@@ -192,7 +191,7 @@ def test_what_stays_of_an_offloaded_layer() -> None:
     planned = run(keys, 4)
     small = [size for size in activations.tensors(planned, 0) if size < SMALLEST]
     for stage in planned.stages:
-        layers = [unit for unit in replay._listed(planned, stage, 4) if unit.widest]
+        layers = [unit for unit in replay._listed(planned, stage) if unit.widest]
         for place, (unit, layer) in enumerate(zip(layers, stage.layers, strict=True)):
             whole = activations.tensors(planned, layer)
             assert sorted(unit.kept + unit.moved) == sorted(whole)
@@ -204,7 +203,7 @@ def test_what_stays_of_an_offloaded_layer() -> None:
 def _passing(overrides: str, world: int = 1) -> tuple[int, int, Resolved]:
     """Bytes that the last layer's forward makes and lets go, its largest tensor's, and the run."""
     planned = run(f"recompute.mode=full {overrides}", world)
-    unit = [unit for unit in replay._listed(planned, planned.stages[0], 4) if unit.widest][-1]
+    unit = [unit for unit in replay._listed(planned, planned.stages[0]) if unit.widest][-1]
     return sum(unit.passing), unit.widest, planned
 
 
@@ -229,7 +228,7 @@ def test_live_bytes_are_those_of_a_run_on_a_gpu() -> None:
     head's gradient is there too, 1 GiB more."""
     keys = "model.override.n_layers=8 train.global_batch=2 recompute.mode=full parallel.zero=3"
     planned = run(keys, 1)
-    steps = replay._Replay(planned, 0, 4, HolelessPool())
+    steps = replay._Replay(planned, 0, HolelessPool())
     steps.take_weights()
     steps._forward(0, 0)
     loss = steps.pool._now + sum(steps.logits)  # type: ignore[union-attr]
@@ -282,7 +281,7 @@ def test_a_backward_frees_what_it_read_before_it_sends() -> None:
     """
     mib = 2**20
     pool = Pool()
-    steps = replay._Replay(run("", 2), 0, 4, pool)
+    steps = replay._Replay(run("", 2), 0, pool)
     steps.stages = {
         0: [
             replay._UnitMemory(
@@ -307,7 +306,7 @@ def test_a_backward_frees_what_it_read_before_it_sends() -> None:
 
 def _steps(groups: list[replay._ParameterGroup], pool: HolelessPool) -> replay._Replay:
     """Of a model of one unit, which makes nothing but weights and their gradients."""
-    steps = replay._Replay(run("parallel.zero=3", 2), 0, 4, pool)  # type: ignore[arg-type]
+    steps = replay._Replay(run("parallel.zero=3", 2), 0, pool)  # type: ignore[arg-type]
     steps.stages = {0: [replay._UnitMemory(groups, [], [], [], [], 0, [], False)]}
     steps.hidden, steps.logits = 0, []
     return steps
@@ -381,7 +380,7 @@ SPLIT = "parallel.pp=2 parallel.schedule=ZBVZeroBubble train.micro_batch=1 train
 def _split_steps(**sizes: list[int]) -> tuple[replay._Replay, replay._ParameterGroup, HolelessPool]:
     """Of a stage of one unit of weights 10 and an embedding of 4, hidden states of none."""
     pool = HolelessPool()
-    steps = replay._Replay(run(SPLIT, 2), 0, 4, pool)  # type: ignore[arg-type]
+    steps = replay._Replay(run(SPLIT, 2), 0, pool)  # type: ignore[arg-type]
     block, embedding = (replay._ParameterGroup([n], [False], 2 * n, shared=True) for n in (10, 4))
     unit = replay._UnitMemory(
         [block],
@@ -468,9 +467,7 @@ def test_what_of_a_unit_stays_until_w(mode: str) -> None:
     """Nothing is kept or computed again twice; embeddings put nothing off."""
     planned = run(f"{SPLIT} recompute.mode={mode}", 2)
     for stage in planned.stages:
-        for unit, each in zip(
-            replay._listed(planned, stage, 4), units(planned, stage), strict=True
-        ):
+        for unit, each in zip(replay._listed(planned, stage), units(planned, stage), strict=True):
             assert unit.defers_weights == (each.kind != "embedding")
             if unit.widest:
                 layer = stage.layers[0]
@@ -492,10 +489,10 @@ def test_a_head_that_is_put_off_keeps_no_block() -> None:
     base = "parallel.pp=2 parallel.zero=1 train.micro_batch=1 train.global_batch=16"
     plain, late = (run(f"{base} parallel.defer_head={n}", 2) for n in (0, 4))
     assert in_flight(late, 1) == in_flight(plain, 1)
-    head = replay._listed(late, late.stages[1], 4)[-1]
+    head = replay._listed(late, late.stages[1])[-1]
     held = 4 * (activations.logits_gradient(late) + int(activations.boundary(late)))
     assert sum(head.queued + head.read) * 4 == held
-    few, many = (replay.least(*_replayed(each, 1)) for each in (plain, late))
+    few, many = (replay.least(each, 1) for each in (plain, late))
     assert 0 < many - few < 2 * held
 
 
@@ -511,7 +508,7 @@ def test_expandable_segments_leave_fewer_holes() -> None:
     planned = run(f"{MIXTURE}true parallel.dispatcher=symmetric_memory recompute.mode=none", 2)
     found = worst(memory(planned))
     grown = expandable(planned, found.rank)
-    bound = replay.least(*_replayed(planned, 0)) + _on_other_streams(planned, 0)
+    bound = replay.least(planned, 0) + _on_other_streams(planned, 0)
     assert bound <= grown < found.reserved
     assert grown < 1.02 * bound
 
