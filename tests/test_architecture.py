@@ -10,6 +10,7 @@ import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,9 +73,15 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
 def imports_of(file: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -262,7 +269,7 @@ def used_names(tree: ast.AST) -> set[str]:
 
 def test_private_names_of_torch_are_few_and_known() -> None:
     files = [file for file in MODULES.values() if file.suffix == ".py"] + [ROOT / "train.py"]
-    trees = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
+    trees = {str(file.relative_to(ROOT)): tree_of(file) for file in files}
     ours = set().union(OF_OTHERS, *map(defined_names, trees.values()))
     found = {file: used_names(tree) - ours for file, tree in trees.items()}
     assert {file: names for file, names in found.items() if names} == PRIVATE
