@@ -22,6 +22,7 @@ from dtron.errors import (
     RankError,
     nearest,
 )
+from dtron.run.directory import check_not_moved
 from dtron.setup.versions import warn_untested
 
 _GRACE_SECONDS = 10
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_intermixed_args(arguments)
         warn_untested()
         config = RunConfig.load(options.config, options.overrides, _completed)
+        check_not_moved(options.config, config.run.dir, options.overrides)
         if options.dry_run:
             from dtron.plan.command import dry_run  # after --help, which needs no torch
 

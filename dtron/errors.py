@@ -157,6 +157,10 @@ ALIASES = {
 """What transformers, Megatron-LM and torchtitan call a key."""
 
 
+_UNITS = {"schedule.warmup": " It is a fraction of train.steps: N steps are N / train.steps"}
+"""Key -> what a value of another framework's key means in ours."""
+
+
 def nearest_key(key: str, known: Iterable[str]) -> str:
     """`; did you mean KEY?` for a dotted key, by its last part: what others call it, in its own
     section, then elsewhere."""
@@ -165,7 +169,7 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
     split = [k.rpartition(".") for k in known]
     for ours, theirs in ALIASES.items():
         if name.lower() in theirs.split():
-            return f"; did you mean {ours}?"
+            return f"; did you mean {ours}?{_UNITS.get(ours, '')}"
     cutoff = 0.75 if section == "model" else 0.5  # where most keys are those of model.override
     if hint := nearest(name, [last for own, _, last in split if own == section], cutoff):
         return hint.replace("mean ", f"mean {section}.", 1)

@@ -155,7 +155,8 @@ def _log_schedule_changes(
 def _rate(step: int, settings: dict[str, Any]) -> float:
     """Return the learning rate of an update (0-based), from `schedule_settings`."""
     keys = [key for key in settings if key.startswith("schedule.")]
-    options = Schedule(**{key.removeprefix("schedule."): settings[key] for key in keys})
+    # of an older checkpoint, whose values may be refused by now
+    options = Schedule.model_construct(**{key.removeprefix("schedule."): settings[key] for key in keys})
     steps, peak, warmup = (settings[key] for key in ("train.steps", "optim.lr", "warmup_steps"))
     return learning_rate(step, steps, peak, options, warmup)
 

@@ -18,6 +18,7 @@ from dtron.float8.compare import compare
 from dtron.io.filesystem import read_json
 from dtron.parallelisms.pipeline.layout import _placement_of_csv
 from dtron.parallelisms.pipeline.schedules import read_csv
+from dtron.run.directory import check_not_moved
 from dtron.setup.rules import resolve
 
 CONFIGS = sorted(Path("configs").glob("*.toml"))
@@ -100,6 +101,16 @@ def test_experts_see_the_same_ranks() -> None:
         ("parallel.tp=true", "parallel.tp = True"),
         ("optim.lr=inf", "optim.lr = inf"),
         ("compile.backend=none", "'inductor' or 'aot_eager'"),
+        ("run.dir=s3://b/run", "run.dir = 's3://b/run': not a folder but a URL; use a folder, and "),
+        ("data.cache_dir=gs://b", "checkpoint.dir, which takes URLs"),
+        ("run.dir=$HOME/run", "run.dir = '$HOME/run': environment variables are not expanded"),
+        ("checkpoint.dir=s3://${B}/run", "environment variables are not expanded; write the whole"),
+        ("data.cache_dir=/x/$USER", "environment variables are not expanded"),
+        ('data.paths=["$D/a.txt"]', "data.paths.0 = '$D/a.txt': environment variables are not"),
+        ("schedule.warmup=100", "for 100 steps write the value of 100 / train.steps, which is 0.1"),
+        ("schedule.warmup=1", "the learning rate would only rise; use less than 1"),
+        ("schedule.warmup_steps=9", "mean schedule.warmup? It is a fraction of train.steps: N"),
+        ("optim.lr=0", "optim.lr = 0: Input should be greater than 0"),
         ("train.steps", "not of the form section.key=value"),
         ("steps=3", "not of the form section.key=value"),
     ],
@@ -338,3 +349,22 @@ def test_settings_that_never_act_are_refused(section: str, keys: dict, message: 
     with pytest.raises(ConfigError) as error:
         resolve(config, 1)
     assert message in str(error.value)
+
+
+def test_the_config_of_a_moved_run_names_its_directory(tmp_path: Path) -> None:
+    """A start would otherwise train afresh in the old place."""
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    file, old = folder / "config.toml", str(tmp_path / "old")
+    check_not_moved(file, old, [])  # a file of that name that no run has written
+    (folder / "run.json").touch()
+    with pytest.raises(ConfigError, match=f"add run.dir={folder} to continue there, or run.dir="):
+        check_not_moved(file, old, ["train.steps=3"])
+    check_not_moved(file, old, ["run.dir=new"])
+    check_not_moved(file, f"{folder}/../moved", [])
+    check_not_moved(folder / "other.toml", old, [])
+
+
+def test_paths_may_have_dollars_and_checkpoints_urls(tmp_path: Path) -> None:
+    config = load(tmp_path, "", "run.dir=/runs/5$", "checkpoint.dir=s3://bucket/run")
+    assert (config.run.dir, config.checkpoint.dir) == ("/runs/5$", "s3://bucket/run")
