@@ -77,6 +77,11 @@ class RunConfig(Section):
         Raises:
             ConfigError: the file is missing or not TOML, or a key or value is not legal.
         """
+        if isinstance(overrides, str | Mapping):
+            raise ConfigError(
+                f"overrides = {shorten(repr(overrides))} is not a list; write "
+                f"RunConfig.load(FILE, {_as_overrides(overrides)})"
+            )
         try:
             values = parse_toml(read_text_or_pipe(path, TOML_BYTES, _PIPE_SECONDS))
         except FileNotFoundError:
@@ -122,6 +127,11 @@ class RunConfig(Section):
     def of(cls, values: Mapping[str, Any]) -> "RunConfig":
         """Build from nested mappings. Raises ConfigError where pydantic raises a
         ValidationError."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"RunConfig.of takes nested tables such as {{'train': {{'steps': 3}}}}, not "
+                f"{shorten(repr(values))}; read a file by RunConfig.load(FILE)"
+            )
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -275,6 +285,17 @@ def choices(section: str, key: str) -> tuple[Any, ...]:
 def is_automatic(section: str, key: str) -> bool:
     """Whether a key is set at the start if it is unset or "auto" (`dtron/setup/automatic.py`)."""
     return key in getattr(RunConfig(), section).automatic
+
+
+def _as_overrides(given: str | Mapping[str, Any]) -> list[str]:
+    if isinstance(given, str):
+        return given.split()
+    tables = {key: value for key, value in given.items() if isinstance(value, Mapping)}
+    flat = {key: value for key, value in given.items() if key not in tables}
+    flat |= {
+        f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()
+    }
+    return [f"{key}={value}" for key, value in flat.items()]
 
 
 def _apply_override(values: dict[str, Any], text: str) -> None:

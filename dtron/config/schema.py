@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from dtron.errors import ConfigError
+
 MAX_RANKS = 2**20
 MAX_LAYERS = 10_000
 MAX_STEPS = 2**31 - 1
@@ -100,6 +102,18 @@ class Section(BaseModel):
     """Keys that `dtron/setup/automatic.py` sets where they are unset or "auto"; until then, and on
     CPUs, they have their default."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse changes of a key, which code has read by then."""
+        if name not in type(self).model_fields:
+            return super().__setattr__(name, value)
+        key = (
+            name if type(self).__name__ == "RunConfig" else f"{type(self).__name__.lower()}.{name}"
+        )
+        raise ConfigError(
+            f"{key} = {value!r}: a config cannot be changed; make another one, such as "
+            f"RunConfig.load(FILE, ['{key}={value}'])"
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _unset_automatic(cls, values: Any) -> Any:
@@ -113,8 +127,8 @@ class Run(Section):
     """The run directory."""
 
     dir: LocalPath = "runs/default"
-    """Run directory, no URL: config, metrics, TensorBoard logs and checkpoints. A directory can be used
-    again: files of the earlier run are kept, renamed with a number."""
+    """Run directory, no URL: config, metrics, TensorBoard logs and checkpoints. A directory can be
+    used again: files of the earlier run are kept, renamed with a number."""
     wait_seconds: float = Field(default=30.0, ge=0, le=86400)
     """Seconds that a start waits for another run in the same directory to end; then it fails."""
 

@@ -20,6 +20,7 @@ from dtron.parallelisms.pipeline.layout import _placement_of_csv
 from dtron.parallelisms.pipeline.schedules import read_csv
 from dtron.run.directory import check_not_moved
 from dtron.setup.rules import resolve
+from dtron.training.trainer import Trainer
 
 CONFIGS = sorted(Path("configs").glob("*.toml"))
 
@@ -101,7 +102,10 @@ def test_experts_see_the_same_ranks() -> None:
         ("parallel.tp=true", "parallel.tp = True"),
         ("optim.lr=inf", "optim.lr = inf"),
         ("compile.backend=none", "'inductor' or 'aot_eager'"),
-        ("run.dir=s3://b/run", "run.dir = 's3://b/run': not a folder but a URL; use a folder, and "),
+        (
+            "run.dir=s3://b/run",
+            "run.dir = 's3://b/run': not a folder but a URL; use a folder, and ",
+        ),
         ("data.cache_dir=gs://b", "checkpoint.dir, which takes URLs"),
         ("run.dir=$HOME/run", "run.dir = '$HOME/run': environment variables are not expanded"),
         ("checkpoint.dir=s3://${B}/run", "environment variables are not expanded; write the whole"),
@@ -368,3 +372,32 @@ def test_the_config_of_a_moved_run_names_its_directory(tmp_path: Path) -> None:
 def test_paths_may_have_dollars_and_checkpoints_urls(tmp_path: Path) -> None:
     config = load(tmp_path, "", "run.dir=/runs/5$", "checkpoint.dir=s3://bucket/run")
     assert (config.run.dir, config.checkpoint.dir) == ("/runs/5$", "s3://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda file: RunConfig.load(file, "train.steps=2"), "FILE, ['train.steps=2'])"),
+        (
+            lambda file: RunConfig.load(file, {"train": {"steps": 2}}),
+            "is not a list; write RunConfig.load(FILE, ['train.steps=2'])",
+        ),
+        (lambda file: RunConfig.of(str(file)), "read a file by RunConfig.load(FILE)"),
+        (
+            lambda file: setattr(RunConfig.load(file).train, "steps", 3),
+            "train.steps = 3: a config cannot be changed; make another one, such as "
+            "RunConfig.load(FILE, ['train.steps=3'])",
+        ),
+        (lambda file: Trainer("run.toml"), "not 'run.toml'; write Trainer(RunConfig.load(FILE))"),
+        (lambda file: Trainer({}), "Trainer takes a RunConfig, not {}; write Trainer(RunConfig.of"),
+    ],
+)
+def test_wrong_types_from_python_say_what_to_write(
+    tmp_path: Path, make: Callable[[Path], object], message: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("")
+    with pytest.raises(ConfigError) as error:
+        make(file)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

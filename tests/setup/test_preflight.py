@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from dtron import __version__
-from dtron.checkpoint.directory import check_model
+from dtron.checkpoint.directory import CheckpointMetadata, check_model
 from dtron.cli import commands
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
@@ -18,7 +18,13 @@ from dtron.plan.plan import plan
 from dtron.plan.report import print_plan
 from dtron.run.process import Place
 from dtron.setup import rules
-from dtron.setup.compatibility import _defaults, model_metadata
+from dtron.setup.compatibility import (
+    _UPDATES,
+    _defaults,
+    model_metadata,
+    resume_settings,
+    warn_of_changes,
+)
 from dtron.setup.preflight import preflight
 from dtron.setup.rules import check_layout, host_warnings, reasons, setting_warnings
 
@@ -428,3 +434,27 @@ def test_settings_without_effect_or_with_another_one_are_told(
     for version, told in (((2, 13), 0), ((2, 15), 1)):
         monkeypatch.setattr(rules, "release", lambda _, version=version: version)
         assert len(list(setting_warnings(exchanged))) == told
+
+
+def test_a_resume_names_all_settings_that_change_updates(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Settings that only change the order of sums are not among them, nor what an older checkpoint
+    does not say."""
+    before = RunConfig()
+    saved = CheckpointMetadata(1, 0, 0, 1, 0, resume_settings(before), {}, {})
+    changes = {
+        "optim": {"beta1": 0.8, "weight_decay": 0.0},
+        "train": {"global_batch": 16, "max_grad_norm": 2.0, "micro_batch": 2},
+        "float8": {"recipe": "rowwise"},
+    }
+    warn_of_changes(Path("step-1"), RunConfig.of(changes), saved)
+    found = [record.getMessage() for record in caplog.records]
+    keys = "optim.beta1 optim.weight_decay train.global_batch train.max_grad_norm float8.recipe"
+    assert [line.split(" = ")[0] for line in found] == keys.split()
+    assert "train.global_batch = 16, but step-1 was made with 8: updates from here on" in found[2]
+    caplog.clear()
+    settings = resume_settings(before)
+    older = {key: value for key, value in settings.items() if key not in _UPDATES}
+    warn_of_changes(Path("step-1"), RunConfig.of(changes), replace(saved, settings=older))
+    assert not caplog.records
