@@ -20,6 +20,7 @@ from dtron.errors import (
     OutOfMemoryError,
     PeerError,
     RankError,
+    check_words,
     nearest,
 )
 from dtron.run.directory import check_not_moved
@@ -33,6 +34,7 @@ _CLOSED = 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the arguments say; returns the exit status."""
     try:
+        check_words(sys.argv[1:] if arguments is None else arguments)
         options = _parser().parse_intermixed_args(arguments)
         warn_untested()
         config = RunConfig.load(options.config, options.overrides, _completed)
@@ -88,7 +90,7 @@ def commands(arguments: Sequence[str] | None = None) -> int:
             print(_commands_help())
             return 0 if words else 2
         if words[0] not in COMMANDS:
-            raise ConfigError(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)}")
+            raise ConfigError(_unknown_command(words))
         if words[0] != "train" and not {"-h", "--help"} & set(words):
             warn_untested()
         return COMMANDS[words[0]][0](words[1:])
@@ -136,6 +138,13 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "turn Hugging Face folders into checkpoints and back",
     ),
 }
+
+
+def _unknown_command(words: Sequence[str]) -> str:
+    listed = f"the commands are {', '.join(COMMANDS)}"
+    if words[0].partition("=")[0] == "--config":
+        return f"no command before --config; write dtron train {' '.join(words)}; {listed}"
+    return f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)}; {listed}"
 
 
 def _commands_help() -> str:

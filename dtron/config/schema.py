@@ -52,6 +52,12 @@ def _check_local(path: str) -> str:
     return path
 
 
+def _check_resume(resume: str) -> str:
+    if resume != "latest" and resume.lower() in ("latest", "last", "newest", "true", "auto"):
+        raise ValueError('write "latest", or the path of a run or checkpoint (./NAME for a folder)')
+    return resume
+
+
 def _check_warmup(warmup: float) -> float:
     if warmup < 1:
         return warmup
@@ -469,7 +475,7 @@ class Checkpoint(Section):
     """Number of newest checkpoints that are kept in `fast_dir`."""
     last: bool = True
     """Save a checkpoint after the last step."""
-    resume: StatedPath = ""
+    resume: Annotated[StatedPath, AfterValidator(_check_resume)] = ""
     """What to resume from. `latest`: the newest checkpoint of this run, if there is one. Or the
     path or URL of a run or of one checkpoint. Empty: start from step 0. A job that torchrun
     restarts continues from its own newest checkpoint in any case."""
