@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import dtron
@@ -21,6 +22,7 @@ from dtron.errors import (
     PeerError,
     RankError,
     check_words,
+    explained_weights,
     nearest,
 )
 from dtron.run.directory import check_not_moved
@@ -76,7 +78,8 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
         fill_from_initial,  # not before --help and most errors, which need no torch
     )
 
-    return fill_from_initial(values)
+    with explained_weights(str(values.get("checkpoint", {}).get("initial", ""))):
+        return fill_from_initial(values)
 
 
 def commands(arguments: Sequence[str] | None = None) -> int:
@@ -109,7 +112,19 @@ def _convert(arguments: Sequence[str]) -> int:
         main as convert,  # after `dtron --help`, which needs no torch
     )
 
-    return convert(arguments)
+    paths = [word for word in arguments[1:] if not word.startswith("-")]
+    if arguments[:1] == ["from-hf"] and paths and _is_of_dtron(Path(paths[0])):
+        raise ConfigError(
+            f"{paths[0]} is a run or checkpoint of dtron, which from-hf does not take; use dtron "
+            "convert to-hf, or name it in checkpoint.initial"
+        )
+    with explained_weights(paths[0] if paths else ""):
+        return convert(arguments)
+
+
+def _is_of_dtron(folder: Path) -> bool:
+    own = ("dtron.json", "checkpoints", "run.json")
+    return any((folder / name).exists() for name in own)
 
 
 def _plan(arguments: Sequence[str]) -> int:

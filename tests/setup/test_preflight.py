@@ -458,3 +458,38 @@ def test_a_resume_names_all_settings_that_change_updates(
     older = {key: value for key, value in settings.items() if key not in _UPDATES}
     warn_of_changes(Path("step-1"), RunConfig.of(changes), replace(saved, settings=older))
     assert not caplog.records
+
+
+def test_bfloat16_on_a_cpu_is_one_warning() -> None:
+    (line,) = rules.cpu_warnings(RunConfig(), torch.device("cpu"))
+    assert line.endswith("set train.dtype=float32")
+    assert not list(rules.cpu_warnings(RunConfig(), torch.device("cuda")))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["convert", "from-hf", "{}/model.pt", "{}/out"], "does not read pickles"),
+        (["convert", "from-hf", "owner/name", "{}/out"], "run hf download owner/name --local-dir"),
+        (["convert", "from-hf", "{}/run", "{}/out"], "use dtron convert to-hf"),
+        (["train", "checkpoint.initial={}/model.pt"], "does not read pickles"),
+        (["train", "checkpoint.initial=owner/name"], "dtron does not download: run hf download"),
+    ],
+)
+def test_weights_of_another_kind_say_what_to_do(
+    tmp_path: Path,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(arguments: list[str]) -> int:
+        raise CheckpointError(f"{arguments[1]}/config.json cannot be read")
+
+    monkeypatch.setattr("dtron.checkpoint.convert.main", refuse)
+    (tmp_path / "model.pt").touch()
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "a.toml").touch()
+    config = ["--config", str(tmp_path / "a.toml")] if words[0] == "train" else []
+    assert commands([*(word.format(tmp_path) for word in words), *config]) == 1
+    assert message in capsys.readouterr().err
