@@ -19,8 +19,8 @@ from dtron.config import Data
 from dtron.errors import DataError, nearest, shorten
 from dtron.io.untrusted import MB, open_regular
 
-_MAX_INFLATION = 200
-"""Limit of decompressed over compressed size of a .gz; text has 3 to 20."""
+MAX_INFLATION = 200
+"""Limit of decompressed over compressed size of a .gz or .parquet; text has 3 to 20."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
     try:
         with open_regular(path) as file:
             inflated = path.lower().endswith(".gz")
-            room = _MAX_INFLATION * os.fstat(file.fileno()).st_size + 16 * MB
+            room = MAX_INFLATION * os.fstat(file.fileno()).st_size + 16 * MB
             lines = gzip.GzipFile(fileobj=file) if inflated else file
             while line := lines.readline(most + 1):
                 number, count = number + 1, count + len(line)
@@ -203,7 +203,7 @@ def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
                     raise _too_long(f"{path}, line {number}", most_mb)
                 if inflated and count > room:
                     raise DataError(
-                        f"{path}, line {number}: it decompresses to more than {_MAX_INFLATION} "
+                        f"{path}, line {number}: it decompresses to more than {MAX_INFLATION} "
                         "times its size; decompress it yourself if you want to train on it"
                     )
                 yield number, line

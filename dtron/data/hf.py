@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from dtron.config import Data
-from dtron.data.documents import Corpus, hint_of_key, text_of
+from dtron.data.documents import MAX_INFLATION, Corpus, hint_of_key, text_of
 from dtron.data.stream import START
 from dtron.errors import ConfigError, DataError, DtronError
+from dtron.io.untrusted import MB
 
 BATCH_ROWS = 256
 SAVED = (
@@ -102,6 +103,8 @@ def _load(data: Data, *, streaming: bool) -> Any:
     try:
         if any((path / name).is_file() for name in SAVED):
             return _load_saved(data, path, streaming=streaming)
+        for file in _parquet_files(path):
+            _check_parquet(data, file)
         if path.is_file() and path.suffix.lower() in KINDS:
             name, files = KINDS[path.suffix.lower()], str(path)
         else:
@@ -117,6 +120,43 @@ def _load(data: Data, *, streaming: bool) -> Any:
         raise
     except _failures() as error:
         raise DataError(f"{stream_name(data)}: {_cause(error)}") from error
+
+
+def _parquet_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.rglob("*.parquet"))
+    return [path] if path.is_file() and path.suffix.lower() == ".parquet" else []
+
+
+def _check_parquet(data: Data, file: Path) -> None:
+    """Check how many bytes a file of few bytes becomes, before the library reads it.
+
+    Pages are compressed, and a dictionary holds a text once that many rows have: texts are counted
+    by their numbers in the dictionary.
+
+    Raises:
+        DataError: it becomes more than 200 times its size.
+    """
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    room = MAX_INFLATION * file.stat().st_size + 16 * MB
+    opened = pq.ParquetFile(file, read_dictionary=[data.text_key])
+    groups = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
+    total = sum(group.total_byte_size for group in groups)
+    if total <= room and data.text_key in opened.schema_arrow.names:
+        total = 0
+        for batch in opened.iter_batches(1024, columns=[data.text_key]):
+            (column,) = batch.columns
+            if not hasattr(column, "dictionary"):  # no text, which the column's reader refuses
+                break
+            lengths = pc.binary_length(column.dictionary)
+            total += pc.sum(pc.cast(lengths.take(column.indices), "int64")).as_py() or 0
+    if total > room:
+        raise DataError(
+            f"{stream_name(data)}: {file} becomes more than {MAX_INFLATION} times its size when it "
+            "is read; write its text as .jsonl if you want to train on it"
+        )
 
 
 def _damaged(data: Data, error: Exception) -> DataError:

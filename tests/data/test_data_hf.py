@@ -248,3 +248,21 @@ def test_a_damaged_saved_data_set_is_one_line(library: Any, tmp_path: Path, dama
         with pytest.raises(DataError, match=r"is damaged: .*; write it again") as error:
             read(section(path))
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+@pytest.mark.usefixtures("library")
+def test_a_parquet_file_that_grows_without_bound_is_refused(
+    tmp_path: Path, dictionary: bool, texts: list[str]
+) -> None:
+    """Of equal texts, which are a page of zeros or one entry of a dictionary."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "bomb.parquet"
+    table = pa.table({"body": ["a" * 100_000] * 400})
+    pq.write_table(table, path, use_dictionary=dictionary, compression="zstd")
+    for read in (hf_corpus, HfStream):
+        with pytest.raises(DataError, match=r"bomb\.parquet becomes more than 200 times its size"):
+            read(section(path))
+    good = tmp_path / "good.parquet"
+    pq.write_table(pa.table({"body": [*texts, None]}), good)
+    assert list(hf_corpus(section(good)).texts()) == [*texts, ""]
