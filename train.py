@@ -1,8 +1,10 @@
 """torchrun --nproc-per-node N train.py --config FILE [section.key=value ...]"""
 
+import signal
 import sys
 
-from dtron.entry import train
-
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback until dtron.entry answers it
+    from dtron.entry import train
+
     sys.exit(train())

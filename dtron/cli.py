@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import dtron
@@ -20,8 +21,11 @@ from dtron.errors import (
     OutOfMemoryError,
     PeerError,
     RankError,
+    check_words,
+    explained_weights,
     nearest,
 )
+from dtron.run.directory import check_not_moved
 from dtron.setup.versions import warn_untested
 
 _GRACE_SECONDS = 10
@@ -32,9 +36,11 @@ _CLOSED = 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the arguments say; returns the exit status."""
     try:
+        check_words(sys.argv[1:] if arguments is None else arguments)
         options = _parser().parse_intermixed_args(arguments)
         warn_untested()
         config = RunConfig.load(options.config, options.overrides, _completed)
+        check_not_moved(options.config, config.run.dir, options.overrides)
         if options.dry_run:
             from dtron.plan.command import dry_run  # after --help, which needs no torch
 
@@ -72,7 +78,8 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
         fill_from_initial,  # not before --help and most errors, which need no torch
     )
 
-    return fill_from_initial(values)
+    with explained_weights(str(values.get("checkpoint", {}).get("initial", ""))):
+        return fill_from_initial(values)
 
 
 def commands(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +93,7 @@ def commands(arguments: Sequence[str] | None = None) -> int:
             print(_commands_help())
             return 0 if words else 2
         if words[0] not in COMMANDS:
-            raise ConfigError(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)}")
+            raise ConfigError(_unknown_command(words))
         if words[0] != "train" and not {"-h", "--help"} & set(words):
             warn_untested()
         return COMMANDS[words[0]][0](words[1:])
@@ -105,7 +112,19 @@ def _convert(arguments: Sequence[str]) -> int:
         main as convert,  # after `dtron --help`, which needs no torch
     )
 
-    return convert(arguments)
+    paths = [word for word in arguments[1:] if not word.startswith("-")]
+    if arguments[:1] == ["from-hf"] and paths and _is_of_dtron(Path(paths[0])):
+        raise ConfigError(
+            f"{paths[0]} is a run or checkpoint of dtron, which from-hf does not take; use dtron "
+            "convert to-hf, or name it in checkpoint.initial"
+        )
+    with explained_weights(paths[0] if paths else ""):
+        return convert(arguments)
+
+
+def _is_of_dtron(folder: Path) -> bool:
+    own = ("dtron.json", "checkpoints", "run.json")
+    return any((folder / name).exists() for name in own)
 
 
 def _plan(arguments: Sequence[str]) -> int:
@@ -134,6 +153,13 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "turn Hugging Face folders into checkpoints and back",
     ),
 }
+
+
+def _unknown_command(words: Sequence[str]) -> str:
+    listed = f"the commands are {', '.join(COMMANDS)}"
+    if words[0].partition("=")[0] == "--config":
+        return f"no command before --config; write dtron train {' '.join(words)}; {listed}"
+    return f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)}; {listed}"
 
 
 def _commands_help() -> str:

@@ -1,12 +1,8 @@
 """Where train.py and `dtron` begin: signals are answered before anything slow is imported."""
 
-import contextlib
-import ctypes
 import os
 import signal
 import sys
-from pathlib import Path
-from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 
@@ -55,24 +51,29 @@ def _end_with_launcher() -> None:
     SIGTERM. Linux alone has this; elsewhere ranks train on."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
+    import ctypes  # not before signals are answered
+
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == 1 and not _is_launcher(Path("/proc/1/cmdline")):
+    if os.getppid() == 1 and not _is_launcher("/proc/1/cmdline"):
         os.kill(os.getpid(), signal.SIGTERM)  # it was dead before
 
 
-def _is_launcher(command: Path) -> bool:
+def _is_launcher(command: str) -> bool:
     """Whether process 1 is torchrun or a script that calls it, as in a container."""
     try:
-        words = command.read_bytes()
+        with open(command, "rb") as file:
+            words = file.read()
     except OSError:  # hidden, by hidepid
         return True
     return b"python" in words or b"torch" in words
 
 
-def _end(number: int, _frame: FrameType | None) -> None:
+def _end(number: int, _frame: object) -> None:
     # An exception would be lost in callbacks, or printed by the library that is being imported.
-    with contextlib.suppress(Exception):
+    try:  # noqa: SIM105, contextlib is not imported yet
         sys.stdout.flush()
+    except Exception:
+        pass
     if os.environ.get("RANK", "0") == "0":
         name = signal.Signals(number).name
         os.write(2, f"{name}: stopped outside of training, nothing to save\n".encode())

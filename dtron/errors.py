@@ -4,13 +4,14 @@ A DtronError is printed without a traceback; anything else that is raised is our
 """
 
 import argparse
+import contextlib
 import difflib
 import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
@@ -97,6 +98,36 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
+def check_words(words: Sequence[str]) -> None:
+    """Refuse common slips of a command line that takes --config FILE and section.key=value.
+
+    Raises:
+        ConfigError: a second --config, a file without --config, or a key with "--".
+    """
+    pairs = list(itertools.zip_longest(words, words[1:], fillvalue=""))
+    files = [
+        after if word == "--config" else word.removeprefix("--config=")
+        for word, after in pairs
+        if word == "--config" or word.startswith("--config=")
+    ]
+    if len(files) > 1:
+        raise ConfigError(
+            f"--config is given twice, {' and '.join(files)}; a run has one file: put all in it, "
+            "or add section.key=value"
+        )
+    for word, after in pairs:
+        if key := re.fullmatch(r"--(\w+\.[\w.]+)(=.*)?", word, re.DOTALL):
+            value = key[2] or f"={after if after and '=' not in after else 'VALUE'}"
+            raise ConfigError(f"{word}: keys have no dashes; write {key[1]}{value}, without --")
+    alone = [
+        word
+        for before, word in itertools.pairwise(["", *words])
+        if word.endswith(".toml") and "=" not in word and not before.startswith("--")
+    ]
+    if not files and alone:
+        raise ConfigError(f"{alone[0]}: a config has an option's name; write --config {alone[0]}")
+
+
 _MOST_WORDS, _WORD = 300_000, 100  # which a file may have more and longer of
 
 
@@ -157,19 +188,25 @@ ALIASES = {
 """What transformers, Megatron-LM and torchtitan call a key."""
 
 
+_UNITS = {"schedule.warmup": " It is a fraction of train.steps: N steps are N / train.steps"}
+"""Key -> what a value of another framework's key means in ours."""
+
+
 def nearest_key(key: str, known: Iterable[str]) -> str:
-    """`; did you mean KEY?` for a dotted key, by its last part: what others call it, in its own
-    section, then elsewhere."""
+    """`; did you mean KEY?` for a dotted key, by its last part: what others call it, the same part
+    in another section, then a likeness in its own."""
     known = list(known)
     section, _, name = key.rpartition(".")
     split = [k.rpartition(".") for k in known]
     for ours, theirs in ALIASES.items():
         if name.lower() in theirs.split():
-            return f"; did you mean {ours}?"
+            return f"; did you mean {ours}?{_UNITS.get(ours, '')}"
+    elsewhere = [f"{own}.{last}" for own, _, last in split if last == name]
+    if elsewhere and section != "model":
+        return f"; did you mean {elsewhere[0]}?{_UNITS.get(elsewhere[0], '')}"
     cutoff = 0.75 if section == "model" else 0.5  # where most keys are those of model.override
     if hint := nearest(name, [last for own, _, last in split if own == section], cutoff):
         return hint.replace("mean ", f"mean {section}.", 1)
-    elsewhere = [f"{own}.{last}" for own, _, last in split if last == name]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
     if section == "model":
@@ -177,19 +214,23 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
     return nearest(key, known)
 
 
-def config_error(error: ValidationError, prefix: str, known: Iterable[str]) -> ConfigError:
+def config_error(
+    error: ValidationError, prefix: str, known: Iterable[str], automatic: Iterable[str] = ()
+) -> ConfigError:
     """Return the failures of a pydantic model in the user's key names, one line per key.
 
     Args:
         error: what pydantic raised.
         prefix: key of the model's section (`model.override`), or "" for the whole config.
         known: every legal key, fully dotted, for the nearest-key hint.
+        automatic: keys that may also be "auto".
     """
     names, by_key = list(known), dict[str, list[Any]]()
     for failure in error.errors():
         parts = [*([prefix] if prefix else []), *_key_parts(failure)]
         by_key.setdefault(".".join(parts[: prefix.count(".") + 2]), []).append(failure)
-    return ConfigError("\n".join(_key_error(each, prefix, names) for each in by_key.values()))
+    also = set(automatic)
+    return ConfigError("\n".join(_key_error(each, prefix, names, also) for each in by_key.values()))
 
 
 def _key_parts(failure: Any) -> list[str]:
@@ -197,7 +238,9 @@ def _key_parts(failure: Any) -> list[str]:
     return [str(part) for part in failure["loc"] if part != "str" and "[" not in str(part)]
 
 
-def _key_error(failures: list[Any], prefix: str, known: Iterable[str]) -> str:
+def _key_error(
+    failures: list[Any], prefix: str, known: Iterable[str], automatic: Iterable[str]
+) -> str:
     """Return the message for the failures of one key."""
     # Of a value that may be a list, the last failure is that of an entry.
     first = failures[-1] if isinstance(failures[0]["input"], list) else failures[0]
@@ -215,12 +258,31 @@ def _key_error(failures: list[Any], prefix: str, known: Iterable[str]) -> str:
         return f"{key} = {shown} is not a list; write {fix}"
     if first["type"] in ("model_type", "model_attributes_type") and "." not in key:
         return f"{key} = {shown}: {key} is a section; write [{key}]"
-    choices = re.findall("'([^']+)'", str(first.get("ctx", {}).get("expected", "")))
-    hint = nearest(str(first["input"]), choices)
-    if first["type"] == "int_type" and isinstance(first["input"], float):
-        hint = f"; write {round(first['input'])}" if first["input"].is_integer() else ""
     rule = first["msg"].removeprefix("Value error, ")
+    if key in automatic and "expected" in first.get("ctx", {}):
+        rule = f'{rule.replace(" or ", ", ")} or "auto"'
+    hint = _hint_of_value(key, first)
     return f"{key} = {shown}: {rule}{hint}"
+
+
+_NUMBERS = {"int_type": r"[+-]?\d+", "float_type": r"(?i)[+-]?\d+(\.\d*)?(e[+-]?\d+)?"}
+"""Failure -> pattern of a text that would be such a number."""
+
+
+def _hint_of_value(key: str, failure: Any) -> str:
+    """Suggest a value in place of one of the wrong type; empty: none is known."""
+    kind, value = failure["type"], failure["input"]
+    if kind == "bool_type":
+        return "; write true or false"
+    if key == "checkpoint.resume" and value is True:
+        return '; write "latest", or the path of a run or checkpoint'
+    if kind == "int_type" and isinstance(value, float):
+        return f"; write {round(value)}" if value.is_integer() else ""
+    if kind in _NUMBERS and isinstance(value, str) and re.fullmatch(_NUMBERS[kind], value):
+        return f"; write {value}, without quotes"
+    expected = str(failure.get("ctx", {}).get("expected", ""))
+    quoted = re.findall("'([^']+)'", expected)
+    return nearest(str(value), quoted or re.findall(r"\d+", expected), 0.5 if quoted else 0.3)
 
 
 def cause_of(error: Exception, path: object) -> str:
@@ -228,6 +290,32 @@ def cause_of(error: Exception, path: object) -> str:
     if isinstance(error, OSError) and error.strerror and str(error.filename) == str(path):
         return error.strerror
     return str(error)
+
+
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+
+
+@contextlib.contextmanager
+def explained_weights(path: str) -> Iterator[None]:
+    """Add to a CheckpointError about weights what to do if the path is of another kind: a pickle, a
+    name on the Hugging Face Hub."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not (fix := _fix_of_weights(path)):
+            raise
+        raise CheckpointError(f"{error}; {fix}") from error
+
+
+def _fix_of_weights(path: str) -> str:
+    if path.lower().endswith(_PICKLES):
+        return (
+            "dtron does not read pickles, which can run any code: save the model as safetensors, "
+            "as save_pretrained(FOLDER) of transformers does, and name that folder"
+        )
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not os.path.exists(path):
+        return f"dtron does not download: run hf download {path} --local-dir FOLDER and name FOLDER"
+    return ""
 
 
 def shorten(text: str, most: int = 80) -> str:

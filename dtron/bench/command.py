@@ -1,7 +1,10 @@
 """The command line of `dtron bench`: arguments -> runs -> table and JSON."""
 
 import argparse
+import contextlib
+import itertools
 import json
+import os
 import shlex
 import sys
 import time
@@ -46,16 +49,17 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: the arguments are wrong.
     """
+    _refuse_torchrun()
     if arguments and arguments[0] == "kernels":
         return kernels.main(arguments[1:])
     given = bench_parser().parse_intermixed_args(arguments)
     console = report.bench_console()
     options = _options(given)
-    out = Path(given.out or time.strftime("runs/bench/%Y%m%d-%H%M%S"))
     sweep = points(given.axes)
     if not given.config.exists():
         raise ConfigError(f"{given.config}: no such file; dtron bench takes a config's TOML file")
     against = _against(given)
+    out = Path(given.out) if given.out else new_folder(Path("runs/bench"))
     command = shlex.join(["dtron", "bench", *arguments])
     outcomes: list[Outcome] = []
     rows: list[_Row] = []
@@ -71,6 +75,25 @@ def main(arguments: Sequence[str]) -> int:
         print_comparisons(console, outcomes)
     console.print(f"written: {out / 'bench.json'}", markup=False, soft_wrap=True)
     return 0 if any(found for _, found, _ in rows) else 1
+
+
+def _refuse_torchrun() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "dtron bench was started by torchrun, but starts torchrun itself for each run; start "
+            "it alone, with --nproc-per-node N for N ranks"
+        )
+
+
+def new_folder(parent: Path) -> Path:
+    """Make a folder named after the time, with a number if another bench began in this second."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError("one of the numbers is free")
 
 
 def _report(

@@ -7,6 +7,7 @@ The sections and their keys are in `dtron/config/schema.py`; rules across severa
 import copy
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
@@ -77,12 +78,17 @@ class RunConfig(Section):
         Raises:
             ConfigError: the file is missing or not TOML, or a key or value is not legal.
         """
+        if isinstance(overrides, str | Mapping):
+            raise ConfigError(
+                f"overrides = {shorten(repr(overrides))} is not a list; write "
+                f"RunConfig.load(FILE, {_as_overrides(overrides)})"
+            )
         try:
-            values = parse_toml(read_text_or_pipe(path, TOML_BYTES, _PIPE_SECONDS))
+            values = _parsed(read_text_or_pipe(path, TOML_BYTES, _PIPE_SECONDS))
         except FileNotFoundError:
             raise ConfigError(f"--config {path}: no such file") from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--config {path}: {cause_of(error, path)}") from None
+            raise ConfigError(f"--config {path}: {_cause_and_fix(error, path)}") from None
         own = copy.deepcopy(values)
         for override in overrides:
             _apply_override(values, override)
@@ -122,10 +128,17 @@ class RunConfig(Section):
     def of(cls, values: Mapping[str, Any]) -> "RunConfig":
         """Build from nested mappings. Raises ConfigError where pydantic raises a
         ValidationError."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"RunConfig.of takes nested tables such as {{'train': {{'steps': 3}}}}, not "
+                f"{shorten(repr(values))}; read a file by RunConfig.load(FILE)"
+            )
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise config_error(error, "", [key for key, _, _ in fields(cls)]) from None
+            known = [key for key, _, _ in fields(cls)]
+            automatic = [key for key in known if is_automatic(*key.split("."))]
+            raise config_error(error, "", known, automatic) from None
 
     def to_toml(self, chosen: Collection[str] = ()) -> str:
         """Return TOML of all keys with their values; reading it gives an equal config.
@@ -283,12 +296,67 @@ def is_automatic(section: str, key: str) -> bool:
     return key in getattr(RunConfig(), section).automatic
 
 
+_BROKEN_LINES = (
+    (r"=\s*(True|False)\b", "TOML writes true and false in lower case"),
+    (r"=\s*(None|null)\b", "TOML has no empty value; leave the line out"),
+    (r'=\s*\[?\s*"[^"]*\\', "a backslash in \"...\" begins an escape; write '...' or \\\\"),
+    (r"=\s*([A-Za-z_~./][\w~./-]*)\s*(#.*)?$", 'text is quoted in TOML; write "{}"'),
+)
+"""Pattern of a line that TOML cannot be -> fix."""
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Parse TOML; the error of a line has a fix, where one is known. Raises ValueError."""
+    if text.startswith("\ufeff"):
+        raise ValueError("the file begins with a byte order mark; save it as UTF-8 without one")
+    try:
+        return parse_toml(text)
+    except tomllib.TOMLDecodeError as error:
+        at = re.search(r"at line (\d+)", str(error))
+        line = text.splitlines()[int(at[1]) - 1] if at else ""
+        for pattern, fix in _BROKEN_LINES:
+            if at and (found := re.search(pattern, line)):
+                said = fix.format(found[1] if found.groups() else "")
+                raise ValueError(f"line {at[1]}: {said}") from None
+        raise
+
+
+def _cause_and_fix(error: Exception, path: str | Path) -> str:
+    cause = cause_of(error, path)
+    if isinstance(error, IsADirectoryError):
+        file = Path(path) / "config.toml"
+        fix = f"write --config {file}" if file.is_file() else "name a TOML file"
+        return f"{error.strerror}; {fix}"
+    if isinstance(error, UnicodeDecodeError):
+        utf16 = error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
+        return f"not UTF-8{' but UTF-16' if utf16 else ''}; save it as UTF-8"
+    return cause
+
+
+def _as_overrides(given: str | Mapping[str, Any]) -> list[str]:
+    if isinstance(given, str):
+        return given.split()
+    tables = {key: value for key, value in given.items() if isinstance(value, Mapping)}
+    flat = {key: value for key, value in given.items() if key not in tables}
+    flat |= {
+        f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()
+    }
+    return [f"{key}={value}" for key, value in flat.items()]
+
+
 def _apply_override(values: dict[str, Any], text: str) -> None:
     key, separator, raw = text.partition("=")
     parts = key.strip().split(".")
     known = [name for name, _, _ in fields(RunConfig)]
     if not separator or len(parts) < 2:
         hint = nearest_key(key.strip(), known) if separator else ""
+        if key.strip() in RunConfig.model_fields:
+            first = next(name for name in known if name.startswith(f"{key.strip()}."))
+            default = {name: value for name, value, _ in fields(RunConfig)}[first]
+            raise ConfigError(
+                f"override {text!r}: {key.strip()} is a section; write {key.strip()}.KEY=value, "
+                f"such as {first}={toml_value(default)}"
+            )
         raise ConfigError(
             f"override {text!r} is not of the form section.key=value (no spaces){hint}"
         )
@@ -313,6 +381,12 @@ def _override_value(text: str, raw: str) -> Any:
             return parse_toml(f"x = {raw}")["x"]
         return parse(f"x = {raw}", tomllib.loads)["x"]
     except tomllib.TOMLDecodeError:
+        if words := re.fullmatch(r"\s*\[([^\[\]\"'{}]+)\]\s*", raw):
+            key, listed = text.partition("=")[0], [word.strip() for word in words[1].split(",")]
+            raise ConfigError(
+                f"override {text!r}: the shell has removed the quotes; write "
+                f"{key}='{json.dumps([word for word in listed if word])}'"
+            ) from None
         return raw  # a bare word is a string
     except ValueError as error:
         raise ConfigError(f"override {shorten(text)!r}: {error}") from None

@@ -4,10 +4,13 @@ Choices are Literals, units are in the names, values are frozen. Rules across se
 `dtron/config/setting_rules.py`; `dtron/config/run_config.py` reads and writes a whole run.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from dtron.errors import ConfigError
 
 MAX_RANKS = 2**20
 MAX_LAYERS = 10_000
@@ -16,6 +19,8 @@ MAX_SEQUENCES = 2**26
 MAX_TOKENS = 2**26
 """Most tokens per sequence."""
 MAX_SECONDS = 30 * 86400
+_VARIABLE = re.compile(r"\$[A-Za-z_{]")
+_URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 
 def _check_path(path: str) -> str:
@@ -26,6 +31,45 @@ def _check_path(path: str) -> str:
     if len(path.encode()) > 4000 or any(len(name.encode()) > 255 for name in path.split("/")):
         raise ValueError("a path has at most 4000 bytes, and each name in it 255")
     return path
+
+
+def _check_no_variable(path: str) -> str:
+    """Refuse $HOME and the like, which a folder would be named after."""
+    if _VARIABLE.search(path):
+        raise ValueError(
+            "environment variables are not expanded; write the whole path, or ~ for the home "
+            "folder (a shell expands variables of arguments, but not inside of '...')"
+        )
+    return path
+
+
+def _check_local(path: str) -> str:
+    if _URL.match(path):
+        raise ValueError(
+            "not a folder but a URL; use a folder, and checkpoint.dir, which takes URLs, for "
+            "checkpoints in a store"
+        )
+    return path
+
+
+def _check_resume(resume: str) -> str:
+    if resume != "latest" and resume.lower() in ("latest", "last", "newest", "true", "auto"):
+        raise ValueError('write "latest", or the path of a run or checkpoint (./NAME for a folder)')
+    return resume
+
+
+def _check_warmup(warmup: float) -> float:
+    if warmup < 1:
+        return warmup
+    if warmup == 1:
+        raise ValueError(
+            "the warm-up is a fraction of train.steps; with 1 the learning rate would only rise; "
+            "use less than 1"
+        )
+    raise ValueError(
+        f"the warm-up is a fraction of train.steps, below 1; for {warmup:g} steps write the value "
+        f"of {warmup:g} / train.steps, which is 0.1 for train.steps = {10 * warmup:g}"
+    )
 
 
 def _check_hang_seconds(seconds: float) -> float:
@@ -39,7 +83,10 @@ Text = Annotated[str, Field(max_length=10_000, pattern=r"^[^\x00-\x08\x0b-\x1f\x
 PathText = Annotated[
     str, Field(max_length=4000, pattern=r"^[^\x00-\x1f\x7f]*$"), AfterValidator(_check_path)
 ]
+StatedPath = Annotated[PathText, AfterValidator(_check_no_variable)]
+LocalPath = Annotated[StatedPath, AfterValidator(_check_local)]
 HangSeconds = Annotated[float, AfterValidator(_check_hang_seconds)]
+Warmup = Annotated[float, AfterValidator(_check_warmup)]
 LayerCount = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 
 Degree = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
@@ -61,6 +108,18 @@ class Section(BaseModel):
     """Keys that `dtron/setup/automatic.py` sets where they are unset or "auto"; until then, and on
     CPUs, they have their default."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse changes of a key, which code has read by then."""
+        if name not in type(self).model_fields:
+            return super().__setattr__(name, value)
+        key = (
+            name if type(self).__name__ == "RunConfig" else f"{type(self).__name__.lower()}.{name}"
+        )
+        raise ConfigError(
+            f"{key} = {value!r}: a config cannot be changed; make another one, such as "
+            f"RunConfig.load(FILE, ['{key}={value}'])"
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _unset_automatic(cls, values: Any) -> Any:
@@ -73,9 +132,9 @@ class Section(BaseModel):
 class Run(Section):
     """The run directory."""
 
-    dir: PathText = "runs/default"
-    """Run directory: config, metrics, TensorBoard logs and checkpoints. A directory can be used
-    again: files of the earlier run are kept, renamed with a number."""
+    dir: LocalPath = "runs/default"
+    """Run directory, no URL: config, metrics, TensorBoard logs and checkpoints. A directory can be
+    used again: files of the earlier run are kept, renamed with a number."""
     wait_seconds: float = Field(default=30.0, ge=0, le=86400)
     """Seconds that a start waits for another run in the same directory to end; then it fails."""
 
@@ -257,12 +316,12 @@ class Data(Section):
     source: Literal["files", "hf"] = "files"
     """`files`: JSONL or text files, tokenized once and cached. `hf`: a Hugging Face data set, which
     needs the extra `hf`."""
-    paths: tuple[PathText, ...] = Field(default=("assets/kjv.jsonl.gz",), strict=False)
+    paths: tuple[StatedPath, ...] = Field(default=("assets/kjv.jsonl.gz",), strict=False)
     """Files of `source = "files"`, relative to the working directory: .jsonl with one document per
     line, .txt with one document per file; each also as .gz."""
     text_key: Text = "text"
     """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
-    tokenizer: PathText = "byte"
+    tokenizer: StatedPath = "byte"
     """`byte`, or the path of a Hugging Face tokenizer.json or of its folder. If it is not set and
     `checkpoint.initial` has a tokenizer, that one is used."""
     eos_token: Text = ""
@@ -280,9 +339,9 @@ class Data(Section):
     max_document_mb: float = Field(default=128.0, gt=0, le=10_000)
     """Longest document or line of a file, in MB (10^6 bytes). A longer one is an error, so that no
     file can fill the memory."""
-    cache_dir: PathText = "~/.cache/dtron"
+    cache_dir: LocalPath = "~/.cache/dtron"
     """Folder of tokenized data, which later runs use again."""
-    hf_path: PathText = ""
+    hf_path: StatedPath = ""
     """Name or local path of the Hugging Face data set."""
     hf_name: Text = ""
     """Configuration of the Hugging Face data set, if it has several."""
@@ -298,7 +357,7 @@ class Optim(Section):
 
     name: Literal["adamw", "sgd"] = "adamw"
     """A key of dtron.training.optim.OPTIMIZERS. `sgd` has no momentum and no weight decay."""
-    lr: float = Field(default=3e-4, ge=0, le=1e6)
+    lr: float = Field(default=3e-4, gt=0, le=1e6)
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's decay rate of the first moment."""
@@ -318,8 +377,8 @@ class Schedule(Section):
 
     name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     """Shape of the schedule, a key of dtron.config.learning_rate.SCHEDULES."""
-    warmup: float = Field(default=0.1, ge=0, le=1)
-    """Fraction of the steps in which the learning rate rises linearly from 0."""
+    warmup: Warmup = Field(default=0.1, ge=0)
+    """Fraction of the steps, below 1, in which the learning rate rises linearly from 0."""
     decay: float = Field(default=0.2, ge=0, le=1)
     """Fraction of the steps, at the end, in which the rate of `wsd` falls; for `wsd` only."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -401,12 +460,12 @@ class Float8(Section):
 class Checkpoint(Section):
     """Saving, resuming, and initial weights."""
 
-    dir: PathText = ""
+    dir: StatedPath = ""
     """Folder of this run's checkpoints, which all ranks share, or a URL that fsspec knows (`s3://`,
     `gs://`, ...); empty: RUN/checkpoints. No two runs may use the same."""
     interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between checkpoints in `dir`; 0: only after the last step."""
-    fast_dir: PathText = ""
+    fast_dir: StatedPath = ""
     """Second, faster checkpoint folder that all ranks share, such as the disk or /dev/shm of a run
     on one node. Checkpoints are written there first; those due by `interval` are copied to `dir`
     in the background. Empty: none."""
@@ -416,14 +475,14 @@ class Checkpoint(Section):
     """Number of newest checkpoints that are kept in `fast_dir`."""
     last: bool = True
     """Save a checkpoint after the last step."""
-    resume: PathText = ""
+    resume: Annotated[StatedPath, AfterValidator(_check_resume)] = ""
     """What to resume from. `latest`: the newest checkpoint of this run, if there is one. Or the
     path or URL of a run or of one checkpoint. Empty: start from step 0. A job that torchrun
     restarts continues from its own newest checkpoint in any case."""
     allow_data_change: bool = False
     """Allow a resumed run to have other training data or another tokenizer than the checkpoint; it
     continues at the same sequence number. Also allow another tokenizer than that of `initial`."""
-    initial: PathText = ""
+    initial: StatedPath = ""
     """Initial weights of a run that does not resume: a Hugging Face folder, a run or a checkpoint.
     Only weights are read, no optimizer state. Empty: random initialization."""
     verify: bool = True

@@ -5,6 +5,7 @@ names the file and the line, counted from 1. Reading is lazy: one line of a .jso
 at a time, of at most `data.max_document_mb`.
 """
 
+import codecs
 import gzip
 import json
 import os
@@ -18,8 +19,8 @@ from dtron.config import Data
 from dtron.errors import DataError, nearest, shorten
 from dtron.io.untrusted import MB, open_regular
 
-_MAX_INFLATION = 200
-"""Limit of decompressed over compressed size of a .gz; text has 3 to 20."""
+MAX_INFLATION = 200
+"""Limit of decompressed over compressed size of a .gz or .parquet; text has 3 to 20."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def files_corpus(data: Data) -> Corpus:
 def read_json_lines(path: str, data: Data) -> Iterator[str]:
     """Yield one document per line: the value of `data.text_key` in a JSON object.
 
-    Blank lines are empty documents.
+    Blank lines, and objects whose text is null, are empty documents.
     """
     for number, line in _lines(path, data.max_document_mb):
         if line.isspace():
@@ -69,7 +70,8 @@ def read_json_lines(path: str, data: Data) -> Iterator[str]:
         try:
             row = json.loads(_utf8(line, path, number))  # keys that are not read may hold anything
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON: {error.msg}, column {error.colno}") from None
+            fix = _ONE_PER_LINE if line.strip() in (b"{", b"[", b"[{") else ""
+            raise DataError(f"{where}: not JSON: {error.msg}, column {error.colno}{fix}") from None
         except RecursionError:
             raise DataError(f"{where}: not JSON: too deeply nested brackets") from None
         except DataError:
@@ -89,21 +91,26 @@ def read_whole(path: str, data: Data) -> Iterator[str]:
     yield _utf8(bytes(content), path, 1)
 
 
+_ONE_PER_LINE = "; write one JSON object per line, as jq -c '.' does, or jq -c '.[]' of a list"
+
+
 def text_of(row: Any, text_key: str, where: str) -> str:
-    """Return the text of one row.
+    """Return the text of one row; empty if it is null.
 
     Raises:
         DataError: the row is not an object, has no such key, or its value is not valid text.
     """
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
+        found = type(row).__name__
+        raise DataError(f"{where}: expected a JSON object, found {found}{_ONE_PER_LINE}")
     if text_key not in row:
         known = shorten(", ".join(map(repr, row)), 200) or "nothing"
         raise DataError(
             f"{where}: no key {text_key!r} (data.text_key) among {known}"
             f"{hint_of_key(text_key, row)}"
         )
-    text = row[text_key]
+    if (text := row[text_key]) is None:
+        return ""
     if not isinstance(text, str):
         raise DataError(f"{where}: {text_key!r} is {type(text).__name__}, not a string")
     try:
@@ -152,9 +159,10 @@ _SUFFIX_HINTS = {
 
 def _suffix(path: str) -> str:
     for suffix in READERS:
-        if path.endswith(suffix):
+        if path.lower().endswith(suffix):
             return suffix
-    hint = next((f"; {fix}" for end, fix in _SUFFIX_HINTS.items() if path.endswith(end)), "")
+    hints = (f"; {fix}" for end, fix in _SUFFIX_HINTS.items() if path.lower().endswith(end))
+    hint = next(hints, "")
     raise DataError(f"data.paths: {path} ends with none of {', '.join(READERS)}{hint}")
 
 
@@ -176,20 +184,26 @@ def _size_and_time(path: str) -> tuple[int, int]:
 
 
 def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) of a file, decompressed. Raises DataError: a line is too long."""
+    """Yield (number, line) of a file, decompressed, without a byte order mark.
+
+    Raises:
+        DataError: a line is too long, or the file begins as no text in UTF-8 does.
+    """
     number, count, most = 0, 0, round(most_mb * MB)
     try:
         with open_regular(path) as file:
-            inflated = path.endswith(".gz")
-            room = _MAX_INFLATION * os.fstat(file.fileno()).st_size + 16 * MB
+            inflated = path.lower().endswith(".gz")
+            room = MAX_INFLATION * os.fstat(file.fileno()).st_size + 16 * MB
             lines = gzip.GzipFile(fileobj=file) if inflated else file
             while line := lines.readline(most + 1):
                 number, count = number + 1, count + len(line)
+                if number == 1:
+                    line = _checked_start(line, path)
                 if len(line) > most:
                     raise _too_long(f"{path}, line {number}", most_mb)
                 if inflated and count > room:
                     raise DataError(
-                        f"{path}, line {number}: it decompresses to more than {_MAX_INFLATION} "
+                        f"{path}, line {number}: it decompresses to more than {MAX_INFLATION} "
                         "times its size; decompress it yourself if you want to train on it"
                     )
                 yield number, line
@@ -197,6 +211,25 @@ def _lines(path: str, most_mb: float) -> Iterator[tuple[int, bytes]]:
         cause = getattr(error, "strerror", None) or error
         where = f", line {number + 1}" if number or isinstance(error, EOFError) else ""
         raise DataError(f"{path}{where}: {cause}") from None
+
+
+_UTF16 = "not UTF-8 but UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
+_STARTS = {
+    b"\x1f\x8b": "it is compressed with gzip; let its name end with .gz",
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
+    b"PAR1": f"it is Parquet; {_USE_HF}",
+    b"PK\x03\x04": "it is a zip archive; unpack it",
+}
+"""First bytes of a file that is no text in UTF-8 -> what it is, and the fix."""
+
+
+def _checked_start(line: bytes, path: str) -> bytes:
+    """Return the first line without a byte order mark. Raises DataError."""
+    for start, fix in _STARTS.items():
+        if line.startswith(start):
+            raise DataError(f"{path}: {fix}")
+    return line.removeprefix(codecs.BOM_UTF8)
 
 
 def _too_long(where: str, most_mb: float) -> DataError:
@@ -211,4 +244,7 @@ def _utf8(content: bytes, path: str, first_line: int) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         line = first_line + content.count(b"\n", 0, error.start)
-        raise DataError(f"{path}, line {line}: not UTF-8: {error.reason}") from None
+        raise DataError(
+            f"{path}, line {line}: not UTF-8: {error.reason}; convert it, from Latin-1 by iconv -f "
+            "LATIN1 -t UTF-8"
+        ) from None

@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from dtron.config import Data
-from dtron.data.documents import Corpus, hint_of_key, text_of
+from dtron.data.documents import MAX_INFLATION, Corpus, hint_of_key, text_of
 from dtron.data.stream import START
 from dtron.errors import ConfigError, DataError, DtronError
+from dtron.io.untrusted import MB
 
 BATCH_ROWS = 256
 SAVED = (
     "dataset_info.json",
     "dataset_dict.json",
 )  # one of them is in each folder written by save_to_disk
+_INDEX = "__index_level_0__"
+"""Column that the library adds for the first field of rows longer than the header."""
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -35,7 +38,7 @@ def hf_corpus(data: Data) -> Corpus:
         DataError: the data set, its split or the column does not exist.
     """
     dataset = _load(data, streaming=False)
-    _check_column(data, dataset.column_names)
+    _check_columns(data, dataset)
 
     def texts() -> Iterator[str]:
         row = 0
@@ -61,7 +64,7 @@ class HfStream:
         self._data = data
         self._dataset = _load(data, streaming=True)
         if self._dataset.column_names is not None:
-            _check_column(data, self._dataset.column_names)
+            _check_columns(data, self._dataset)
         self.name = stream_name(data)
         splits = self._dataset.info.splits or {}
         info = splits.get(data.hf_split)
@@ -92,11 +95,18 @@ class HfStream:
 def _load(data: Data, *, streaming: bool) -> Any:
     datasets = _import()
     path = Path(data.hf_path).expanduser()
+    if _looks_local(data.hf_path) and not path.exists():
+        raise DataError(
+            f"{stream_name(data)}: no such file or folder; relative paths start at the working "
+            "directory, and a data set on the Hub is NAME or OWNER/NAME"
+        )
     try:
         if any((path / name).is_file() for name in SAVED):
             return _load_saved(data, path, streaming=streaming)
-        if path.is_file() and path.suffix in KINDS:
-            name, files = KINDS[path.suffix], str(path)
+        for file in _parquet_files(path):
+            _check_parquet(data, file)
+        if path.is_file() and path.suffix.lower() in KINDS:
+            name, files = KINDS[path.suffix.lower()], str(path)
         else:
             name, files = (str(path) if path.exists() else data.hf_path), None
         return datasets.load_dataset(
@@ -112,6 +122,55 @@ def _load(data: Data, *, streaming: bool) -> Any:
         raise DataError(f"{stream_name(data)}: {_cause(error)}") from error
 
 
+def _parquet_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.rglob("*.parquet"))
+    return [path] if path.is_file() and path.suffix.lower() == ".parquet" else []
+
+
+def _check_parquet(data: Data, file: Path) -> None:
+    """Check how many bytes a file of few bytes becomes, before the library reads it.
+
+    Pages are compressed, and a dictionary holds a text once that many rows have: texts are counted
+    by their numbers in the dictionary.
+
+    Raises:
+        DataError: it becomes more than 200 times its size.
+    """
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    room = MAX_INFLATION * file.stat().st_size + 16 * MB
+    opened = pq.ParquetFile(file, read_dictionary=[data.text_key])
+    groups = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
+    total = sum(group.total_byte_size for group in groups)
+    if total <= room and data.text_key in opened.schema_arrow.names:
+        total = 0
+        for batch in opened.iter_batches(1024, columns=[data.text_key]):
+            (column,) = batch.columns
+            if not hasattr(column, "dictionary"):  # no text, which the column's reader refuses
+                break
+            lengths = pc.binary_length(column.dictionary)
+            total += pc.sum(pc.cast(lengths.take(column.indices), "int64")).as_py() or 0
+    if total > room:
+        raise DataError(
+            f"{stream_name(data)}: {file} becomes more than {MAX_INFLATION} times its size when it "
+            "is read; write its text as .jsonl if you want to train on it"
+        )
+
+
+def _damaged(data: Data, error: Exception) -> DataError:
+    fix = "write it again by save_to_disk"
+    return DataError(f"{stream_name(data)} is damaged: {_cause(error)}; {fix}")
+
+
+def _looks_local(name: str) -> bool:
+    """Whether a name is a path: no data set on the Hub is called so."""
+    if "://" in name:
+        return False
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).suffix in KINDS
+
+
 def _load_saved(data: Data, path: Path, *, streaming: bool) -> Any:
     if data.hf_name:
         raise ConfigError(
@@ -119,7 +178,10 @@ def _load_saved(data: Data, path: Path, *, streaming: bool) -> Any:
             "and holds a single configuration; leave it empty"
         )
     datasets = _import()
-    dataset = datasets.load_from_disk(str(path))
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except Exception as error:  # of any class, by what is damaged
+        raise _damaged(data, error) from error
     if isinstance(dataset, datasets.DatasetDict):
         if data.hf_split not in dataset:
             raise DataError(
@@ -127,10 +189,20 @@ def _load_saved(data: Data, path: Path, *, streaming: bool) -> Any:
                 f"{', '.join(dataset)}"
             )
         dataset = dataset[data.hf_split]
+    try:
+        dataset.data.table.validate(full=True)  # reading offsets that lie would end the process
+    except Exception as error:
+        raise _damaged(data, error) from error
     return dataset.to_iterable_dataset() if streaming else dataset
 
 
-def _check_column(data: Data, columns: list[str]) -> None:
+def _check_columns(data: Data, dataset: Any) -> None:
+    columns = dataset.column_names
+    if dataset.info.builder_name == "csv" and _INDEX in columns:
+        raise DataError(
+            f"{stream_name(data)}: rows of the CSV have more fields than its header, so that "
+            "columns would be mixed up; put text with commas into quotes"
+        )
     if data.text_key not in columns:
         raise DataError(
             f"data.text_key = {data.text_key!r} is not a column of {stream_name(data)}, which "
@@ -163,4 +235,4 @@ def _failures() -> tuple[type[Exception], ...]:
 
 def _cause(error: Exception) -> str:
     cause = error.__cause__ or error  # the library's outermost error does not name the reason
-    return f"{type(cause).__name__}: {cause}"
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"

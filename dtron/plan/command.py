@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dtron.checkpoint.initial_weights import fill_from_initial
 from dtron.config import RunConfig
-from dtron.errors import ArgumentParser, ConfigError
+from dtron.errors import ArgumentParser, ConfigError, check_words
 from dtron.models import MODELS
 from dtron.models.contract import check_family
 from dtron.plan.automatic import of_hardware, of_place
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         from dtron.plan.calibrate import main as calibrate  # what it measures needs dtron.bench
 
         return calibrate(arguments[1:])
+    check_words(arguments)
     given = plan_parser().parse_intermixed_args(arguments)
     if given.world_size < 1:
         raise ConfigError(

@@ -18,6 +18,8 @@ renames existing ones by a number.
 import json
 import logging
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ _OUTPUTS = (
     "trace",
     "hangs",
 )
+
+_WRITTEN = ("run.json", "metrics.jsonl", "committed.json")
+"""Files by which a run directory is known."""
 
 
 class RunDir:
@@ -99,6 +104,26 @@ class RunDir:
                 f"{self.metrics} cannot be read: {cause_of(error, self.metrics)}; move it away"
             ) from None
         _write(self.metrics, "".join(kept))
+
+
+def check_not_moved(file: str | Path, run_dir: str, overrides: Iterable[str]) -> None:
+    """Check that the config.toml of a run is of this run directory, if no override names one.
+
+    Raises:
+        ConfigError: the directory was moved or copied, so that the run would start afresh in the
+            old place.
+    """
+    folder, own = Path(file).expanduser().parent, Path(run_dir).expanduser()
+    written = re.fullmatch(r"config(-\d+)?\.toml", Path(file).name)
+    if not written or not any((folder / name).exists() for name in _WRITTEN):
+        return
+    named = any(override.partition("=")[0].strip() == "run.dir" for override in overrides)
+    if not named and os.path.realpath(folder) != os.path.realpath(own):
+        raise ConfigError(
+            f"run.dir = {run_dir!r} is not {str(folder)!r}, the run directory of --config {file}: "
+            f"it was moved, or run.dir is relative to another folder; add run.dir={folder} to "
+            f"continue there, or run.dir={own} for a run in that folder"
+        )
 
 
 def _row_step(row: bytes) -> int | None:

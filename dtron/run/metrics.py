@@ -137,6 +137,11 @@ class MetricsWriter:
             )
             self._progress.start()
 
+    @property
+    def writes_tensorboard(self) -> bool:
+        """Whether TensorBoard logs are written: not if they were given up."""
+        return self._board is not None
+
     def text(self, tag: str, text: str) -> None:
         """Write a text to TensorBoard."""
         with self._board_or_none():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dtron.checkpoint.directory import CheckpointMetadata, check_model, read_metadata
-from dtron.config import RunConfig, Schedule, fields
+from dtron.config import Float8, RunConfig, Schedule, fields
 from dtron.config.learning_rate import learning_rate, warmup_steps
 from dtron.data.sources import BY_POSITION, SPLIT
 from dtron.errors import CheckpointError, ConfigError
@@ -21,6 +21,22 @@ log = logging.getLogger("dtron")
 _CONTENT = ("source", "paths", "text_key", "tokenizer", "eos_token")
 _CONTENT_KEYS = (*(f"data.{key}" for key in _CONTENT), "data.hf_path", "data.hf_name")
 """Keys whose effect is the content of the data, which `check_data` compares by hash."""
+_UPDATES = tuple(
+    f"{section}.{key}"
+    for section, keys in {
+        "optim": "beta1 beta2 eps weight_decay",
+        "train": "global_batch dtype max_grad_norm",
+        "parallel": "reduce_dtype",
+        "data": "mask_documents",
+        "float8": " ".join(key for key in Float8.model_fields if key != "report_interval"),
+        "faults": "on_spike",
+    }.items()
+    for key in keys.split()
+)
+"""Keys on which later updates depend, but no state of a checkpoint. Those of the learning rate are
+in `schedule_settings`; settings that only change the order of sums are left out."""
+_EFFECT_OF_DATA = "training continues at the same sequence number, which now selects different text"
+_EFFECT_OF_UPDATES = "updates from here on differ from those of an uninterrupted run"
 
 
 def read_compatible(
@@ -38,7 +54,7 @@ def read_compatible(
         )
     check_model(checkpoint, {**_defaults(), **metadata.model}, model_metadata(config, model))
     for key, value, saved in _changed_settings(config, metadata):
-        if key.startswith("optim."):
+        if key in ("optim.name", "optim.moments"):
             raise CheckpointError(
                 f"{key} = {value!r}, but {checkpoint} has optimizer state of {key} = {saved!r}; "
                 f"set {key}={saved}"
@@ -58,12 +74,15 @@ def _defaults() -> dict[str, Any]:
 
 
 def resume_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the keys that the state of a checkpoint depends on, with their values.
+    """Return the keys that a resumed run is compared by, with their values.
 
-    The optimizer state depends on `optim.*`, the position in the data on the others.
+    The optimizer state depends on `optim.name` and `optim.moments`, the position in the data on
+    `data.*`, `train.seed` and `train.seq_len`, later updates on `_UPDATES`.
     """
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
+    values = config.model_dump(mode="json")
     return {
+        **{key: values[key.split(".")[0]][key.split(".")[1]] for key in _UPDATES},
         "optim.name": config.optim.name,
         "optim.moments": config.optim.moments,
         "train.seed": config.train.seed,
@@ -107,6 +126,8 @@ def _changed_settings(
     """Yield (key, value, value in the checkpoint) of the `resume_settings` that differ."""
     defaults = {key: default for key, default, _ in fields(RunConfig)}
     for key, value in resume_settings(config).items():
+        if key in _UPDATES and key not in metadata.settings:  # an older one does not say
+            continue
         saved = metadata.settings.get(key, defaults[key])  # missing: added after the checkpoint
         if saved != value:
             yield key, value, saved
@@ -155,7 +176,10 @@ def _log_schedule_changes(
 def _rate(step: int, settings: dict[str, Any]) -> float:
     """Return the learning rate of an update (0-based), from `schedule_settings`."""
     keys = [key for key in settings if key.startswith("schedule.")]
-    options = Schedule(**{key.removeprefix("schedule."): settings[key] for key in keys})
+    # of an older checkpoint, whose values may be refused by now
+    options = Schedule.model_construct(
+        **{key.removeprefix("schedule."): settings[key] for key in keys}
+    )
     steps, peak, warmup = (settings[key] for key in ("train.steps", "optim.lr", "warmup_steps"))
     return learning_rate(step, steps, peak, options, warmup)
 
@@ -196,19 +220,13 @@ def check_data(
 
 
 def warn_of_changes(checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata) -> None:
-    """Log changed settings that select other text for a sequence number, other learning rates, or,
-    chosen automatically, another order of sums."""
+    """Log changed settings that change the training: the text of a sequence number, updates,
+    learning rates, or, chosen automatically, the order of sums."""
     _log_other_choices(checkpoint, config, metadata)
     known = _CONTENT_KEYS if {"content", "tokenizer"} <= metadata.data.keys() else ()
     for key, value, saved in _changed_settings(config, metadata):
         if key in known:
             continue
-        log.warning(
-            "%s = %r, but %s was made with %r: training continues at the same sequence number, "
-            "which now selects different text",
-            key,
-            value,
-            checkpoint,
-            saved,
-        )
+        effect = _EFFECT_OF_UPDATES if key in _UPDATES else _EFFECT_OF_DATA
+        log.warning("%s = %r, but %s was made with %r: %s", key, value, checkpoint, saved, effect)
     _log_schedule_changes(checkpoint, config, metadata)

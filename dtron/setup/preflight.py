@@ -29,7 +29,7 @@ from dtron.data import (
     wait_for,
 )
 from dtron.data.cache import STALE_SECONDS
-from dtron.errors import ConfigError, cause_of
+from dtron.errors import ConfigError, cause_of, explained_weights
 from dtron.faults.memory import check_host_memory, size
 from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
@@ -43,7 +43,13 @@ from dtron.run.rendezvous import Rendezvous
 from dtron.setup.compatibility import check_data, warn_of_changes
 from dtron.setup.float8_plan import Float8Plan
 from dtron.setup.resume import ResumeState, find_resume_state
-from dtron.setup.rules import MachineCandidate, all_broken, host_warnings, setting_warnings
+from dtron.setup.rules import (
+    MachineCandidate,
+    all_broken,
+    cpu_warnings,
+    host_warnings,
+    setting_warnings,
+)
 
 log = logging.getLogger("dtron")
 
@@ -125,6 +131,7 @@ def _set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
     check_family(*family, run.model)
     if starts:
         warnings = [*host_warnings(config, place.world_size, place.local_world_size)]
+        warnings += cpu_warnings(config, place.device)
         for warning in [*warnings, *setting_warnings(config), *counted_as_decoder(*family)]:
             log.warning("%s", warning)
     if starts and place.device.type == "cpu":
@@ -133,7 +140,9 @@ def _set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
 
 
 def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) -> InitialWeights:
-    initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
+    path = config.checkpoint.initial
+    with explained_weights(path):
+        initial = open_initial(path, model.norm_zero_centered)
     check_same_model(initial, config.model.name, model)
     if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):
         raise ConfigError(

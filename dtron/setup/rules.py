@@ -468,6 +468,15 @@ LAYERS: tuple[Rule[ModelCandidate], ...] = (
 """Rules about single float8 layers, checked if no other rule is broken."""
 
 
+def cpu_warnings(config: RunConfig, device: torch.device) -> Iterator[str]:
+    """Yield a warning about a dtype that is slow without a GPU."""
+    if device.type == "cpu" and config.train.dtype == "bfloat16":
+        yield (
+            'train.dtype = "bfloat16" is many times slower than float32 on most CPUs, and this '
+            "machine has no GPU; set train.dtype=float32"
+        )
+
+
 def setting_warnings(config: RunConfig) -> Iterator[str]:
     """Yield warnings about settings whose effect depends on automatic settings or on torch."""
     train, parallel = config.train, config.parallel

@@ -25,7 +25,7 @@ from dtron.checkpoint.locations import location_of
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
 from dtron.data import Batch, Loader
-from dtron.errors import CheckpointError, RankError, TrainingError
+from dtron.errors import CheckpointError, ConfigError, RankError, TrainingError, shorten
 from dtron.faults.guards import Guards, modules_of
 from dtron.faults.signals import StopSignal
 from dtron.faults.spikes import Spike
@@ -75,6 +75,15 @@ _SIGNAL_SECONDS = 10**6
 """Time-out of the collective about signals, for which ranks may wait a whole run."""
 
 
+def _check_type(config: object) -> None:
+    if isinstance(config, RunConfig):
+        return
+    made = "RunConfig.of(values)" if isinstance(config, dict) else "RunConfig.load(FILE)"
+    raise ConfigError(
+        f"Trainer takes a RunConfig, not {shorten(repr(config))}; write Trainer({made})"
+    )
+
+
 class Trainer:
     """Trains one run; every rank has one.
 
@@ -88,6 +97,8 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, choose: Chooser | None = None) -> None:
+        _check_type(config)
+        self.fitted = False
         self.place = Place.of_environment()
         self.console = Console()
         set_up_logging(self.place, self.console)
@@ -117,8 +128,12 @@ class Trainer:
         """Train to the last step or until a signal, with saves and validations; then sample text.
 
         Raises:
-            TrainingError: too many steps in a row had gradients that were not finite.
+            TrainingError: too many steps in a row had gradients that were not finite; or it was
+                called before.
         """
+        if self.fitted:
+            raise TrainingError("fit() was called twice; make a new Trainer(config) for each call")
+        self.fitted = True
         if self.resume.is_finished(self.config.train.steps):
             log.info("the run is finished: %s is of the last step", self.resume.checkpoint)
             self.attempts.finish()
@@ -465,5 +480,5 @@ class Trainer:
     def _finish(self) -> None:
         if self.config.train.sample_tokens:
             log.info("sample: %s", self.evaluation.sample())
-        if self.config.metrics.tensorboard:
+        if self.writer.writes_tensorboard:
             log.info("TensorBoard: tensorboard --logdir %s", self.rundir.tensorboard)

@@ -10,6 +10,7 @@ from dtron.bench import command
 from dtron.bench.command import main
 from dtron.bench.frameworks import LOG_STEPS
 from dtron.bench.run import NEVER, Outcome
+from dtron.errors import ConfigError
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs/quickstart.toml")
 
@@ -55,3 +56,16 @@ def test_dtron_logs_as_often_as_a_peer(more: list[str], interval: int) -> None:
     assert LOG_STEPS == 5
     given = command.bench_parser().parse_args([QUICKSTART, *more])
     assert command._options(given).log_interval == interval
+
+
+@pytest.mark.parametrize("words", [[QUICKSTART], ["kernels"]])
+def test_a_bench_under_torchrun_is_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ConfigError, match="start it alone, with --nproc-per-node N"):
+        main(words)
+
+
+def test_benches_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    assert len({command.new_folder(tmp_path) for _ in range(5)}) == 5

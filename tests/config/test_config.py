@@ -8,17 +8,21 @@ import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from dtron.cli import commands, main
 from dtron.config import Degree, RunConfig, fields, resolve_degrees, resolve_expert_degrees
 from dtron.errors import CheckpointError, ConfigError, cause_of
 from dtron.float8.compare import compare
 from dtron.io.filesystem import read_json
 from dtron.parallelisms.pipeline.layout import _placement_of_csv
 from dtron.parallelisms.pipeline.schedules import read_csv
+from dtron.run.directory import check_not_moved
 from dtron.setup.rules import resolve
+from dtron.training.trainer import Trainer
 
 CONFIGS = sorted(Path("configs").glob("*.toml"))
 
@@ -91,7 +95,7 @@ def test_experts_see_the_same_ranks() -> None:
         ("model.hidden_size=2", "did you mean model.override.dim?"),
         ("lr=1", "section.key=value (no spaces); did you mean optim.lr?"),
         ("parallel.cp_method=ulyses", "parallel.cp_method = 'ulyses': Input should be 'ring'"),
-        ("parallel.cp_method=ulyses", "or 'hierarchical'; did you mean ulysses?"),
+        ("parallel.cp_method=ulyses", """'hierarchical' or "auto"; did you mean ulysses?"""),
         ('parallel.cp_method=["ring", "al"]', "parallel.cp_method.1 = 'al'"),
         ("paralel.tp=2", "unknown key paralel.tp; did you mean parallel.tp?"),
         ("train.steps=x", "train.steps = 'x'"),
@@ -100,6 +104,19 @@ def test_experts_see_the_same_ranks() -> None:
         ("parallel.tp=true", "parallel.tp = True"),
         ("optim.lr=inf", "optim.lr = inf"),
         ("compile.backend=none", "'inductor' or 'aot_eager'"),
+        (
+            "run.dir=s3://b/run",
+            "run.dir = 's3://b/run': not a folder but a URL; use a folder, and ",
+        ),
+        ("data.cache_dir=gs://b", "checkpoint.dir, which takes URLs"),
+        ("run.dir=$HOME/run", "run.dir = '$HOME/run': environment variables are not expanded"),
+        ("checkpoint.dir=s3://${B}/run", "environment variables are not expanded; write the whole"),
+        ("data.cache_dir=/x/$USER", "environment variables are not expanded"),
+        ('data.paths=["$D/a.txt"]', "data.paths.0 = '$D/a.txt': environment variables are not"),
+        ("schedule.warmup=100", "for 100 steps write the value of 100 / train.steps, which is 0.1"),
+        ("schedule.warmup=1", "the learning rate would only rise; use less than 1"),
+        ("schedule.warmup_steps=9", "mean schedule.warmup? It is a fraction of train.steps: N"),
+        ("optim.lr=0", "optim.lr = 0: Input should be greater than 0"),
         ("train.steps", "not of the form section.key=value"),
         ("steps=3", "not of the form section.key=value"),
     ],
@@ -338,3 +355,145 @@ def test_settings_that_never_act_are_refused(section: str, keys: dict, message: 
     with pytest.raises(ConfigError) as error:
         resolve(config, 1)
     assert message in str(error.value)
+
+
+def test_the_config_of_a_moved_run_names_its_directory(tmp_path: Path) -> None:
+    """A start would otherwise train afresh in the old place."""
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    file, old = folder / "config.toml", str(tmp_path / "old")
+    check_not_moved(file, old, [])  # a file of that name that no run has written
+    (folder / "run.json").touch()
+    with pytest.raises(ConfigError, match=f"add run.dir={folder} to continue there, or run.dir="):
+        check_not_moved(file, old, ["train.steps=3"])
+    check_not_moved(file, old, ["run.dir=new"])
+    check_not_moved(file, f"{folder}/../moved", [])
+    check_not_moved(folder / "other.toml", old, [])
+
+
+def test_paths_may_have_dollars_and_checkpoints_urls(tmp_path: Path) -> None:
+    config = load(tmp_path, "", "run.dir=/runs/5$", "checkpoint.dir=s3://bucket/run")
+    assert (config.run.dir, config.checkpoint.dir) == ("/runs/5$", "s3://bucket/run")
+
+
+TABLES: Any = {"train": {"steps": 2}}
+TEXT: Any = "run.toml"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda file: RunConfig.load(file, "train.steps=2"), "FILE, ['train.steps=2'])"),
+        (
+            lambda file: RunConfig.load(file, TABLES),
+            "is not a list; write RunConfig.load(FILE, ['train.steps=2'])",
+        ),
+        (lambda file: RunConfig.of(TEXT), "read a file by RunConfig.load(FILE)"),
+        (
+            lambda file: setattr(RunConfig.load(file).train, "steps", 3),
+            "train.steps = 3: a config cannot be changed; make another one, such as "
+            "RunConfig.load(FILE, ['train.steps=3'])",
+        ),
+        (lambda file: Trainer(TEXT), "not 'run.toml'; write Trainer(RunConfig.load(FILE))"),
+        (lambda file: Trainer(TABLES), "write Trainer(RunConfig.of(values))"),
+    ],
+)
+def test_wrong_types_from_python_say_what_to_write(
+    tmp_path: Path, make: Callable[[Path], object], message: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("")
+    with pytest.raises(ConfigError) as error:
+        make(file)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--config", "a.toml", "--config", "b.toml"],
+            "--config is given twice, a.toml and b.toml",
+        ),
+        (["--config=a.toml", "--config", "b.toml"], "--config is given twice, a.toml and b.toml"),
+        (["a.toml"], "write --config a.toml"),
+        (["a.toml", "train.steps=5"], "write --config a.toml"),
+        (["--config", "a.toml", "--train.steps=5"], "write train.steps=5, without --"),
+        (["--config", "a.toml", "--train.steps", "5"], "write train.steps=5, without --"),
+        (["--config", "a.toml", "--parallel.tp"], "write parallel.tp=VALUE, without --"),
+    ],
+)
+def test_wrong_command_lines_say_what_to_write(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--config", "a.toml"], ["learn"], ["--steps"]])
+def test_an_unknown_command_lists_all(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands(words) == 1
+    shown = capsys.readouterr().err
+    assert "train, plan, bench, convert" in shown
+    assert ("dtron train --config" in shown) == (words[0] == "--config")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.log_interval=5", "did you mean metrics.log_interval?"),
+        ("data.seq_len=5", "did you mean train.seq_len?"),
+        ("train.tp=2", "did you mean parallel.tp?"),
+        ("optim.warmup=0.1", "did you mean schedule.warmup?"),
+        ("compile.enable=True", "compile.enable = 'True': Input should be a valid boolean; write"),
+        ("compile.enable=1", "compile.enable = 1: Input should be a valid boolean; write true or"),
+        ('train.steps="4"', "train.steps = '4': Input should be a valid integer; write 4"),
+        ('optim.lr="3e-4"', "optim.lr = '3e-4': Input should be a valid number; write 3e-4"),
+        ("parallel.zero=zero3", """'zero3': Input should be 1, 2, 3 or "auto"; did you mean 3?"""),
+        (
+            "checkpoint.resume=true",
+            "checkpoint.resume = True: Input should be a valid string; write",
+        ),
+        ("checkpoint.resume=Latest", "checkpoint.resume = 'Latest': write \"latest\""),
+        ("train=5", "train is a section; write train.KEY=value, such as train.steps=100"),
+        (
+            "data.paths=[my.jsonl]",
+            """the shell has removed the quotes; write data.paths='["my.js""",
+        ),
+        ("data.paths=[a.txt, b.txt]", """write data.paths='["a.txt", "b.txt"]'"""),
+    ],
+)
+def test_hints_name_the_likely_fix(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "", override)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xef\xbb\xbf[train]\nsteps = 3\n", "begins with a byte order mark; save it as UTF-8"),
+        (b"[compile]\nenable = False\n", "line 2: TOML writes true and false in lower case"),
+        (b"[train]\ndtype = bfloat16\n", 'line 2: text is quoted in TOML; write "bfloat16"'),
+        (b'[run]\ndir = "C:\\Users\\x"\n', 'line 2: a backslash in "..." begins an escape'),
+        (b"\xff\xfe[\x00t\x00]\x00", "not UTF-8 but UTF-16; save it as UTF-8"),
+    ],
+)
+def test_broken_toml_names_the_fix(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        RunConfig.load(file)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_in_place_of_a_config_names_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Is a directory; name a TOML file"):
+        RunConfig.load(tmp_path)
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(
+        ConfigError, match=rf"Is a directory; write --config {tmp_path}/config.toml"
+    ):
+        RunConfig.load(tmp_path)

@@ -1,3 +1,4 @@
+import codecs
 import gzip
 import json
 from pathlib import Path
@@ -48,12 +49,12 @@ def test_files_follow_each_other(tmp_path: Path) -> None:
 GOOD = rows({"text": "good"})
 WRONG = [
     (b'{"text": "cut\n', "not JSON"),
-    (b'["text"]\n', "expected a JSON object, found list"),
+    (b'["text"]\n', "expected a JSON object, found list; write one .* per line"),
     (b'{"txt": "x"}\n', "no key 'text'.*among 'txt'.*did you mean txt"),
     (b"{}\n", "no key 'text'.*among nothing"),
     (b'{"text": 3}\n', "'text' is int, not a string"),
-    (b'{"text": null}\n', "'text' is NoneType, not a string"),
-    (b'{"text": "\xff"}\n', "not UTF-8"),
+    (b"{\n", "not JSON: .*; write one JSON object per line, as jq -c"),
+    (b'{"text": "\xff"}\n', "not UTF-8.*LATIN1"),
     (b'{"text": "\\ud800"}\n', "not valid Unicode"),
     (b"[" * 100_000 + b"\n", "not JSON"),
 ]
@@ -151,3 +152,33 @@ def test_paths_that_name_no_file(tmp_path: Path, name: str, message: str) -> Non
     with pytest.raises(DataError) as error:
         files_corpus(section(tmp_path / name))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".JSONL", ".jsonl.gz"])
+def test_null_is_an_empty_document_and_a_byte_order_mark_no_text(
+    tmp_path: Path, suffix: str
+) -> None:
+    content = codecs.BOM_UTF8 + rows({"text": "a"}, {"text": None}, {"text": "b"})
+    assert read(write(tmp_path / f"a{suffix}", content)) == ["a", "", "b"]
+
+
+def test_a_byte_order_mark_is_not_in_the_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", codecs.BOM_UTF8 + "ü\r\n".encode())
+    assert read(path) == ["ü\r\n"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(GOOD), "compressed with gzip; let its name end with .gz"),
+        (GOOD.decode().encode("utf-16"), "not UTF-8 but UTF-16; convert it: iconv -f UTF-16"),
+        ("zwölf\n".encode("latin-1"), "not UTF-8: .*from Latin-1 by iconv -f LATIN1"),
+        (b"PAR1\n", "it is Parquet; set data.source"),
+    ],
+)
+def test_other_encodings_name_the_fix(
+    tmp_path: Path, suffix: str, content: bytes, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read(write(tmp_path / f"a{suffix}", content))

@@ -1,6 +1,7 @@
 """Hugging Face data sets that the tests write; nothing is read from the network."""
 
 import json
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -178,9 +179,9 @@ def test_splits_and_names_of_saved_data(library: Any, tmp_path: Path, saved: Pat
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_row_that_is_no_text(library: Any, tmp_path: Path, streaming: bool) -> None:
     path = tmp_path / "saved"
-    library.Dataset.from_dict({"body": ["one", None, "three"]}).save_to_disk(str(path))
+    library.Dataset.from_dict({"body": [1, 2, 3]}).save_to_disk(str(path))
     data = section(path, hf_streaming=streaming, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"^data\.hf_path[^:]*row 2[^:]*: 'body' is NoneType"):
+    with pytest.raises(DataError, match=r"^data\.hf_path[^:]*row 1[^:]*: 'body' is int"):
         open_data(data, seq_len=16, seed=0)
 
 
@@ -198,3 +199,70 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="pip install datasets"):
         prepare(section("anything"))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.usefixtures("library")
+def test_unquoted_commas_of_a_csv_are_refused(tmp_path: Path, folder: bool) -> None:
+    path = tmp_path / "csv" / "a.csv"
+    path.parent.mkdir()
+    path.write_text("body\nhello, world\n")
+    for read in (hf_corpus, HfStream):
+        with pytest.raises(DataError, match=r"more fields than its header.*into quotes"):
+            read(section(path.parent if folder else path))
+    path.write_text('body,n\n"hello, world",1\n,2\n')
+    assert list(hf_corpus(section(path)).texts()) == ["hello, world", ""]
+
+
+@pytest.mark.parametrize("name", ["./corpus", "my/own/corpus", "corpus.jsonl", "~/corpus"])
+@pytest.mark.usefixtures("library")
+def test_a_misspelt_path_is_not_sought_on_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.load_dataset", None)
+    with pytest.raises(DataError, match="no such file or folder; relative paths start at"):
+        hf_corpus(section(name))
+
+
+def damage_offsets(path: Path) -> None:
+    """Make an offset of the text column point behind its bytes."""
+    content = bytearray(path.read_bytes())
+    offsets = struct.pack("<4i", 0, 3, 6, 11)
+    at = content.index(offsets)
+    content[at + 8 : at + 12] = struct.pack("<i", 2**30)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["info", "state", "arrow", "offsets"])
+def test_a_damaged_saved_data_set_is_one_line(library: Any, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "saved"
+    library.Dataset.from_dict({"body": ["one", "two", "three"]}).save_to_disk(str(path))
+    (arrow,) = path.glob("*.arrow")
+    if damage == "offsets":
+        damage_offsets(arrow)
+    elif damage == "arrow":
+        arrow.write_bytes(arrow.read_bytes()[:100])
+    else:
+        (path / {"info": "dataset_info.json", "state": "state.json"}[damage]).write_text("[1]\n")
+    for read in (hf_corpus, HfStream):
+        with pytest.raises(DataError, match=r"is damaged: .*; write it again") as error:
+            read(section(path))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+@pytest.mark.usefixtures("library")
+def test_a_parquet_file_that_grows_without_bound_is_refused(
+    tmp_path: Path, dictionary: bool, texts: list[str]
+) -> None:
+    """Of equal texts, which are a page of zeros or one entry of a dictionary."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "bomb.parquet"
+    table = pa.table({"body": ["a" * 100_000] * 400})
+    pq.write_table(table, path, use_dictionary=dictionary, compression="zstd")
+    for read in (hf_corpus, HfStream):
+        with pytest.raises(DataError, match=r"bomb\.parquet becomes more than 200 times its size"):
+            read(section(path))
+    good = tmp_path / "good.parquet"
+    pq.write_table(pa.table({"body": [*texts, None]}), good)
+    assert list(hf_corpus(section(good)).texts()) == [*texts, ""]

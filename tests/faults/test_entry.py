@@ -1,5 +1,7 @@
 """Signals and errors from a process's first moments on: one line, and an exit code that says it."""
 
+import ctypes
+import io
 import os
 import re
 import signal
@@ -74,22 +76,37 @@ def test_a_launcher_that_died_before_its_rank_began(
     command: bytes | None,
     signals: list[signal.Signals],
 ) -> None:
-    def read(path: Path) -> bytes:
-        assert path == Path("/proc/1/cmdline")
+    def read(path: str, mode: str) -> io.BytesIO:
+        assert (path, mode) == ("/proc/1/cmdline", "rb")
         if command is None:
             raise FileNotFoundError
-        return command
+        return io.BytesIO(command)
 
     sent, asked = [], []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(entry.os, "getppid", lambda: parent)
     monkeypatch.setattr(entry.os, "kill", lambda _, number: sent.append(number))
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(entry, "open", read, raising=False)
     library = type("Library", (), {"prctl": lambda *_: asked.append(_[1:])})
-    monkeypatch.setattr(entry.ctypes, "CDLL", lambda _: library())
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library())
     entry._end_with_launcher()
     assert sent == signals
     assert asked == [(1, signal.SIGTERM)]
+
+
+def test_nothing_slow_is_imported_before_signals_are_answered() -> None:
+    """train.py sets a handler after `signal` and `sys` alone; dtron.entry adds `os`."""
+    code = "import signal, sys\nbefore = set(sys.modules)\nimport dtron.entry\n"
+    code += "print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=ENV, cwd=ROOT, capture_output=True, text=True
+    )
+    assert not {"ctypes", "pathlib", "dtron.cli", "torch"} & set(done.stdout.split()), done.stdout
+    assert "dtron.entry" in done.stdout, done.stderr
+    lines = (ROOT / "train.py").read_text().splitlines()
+    first = [line.strip() for line in lines if line.strip()][1:5]
+    assert first[:2] == ["import signal", "import sys"]
+    assert first[3].startswith("signal.signal(signal.SIGINT")
 
 
 def test_ctrl_c_in_another_command_is_one_line(tmp_path: Path) -> None:

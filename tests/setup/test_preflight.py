@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from dtron import __version__
-from dtron.checkpoint.directory import check_model
+from dtron.checkpoint.directory import CheckpointMetadata, check_model
 from dtron.cli import commands
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
@@ -18,7 +18,13 @@ from dtron.plan.plan import plan
 from dtron.plan.report import print_plan
 from dtron.run.process import Place
 from dtron.setup import rules
-from dtron.setup.compatibility import _defaults, model_metadata
+from dtron.setup.compatibility import (
+    _UPDATES,
+    _defaults,
+    model_metadata,
+    resume_settings,
+    warn_of_changes,
+)
 from dtron.setup.preflight import preflight
 from dtron.setup.rules import check_layout, host_warnings, reasons, setting_warnings
 
@@ -428,3 +434,62 @@ def test_settings_without_effect_or_with_another_one_are_told(
     for version, told in (((2, 13), 0), ((2, 15), 1)):
         monkeypatch.setattr(rules, "release", lambda _, version=version: version)
         assert len(list(setting_warnings(exchanged))) == told
+
+
+def test_a_resume_names_all_settings_that_change_updates(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Settings that only change the order of sums are not among them, nor what an older checkpoint
+    does not say."""
+    before = RunConfig()
+    saved = CheckpointMetadata(1, 0, 0, 1, 0, resume_settings(before), {}, {})
+    changes = {
+        "optim": {"beta1": 0.8, "weight_decay": 0.0},
+        "train": {"global_batch": 16, "max_grad_norm": 2.0, "micro_batch": 2},
+        "float8": {"recipe": "rowwise"},
+    }
+    warn_of_changes(Path("step-1"), RunConfig.of(changes), saved)
+    found = [record.getMessage() for record in caplog.records]
+    keys = "optim.beta1 optim.weight_decay train.global_batch train.max_grad_norm float8.recipe"
+    assert [line.split(" = ")[0] for line in found] == keys.split()
+    assert "train.global_batch = 16, but step-1 was made with 8: updates from here on" in found[2]
+    caplog.clear()
+    settings = resume_settings(before)
+    older = {key: value for key, value in settings.items() if key not in _UPDATES}
+    warn_of_changes(Path("step-1"), RunConfig.of(changes), replace(saved, settings=older))
+    assert not caplog.records
+
+
+def test_bfloat16_on_a_cpu_is_one_warning() -> None:
+    (line,) = rules.cpu_warnings(RunConfig(), torch.device("cpu"))
+    assert line.endswith("set train.dtype=float32")
+    assert not list(rules.cpu_warnings(RunConfig(), torch.device("cuda")))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["convert", "from-hf", "{}/model.pt", "{}/out"], "does not read pickles"),
+        (["convert", "from-hf", "owner/name", "{}/out"], "run hf download owner/name --local-dir"),
+        (["convert", "from-hf", "{}/run", "{}/out"], "use dtron convert to-hf"),
+        (["train", "checkpoint.initial={}/model.pt"], "does not read pickles"),
+        (["train", "checkpoint.initial=owner/name"], "dtron does not download: run hf download"),
+    ],
+)
+def test_weights_of_another_kind_say_what_to_do(
+    tmp_path: Path,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(arguments: list[str]) -> int:
+        raise CheckpointError(f"{arguments[1]}/config.json cannot be read")
+
+    monkeypatch.setattr("dtron.checkpoint.convert.main", refuse)
+    (tmp_path / "model.pt").touch()
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "a.toml").touch()
+    config = ["--config", str(tmp_path / "a.toml")] if words[0] == "train" else []
+    assert commands([*(word.format(tmp_path) for word in words), *config]) == 1
+    assert message in capsys.readouterr().err

@@ -937,12 +937,21 @@ def test_a_failing_tensorboard_is_given_up(
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", fails)
     writer = MetricsWriter(tmp_path / "rows", tmp_path / "board", Console(), 2, 0, True)
+    assert writer.writes_tensorboard
     writer.row({"step": 1, "loss": 1.0})
+    assert not writer.writes_tensorboard, "the last line does not send anybody there"
     writer.row({"step": 2, "loss": 1.0})
     writer.close()
     assert len((tmp_path / "rows").read_text().splitlines()) == 2
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "No space left on device" in record.getMessage()
+
+
+def test_fit_is_called_once(tmp_path: Path) -> None:
+    trainer = Trainer(tiny(tmp_path / "run", train__steps=1))
+    trainer.fit()
+    with pytest.raises(TrainingError, match=r"make a new Trainer\(config\) for each call"):
+        trainer.fit()
 
 
 def test_a_checkpoint_folder_that_is_not_mounted_is_no_fresh_start(tmp_path: Path) -> None:
