@@ -459,7 +459,12 @@ class ShardReader(StoredReader):
         return super().read_data(replace(plan, items=items), planner)
 
     def part(self, index: MetadataIndex, region: tuple[slice, ...]) -> torch.Tensor:
-        """Read a region of one stored part. Raises CheckpointError: file and index differ."""
+        """Read a region of one stored part.
+
+        Raises:
+            CheckpointError: file and index differ.
+            UnreachableError: a store does not answer.
+        """
         with self._reading(index):
             return self._stored(index)[region]
 
@@ -476,6 +481,8 @@ class ShardReader(StoredReader):
         name = self.index.places[index]
         try:
             yield name
+        except UnreachableError:  # the checkpoint itself may be good
+            raise
         except (OSError, ValueError) as error:
             where = self.folder / name
             raise CheckpointError(f"{where} cannot be read: {cause_of(error, where)}") from None

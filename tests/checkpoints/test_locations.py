@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from dtron.checkpoint import directory as published
 from dtron.checkpoint import save as saving
 from dtron.checkpoint.convert import convert_parser, to_hf_from
-from dtron.checkpoint.dcp_storage import read_index, tiling_error
+from dtron.checkpoint.dcp_storage import ShardReader, read_index, tiling_error
 from dtron.checkpoint.directory import (
     CheckpointMetadata,
     agree,
@@ -37,8 +38,14 @@ from dtron.errors import CheckpointError, ConfigError
 from dtron.io import filesystem as files
 from dtron.io import remote_path as remote
 from dtron.io.filesystem import location
-from dtron.io.remote_path import Remote
-from dtron.io.safetensors_file import StoredTensors, TensorFile, TensorSpec, write_order
+from dtron.io.remote_path import Remote, UnreachableError
+from dtron.io.safetensors_file import (
+    DTYPE_NAMES,
+    StoredTensors,
+    TensorFile,
+    TensorSpec,
+    write_order,
+)
 from dtron.training.trainer import Trainer
 from tests.checkpoints.test_damage import fit_and_listen, flipped
 from tests.checkpoints.test_saving import fit_with_faults, steps
@@ -511,6 +518,55 @@ def test_what_is_announced_is_read_by_few_requests(
     assert len(asked) == 1 + 3 + 2  # the large one is longer than a block
     content = b"".join((where.parent.listed() / where.name).blocks())
     assert content == (tmp_path / "x.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("part_bytes", [4096, 1024])
+def test_a_short_answer_of_a_store_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """Neither for whole files nor for parts of tensors, read by one request or by several."""
+    fsspec = pytest.importorskip("fsspec")
+    for name in ("HEAD_BYTES", "_BLOCK_BYTES"):
+        monkeypatch.setattr(remote, name, 4096)
+    monkeypatch.setattr(remote, "_PART_BYTES", part_bytes)
+    local = commit_of(tmp_path, TensorSpec(torch.float32, (5000,)))
+    folder = location("memory://short/step-1")
+    assert isinstance(folder, Remote)
+    for file in local.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    reader = ShardReader(folder)
+    reader.region("x", (slice(0, 5000),))
+    cat_file = fsspec.implementations.memory.MemoryFileSystem.cat_file
+
+    def short(self: Any, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        return cat_file(self, path, start, end)[:-7]
+
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "cat_file", short)
+    file = folder / "rank-0.safetensors"
+    for read in (
+        file.head,
+        lambda: list(file.blocks()),
+        lambda: reader.region("x", (slice(3000, 4000),)),
+        lambda: problem(folder),
+    ):
+        with pytest.raises(UnreachableError, match=r"the store returned \d+ of \d+ bytes"):
+            read()
+
+
+def commit_of(folder: Path, spec: TensorSpec) -> Path:
+    """A checkpoint of one tensor, x."""
+    path = folder / "step-1"
+    prepare_folder(path)
+    file = TensorFile(path / "rank-0.safetensors", {"x": spec}, {})
+    file.write("x", torch.zeros(spec.shape, dtype=spec.dtype))
+    files = {"rank-0.safetensors": asdict(file.close())}
+    shape = list(spec.shape)
+    parts = [[[0] * len(shape), shape, "rank-0.safetensors"]]
+    entry = {"dtype": DTYPE_NAMES[spec.dtype], "shape": shape, "parts": parts}
+    index = {"format": 1, "files": files, "tensors": {"x": entry}}
+    (path / "index.json").write_text(json.dumps(index))
+    commit(path, FACTS)
+    return path
 
 
 def test_small_tensors_come_first_in_a_file() -> None:
