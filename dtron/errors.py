@@ -27,7 +27,7 @@ class DtronError(Exception):
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(shorten(str(message), _MOST_CHARACTERS).translate(_CONTROL))
+        super().__init__(printable(shorten(str(message), _MOST_CHARACTERS)))
 
 
 class ConfigError(DtronError, ValueError):
@@ -223,11 +223,23 @@ def _key_error(failures: list[Any], prefix: str, known: Iterable[str]) -> str:
     return f"{key} = {shown}: {rule}{hint}"
 
 
+def first_failure(error: ValidationError) -> str:
+    """Return the first failure of a pydantic type, in one line."""
+    failure = error.errors()[0]
+    where = ".".join(map(str, failure["loc"]))
+    return f"{where} = {shorten(repr(failure['input']))}: {failure['msg']}"
+
+
 def cause_of(error: Exception, path: object) -> str:
     """What is wrong with a file, for a message that names its path, which an OSError names too."""
     if isinstance(error, OSError) and error.strerror and str(error.filename) == str(path):
         return error.strerror
     return str(error)
+
+
+def printable(text: str) -> str:
+    """A text with control characters escaped, except tabs and line breaks."""
+    return text.translate(_CONTROL)
 
 
 def shorten(text: str, most: int = 80) -> str:

@@ -15,6 +15,7 @@ MASTER_PORT, which then introduces the ranks as well.
 import datetime
 import ipaddress
 import json
+import logging
 import os
 import socket
 import time
@@ -24,8 +25,9 @@ import torch.distributed as dist
 
 from dtron.errors import ConfigError, DtronError, PeerError, RankError
 from dtron.faults.failure import connect_to_store, within
-from dtron.run.process import Place
+from dtron.run.process import Place, environment_integer
 
+log = logging.getLogger("dtron")
 _RANK_0, _NONCE, _ANSWER = "dtron/rank-0", "dtron/nonce", "dtron/answer"
 """Keys of the store that introduces ranks: the token of rank 0; by rank."""
 _ACKNOWLEDGED, _COMPLETE = "acknowledged", "complete"
@@ -167,6 +169,7 @@ class _Meeting:
         Returns:
             The store, and the token of this attempt.
         """
+        _warn_unless_resolved(*self.master)
         while True:
             try:
                 return self.join_store() if self.place.rank else self.host_store()
@@ -198,8 +201,8 @@ class _Meeting:
             if left and not self.over:
                 time.sleep(_PORT_SECONDS)
         raise RankError(
-            f"MASTER_PORT = {port} is in use on this host by another process; set another port, the "
-            "same for all ranks"
+            f"MASTER_PORT = {port} is in use on this host by another process; set another port, "
+            "the same for all ranks"
         )
 
     def _answer(self, agents: dist.Store, store: dist.Store, answer: list) -> None:
@@ -249,13 +252,22 @@ def _line(error: Exception) -> str:
 
 
 def _master() -> tuple[str, int]:
-    try:
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError):
+    address = os.environ.get("MASTER_ADDR", "")
+    if not address or not os.environ.get("MASTER_PORT"):
         raise ConfigError(
             "WORLD_SIZE > 1 needs MASTER_ADDR and MASTER_PORT, where rank 0 is reached; start "
             "ranks with torchrun, or set both"
-        ) from None
+        )
+    fix = "set a free port of the host of rank 0, the same for all ranks"
+    return address, environment_integer("MASTER_PORT", 0, 0, 65535, fix)
+
+
+def _warn_unless_resolved(address: str, port: int) -> None:
+    """Warn where MASTER_ADDR has no address here yet; the rendezvous tries again in its time."""
+    try:
+        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        log.warning("MASTER_ADDR = %r cannot be resolved on this host: %s", address, error)
 
 
 def _own_address() -> str:
