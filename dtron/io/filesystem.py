@@ -90,9 +90,6 @@ def write_atomically(path: Location, text: str | Iterable[str], synced: bool = T
         sync_directory(path.parent)
 
 
-write_synced = write_atomically
-
-
 def open_own(path: Path, flags: int) -> IO[bytes]:
     """Open or make a regular file of a run, without buffer; a link to one is not followed.
 

@@ -15,18 +15,24 @@ A run resumed from its own checkpoint continues these files. Any other start in 
 first renames what an earlier run left there by a number.
 """
 
+import contextlib
 import json
 import logging
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dtron.errors import ConfigError, cause_of
-from dtron.io.filesystem import Location
+from dtron.io.filesystem import PARTIAL_SUFFIX, Location, delete, write_atomically
 from dtron.io.untrusted import MB, TOML_BYTES, open_regular, parse, read_text
 
 log = logging.getLogger("dtron")
 _KEPT = ("metrics.jsonl", "steps.json", "run.json", "tensorboard", "checkpoints", "trace", "hangs")
+
+_METRICS_BYTES = 16_000 * MB
+_PARTIAL = re.compile(rf".*{PARTIAL_SUFFIX}")
 
 
 class RunDir:
@@ -46,17 +52,43 @@ class RunDir:
         self.hangs = self.path / "hangs"
 
     def open(self, config_toml: str, resumed_step: int | None) -> None:
-        """Make the directory ready for a run that starts after `resumed_step`, or afresh (None)."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        if resumed_step is None:
-            for name in _KEPT:
-                _set_aside(self.path / name)
-            self.committed.unlink(missing_ok=True)
-        else:
-            self._drop_rows_after(resumed_step)
-        if self.config.exists() and _text_of(self.config) != config_toml:
-            _set_aside(self.config)
-        _write(self.config, config_toml)
+        """Make the directory ready for a run that starts after `resumed_step`, or afresh (None).
+
+        Raises ConfigError: something in it cannot be written or moved.
+        """
+        with self._refusing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            delete(*(path for path in self.path.iterdir() if _PARTIAL.fullmatch(path.name)))
+            if resumed_step is None:
+                for name in _KEPT:
+                    _set_aside(self.path / name)
+                self.committed.unlink(missing_ok=True)
+            else:
+                self._drop_rows_after(resumed_step)
+            if os.path.lexists(self.config) and _text_of(self.config) != config_toml:
+                _set_aside(self.config)
+            write_atomically(self.config, config_toml, synced=False)
+
+    def note_begun(self, job: str) -> None:
+        """Remember the job that trains, for its restarts. Raises ConfigError."""
+        with self._refusing():
+            write_atomically(self.begun, job, synced=False)
+
+    def forget_begun(self) -> None:
+        """No job trains. Raises ConfigError: what is there is no file."""
+        with self._refusing():
+            self.begun.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            path = error.filename or self.path
+            raise ConfigError(
+                f"run.dir = {str(self.path)!r}: {path} cannot be written: "
+                f"{error.strerror or error}; make room, move it away, or set another run.dir"
+            ) from None
 
     def write_run_json(self, info: dict[str, Any]) -> None:
         """Replace run.json; a warning where that fails."""
@@ -78,19 +110,23 @@ class RunDir:
             return ""
 
     def _drop_rows_after(self, step: int) -> None:
-        if not self.metrics.exists():
+        if not os.path.lexists(self.metrics):
             return
-        kept = []
         try:
-            with open_regular(self.metrics) as file:
-                while row := file.readline(MB):
-                    if (at := _row_step(row)) is not None and at <= step:
-                        kept.append(row.decode().rstrip("\n") + "\n")
+            file = open_regular(self.metrics, _METRICS_BYTES)
         except OSError as error:
             raise ConfigError(
                 f"{self.metrics} cannot be read: {cause_of(error, self.metrics)}; move it away"
             ) from None
-        _write(self.metrics, "".join(kept))
+        with file:
+            write_atomically(self.metrics, _rows_until(step, file), synced=False)
+
+
+def _rows_until(step: int, file: BinaryIO) -> Iterator[str]:
+    """Rows of metrics up to a step; one at a time is in memory."""
+    while row := file.readline(MB):
+        if (at := _row_step(row)) is not None and at <= step:
+            yield row.decode().rstrip("\n") + "\n"
 
 
 def _row_step(row: bytes) -> int | None:
@@ -111,23 +147,17 @@ def _text_of(path: Path) -> str | None:
 
 
 def _set_aside(path: Path) -> None:
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     number = 1
-    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.stem}-{number}{path.suffix}")):
         number += 1
     path.rename(aside)
     log.info("%s of an earlier run is now %s", path, aside.name)
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
-
-
 def _try_to_write(path: Path, text: str) -> None:
     try:
-        _write(path, text)
+        write_atomically(path, text, synced=False)
     except OSError as error:
         log.warning("%s cannot be written: %s", path, error.strerror or error)
