@@ -204,7 +204,7 @@ class Watchdog:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank-{self.rank}.txt"
-            with path.open("w") as file:
+            with path.open("w", encoding="utf-8") as file:
                 file.write(json.dumps(where.__dict__) + "\n" + message + "\n")
                 enqueued = flight_recorder(self.groups)
                 file.writelines(f"enqueued and not done: {line}\n" for line in enqueued)
@@ -314,7 +314,7 @@ def summary(folder: Path, world_size: int, since: float) -> list[str]:
         since: seconds of the epoch; older reports are of an earlier hang at the same step.
     """
     new = [path for path in folder.glob("rank-*.txt") if path.stat().st_mtime >= since]
-    reports = [Where(**json.loads(path.read_text().split("\n")[0])) for path in new]
+    reports = [Where(**json.loads(path.read_text(encoding="utf-8").split("\n")[0])) for path in new]
     reports.sort(key=lambda where: where.rank)
     silent = sorted(set(range(world_size)) - {where.rank for where in reports})
     waiting = [str(where.rank) for where in reports if where.collective]

@@ -197,10 +197,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.experts % args.ep:
             raise ConfigError(f"--ep {args.ep} does not divide --experts {args.experts}")
         if args.mesh:
-            args.mesh.write_text(draw_mesh(found, args.experts))
+            args.mesh.write_text(draw_mesh(found, args.experts), encoding="utf-8")
         if args.rows:
             choices = drawn_choices(args.ep, args.experts, args.tokens, args.top_k)
-            args.rows.write_text(draw_rows(journey(choices, args.experts), args.experts))
+            args.rows.write_text(
+                draw_rows(journey(choices, args.experts), args.experts), encoding="utf-8"
+            )
     except (ConfigError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
