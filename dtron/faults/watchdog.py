@@ -299,7 +299,7 @@ def _claims(path: Path, since: float) -> bool:
     try:
         if path.exists() and path.stat().st_mtime < since:
             path.unlink()
-        path.open("x").close()
+        path.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
