@@ -25,6 +25,7 @@ from dtron.errors import (
     explained_weights,
     nearest,
 )
+from dtron.io.filesystem import open_own
 from dtron.run.directory import check_not_moved
 from dtron.setup.versions import warn_untested
 
@@ -173,9 +174,12 @@ def _refuse(error: DtronError) -> int:
     theirs alone. A failure of one rank is printed by that rank, and by no other."""
     import torch.distributed as dist  # not before --help, which needs no torch
 
-    from dtron.run.process import Place
+    from dtron.run.process import Place, drop_unwritten
 
-    place = Place.of_environment()
+    try:
+        place = Place.of_environment()
+    except ConfigError:  # which is the error
+        place = Place(rank=0, local_rank=0, world_size=1)
     alone, shown = isinstance(error, RankError), str(error).replace("\n", "\n       ")
     _write_error_file(error)
     if isinstance(error, PeerError):
@@ -190,7 +194,7 @@ def _refuse(error: DtronError) -> int:
     if isinstance(error, NoProgressError) and "TORCHELASTIC_RUN_ID" in os.environ:
         os.kill(os.getppid(), signal.SIGTERM)  # or torchrun would restart all ranks again
     if place.world_size > 1 and (alone or isinstance(error, PeerError) or dist.is_initialized()):
-        sys.stdout.flush()
+        drop_unwritten()
         os._exit(1)  # threads that wait for other ranks in a collective would abort this one
     return 1
 
@@ -205,8 +209,9 @@ def _write_error_file(error: DtronError) -> None:
         return
     seconds = int(time.time()) + isinstance(error, PeerError)
     message = {"message": f"error: {error}", "extraInfo": {"timestamp": str(seconds)}}
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": message}, file)
+    with contextlib.suppress(OSError), open_own(Path(path), os.O_WRONLY) as file:
+        file.truncate(0)
+        file.write(json.dumps({"message": message}).encode())
 
 
 def _parser() -> argparse.ArgumentParser:

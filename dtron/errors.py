@@ -28,7 +28,7 @@ class DtronError(Exception):
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(shorten(str(message), _MOST_CHARACTERS).translate(_CONTROL))
+        super().__init__(printable(shorten(str(message), _MOST_CHARACTERS)))
 
 
 class ConfigError(DtronError, ValueError):
@@ -285,6 +285,13 @@ def _hint_of_value(key: str, failure: Any) -> str:
     return nearest(str(value), quoted or re.findall(r"\d+", expected), 0.5 if quoted else 0.3)
 
 
+def first_failure(error: ValidationError) -> str:
+    """Return the first failure of a pydantic type, in one line."""
+    failure = error.errors()[0]
+    where = ".".join(map(str, failure["loc"]))
+    return f"{where} = {shorten(repr(failure['input']))}: {failure['msg']}"
+
+
 def cause_of(error: Exception, path: object) -> str:
     """What is wrong with a file, for a message that names its path, which an OSError names too."""
     if isinstance(error, OSError) and error.strerror and str(error.filename) == str(path):
@@ -316,6 +323,11 @@ def _fix_of_weights(path: str) -> str:
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not os.path.exists(path):
         return f"dtron does not download: run hf download {path} --local-dir FOLDER and name FOLDER"
     return ""
+
+
+def printable(text: str) -> str:
+    """A text with control characters escaped, except tabs and line breaks."""
+    return text.translate(_CONTROL)
 
 
 def shorten(text: str, most: int = 80) -> str:

@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = compare(args.first, args.second, args.last)
         if args.out:
-            args.out.write_text(draw(found))
+            args.out.write_text(draw(found), encoding="utf-8")
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtron.io.filesystem import sync_directory, write_synced
+from dtron.io.filesystem import sync_directory, write_atomically
 from dtron.io.safetensors_file import Region, TensorSpec, full_region, write_tensors
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import HuggingFace
@@ -84,12 +84,12 @@ class HFExport:
 
     def write_json(self, folder: Path) -> None:
         """Write config.json and, for several files, the index. Raises OSError."""
-        write_synced(folder / CONFIG, _text(self.config_json))
+        write_atomically(folder / CONFIG, _text(self.config_json))
         if len(self.files) > 1:
             total = sum(described.nbytes for described in self._tensors.values())
             weight_map = {key: self.name(i) for i, keys in enumerate(self.files) for key in keys}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_synced(folder / INDEX, _text(index))
+            write_atomically(folder / INDEX, _text(index))
         sync_directory(folder)
 
     def _tensor(self, theirs: str) -> Tensor:

@@ -378,3 +378,17 @@ def test_another_torch_starts_with_one_line(
         line = f"warning: torch {release} is not tested with dtron (2.11 to 2.15); continuing"
         assert lines.count(line) == (rank == "0")
         assert sum("warning" in each for each in lines) == (rank == "0")
+
+
+def test_text_is_written_in_utf_8() -> None:
+    """Whatever the locale of the machine is."""
+    for module, file in MODULES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func).rpartition(".")[2]
+            modes = {each.value for each in node.args if isinstance(each, ast.Constant)}
+            writes = modes & {"w", "a", "x", "wt", "at", "xt", "w+", "a+", "r+"}
+            if called == "write_text" or (called in ("open", "fdopen") and writes):
+                given = {keyword.arg for keyword in node.keywords}
+                assert "encoding" in given, f"{module}: {ast.unparse(node)}"

@@ -268,9 +268,11 @@ def write_titan_data(directory: Path, texts: Sequence[str]) -> None:
         (directory / folder).mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer/tokenizer.json"))
     settings = {"bos_token": begin, "eos_token": end, "add_bos_token": True, "add_eos_token": True}
-    (directory / "tokenizer/tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "tokenizer/tokenizer_config.json").write_text(
+        json.dumps(settings), encoding="utf-8"
+    )
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (directory / "data/data.json").write_text(lines)
+    (directory / "data/data.json").write_text(lines, encoding="utf-8")
 
 
 # -- running and comparing -------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     rates = f"{limit.flops_per_second / 1e12:.4g} TFLOP/s, {limit.bytes_per_second / 1e12:.3g} TB/s"
     console.print(f"limit of {device_name(device)}, measured: {rates}", soft_wrap=True)
     if given.out:
-        given.out.write_text(json.dumps(written, indent=1) + "\n")
+        given.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

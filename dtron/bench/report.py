@@ -40,6 +40,7 @@ import dtron
 from dtron.bench.run import Options, Outcome
 from dtron.bench.sweep import SweepPoint
 from dtron.config import RunConfig
+from dtron.io.filesystem import write_atomically
 from dtron.models import model_config
 from dtron.models.flops import Convention, FlopsModel, flops_per_token, peak_flops
 
@@ -264,6 +265,4 @@ def write_json(path: Path, command: str, options: Options, points: Sequence[dict
         "points": list(points),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(whole, indent=1) + "\n")
-    partial.replace(path)
+    write_atomically(path, json.dumps(whole, indent=1) + "\n", synced=False)

@@ -226,7 +226,7 @@ def wait_for(
     command: Sequence[str], log: Path, environment: Mapping[str, str], timeout_seconds: float
 ) -> int | None:
     """Run a command with output to `log` and return its exit status; None: it timed out."""
-    with log.open("w") as out:
+    with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}
         )

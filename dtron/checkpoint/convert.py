@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dtron.checkpoint.dcp_storage import ShardReader, ShardWriter
+from dtron.checkpoint.dcp_storage import ShardReader, ShardWriter, check_float
 from dtron.checkpoint.directory import (
     CheckpointMetadata,
     check_agreement,
@@ -37,10 +37,11 @@ from dtron.checkpoint.initial_weights import model_settings, open_initial
 from dtron.checkpoint.save import first_cause
 from dtron.config import RunConfig
 from dtron.data.tokenizer import ByteTokenizer, tokenizer_file
-from dtron.errors import ArgumentParser, CheckpointError, ConfigError
-from dtron.io.filesystem import Location, read_json, sync_directory, write_synced
+from dtron.errors import ArgumentParser, CheckpointError, ConfigError, cause_of
+from dtron.io.filesystem import Location, read_json, sync_directory, write_atomically
 from dtron.io.remote_path import Remote
 from dtron.io.safetensors_file import Region
+from dtron.io.untrusted import TEXT_BYTES, read_bytes
 from dtron.models import BACKENDS, build_model, hf_folder, hf_of
 from dtron.models.hf_export import HFExport
 from dtron.models.hf_weights import CONFIG, HFFolder
@@ -225,6 +226,8 @@ def to_hf_folder(
     with torch.device("meta"):
         model = build_model(initial.name, config, BACKENDS["math"])
     hf, reader = hf_of(initial.name), ShardReader(initial.path)
+    for fqn, parameter in model.named_parameters():
+        check_float(fqn, reader.dtype(f"model.{fqn}"), parameter.dtype)
 
     def get(fqn: str, region: Region) -> Tensor:
         return reader.region(f"model.{fqn}", region)
@@ -267,36 +270,52 @@ def _write_byte_tokenizer(out: Path) -> dict[str, Any]:
     tokenizer.add_special_tokens([eos])
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
-    write_synced(out / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    write_atomically(out / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
     return {"eos_token_id": eos_id}
 
 
 def _copy_model_files(folder: Path, out: Path) -> None:
     for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
+        if not (folder / name).is_file():
+            continue
+        try:
+            content = read_bytes(folder / name, TEXT_BYTES)
+        except OSError as error:
+            cause = cause_of(error, folder / name)
+            raise CheckpointError(f"{folder / name} cannot be copied: {cause}") from None
+        (out / name).write_bytes(content)
 
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Make a temporary folder for all ranks to write to; it is renamed to `out` at the end.
+    """Make a temporary folder for all ranks to write to; it is renamed to `out` at the end, or
+    removed after an error.
 
     Raises:
-        CheckpointError: `out` exists.
+        CheckpointError: one of them exists.
     """
     out = out.expanduser()
     partial, first = out.with_name(out.name + ".partial"), dist.get_rank() == 0
     if out.exists():
         raise CheckpointError(f"{out} exists already; give another folder")
+    if os.path.lexists(partial):
+        raise CheckpointError(
+            f"{partial} exists already: another conversion writes it, or was killed; remove it if "
+            "none runs, or give another folder"
+        )
     dist.barrier()
     if first:
-        shutil.rmtree(partial, ignore_errors=True)  # left over from a killed conversion
         partial.mkdir(parents=True)
-    dist.barrier()
-    yield partial
-    dist.barrier()
-    if first:
-        sync_directory(partial)
-        os.replace(partial, out)
-        sync_directory(out.parent)
+    try:
+        dist.barrier()
+        yield partial
+        dist.barrier()
+        if first:
+            sync_directory(partial)
+            os.replace(partial, out)
+            sync_directory(out.parent)
+    except BaseException:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     dist.barrier()

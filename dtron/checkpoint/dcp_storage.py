@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dtron.errors import CheckpointError
-from dtron.io.filesystem import Location, plain_name, read_json, size_of, write_synced
+from dtron.io.filesystem import Location, plain_name, read_json, size_of, write_atomically
 from dtron.io.remote_path import Remote, UnreachableError
 from dtron.io.safetensors_file import (
     DTYPE_NAMES,
@@ -58,6 +58,7 @@ INDEX = "index.json"
 _MAX_COMPARED = 4 * 10**6
 """Most pairs of parts of one tensor that are compared; a malicious index may have more."""
 _FORMAT = 1
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class _WrittenPart(NamedTuple):
@@ -147,7 +148,7 @@ class ShardWriter(dcp.StorageWriter):
             },
         }
         text = json.dumps(table, separators=(",", ":")) + "\n"
-        self._limited(lambda: write_synced(self.folder / INDEX, text))
+        self._limited(lambda: write_atomically(self.folder / INDEX, text))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
@@ -378,10 +379,15 @@ class StoredReader(dcp.StorageReader):
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the planned regions into this rank's tensors, converted to their dtype."""
+        """Copy the planned regions into this rank's tensors, converted to their dtype.
+
+        Raises CheckpointError: a tensor that has to be of floats is not.
+        """
         for item in plan.items:
+            target = planner.resolve_tensor(item)
             part = self.part(item.storage_index, region_of(item))
-            planner.resolve_tensor(item).detach().copy_(part)
+            check_float(item.storage_index.fqn, part.dtype, target.dtype)
+            target.detach().copy_(part)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -389,6 +395,16 @@ class StoredReader(dcp.StorageReader):
     def part(self, index: MetadataIndex, region: Region) -> torch.Tensor:
         """Read a region of one stored part."""
         raise NotImplementedError
+
+
+def check_float(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+    """Check that a tensor of floats is stored as one: values of other dtypes, or without their
+    scales, would be converted silently. Raises CheckpointError."""
+    if wanted in _FLOATS and stored not in _FLOATS:
+        raise CheckpointError(
+            f"{name} is stored as {DTYPE_NAMES[stored]}; it has to be one of "
+            f"{', '.join(DTYPE_NAMES[dtype] for dtype in _FLOATS)}"
+        )
 
 
 def region_of(item: ReadItem) -> Region:

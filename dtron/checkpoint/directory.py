@@ -21,11 +21,13 @@ import torch.distributed as dist
 from pydantic import Field, TypeAdapter, ValidationError
 
 from dtron.checkpoint.dcp_storage import INDEX, corrupt, missing_or_short, read_index
-from dtron.errors import CheckpointError
+from dtron.errors import CheckpointError, first_failure
 from dtron.io.filesystem import (
+    PARTIAL_SUFFIX,
     Location,
     delete,
     is_file,
+    is_link,
     listed,
     location,
     make_folder,
@@ -45,10 +47,22 @@ _ABANDONED = "abandoned.json"
 PROBE = "latest.partial"
 """File that a start writes to a store to check that it can; the next save deletes it."""
 _STEP = re.compile(r"[0-9]{1,18}")
-_OWN_FILES = re.compile(r"rank-\d+\.safetensors|(index|dtron|abandoned)\.json(\.partial)?")
+_OWN_FILES = re.compile(
+    rf"rank-\d+\.safetensors|(index|dtron|abandoned)\.json({PARTIAL_SUFFIX}|\.partial)?"
+)
+_PARTIAL = re.compile(rf"latest({PARTIAL_SUFFIX}|\.partial)")
+"""Names of PROBE and of what a killed run left of `latest`."""
 RESUME = "set checkpoint.resume ="
 """Start of the fix in an error about a checkpoint to resume from."""
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Key = Annotated[str, Field(pattern=r"^\w+\.\w+$")]
+_ENTRIES: dict[str, dict[str, Any]] = {
+    "data": {"sequence": _Count},
+    "settings": {"train.seq_len": Annotated[int, Field(gt=0, le=2**31)]},
+    "schedule": {"train.steps": _Count, "warmup_steps": _Count, "optim.lr": float},
+    "faults": {"rollbacks": _Count, "spikes": dict[str, float]},
+}
+"""Types of the entries of dtron.json that are used as they are, by field and key."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,7 @@ class CheckpointMetadata:
     """State of the run's guards: means of the loss, number of rollbacks."""
     schedule: dict[str, Any] = field(default_factory=dict)
     """Keys of the run's config that learning rates depend on, and `warmup_steps`."""
-    automatic: dict[str, Any] = field(default_factory=dict)
+    automatic: dict[_Key, Any] = field(default_factory=dict)
     """Keys of the run's config that were chosen automatically, with their values."""
 
     @classmethod
@@ -86,6 +100,23 @@ class CheckpointMetadata:
     def weights_only(self) -> bool:
         """Whether the checkpoint has weights only, so that training cannot resume from it."""
         return not self.data
+
+
+def _entry_error(metadata: CheckpointMetadata) -> str | None:
+    """Return what is wrong with one of _ENTRIES; None: nothing.
+
+    A schedule has all of its entries, or is empty.
+    """
+    for name, kinds in _ENTRIES.items():
+        found = getattr(metadata, name)
+        for key, kind in kinds.items():
+            if key not in found and not (found and name == "schedule"):
+                continue
+            try:
+                TypeAdapter(kind).validate_python(found.get(key), strict=True)
+            except ValidationError as error:
+                return f"{name}: {key} = {found.get(key)!r}: {error.errors()[0]['msg']}"
+    return None
 
 
 def share(path: Location, group: dist.ProcessGroup) -> Location:
@@ -112,23 +143,31 @@ def read_metadata(path: Location) -> CheckpointMetadata:
     """Read dtron.json of a checkpoint.
 
     Raises:
-        CheckpointError: it or the index cannot be read, or their checksum differs.
+        CheckpointError: it or the index cannot be read, their checksum differs, or the folder's
+            name has another step.
         UnreachableError: a store does not answer.
     """
     content = read_json(path / METADATA)
-    found = content.pop("sha256", None)
+    checksum = content.pop("sha256", None)
     try:
-        if found != _checksum(path, content):
+        if checksum != _checksum(path, content):
             raise CheckpointError(
                 f"{path}: {METADATA} or {INDEX} is corrupt: their SHA-256 differs"
             )
-        return TypeAdapter(CheckpointMetadata).validate_python(content)
+        found = TypeAdapter(CheckpointMetadata).validate_python(content)
+        if wrong := _entry_error(found):
+            raise CheckpointError(f"{path / METADATA} is damaged: {wrong}")
     except UnreachableError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except ValidationError as error:
-        raise CheckpointError(f"{path / METADATA} has invalid fields: {error}") from None
+        raise CheckpointError(f"{path / METADATA} is damaged: {first_failure(error)}") from None
+    if step_of(path) not in (0, found.step) and not found.weights_only:
+        raise CheckpointError(
+            f"{path}: {METADATA} is of step {found.step}; rename the folder to step-{found.step}"
+        )
+    return found
 
 
 def _checksum(path: Location, metadata: dict[str, Any]) -> str:
@@ -348,10 +387,17 @@ def prepare_folder(folder: Location, kept: Collection[Location] = ()) -> None:
 
 
 def commit(folder: Location, metadata: CheckpointMetadata) -> None:
-    """Commit a checkpoint: write its metadata last, and point `latest` to it. Raises OSError."""
+    """Commit a checkpoint: write its metadata last. Raises OSError.
+
+    Then point `latest` to it, for people and scripts; a warning where that fails.
+    """
     write_metadata(folder, metadata)
     sync_directory(folder.parent)
-    write_atomically(folder.parent / "latest", folder.name + "\n")
+    latest = folder.parent / "latest"
+    try:
+        write_atomically(latest, folder.name + "\n")
+    except OSError as error:
+        log.warning("%s cannot be written: %s; %s is complete", latest, error, folder)
 
 
 def delete_old(
@@ -370,16 +416,21 @@ def delete_old(
     old = [path for path in old if path not in {newest, *kept, *spared}]
     if not isinstance(checkpoints, Remote):  # where one request deletes all files
         for path in old:
-            delete(path / METADATA)
-    probe = checkpoints / PROBE
+            _invalidate(path)
     left = _leftovers(checkpoints, {newest, *kept}, abandoned=True)
-    delete(*old, *left, *([probe] if probe.exists() else []))
+    partial = [checkpoints / n for n in names_in(checkpoints) if _PARTIAL.fullmatch(n)]
+    delete(*old, *left, *partial)
 
 
 def delete_checkpoint(folder: Location) -> None:
     """Delete a checkpoint; its metadata first, so that it is invalid at once. Raises OSError."""
-    delete(folder / METADATA)
+    _invalidate(folder)
     delete(folder)
+
+
+def _invalidate(folder: Location) -> None:
+    """Delete the metadata of a checkpoint; of a link to one, which is another run's, the link."""
+    delete(folder if is_link(folder) else folder / METADATA)
 
 
 def _foreign(folder: Location) -> str:
@@ -390,12 +441,17 @@ def _foreign(folder: Location) -> str:
 def abandon_after(checkpoints: Location, step: int) -> None:
     """Invalidate checkpoints newer than `step`, whose steps are trained again. Raises OSError.
 
-    Their files stay until the next commit; renaming abandoned.json to dtron.json restores one.
+    Their files stay until the next commit; renaming abandoned.json to dtron.json restores one. A
+    link is removed, and the checkpoint that it leads to is not changed.
     """
     for path in complete(checkpoints):
-        if step_of(path) > step:
+        if step_of(path) <= step:
+            continue
+        if is_link(path):
+            log.warning("%s is newer than step %d: the link is removed", path, step)
+        else:
             write_atomically(path / _ABANDONED, read(path / METADATA).decode())
-            delete(path / METADATA)
+        _invalidate(path)
 
 
 def _leftovers(

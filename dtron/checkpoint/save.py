@@ -37,7 +37,7 @@ from dtron.checkpoint.directory import (
 from dtron.checkpoint.locations import CheckpointLocation
 from dtron.checkpoint.save_plan import CachedSavePlanner
 from dtron.errors import CheckpointError
-from dtron.io.filesystem import Location, check_mounted, listed, mount_of, read, write_synced
+from dtron.io.filesystem import Location, check_mounted, listed, mount_of, read, write_atomically
 from dtron.io.safetensors_file import WrittenFile
 from dtron.io.untrusted import INDEX_BYTES
 from dtron.io.writer_process import WriterProcess
@@ -113,7 +113,7 @@ class Saver:
 
         def act(folder: Location) -> None:
             self._run_on_all(lambda: _copy_files(source, folder, process))
-            self.run_on_first(lambda: write_synced(folder / INDEX, _index_text(source)))
+            self.run_on_first(lambda: write_atomically(folder / INDEX, _index_text(source)))
 
         try:
             self._commit(act, metadata, location)

@@ -39,6 +39,7 @@ from dtron.data.documents import Corpus
 from dtron.data.shuffle import copies_of
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError
+from dtron.io.filesystem import open_own
 from dtron.io.untrusted import MB, open_regular, parse, read_bytes, read_text
 
 FORMAT = 3  # part of KEY: raise it when the files or the handling of documents change
@@ -144,6 +145,8 @@ def open_cache(path: Path, tokenizer: Tokenizer) -> TokenCache | None:
             return None
         tokens = TokenFile(path / "tokens.bin", meta["dtype"], tokenizer.vocab_size)
         n = meta["documents"]
+        if max(n, meta["copies"]) > len(tokens):  # every document has a token
+            return None
         offsets = _read_array(path / "offsets.npy", n + 1)
         copies = _read_array(path / "copies.npy", meta["copies"], 2)
         ends = (offsets[0], offsets[-1], len(tokens))
@@ -215,7 +218,8 @@ def heartbeat(path: Path) -> Iterator[None]:
         while True:
             with contextlib.suppress(OSError):  # `open_or_build` reports what cannot be written
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.touch()
+                with open_own(file, os.O_WRONLY) as opened:
+                    os.utime(opened.fileno())
             if done.wait(HEARTBEAT_SECONDS):
                 return
 
@@ -264,7 +268,7 @@ def _clean_up_before_signals(clean: Callable[[], None]) -> Iterator[None]:
 def last_heartbeat(path: Path) -> float:
     """Return the time of the last heartbeat for the cache at a path; 0.0: none."""
     try:
-        return _heartbeat_of(path).stat().st_mtime
+        return _heartbeat_of(path).lstat().st_mtime
     except OSError:
         return 0.0
 
@@ -329,7 +333,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
         "tokenizer": tokenizer.fingerprint,
         "content": content.hexdigest(),
     }
-    (directory / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    (directory / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     logger.info(
         "tokenized %d documents (%d empty ones skipped) to %d tokens in %.1f s",
         n_documents,

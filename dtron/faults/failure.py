@@ -69,7 +69,7 @@ class FirstFailure:
                 within(_SECONDS, lambda: self._store().compare_set(self._key, "", mine))
                 == mine.encode()
             )
-        except (RuntimeError, TimeoutError):
+        except (RuntimeError, TimeoutError, ValueError):
             return True
 
     def reported_by_peer(self) -> bool:
@@ -78,7 +78,7 @@ class FirstFailure:
             return False
         try:
             return within(_SECONDS, lambda: self._store().check([self._key]))
-        except (RuntimeError, TimeoutError):
+        except (RuntimeError, TimeoutError, ValueError):
             return False
 
     def _store(self) -> dist.TCPStore:
@@ -98,7 +98,7 @@ def connect_to_store(host: str, port: int, timeout: datetime.timedelta) -> dist.
     short = datetime.timedelta(seconds=_SECONDS)
     try:
         socket.create_connection((host, port), _SECONDS).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise RuntimeError(f"no store at {host}:{port}: {error}") from error
     store = dist.TCPStore(host, port, None, False, short, wait_for_workers=False)
     store.set_timeout(timeout)

@@ -205,7 +205,7 @@ class Watchdog:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank-{self.rank}.txt"
-            with path.open("w") as file:
+            with path.open("w", encoding="utf-8") as file:
                 file.write(json.dumps(position.__dict__) + "\n" + message + "\n")
                 enqueued = flight_recorder(self.groups)
                 file.writelines(f"enqueued and not done: {line}\n" for line in enqueued)
@@ -307,7 +307,7 @@ def _create_first(path: Path, since: float) -> bool:
     try:
         if path.exists() and path.stat().st_mtime < since:
             path.unlink()
-        path.open("x").close()
+        path.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
@@ -322,7 +322,8 @@ def summary(folder: Path, world_size: int, since: float) -> list[str]:
         since: seconds since the epoch; older reports are of an earlier hang at the same step.
     """
     new = [path for path in folder.glob("rank-*.txt") if path.stat().st_mtime >= since]
-    reports = [RankPosition(**json.loads(path.read_text().split("\n")[0])) for path in new]
+    firsts = [path.read_text(encoding="utf-8").split("\n")[0] for path in new]
+    reports = [RankPosition(**json.loads(first)) for first in firsts]
     reports.sort(key=lambda report: report.rank)
     silent = sorted(set(range(world_size)) - {report.rank for report in reports})
     waiting = [str(report.rank) for report in reports if report.collective]

@@ -1,10 +1,14 @@
 """Small files on a disk or in an object store: reading with clear errors, durable writing."""
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dtron.errors import CheckpointError, ConfigError, cause_of
 from dtron.io.remote_path import Remote, UnreachableError
@@ -12,6 +16,10 @@ from dtron.io.untrusted import JSON_BYTES, parse, read_bytes
 
 Location = Path | Remote
 """Path of a file or folder, on a disk or in an object store."""
+PARTIAL_SUFFIX = r"\.[0-9a-f]{32}\.partial"
+"""What a file's name has more, as a regular expression, until it is complete."""
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OWN = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def location(text: str | Location) -> Location:
@@ -50,26 +58,57 @@ def plain_name(name: Any, where: Location) -> str:
     return name
 
 
-def write_synced(path: Location, text: str) -> None:
-    """Write a file and wait until the disk has it. Raises OSError."""
+def write_atomically(path: Location, text: str | Iterable[str], synced: bool = True) -> None:
+    """Write or replace a file atomically: readers see all or nothing of it. Raises OSError.
+
+    It is written under another name, which nobody can have made before; a link at the path is
+    replaced, not followed.
+
+    Args:
+        text: the content, or its parts in order.
+        synced: wait until the disk has it.
+    """
+    parts = [text] if isinstance(text, str) else text
     if isinstance(path, Remote):
-        path.write_bytes(text.encode())
+        path.write_bytes("".join(parts).encode())
         return
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with os.fdopen(os.open(partial, _NEW, 0o666), "w", encoding="utf-8") as file:
+            file.writelines(parts)
+            file.flush()
+            if synced:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError) and error.strerror:  # which names the partial file
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+    if synced:
+        sync_directory(path.parent)
 
 
-def write_atomically(path: Location, text: str) -> None:
-    """Write or replace a file atomically: readers see all or nothing of it. Raises OSError."""
-    if isinstance(path, Remote):
-        path.write_bytes(text.encode())
-        return
-    partial = path.with_name(path.name + ".partial")
-    write_synced(partial, text)
-    os.replace(partial, path)
-    sync_directory(path.parent)
+def open_own(path: Path, flags: int) -> IO[bytes]:
+    """Open or make a regular file of a run, without buffer; a link to one is not followed.
+
+    Args:
+        flags: of `os.open`, such as `os.O_RDWR | os.O_APPEND`.
+    Raises:
+        OSError: also if it is not a regular file, without waiting for the reader of a FIFO.
+    """
+    descriptor = os.open(path, flags | _OWN, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    mode = {os.O_RDONLY: "rb", os.O_WRONLY: "wb", os.O_RDWR: "r+b"}[flags & os.O_ACCMODE]
+    return os.fdopen(descriptor, mode, buffering=0)
+
+
+def is_link(path: Location) -> bool:
+    """Whether a path is a symbolic link."""
+    return isinstance(path, Path) and path.is_symlink()
 
 
 def sync_directory(path: Location) -> None:

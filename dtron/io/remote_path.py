@@ -180,14 +180,21 @@ class Remote:
             return self._files.open(self._path, mode)
 
     def read_bytes(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end) of a file; fewer if the file ends before."""
+        """Read bytes [start, end) of a file. Raises UnreachableError: also for a short answer."""
         starts = list(range(start, end, _PART_BYTES))
-        ends = [*starts[1:], end]
+        if not starts:
+            return b""
+        paths, ends = [self._path] * len(starts), [*starts[1:], end]
         with self._renamed_errors():
-            if len(starts) < 2:
-                return self._files.cat_file(self._path, start=start, end=end) if starts else b""
-            paths = [self._path] * len(starts)
-            return b"".join(self._files.cat_ranges(paths, starts, ends, on_error="raise"))
+            if len(starts) == 1:
+                found = self._files.cat_file(self._path, start=start, end=end)
+            else:
+                found = b"".join(self._files.cat_ranges(paths, starts, ends, on_error="raise"))
+        if len(found) != end - start:
+            raise UnreachableError(
+                f"{self}: the store returned {len(found)} of {end - start} bytes from {start} on"
+            )
+        return found
 
     def read_whole(self, limit: int) -> bytes:
         """Read a whole file. Raises OSError: also if it has more than `limit` bytes."""
@@ -196,8 +203,6 @@ class Remote:
         if (size := self.size()) > limit:
             raise OSError(f"{self} has {size} bytes; the limit is {limit}")
         content = self.read_bytes(0, size)
-        if len(content) != size:
-            raise UnreachableError(f"{self}: the store returned {len(content)} of {size} bytes")
         if self._snapshot is not None:
             self._snapshot.contents[self._path] = content
         return content

@@ -9,6 +9,7 @@ Source of the format: github.com/huggingface/safetensors, README, "Format".
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from dtron.errors import CheckpointError, cause_of, shorten
 from dtron.io.filesystem import Location
-from dtron.io.remote_path import Remote, RemoteFile
+from dtron.io.remote_path import Remote, RemoteFile, UnreachableError
 from dtron.io.untrusted import MB, open_regular, parse
 from dtron.io.writer_process import HashedFile
 
@@ -204,10 +205,11 @@ class StoredTensors:
         if not 2 <= length <= min(size - 8, _MAX_HEADER):
             raise ValueError("it has no safetensors header")
         self._begin = 8 + length
-        self._table = parse(self._read(8, length))
+        self._table = parse(self._read(8, length), _loads)
         self._room = size - self._begin
         if not isinstance(self._table, dict):
             raise ValueError("its header is not a JSON object")
+        _check_apart(self._table)
 
     def keys(self) -> set[str]:
         """Return the names of all tensors."""
@@ -240,6 +242,34 @@ class StoredTensors:
         if self._file.read_into(start, memoryview(content)) != length:
             raise ValueError("it was truncated while it was read")
         return bytes(content)
+
+
+def _loads(text: bytes) -> Any:
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object. Raises ValueError: of two equal keys one would be dropped."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("its header has a key twice")
+    return table
+
+
+def _check_apart(table: Mapping[str, Any]) -> None:
+    """Check that no two tensors share bytes. Raises ValueError.
+
+    Malformed entries are left out; they are errors where they are read.
+    """
+    found = [(e.get("data_offsets"), name) for name, e in table.items() if isinstance(e, dict)]
+    extents = sorted(
+        (*at, name)
+        for at, name in found
+        if isinstance(at, list) and [type(n) for n in at] == [int, int] and at[0] < at[1]
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(extents):
+        if start < end:
+            raise ValueError(f"{shorten(name)} and {shorten(other)} overlap")
 
 
 @dataclass(frozen=True)
@@ -292,8 +322,11 @@ class StoredTensor:
 
 @contextlib.contextmanager
 def reading(path: Location) -> Iterator[None]:
-    """Within it, errors of StoredTensors become CheckpointErrors that name the file."""
+    """Within it, errors of StoredTensors become CheckpointErrors that name the file, except that a
+    store does not answer: the checkpoint itself may be good."""
     try:
         yield
+    except UnreachableError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {cause_of(error, path)}") from None

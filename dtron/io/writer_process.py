@@ -179,7 +179,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the parent handles signals and may still save
     os.nice(_NICENESS)
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # so that output of libraries is not taken for a reply
     shared = mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b""
     for line in sys.stdin:

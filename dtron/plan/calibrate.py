@@ -130,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     if not given.out:
         print(text, end="")
         return 0
-    given.out.write_text(text)
+    given.out.write_text(text, encoding="utf-8")
     _show(row, made, kept, base)
     print(f"the row is in {given.out}: dtron plan --hardware {given.out}")
     return 0

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     automatic = of_hardware(config, given.world_size, row)
     config = automatic.config
     if given.out:
-        given.out.write_text(config.to_toml(automatic.chosen))
+        given.out.write_text(config.to_toml(automatic.chosen), encoding="utf-8")
         _tell(given, f"the fastest layout is in {given.out}")
     found = plan(config, given.world_size, row, given.tokens) | {"automatic": automatic.chosen}
     if given.exact and found["legal"]:
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         if not found["time"]:
             raise ConfigError(f"--page needs predicted times: {found['no_time']}")
         run = Resolved.of(config, given.world_size)
-        given.page.write_text(page(run, found, row, searched))
+        given.page.write_text(page(run, found, row, searched), encoding="utf-8")
         _tell(given, f"the page is in {given.page}")
     elif given.page:
         _tell(given, "no page is written, since the layout is not legal")

@@ -13,7 +13,6 @@ Every rank measures at the same time, as ranks compute at the same time in train
 
 import functools
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from dtron.float8.products import why_emulated
 from dtron.float8.recipes import RECIPES
 from dtron.parallelisms.offload import host_memory
 from dtron.plan.hardware import Hardware, adapters, hops, moved
-from dtron.run.process import Place
+from dtron.run.process import MOST_RANKS, Place, environment_integer
 
 Shapes = tuple[tuple[int, ...], ...]
 DTYPE = torch.bfloat16
@@ -249,7 +248,7 @@ def measure_links(made: Calibration, place: Place, device: torch.device) -> Any:
     Returns:
         The group of this host's ranks, or of all ranks if this host has one.
     """
-    inside = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
+    inside = environment_integer("LOCAL_WORLD_SIZE", place.world_size, 1, MOST_RANKS)
     starts = range(0, place.world_size, inside)
     hosts = [dist.new_group(list(range(first, first + inside))) for first in starts]
     if inside > 1:

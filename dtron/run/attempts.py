@@ -20,10 +20,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from dtron.errors import NoProgressError
+from pydantic import Field, TypeAdapter, ValidationError
+
+from dtron.errors import NoProgressError, cause_of, first_failure
+from dtron.io.filesystem import write_atomically
 from dtron.io.untrusted import MB, parse, read_text
 from dtron.run.process import Place
 
@@ -44,6 +48,30 @@ _PHASES = (
 )
 """Events of a recovery in order: (event, name of the phase until the next event in metrics
 (`recovery_import_seconds`), its name in the log)."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Content of attempt.json."""
+
+    token: str
+    job: str = ""
+    step: int = -1
+    without_progress: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    hosts: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _End:
+    """Content of ends/rank-R.json."""
+
+    token: str
+    cause: str
+    time: float
+    host: str = ""
+
+
+_Record = TypeVar("_Record", _Attempt, _End)
 
 
 class Attempts:
@@ -83,16 +111,16 @@ class Attempts:
         """
         if self._place.rank:
             return
-        last, ends = _read(self._path), self._read_ends()
-        ends = {r: end for r, end in ends.items() if end.get("token") == last.get("token")}
+        last, ends = _read(self._path, _Attempt), self._read_ends()
+        ends = {r: end for r, end in ends.items() if last and end["token"] == last.token}
         job, idle = _job(self._place), 0
         if last:
-            self._cause = why_ended(ends, last.get("hosts") or [], self._place.world_size)
+            self._cause = why_ended(ends, last.hosts, self._place.world_size)
             times = [end["time"] for end in ends.values()]
             self._times |= {"noticed": min(times), "ended": max(times)} if times else {}
-            same = bool(job) and last.get("job") == job and step <= last.get("step", -1)
+            same = bool(job) and last.job == job and step <= last.step
             same = same and (self._place.attempt > 0 or "SLURM_JOB_ID" in os.environ)
-            idle = last.get("without_progress", 0) + 1 if same else 0
+            idle = last.without_progress + 1 if same else 0
             log.info("%s: %s", self._restart(), self._cause)
         self._attempt = {
             **{"token": self._token, "job": job, "step": step, "without_progress": idle},
@@ -155,17 +183,15 @@ class Attempts:
     def _read_ends(self) -> dict[int, dict[str, Any]]:
         found = {}
         for path in self._ends.glob("rank-*.json"):
-            rank, end = path.stem.removeprefix("rank-"), _read(path)
-            if rank.isdecimal() and isinstance(end.get("time"), float):
-                found[int(rank)] = end
+            rank, end = path.stem.removeprefix("rank-"), _read(path, _End)
+            if end and rank.isdecimal() and len(rank) < 8:
+                found[int(rank)] = asdict(end)
         return found
 
     def _write(self, path: Path, value: Mapping[str, Any]) -> None:
-        partial = path.with_name(f"{path.name}.partial")
         try:
             path.parent.mkdir(exist_ok=True)
-            partial.write_text(json.dumps(value) + "\n")
-            os.replace(partial, path)
+            write_atomically(path, json.dumps(value) + "\n", synced=False)
         except OSError as error:
             log.warning("%s cannot be written: %s", path, error.strerror or error)
 
@@ -231,9 +257,15 @@ def _process_start() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, kind: type[_Record]) -> _Record | None:
+    """A record that an earlier attempt left; None: there is none, or it is damaged."""
     try:
-        found = parse(read_text(path, MB))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return TypeAdapter(kind).validate_python(parse(read_text(path, MB)))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        why = first_failure(error)
+    except (OSError, ValueError) as error:
+        why = cause_of(error, path)
+    log.warning("%s is damaged and not used: %s", path, why)
+    return None

@@ -15,16 +15,17 @@ A run that resumes from a checkpoint in its directory continues these files. Any
 renames existing ones by a number.
 """
 
+import contextlib
 import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dtron.errors import ConfigError, cause_of
-from dtron.io.filesystem import Location
+from dtron.io.filesystem import PARTIAL_SUFFIX, Location, delete, write_atomically
 from dtron.io.untrusted import MB, TOML_BYTES, open_regular, parse, read_text
 
 log = logging.getLogger("dtron")
@@ -40,6 +41,9 @@ _OUTPUTS = (
 
 _WRITTEN = ("run.json", "metrics.jsonl", "committed.json")
 """Files by which a run directory is known."""
+
+_METRICS_BYTES = 16_000 * MB
+_PARTIAL = re.compile(rf".*{PARTIAL_SUFFIX}")
 
 
 class RunDir:
@@ -59,17 +63,43 @@ class RunDir:
         self.hangs = self.path / "hangs"
 
     def open(self, config_toml: str, resumed_step: int | None) -> None:
-        """Prepare the directory for a run that resumes after `resumed_step`; None: a new run."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        if resumed_step is None:
-            for name in _OUTPUTS:
-                _rename_old(self.path / name)
-            self.committed.unlink(missing_ok=True)
-        else:
-            self._drop_rows_after(resumed_step)
-        if self.config.exists() and _read_config(self.config) != config_toml:
-            _rename_old(self.config)
-        _write(self.config, config_toml)
+        """Prepare the directory for a run that resumes after `resumed_step`; None: a new run.
+
+        Raises ConfigError: something in it cannot be written or moved.
+        """
+        with self._refusing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            delete(*(path for path in self.path.iterdir() if _PARTIAL.fullmatch(path.name)))
+            if resumed_step is None:
+                for name in _OUTPUTS:
+                    _rename_old(self.path / name)
+                self.committed.unlink(missing_ok=True)
+            else:
+                self._drop_rows_after(resumed_step)
+            if os.path.lexists(self.config) and _read_config(self.config) != config_toml:
+                _rename_old(self.config)
+            write_atomically(self.config, config_toml, synced=False)
+
+    def note_begun(self, job: str) -> None:
+        """Record the job that is training, for its restarts. Raises ConfigError."""
+        with self._refusing():
+            write_atomically(self.begun, job, synced=False)
+
+    def forget_begun(self) -> None:
+        """Remove the record of the job that is training. Raises ConfigError: it is no file."""
+        with self._refusing():
+            self.begun.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            path = error.filename or self.path
+            raise ConfigError(
+                f"run.dir = {str(self.path)!r}: {path} cannot be written: "
+                f"{error.strerror or error}; make room, move it away, or set another run.dir"
+            ) from None
 
     def write_run_json(self, info: dict[str, Any]) -> None:
         """Replace run.json; log a warning if that fails."""
@@ -91,19 +121,23 @@ class RunDir:
             return ""
 
     def _drop_rows_after(self, step: int) -> None:
-        if not self.metrics.exists():
+        if not os.path.lexists(self.metrics):
             return
-        kept = []
         try:
-            with open_regular(self.metrics) as file:
-                while row := file.readline(MB):
-                    if (at := _row_step(row)) is not None and at <= step:
-                        kept.append(row.decode().rstrip("\n") + "\n")
+            file = open_regular(self.metrics, _METRICS_BYTES)
         except OSError as error:
             raise ConfigError(
                 f"{self.metrics} cannot be read: {cause_of(error, self.metrics)}; move it away"
             ) from None
-        _write(self.metrics, "".join(kept))
+        with file:
+            write_atomically(self.metrics, _rows_until(step, file), synced=False)
+
+
+def _rows_until(step: int, file: BinaryIO) -> Iterator[str]:
+    """Rows of metrics up to a step; one at a time is in memory."""
+    while row := file.readline(MB):
+        if (at := _row_step(row)) is not None and at <= step:
+            yield row.decode().rstrip("\n") + "\n"
 
 
 def check_not_moved(file: str | Path, run_dir: str, overrides: Iterable[str]) -> None:
@@ -144,23 +178,17 @@ def _read_config(path: Path) -> str | None:
 
 
 def _rename_old(path: Path) -> None:
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     number = 1
-    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.stem}-{number}{path.suffix}")):
         number += 1
     path.rename(aside)
     log.info("%s of an earlier run is now %s", path, aside.name)
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
-
-
 def _try_to_write(path: Path, text: str) -> None:
     try:
-        _write(path, text)
+        write_atomically(path, text, synced=False)
     except OSError as error:
         log.warning("%s cannot be written: %s", path, error.strerror or error)

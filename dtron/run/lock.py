@@ -23,9 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from dtron.errors import ConfigError, PeerError
+from dtron.errors import ConfigError, PeerError, cause_of
+from dtron.io.filesystem import open_own
 from dtron.io.untrusted import MB, parse, read_text
-from dtron.run.process import Place
+from dtron.run.process import MOST_RANKS, Place
 from dtron.run.rendezvous import Rendezvous
 
 log = logging.getLogger("dtron")
@@ -145,25 +146,25 @@ class RankLocks:
         if not _HAS_RECORD_LOCKS:
             return
         try:
-            self._file = _open(self.path, os.O_RDWR | os.O_CREAT)
+            self._file = _open(self.path, os.O_RDWR)
             at, record = place.rank * _RECORD, json.dumps(_process(place))
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _flock(at, _RECORD))
             os.pwrite(
                 self._file.fileno(), record[: _RECORD - 1].ljust(_RECORD - 1).encode() + b"\n", at
             )
-        except OSError as error:
+        except (OSError, ConfigError) as error:  # rank 0 has refused what is no regular file
             log.warning(
                 "%s: rank %d cannot lock its record (%s); another start would not see it",
                 self.path,
                 place.rank,
-                error.strerror or error,
+                cause_of(error, self.path),
             )
 
     def owners(self) -> str:
         """List the ranks that have locked a record, with host and process; empty: none."""
         if not _HAS_RECORD_LOCKS:
             return ""
-        with _open(self.path, os.O_RDWR | os.O_CREAT) as file:
+        with _open(self.path, os.O_RDWR) as file:
             found = [_owner(_record(file, rank), f"rank {rank}, ") for rank in _locked(file)]
         more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
         return "; ".join(found[:_MAX_LISTED]) + more
@@ -171,7 +172,8 @@ class RankLocks:
     def clear(self) -> None:
         """Delete the records of earlier ranks, none of which is locked."""
         if _HAS_RECORD_LOCKS:
-            os.truncate(self.path, 0)
+            with _open(self.path, os.O_RDWR) as file:
+                file.truncate(0)
 
     def release(self) -> None:
         """Release this rank's lock."""
@@ -180,24 +182,24 @@ class RankLocks:
             self._file = None
 
 
-def _locked(file: IO[bytes]) -> Iterator[int]:
-    """Yield the ranks whose records are locked, in order."""
-    # One by one, since of several locks in a range the system returns any.
-    end = -(-os.fstat(file.fileno()).st_size // _RECORD)
-    yield from (rank for rank in range(end) if _first_lock(file, rank * _RECORD, _RECORD) != -1)
-    if (at := _first_lock(file, end * _RECORD, 0)) != -1:  # locked but not written yet
-        yield at // _RECORD
+def _locked(file: IO[bytes], first: int = 0, n: int = MOST_RANKS) -> Iterator[int]:
+    """Yield the ranks, of n from `first` on, whose records another open file has locked, in order.
 
-
-def _first_lock(file: IO[bytes], start: int, length: int) -> int:
-    """Return the start of a lock by another open file in a range (length 0: no end), or -1."""
-    found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _flock(start, length))
-    kind, _, at, _, _ = _FLOCK.unpack(found)
-    return -1 if kind == fcntl.F_UNLCK else at
+    By halves, since of several locks in a range the system names any. The size of the file says
+    nothing: a record may not be written yet.
+    """
+    found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _flock(first * _RECORD, n * _RECORD))
+    if _FLOCK.unpack(found)[0] == fcntl.F_UNLCK:
+        return
+    if n == 1:
+        yield first
+        return
+    yield from _locked(file, first, n // 2)
+    yield from _locked(file, first + n // 2, n - n // 2)
 
 
 def _flock(start: int, length: int) -> bytes:
-    """Pack a `struct flock` of an exclusive lock; length 0: no end."""
+    """Pack a `struct flock` of an exclusive lock."""
     return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
 
 
@@ -214,14 +216,14 @@ def _process(place: Place) -> dict[str, Any]:
     }
 
 
-def _open(path: Path, flags: int = os.O_RDWR | os.O_CREAT | os.O_APPEND) -> IO[bytes]:
-    """Open or create a file; of a FIFO, do not wait for its reader."""
-    flags |= os.O_NONBLOCK | os.O_CLOEXEC
-    file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ConfigError(f"{path} is not a regular file; remove it")
-    return file
+def _open(path: Path, flags: int = os.O_RDWR | os.O_APPEND) -> IO[bytes]:
+    """Open or create a file. Raises ConfigError: a link or a special file is there."""
+    try:
+        return open_own(path, flags)
+    except OSError:
+        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+            raise ConfigError(f"{path} is not a regular file; remove it") from None
+        raise
 
 
 def _owner(found: dict[str, Any], rank: str = "") -> str:

@@ -5,6 +5,7 @@ import datetime
 import json
 import logging
 import math
+import os
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dtron.io.filesystem import check_mounted, mount_of
+from dtron.io.filesystem import check_mounted, mount_of, open_own
 from dtron.models.flops import Convention, FlopsModel, flops_per_token, peak_flops
 
 if TYPE_CHECKING:
@@ -184,8 +185,8 @@ class MetricsWriter:
         try:
             self._check_mounted(path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab", buffering=0) as file:  # close would write a buffer a second time
-                size, rest = file.tell(), "".join(self._pending).encode()
+            with open_own(path, os.O_WRONLY | os.O_APPEND) as file:
+                size, rest = file.seek(0, os.SEEK_END), "".join(self._pending).encode()
                 try:
                     while rest:  # write may be partial if the disk is full
                         rest = rest[file.write(rest) :]

@@ -4,11 +4,15 @@ There is one process per rank, started by torchrun or alone. Collectives on GPU 
 gloo group for CPU tensors is used for agreements between ranks, without the device.
 """
 
+import atexit
 import contextlib
 import datetime
+import errno
+import io
 import logging
 import os
 import random
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,9 +25,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.logging import RichHandler
 
+from dtron.errors import ConfigError, printable, shorten
 from dtron.io.filesystem import dangling_link
 
 log = logging.getLogger("dtron")
+MOST_RANKS = 2**20
+_INTEGER = re.compile(r"[0-9]{1,18}", re.ASCII)
 _PROBE_BYTES = 1 << 16
 """Size of the test file at a start; an empty file could be written to a full disk."""
 
@@ -44,15 +51,19 @@ class Place:
 
     @classmethod
     def of_environment(cls) -> "Place":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and TORCHELASTIC_*."""
-        get = os.environ.get
-        job = get("TORCHELASTIC_RUN_ID", "none")
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and TORCHELASTIC_*.
+
+        Raises:
+            ConfigError: one of them is no number, or out of range.
+        """
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        world_size = environment_integer("WORLD_SIZE", 1, 1, MOST_RANKS)
         return cls(
-            rank=int(get("RANK", "0")),
-            local_rank=int(get("LOCAL_RANK", "0")),
-            world_size=int(get("WORLD_SIZE", "1")),
-            attempt=int(get("TORCHELASTIC_RESTART_COUNT", "0")),
-            local_world_size=int(get("LOCAL_WORLD_SIZE", get("WORLD_SIZE", "1"))),
+            rank=environment_integer("RANK", 0, 0, world_size - 1),
+            local_rank=environment_integer("LOCAL_RANK", 0, 0, MOST_RANKS - 1),
+            world_size=world_size,
+            attempt=environment_integer("TORCHELASTIC_RESTART_COUNT", 0, 0, 2**31 - 1),
+            local_world_size=environment_integer("LOCAL_WORLD_SIZE", world_size, 1, world_size),
             job="" if job == "none" else job,
         )
 
@@ -64,14 +75,68 @@ class Place:
         return torch.device("cpu")
 
 
+_LAUNCHER = "start ranks with torchrun, or correct it (RANK < WORLD_SIZE)"
+
+
+def environment_integer(
+    variable: str, default: int, least: int, most: int, fix: str = _LAUNCHER
+) -> int:
+    """Read an integer from the environment. Raises ConfigError: it is none, or out of range."""
+    if (text := os.environ.get(variable)) is None:
+        return default
+    if not _INTEGER.fullmatch(text) or not least <= int(text) <= most:
+        raise ConfigError(
+            f"{variable} = {shorten(text)!r} in the environment is not an integer from {least} to "
+            f"{most}; {fix}"
+        )
+    return int(text)
+
+
+class _StdoutHandler(logging.StreamHandler):
+    """Logs to stdout; where its reader has ended or its disk is full, lines are dropped and
+    training goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Drop a line that cannot be written."""
+        if not isinstance(error := sys.exc_info()[1], OSError):
+            super().handleError(record)
+        elif error.errno == errno.EPIPE:
+            drop_unwritten()
+
+
+def drop_unwritten() -> None:
+    """Make sure that what stdout still holds is no error when the process ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Escapes control characters, which a terminal would obey."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return printable(super().format(record))
+
+
 def set_up_logging(place: Place, console: Console) -> None:
     """Log on rank 0 to the console; on other ranks only errors, since warnings are equal."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
+        handler.setFormatter(_PrintableFormatter("%(message)s"))
     else:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        atexit.unregister(drop_unwritten)
+        atexit.register(drop_unwritten)
+        handler = _StdoutHandler(sys.stdout)
+        handler.setFormatter(_PrintableFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
     log.handlers = [handler]
     log.propagate = False
     log.setLevel(logging.INFO if place.rank == 0 else logging.ERROR)
@@ -109,7 +174,7 @@ def warn_of_shared_store(place: Place) -> None:
 
     An agent that is restarted on a lost host does not get the store's new address then.
     """
-    hosts, get = int(os.environ.get("GROUP_WORLD_SIZE", "1")), os.environ.get
+    hosts, get = environment_integer("GROUP_WORLD_SIZE", 1, 1, MOST_RANKS), os.environ.get
     shares = get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.rank == 0 and hosts > 1 and shares and get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         log.warning(

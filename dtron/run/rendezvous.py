@@ -16,6 +16,7 @@ MASTER_PORT, and the handshake uses this store as well.
 import datetime
 import ipaddress
 import json
+import logging
 import os
 import socket
 import time
@@ -25,8 +26,9 @@ import torch.distributed as dist
 
 from dtron.errors import ConfigError, DtronError, PeerError, RankError
 from dtron.faults.failure import connect_to_store, within
-from dtron.run.process import Place
+from dtron.run.process import Place, environment_integer
 
+log = logging.getLogger("dtron")
 _RANK_0, _NONCE, _ANSWER = "dtron/rank-0", "dtron/nonce", "dtron/answer"
 """Keys of the handshake: token of rank 0; nonce and answer of each rank."""
 _ACKNOWLEDGED, _COMPLETE = "acknowledged", "complete"
@@ -168,6 +170,7 @@ class _Handshake:
         Returns:
             The attempt's store and token.
         """
+        _warn_unless_resolved(*self.master)
         while True:
             try:
                 return self.join_store() if self.place.rank else self.host_store()
@@ -253,13 +256,22 @@ def _first_line(error: Exception) -> str:
 
 
 def _master() -> tuple[str, int]:
-    try:
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError):
+    address = os.environ.get("MASTER_ADDR", "")
+    if not address or not os.environ.get("MASTER_PORT"):
         raise ConfigError(
             "WORLD_SIZE > 1 needs MASTER_ADDR and MASTER_PORT, where rank 0 is reached; start "
             "ranks with torchrun, or set both"
-        ) from None
+        )
+    fix = "set a free port of the host of rank 0, the same for all ranks"
+    return address, environment_integer("MASTER_PORT", 0, 0, 65535, fix)
+
+
+def _warn_unless_resolved(address: str, port: int) -> None:
+    """Warn where MASTER_ADDR has no address here yet; the rendezvous tries again in its time."""
+    try:
+        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        log.warning("MASTER_ADDR = %r cannot be resolved on this host: %s", address, error)
 
 
 def _own_address() -> str:

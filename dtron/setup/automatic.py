@@ -18,7 +18,7 @@ import torch
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.run.process import Place
+from dtron.run.process import MOST_RANKS, Place, environment_integer
 from dtron.setup.rules import ModelCandidate, all_broken
 from dtron.setup.versions import release
 
@@ -48,7 +48,7 @@ class Machine:
         if place.device.type != "cuda":
             return cls()
         host, count = place.local_world_size, torch.cuda.device_count()
-        hosts = int(os.environ.get("GROUP_WORLD_SIZE", place.world_size // host))
+        hosts = environment_integer("GROUP_WORLD_SIZE", place.world_size // host, 1, MOST_RANKS)
         told = "LOCAL_WORLD_SIZE" in os.environ  # without it the number of hosts is not known
         host = host if told and hosts * host == place.world_size else 1
         pairs = [(a, b) for a in range(host) for b in range(host) if a != b]

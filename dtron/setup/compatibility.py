@@ -4,6 +4,7 @@ Model, optimizer and data must be those of the checkpoint; a changed learning ra
 logged.
 """
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -139,7 +140,7 @@ def _log_other_choices(
     """Log what was chosen for a checkpoint by a machine or versions that this run does not have."""
     for key, before in metadata.automatic.items():
         section, name = key.split(".")
-        if (value := getattr(getattr(config, section), name, before)) != before:
+        if (value := getattr(getattr(config, section, None), name, before)) != before:
             log.info(
                 "%s = %r, but %r was chosen for %s: results can differ by rounding",
                 key,
@@ -160,7 +161,8 @@ def _log_schedule_changes(
         return
     would = ""
     if metadata.step < before["train.steps"]:
-        would = f", where it would have been {_rate(metadata.step, before):.3g}"
+        with contextlib.suppress(ValueError, TypeError):  # a schedule that this version lacks
+            would = f", where it would have been {_rate(metadata.step, before):.3g}"
     changes = ", ".join(f"{key} = {after[key]!r} (was {before[key]!r})" for key in changed)
     log.warning(
         "%s since %s: the learning rate of step %d is %.3g%s; the warm-up is %d steps",

@@ -177,8 +177,8 @@ def _is_restart(rundir: RunDir, place: Place) -> bool:
     restarts the job without a new attempt.
     """
     if not place.job and place.attempt == 0:
-        if place.rank == 0 and rundir.begun.exists():  # of an earlier job
-            rundir.begun.unlink()
+        if place.rank == 0 and os.path.lexists(rundir.begun):
+            rundir.forget_begun()  # of an earlier job
         return False
     with contextlib.suppress(OSError, ValueError):
         return read_text(rundir.begun, MB) == place.job

@@ -268,7 +268,7 @@ class Trainer:
             self.rundir.open(text, metadata.step if own and metadata else None)
             for folder in self.resume.folders:
                 abandon_after(folder, self.step if own else 0)
-            self.rundir.begun.write_text(self.place.job)
+            self.rundir.note_begun(self.place.job)
         self.info = info.gather(self.run.step.parameters, self.step, self.host_group)
         hosts = [""] * self.place.world_size
         dist.all_gather_object(hosts, platform.node(), group=self.host_group)
@@ -330,7 +330,7 @@ class Trainer:
                 "that torchrun on the other hosts restarts them"
             )
         if self.place.rank == 0:
-            self.rundir.begun.unlink(missing_ok=True)
+            self.rundir.forget_begun()
         log.info("run directory: %s", self.rundir.path)
 
     def _durable_step(self, checkpoint: Location | None) -> int:

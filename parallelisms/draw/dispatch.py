@@ -203,10 +203,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.experts % args.ep:
             raise ConfigError(f"--ep {args.ep} does not divide --experts {args.experts}")
         if args.mesh:
-            args.mesh.write_text(draw_mesh(found, args.experts))
+            args.mesh.write_text(draw_mesh(found, args.experts), encoding="utf-8")
         if args.rows:
             choices = random_choices(args.ep, args.experts, args.tokens, args.top_k)
-            args.rows.write_text(draw_dispatch(dispatch(choices, args.experts), args.experts))
+            drawing = draw_dispatch(dispatch(choices, args.experts), args.experts)
+            args.rows.write_text(drawing, encoding="utf-8")
     except (ConfigError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if timeline.stages_per_rank > 1:
             title += f", {timeline.stages_per_rank} stages a rank"
         if args.out:
-            args.out.write_text(draw(timeline, title))
+            args.out.write_text(draw(timeline, title), encoding="utf-8")
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

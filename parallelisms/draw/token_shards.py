@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = shard_documents(args.documents, args.cp)
         if args.out:
-            args.out.write_text(draw(found, title_of(found)))
+            args.out.write_text(draw(found, title_of(found)), encoding="utf-8")
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from dtron.errors import ConfigError, cause_of, nearest
-from dtron.io.untrusted import TEXT_BYTES, read_text
+from dtron.io.untrusted import MB, read_text
 from dtron.parallelisms.pipeline.schedule_ops import Action, Kind, Order, check, misplaced
 
 Placement = Literal["loop", "v"]
@@ -264,6 +264,8 @@ def forward_only(ranks_of_stage: Sequence[int], p: int, m: int) -> Order:
 
 # One action, or torch's notation for an overlapped forward and backward: (0F8;7B0)OVERLAP_F_B.
 _CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_CSV_BYTES = 16 * MB
+"""Size limit of a schedule file; a cell takes up to 100 times that in memory."""
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -330,7 +332,7 @@ def _read(source: str | Path) -> tuple[str, str]:
     if isinstance(source, str) and ("," in source or "\n" in source):
         return "the schedule", source
     try:
-        return str(source), read_text(source, TEXT_BYTES)
+        return str(source), read_text(source, _CSV_BYTES)
     except (OSError, ValueError) as error:
         cause = cause_of(error, source)
         raise ConfigError(f"schedule file {source} cannot be read: {cause}") from error

@@ -1,6 +1,8 @@
 """`dtron convert`, and training that starts from a Hugging Face folder, on one rank and several."""
 
+import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
+from dtron.checkpoint import convert
 from dtron.checkpoint.convert import convert_parser, from_hf_folder, to_hf_folder, to_hf_from
 from dtron.checkpoint.initial_weights import HuggingFaceReader, fill_from_initial, model_settings
 from dtron.config import RunConfig
@@ -296,6 +299,67 @@ def test_a_converted_checkpoint_starts_a_run_but_is_not_resumed(
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-3)
     with pytest.raises(CheckpointError, match=r"weights only; set checkpoint\.initial"):
         Trainer(tiny(tmp_path / "x", checkpoint__resume=str(tmp_path / "converted"), **SAME))
+
+
+class Alone:
+    """In the place of torch.distributed, for one rank."""
+
+    @staticmethod
+    def get_rank() -> int:
+        return 0
+
+    @staticmethod
+    def barrier() -> None:
+        return
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "file"])
+def test_a_folder_that_another_conversion_writes_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(convert, "dist", Alone)
+    theirs, partial = tmp_path / "theirs", tmp_path / "out.partial"
+    theirs.mkdir()
+    (theirs / "x").write_text("theirs")
+    if kind == "folder":
+        theirs = theirs.rename(partial)
+    elif kind == "link":
+        partial.symlink_to(theirs)
+    else:
+        partial.write_text("")
+    with pytest.raises(CheckpointError, match=r"out\.partial exists already: another conversion"):
+        convert._new_folder(tmp_path / "out").__enter__()
+    assert (theirs / "x").read_text() == "theirs"
+
+
+def test_a_conversion_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "dist", Alone)
+    with contextlib.suppress(OSError), convert._new_folder(tmp_path / "out") as partial:
+        (partial / "x").write_text("half")
+        raise OSError("full")
+    assert list(tmp_path.iterdir()) == []
+    with convert._new_folder(tmp_path / "out") as partial:
+        (partial / "x").write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_files_of_a_tokenizer_are_regular_and_bounded(tmp_path: Path) -> None:
+    """A folder of Hugging Face's cache has links to files."""
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    hf.mkdir()
+    out.mkdir()
+    (tmp_path / "blob").write_text("{}")
+    (hf / "tokenizer.json").symlink_to(tmp_path / "blob")
+    os.mkfifo(hf / "vocab.json")
+    convert._copy_model_files(hf, out)
+    assert [path.name for path in out.iterdir()] == ["tokenizer.json"]
+    assert not (out / "tokenizer.json").is_symlink()
+    with (hf / "merges.txt").open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(CheckpointError, match=r"merges\.txt cannot be copied: it has 1073741824"):
+        convert._copy_model_files(hf, tmp_path / "out")
 
 
 def to_hf(run: Path, out: Path, *words: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dtron.checkpoint import directory as published
 from dtron.checkpoint import save as saving
 from dtron.checkpoint.convert import convert_parser, to_hf_from
-from dtron.checkpoint.dcp_storage import read_index, tiling_error
+from dtron.checkpoint.dcp_storage import ShardReader, read_index, tiling_error
 from dtron.checkpoint.directory import (
     CheckpointMetadata,
     agree,
@@ -37,8 +39,14 @@ from dtron.errors import CheckpointError, ConfigError
 from dtron.io import filesystem as files
 from dtron.io import remote_path as remote
 from dtron.io.filesystem import location
-from dtron.io.remote_path import Remote
-from dtron.io.safetensors_file import StoredTensors, TensorSpec, write_order, write_tensors
+from dtron.io.remote_path import Remote, UnreachableError
+from dtron.io.safetensors_file import (
+    DTYPE_NAMES,
+    StoredTensors,
+    TensorSpec,
+    write_order,
+    write_tensors,
+)
 from dtron.training.trainer import Trainer
 from tests.checkpoints.test_damage import fit_and_listen, flipped
 from tests.checkpoints.test_saving import fit_with_faults, steps
@@ -48,7 +56,10 @@ from tests.harness import run_ranks
 from tests.test_architecture import ROOT
 from tests.training.test_trainer import fit, losses, rows, same_checkpoint, tiny
 
-FACTS = CheckpointMetadata(1, 0, 0, 1, 0, {}, {}, {"next": 0})
+
+def facts(step: int = 1, **changes: Any) -> CheckpointMetadata:
+    return replace(CheckpointMetadata(step, 0, 0, 1, 0, {}, {}, {"next": 0}), **changes)
+
 
 # -- what an index says ---------------------------------------------------------------------
 
@@ -121,8 +132,9 @@ def dying_at(monkeypatch: pytest.MonkeyPatch, deadly: int) -> None:
 
     for name in ("replace", "fsync"):
         wrap(os, name)
-    for name in ("mkdir", "unlink", "open"):
+    for name in ("mkdir", "unlink"):
         wrap(Path, name)
+    wrap(os, "open")
     wrap(shutil, "rmtree")
 
 
@@ -131,12 +143,12 @@ def test_a_kill_at_any_point_of_publication_leaves_a_good_checkpoint(tmp_path: P
     outcomes = set()
     for deadly in range(100):
         folder = tmp_path / str(deadly)
-        commit(make(folder, 1), FACTS)
+        commit(make(folder, 1), facts(1))
         second = make(folder, 2)
         with pytest.MonkeyPatch.context() as patch:
             dying_at(patch, deadly)
             try:
-                commit(second, FACTS)
+                commit(second, facts(2))
                 delete_old(folder, second, 1, 0)
                 break
             except Killed:
@@ -145,11 +157,114 @@ def test_a_kill_at_any_point_of_publication_leaves_a_good_checkpoint(tmp_path: P
         assert found is not None
         outcomes.add(step_of(found))
         third = make(folder, 3)
-        commit(third, FACTS)
+        commit(third, facts(3))
         delete_old(folder, third, 1, 0)
         assert {path.name for path in folder.iterdir()} == {"step-3", "latest"}
     assert deadly > 5
     assert outcomes == {1, 2}
+
+
+def test_a_link_to_another_runs_checkpoint_is_removed_and_not_followed(tmp_path: Path) -> None:
+    """By retention, abandonment, a save of the same step and one that fails."""
+    folder, theirs = tmp_path / "own", tmp_path / "theirs"
+    commit(make(theirs, 2), facts(2))
+    (theirs / "step-9").mkdir()  # incomplete
+    (theirs / "step-9/index.json").write_text("{}")
+    before = {file: file.read_bytes() for file in theirs.rglob("*") if file.is_file()}
+
+    def link(step: int, to: int = 2) -> Path:
+        (folder / f"step-{step}").symlink_to(theirs / f"step-{to}")
+        return folder / f"step-{step}"
+
+    commit(make(folder, 3), facts(3))
+    old, incomplete = link(2), link(1, to=9)
+    delete_old(folder, folder / "step-3", 1, 0)
+    assert not old.is_symlink()
+    assert not incomplete.is_symlink()
+    newer = link(4)
+    published.abandon_after(folder, 3)
+    assert not newer.is_symlink()
+    prepare_folder(link(5, to=9))
+    assert not (folder / "step-5").is_symlink()
+    published.delete_checkpoint(link(6))
+    assert not (folder / "step-6").is_symlink()
+    assert {file: file.read_bytes() for file in theirs.rglob("*") if file.is_file()} == before
+
+
+def test_a_checkpoint_in_a_folder_of_another_step_is_damaged(tmp_path: Path) -> None:
+    commit(make(tmp_path, 2), facts(2))
+    commit(make(tmp_path, 3), facts(3))
+    (tmp_path / "step-3").rename(tmp_path / "step-999")
+    wrong = problem(tmp_path / "step-999")
+    assert wrong is not None
+    assert wrong.endswith("dtron.json is of step 3; rename the folder to step-3")
+    assert newest_good([tmp_path]) == tmp_path / "step-2"
+    (tmp_path / "step-2").rename(tmp_path / "best")
+    assert published.find_weights(tmp_path / "best") == tmp_path / "best"
+    weights = make(tmp_path, 7)
+    commit(weights, CheckpointMetadata.of_weights({}, 1))
+    assert published.find_weights(weights) == weights
+
+
+def test_a_checkpoint_whose_latest_cannot_be_written_is_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "latest").mkdir()
+    commit(make(tmp_path, 1), facts(1))
+    assert problem(tmp_path / "step-1") is None
+    (message,) = caplog.messages
+    assert "latest cannot be written: " in message
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "latest"}
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
+def test_files_of_a_checkpoint_are_not_written_through_what_is_there(
+    tmp_path: Path, kind: str
+) -> None:
+    victim, path = tmp_path / "victim", make(tmp_path / "own", 1)
+    victim.write_text("theirs")
+    for name in ("latest.partial", "step-1/dtron.json.partial", "step-1/abandoned.json.partial"):
+        put(kind, tmp_path / "own" / name, victim)
+    commit(path, facts(1))
+    published.abandon_after(path.parent, 0)
+    assert victim.read_text() == "theirs"
+
+
+def put(kind: str, path: Path, victim: Path) -> None:
+    """Something else in the place of a file."""
+    acts = {"link": lambda: path.symlink_to(victim), "directory": path.mkdir}
+    acts.get(kind, lambda: os.mkfifo(path))()
+
+
+SCHEDULE = {"train.steps": 4, "warmup_steps": 1, "optim.lr": 0.1}
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"data": {"sequence": "abc"}}, "data: sequence = 'abc'"),
+    ({"data": {"sequence": -1}}, "data: sequence = -1"),
+    ({"settings": {"train.seq_len": [1]}}, r"settings: train.seq_len = \[1\]"),
+    ({"settings": {"train.seq_len": 2**62}}, "settings: train.seq_len"),
+    ({"schedule": {"optim.lr": 0.1, "warmup_steps": 1}}, "schedule: train.steps = None"),
+    ({"schedule": {**SCHEDULE, "train.steps": "x"}}, "schedule: train.steps = 'x'"),
+    ({"schedule": {**SCHEDULE, "warmup_steps": "x"}}, "schedule: warmup_steps = 'x'"),
+    ({"faults": {"rollbacks": "x"}}, "faults: rollbacks = 'x'"),
+    ({"faults": {"spikes": [1]}}, r"faults: spikes = \[1\]"),
+    ({"faults": {"spikes": {"mean": "x"}}}, "faults: spikes"),
+    ({"automatic": {"zero": 1}}, "automatic"),
+    ({"step": -1}, "step = -1"),
+    ({"world_size": "x"}, "world_size = 'x'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "wrong"), MALFORMED)
+def test_malformed_metadata_is_damage_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], wrong: str
+) -> None:
+    path = make(tmp_path, 1)
+    commit(path, facts(1, schedule=SCHEDULE, faults={"rollbacks": 1, "spikes": {"mean": 1}}))
+    assert problem(path) is None
+    commit(path, replace(facts(1), **changes))
+    with pytest.raises(CheckpointError, match=rf"dtron.json is damaged: {wrong}") as error:
+        published.read_metadata(path)
+    assert "\n" not in str(error.value)
 
 
 # -- processes that write -------------------------------------------------------------------
@@ -282,7 +397,7 @@ def test_folders_of_others_are_not_touched(tmp_path: Path) -> None:
     (folder / "step-3").mkdir()
     for name in ("step-1/other.pt", "step-3/other.pt", "big.partial"):
         (folder / name).write_text("kept")
-    commit(make(folder, 2), FACTS)
+    commit(make(folder, 2), facts(2))
     delete_old(folder, folder / "step-2", 1, 0)
     with pytest.raises(CheckpointError, match=r"step-3 has a file other\.pt"):
         prepare_folder(folder / "step-3")
@@ -294,7 +409,7 @@ def test_ranks_agree_on_the_newest_one_that_all_see(tmp_path: Path) -> None:
     """Where a node has lost its fast tier, of both tiers."""
     fast, durable = tmp_path / "fast", tmp_path / "durable"
     for folder, step in ((durable, 1), (durable, 2), (fast, 2), (fast, 3)):
-        commit(make(folder, step), FACTS)
+        commit(make(folder, step), facts(step))
     found = run_ranks(2, agreed, fast, durable)
     assert found == [fast / "step-2", durable / "step-2"]
     shutil.rmtree(durable)
@@ -463,7 +578,7 @@ def test_a_store_shows_a_checkpoint_when_its_manifest_is_there() -> None:
     prepare_folder(path)
     (path / "index.json").write_bytes(b'{"format": 1, "files": {}, "tensors": {}}')
     assert complete(folder) == []
-    commit(path, FACTS)
+    commit(path, facts(2))
     assert complete(folder) == [path]
     assert newest_good([folder]) == path
     published.abandon_after(folder, 1)
@@ -507,6 +622,101 @@ def test_what_is_announced_is_read_by_few_requests(
     assert len(asked) == 1 + 3 + 2  # the large one is longer than a block
     content = b"".join((where.parent.listed() / where.name).blocks())
     assert content == (tmp_path / "x.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("part_bytes", [4096, 1024])
+def test_a_short_answer_of_a_store_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """Neither for whole files nor for parts of tensors, read by one request or by several."""
+    fsspec = pytest.importorskip("fsspec")
+    for name in ("HEAD_BYTES", "_BLOCK_BYTES"):
+        monkeypatch.setattr(remote, name, 4096)
+    monkeypatch.setattr(remote, "_PART_BYTES", part_bytes)
+    local = commit_of(tmp_path, TensorSpec(torch.float32, (5000,)))
+    folder = location("memory://short/step-1")
+    assert isinstance(folder, Remote)
+    for file in local.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    reader = ShardReader(folder)
+    reader.region("x", (slice(0, 5000),))
+    cat_file = fsspec.implementations.memory.MemoryFileSystem.cat_file
+
+    def short(self: Any, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        return cat_file(self, path, start, end)[:-7]
+
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "cat_file", short)
+    file = folder / "rank-0.safetensors"
+    for read in (
+        file.head,
+        lambda: list(file.blocks()),
+        lambda: reader.region("x", (slice(3000, 4000),)),
+        lambda: problem(folder),
+    ):
+        with pytest.raises(UnreachableError, match=r"the store returned \d+ of \d+ bytes"):
+            read()
+
+
+def commit_of(folder: Path, spec: TensorSpec) -> Path:
+    """A checkpoint of one tensor, x."""
+    path = folder / "step-1"
+    prepare_folder(path)
+    zeros = torch.zeros(spec.shape, dtype=spec.dtype)
+    written = write_tensors(path / "rank-0.safetensors", {"x": spec}, lambda _: zeros)
+    files = {"rank-0.safetensors": asdict(written)}
+    shape = list(spec.shape)
+    parts = [[[0] * len(shape), shape, "rank-0.safetensors"]]
+    entry = {"dtype": DTYPE_NAMES[spec.dtype], "shape": shape, "parts": parts}
+    index = {"format": 1, "files": files, "tensors": {"x": entry}}
+    (path / "index.json").write_text(json.dumps(index))
+    commit(path, facts(1))
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float8_e4m3fn])
+def test_weights_that_are_no_floats_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    path, wanted = commit_of(tmp_path, TensorSpec(dtype, (3,))), {"x": torch.ones(3)}
+    with pytest.raises(dcp.CheckpointException) as error:
+        dcp.load(wanted, storage_reader=ShardReader(path), no_dist=True)
+    cause = str(saving.first_cause(error.value))
+    assert cause.startswith(f"x is stored as {DTYPE_NAMES[dtype]}; it has to be one of F64, F32, ")
+    same = {"x": torch.ones(3).to(dtype)}
+    dcp.load(same, storage_reader=ShardReader(path), no_dist=True)
+    assert not same["x"].float().any()
+
+
+HEADERS = [
+    ('{"a":A,"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}', "a and b overlap"),
+    ('{"a":A,"a":A}', "has a key twice"),
+    ('{"a":{"dtype":"F32","dtype":"I32","shape":[2],"data_offsets":[0,8]}}', "has a key twice"),
+]
+
+
+@pytest.mark.parametrize(("header", "wrong"), HEADERS)
+def test_a_header_of_two_meanings_is_refused(tmp_path: Path, header: str, wrong: str) -> None:
+    whole = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+    text = header.replace("A", whole).encode()
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(ValueError, match=wrong):
+        StoredTensors(tmp_path / "x")
+
+
+def test_a_fast_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path / "run", checkpoint__fast_dir=str(tmp_path / "fast"))
+    folder = checkpoint_locations(config)[0].folder
+    assert isinstance(folder, Path)
+    folder.mkdir(parents=True)
+    checkpoint_locations(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(ConfigError, match=r"checkpoint\.fast_dir: .* folder of this user"):
+            checkpoint_locations(config)
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="is a link"):
+        checkpoint_locations(config)
 
 
 def test_small_tensors_come_first_in_a_file() -> None:

@@ -114,7 +114,18 @@ DAMAGES: list[Callable[[Path], object]] = [
     lambda path: np.save(path / "offsets.npy", np.zeros(0, np.int64)),
     lambda path: (path / "meta.json").write_text("[]"),
     lambda path: (path / "meta.json").unlink(),
+    lambda path: _more_documents_than_tokens(path),
 ]
+
+
+def _more_documents_than_tokens(path: Path) -> None:
+    """Offsets of 8 GB in a sparse file, which would be read whole."""
+    meta = json.loads((path / "meta.json").read_text()) | {"documents": 10**9}
+    (path / "meta.json").write_text(json.dumps(meta))
+    np.save(path / "offsets.npy", np.zeros(0, np.int64))
+    header = (path / "offsets.npy").read_bytes().replace(b"(0,), ", b"(1000000001,), ")
+    (path / "offsets.npy").write_bytes(header[:128])
+    os.truncate(path / "offsets.npy", 128 + 8 * (10**9 + 1))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -128,6 +139,20 @@ def test_a_damaged_cache_is_built_again(
     assert not is_ready(data)
     assert documents(prepared(data)) == expected
     assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_heartbeat_is_not_written_through_what_is_there(tmp_path: Path, kind: str) -> None:
+    path, victim = tmp_path / "cache" / "key", tmp_path / "victim"
+    path.parent.mkdir()
+    victim.touch()
+    os.utime(victim, (1, 1))
+    there = cache._heartbeat_of(path)
+    there.symlink_to(victim) if kind == "link" else os.mkfifo(there)
+    with cache.heartbeat(path):
+        time.sleep(0.2)
+    assert victim.stat().st_mtime == 1
+    assert not os.path.lexists(there)
 
 
 def test_a_failed_build_leaves_nothing(make_data: MakeData) -> None:

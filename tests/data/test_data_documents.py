@@ -176,6 +176,7 @@ def test_a_byte_order_mark_is_not_in_the_text(tmp_path: Path) -> None:
         ("zwölf\n".encode("latin-1"), "not UTF-8: .*from Latin-1 by iconv -f LATIN1"),
         (b"PAR1\n", "it is Parquet; set data.source"),
     ],
+    ids=["gzip", "UTF-16", "Latin-1", "Parquet"],
 )
 def test_other_encodings_name_the_fix(
     tmp_path: Path, suffix: str, content: bytes, message: str

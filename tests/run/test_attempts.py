@@ -99,6 +99,55 @@ def test_attempts_without_a_checkpoint_are_counted_and_end_the_run(
     attempt(tmp_path, 1, step=10, most=0)
 
 
+ATTEMPT = {"token": "x", "job": "j", "step": 9, "without_progress": 1, "hosts": ["a"]}
+END = {"token": "x", "host": "a", "cause": LOST_PEER, "time": 1.0}
+DAMAGED: list[tuple[str, object]] = [
+    ("attempt.json", {**ATTEMPT, "hosts": 5}),
+    ("attempt.json", {**ATTEMPT, "hosts": [[1], [2]]}),
+    ("attempt.json", {**ATTEMPT, "step": "a"}),
+    ("attempt.json", {**ATTEMPT, "without_progress": "many"}),
+    ("attempt.json", {"step": 1}),
+    ("attempt.json", [1]),
+    ("attempt.json", None),
+    ("ends/rank-0.json", {**END, "time": "x"}),
+    ("ends/rank-0.json", {**END, "cause": {}}),
+    ("ends/rank-0.json", [1]),
+    ("ends/rank-0.json", None),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGED)
+def test_a_damaged_record_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: object
+) -> None:
+    """None: a directory."""
+    (tmp_path / "ends").mkdir()
+    (tmp_path / "attempt.json").write_text(json.dumps(ATTEMPT))
+    (tmp_path / "ends/rank-0.json").write_text(json.dumps(END))
+    (tmp_path / name).unlink()
+    if content is None:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text(json.dumps(content))
+    attempt(tmp_path, 1, step=8)
+    damaged = [text for text in caplog.messages if " is damaged and not used: " in text]
+    assert [text.startswith(str(tmp_path / name)) for text in damaged] == [True]
+
+
+@pytest.mark.parametrize("name", ["attempt.json", "ends/rank-0.json"])
+def test_records_are_not_written_through_links_or_fifos(tmp_path: Path, name: str) -> None:
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    (run / "ends").mkdir(parents=True)
+    victim.write_text("theirs")
+    (run / name).symlink_to(victim)
+    os.mkfifo(run / f"{name}.partial")
+    made = Attempts(run, PLACE)
+    made.note_hosts(HOSTS)
+    made.record_end("E: x")
+    assert victim.read_text() == "theirs"
+    assert not (run / name).is_symlink()
+
+
 def test_an_attempt_that_ends_in_order_is_no_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

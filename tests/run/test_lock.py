@@ -152,6 +152,31 @@ def test_a_rank_that_cannot_lock_its_record_warns(
     assert "rank 5 cannot lock its record" in message
 
 
+@pytest.mark.parametrize("name", ["lock", "ranks"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "directory"])
+def test_only_regular_files_are_locked(tmp_path: Path, name: str, kind: str) -> None:
+    """A link would lead to a file of somebody else, which would be emptied."""
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    run.mkdir()
+    if kind != "dangling link":
+        victim.write_text("theirs")
+    acts = {"fifo": os.mkfifo, "directory": os.mkdir}
+    acts.get(kind, lambda path: path.symlink_to(victim))(run / name)
+    with pytest.raises(ConfigError, match=rf"{name} is not a regular file; remove it"):
+        RunLock(run, ALONE, 0)
+    assert not victim.exists() if kind == "dangling link" else victim.read_text() == "theirs"
+
+
+def test_a_large_file_of_ranks_is_no_slow_start(tmp_path: Path) -> None:
+    """It took a call of the system for each 512 bytes of it."""
+    with (tmp_path / "ranks").open("wb") as file:
+        file.truncate(2**40)
+    begun = time.monotonic()
+    RunLock(tmp_path, ALONE, 0).release()
+    assert time.monotonic() - begun < 5
+    assert (tmp_path / "ranks").stat().st_size == lock._RECORD
+
+
 def open_locked(directory: Path, seconds: float) -> str:
     place = Place(dist.get_rank(), dist.get_rank(), 2)
     return lock_of(Rendezvous(place, None), directory, seconds, dist.barrier)

@@ -298,6 +298,32 @@ def test_a_world_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) 
         meet(Place(0, 0, 2), 1)
 
 
+@pytest.mark.parametrize("port", ["99999999", "65536", "-1", "x", "1.5"])
+def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(
+        ConfigError, match=f"MASTER_PORT = '{port}' .* integer from 0 to 65535; set"
+    ):
+        meet(Place(0, 0, 2), 1)
+    monkeypatch.setenv("MASTER_PORT", "")
+    with pytest.raises(ConfigError, match="needs MASTER_ADDR and MASTER_PORT"):
+        meet(Place(0, 0, 2), 1)
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "a" * 300])
+def test_an_address_that_cannot_be_resolved_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(rendezvous, "_EXTRA_SECONDS", 0)
+    with pytest.raises(RankError, match="rank 1 has not "):
+        meet(Place(1, 1, 2), 1)
+    (message,) = caplog.messages
+    assert message.startswith(f"MASTER_ADDR = '{address}' cannot be resolved on this host: ")
+
+
 class Route:
     """A socket whose connections come from an address."""
 

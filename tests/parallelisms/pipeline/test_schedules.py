@@ -417,6 +417,13 @@ def test_csv_errors_name_file_row_and_cell(text: str, message: str, tmp_path: Pa
         read_csv(file, 2, 1, 1, "loop")
 
 
+def test_a_large_csv_is_refused(tmp_path: Path) -> None:
+    """Its empty cells took gigabytes."""
+    (tmp_path / "mine.csv").write_text("," * 17_000_000)
+    with pytest.raises(ConfigError, match=r"mine\.csv cannot be read: it has 17000000 bytes"):
+        read_csv(tmp_path / "mine.csv", 2, 1, 1, "loop")
+
+
 def test_csv_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"schedule file no\.csv cannot be read"):
         read_csv("no.csv", 2, 1, 1, "loop")
