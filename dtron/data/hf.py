@@ -150,8 +150,9 @@ def _check_parquet(data: Data, file: Path) -> None:
             (column,) = batch.columns
             if not hasattr(column, "dictionary"):  # no text, which the column's reader refuses
                 break
-            lengths = pc.binary_length(column.dictionary)
-            total += pc.sum(pc.cast(lengths.take(column.indices), "int64")).as_py() or 0
+            lengths = pc.call_function("binary_length", [column.dictionary])
+            taken = pc.cast(lengths.take(column.indices), "int64")
+            total += pc.call_function("sum", [taken]).as_py() or 0
     if total > room:
         raise DataError(
             f"{stream_name(data)}: {file} becomes more than {MAX_INFLATION} times its size when it "
