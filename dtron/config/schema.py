@@ -377,7 +377,7 @@ class Schedule(Section):
 
     name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     """Shape of the schedule, a key of dtron.config.learning_rate.SCHEDULES."""
-    warmup: Warmup = Field(default=0.1, ge=0)
+    warmup: Warmup = Field(default=0.1, ge=0, le=1e9)
     """Fraction of the steps, below 1, in which the learning rate rises linearly from 0."""
     decay: float = Field(default=0.2, ge=0, le=1)
     """Fraction of the steps, at the end, in which the rate of `wsd` falls; for `wsd` only."""
