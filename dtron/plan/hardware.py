@@ -63,7 +63,7 @@ measured, use them too."""
 
 
 Rate = Annotated[float, Field(ge=1, le=1e20)]
-Bytes = Annotated[float, Field(ge=1e3, le=1e16)]
+Bytes = Annotated[float, Field(ge=1e3, le=1e18)]
 Seconds = Annotated[float, Field(ge=0, le=10)]
 Fraction = Annotated[float, Field(ge=1e-3, le=10)]
 Count = Annotated[int, Field(ge=1, le=2**20)]
