@@ -30,6 +30,8 @@ from dtron.run.directory import check_not_moved
 from dtron.setup.versions import warn_untested
 
 _GRACE_SECONDS = 10
+_LATER_SECONDS = 60
+"""Added to the time of a failure that is not the first cause, in torchrun's report."""
 _CLOSED = 141
 """Exit status of programs whose reader has closed the pipe: 128 plus SIGPIPE's number."""
 
@@ -181,7 +183,8 @@ def _refuse(error: DtronError) -> int:
     except ConfigError:  # which is the error
         place = Place(rank=0, local_rank=0, world_size=1)
     alone, shown = isinstance(error, RankError), str(error).replace("\n", "\n       ")
-    _write_error_file(error)
+    first = alone or (place.local_rank == 0 and not isinstance(error, PeerError))
+    _write_error_file(error, time.time() + (0 if first else _LATER_SECONDS))
     if isinstance(error, PeerError):
         if not error.stopped:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once that rank has ended
@@ -199,16 +202,15 @@ def _refuse(error: DtronError) -> int:
     return 1
 
 
-def _write_error_file(error: DtronError) -> None:
+def _write_error_file(error: DtronError, seconds: float) -> None:
     """Give torchrun the error for its own report, which has `<N/A>` otherwise, and names the rank
-    that failed first by these times, in whole seconds: another rank's victim comes a second later.
+    that failed first by these times, in whole seconds since the epoch.
 
     The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
     """
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
-    seconds = int(time.time()) + isinstance(error, PeerError)
-    message = {"message": f"error: {error}", "extraInfo": {"timestamp": str(seconds)}}
+    message = {"message": f"error: {error}", "extraInfo": {"timestamp": str(int(seconds))}}
     with contextlib.suppress(OSError), open_own(Path(path), os.O_WRONLY) as file:
         file.truncate(0)
         file.write(json.dumps({"message": message}).encode())

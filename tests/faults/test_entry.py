@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from dtron import entry
+from dtron import cli, entry
 from dtron.cli import _refuse
 from dtron.errors import ConfigError, PeerError
 from tests.faults.processes import torchrun
@@ -167,6 +167,27 @@ def test_the_rank_that_failed_first_is_the_root_cause(
     assert ChildFailedError("train.py", failures).get_first_failure()[0] == 1
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "not" / "there"))
     assert _refuse(errors[1]) == 1
+
+
+def test_a_rank_that_waits_for_the_first_to_print_is_not_the_root_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun stops it, though it has found the same error of the config earlier."""
+    monkeypatch.setattr(cli, "_GRACE_SECONDS", 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    failures = {}
+    for rank, code in ((1, -signal.SIGTERM), (0, 1)):
+        path = tmp_path / str(rank)
+        for name, value in (
+            ("RANK", rank),
+            ("LOCAL_RANK", rank),
+            ("TORCHELASTIC_ERROR_FILE", path),
+        ):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(time, "time", lambda rank=rank: 1000.0 - rank)
+        _refuse(ConfigError("x = 1 is wrong"))
+        failures[rank] = ProcessFailure(rank, 4711, code, str(path))
+    assert ChildFailedError("train.py", failures).get_first_failure()[0] == 0
 
 
 @pytest.fixture

@@ -141,8 +141,8 @@ def test_an_error_file_is_a_regular_one(
     else:
         path.symlink_to(victim)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    cli._write_error_file(TrainingError("x"))
+    cli._write_error_file(TrainingError("x"), 1.0)
     assert victim.read_text() == "theirs"
     path.unlink()
-    cli._write_error_file(TrainingError("x"))
+    cli._write_error_file(TrainingError("x"), 1.0)
     assert '"message": "error: x"' in path.read_text()
