@@ -15,6 +15,7 @@ import dtron
 from dtron.config import RunConfig, choices, fields, is_automatic
 from dtron.errors import (
     ArgumentParser,
+    CheckpointError,
     ConfigError,
     DtronError,
     NoProgressError,
@@ -22,7 +23,7 @@ from dtron.errors import (
     PeerError,
     RankError,
     check_words,
-    explained_weights,
+    hint_of_weights,
     nearest,
 )
 from dtron.io.filesystem import open_own
@@ -81,8 +82,7 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
         fill_from_initial,  # not before --help and most errors, which need no torch
     )
 
-    with explained_weights(str(values.get("checkpoint", {}).get("initial", ""))):
-        return fill_from_initial(values)
+    return fill_from_initial(values)
 
 
 def commands(arguments: Sequence[str] | None = None) -> int:
@@ -116,13 +116,19 @@ def _convert(arguments: Sequence[str]) -> int:
     )
 
     paths = [word for word in arguments[1:] if not word.startswith("-")]
-    if arguments[:1] == ["from-hf"] and paths and _is_of_dtron(Path(paths[0])):
+    if arguments[:1] != ["from-hf"] or not paths:
+        return convert(arguments)
+    if _is_of_dtron(Path(paths[0])):
         raise ConfigError(
             f"{paths[0]} is a run or checkpoint of dtron, which from-hf does not take; use dtron "
             "convert to-hf, or name it in checkpoint.initial"
         )
-    with explained_weights(paths[0] if paths else ""):
+    try:
         return convert(arguments)
+    except CheckpointError as error:
+        if not (hint := hint_of_weights(paths[0])):
+            raise
+        raise CheckpointError(f"{error}{hint}") from error
 
 
 def _is_of_dtron(folder: Path) -> bool:

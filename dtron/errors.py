@@ -4,14 +4,13 @@ A DtronError is printed without a traceback; anything else that is raised is our
 """
 
 import argparse
-import contextlib
 import difflib
 import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
@@ -302,26 +301,18 @@ def cause_of(error: Exception, path: object) -> str:
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
-@contextlib.contextmanager
-def explained_weights(path: str) -> Iterator[None]:
-    """Add to a CheckpointError about weights what to do if the path is of another kind: a pickle, a
-    name on the Hugging Face Hub."""
-    try:
-        yield
-    except CheckpointError as error:
-        if not (fix := _fix_of_weights(path)):
-            raise
-        raise CheckpointError(f"{error}; {fix}") from error
-
-
-def _fix_of_weights(path: str) -> str:
+def hint_of_weights(path: str) -> str:
+    """Say what to do if a path to weights is of another kind: a pickle, or a name on the Hugging
+    Face Hub; empty: it is neither."""
     if path.lower().endswith(_PICKLES):
         return (
-            "dtron does not read pickles, which can run any code: save the model as safetensors, "
+            "; dtron does not read pickles, which can run any code: save the model as safetensors, "
             "as save_pretrained(FOLDER) of transformers does, and name that folder"
         )
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not os.path.exists(path):
-        return f"dtron does not download: run hf download {path} --local-dir FOLDER and name FOLDER"
+        return (
+            f"; dtron does not download: run hf download {path} --local-dir FOLDER and name FOLDER"
+        )
     return ""
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pydantic import Field, TypeAdapter, ValidationError
 
 from dtron.checkpoint.dcp_storage import INDEX, corrupt, missing_or_short, read_index
-from dtron.errors import CheckpointError, first_failure
+from dtron.errors import CheckpointError, first_failure, hint_of_weights
 from dtron.io.filesystem import (
     PARTIAL_SUFFIX,
     Location,
@@ -228,7 +228,7 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
     if found is None:
         raise CheckpointError(
             f"{path} is neither {besides}a checkpoint of dtron (with {METADATA}) nor a run "
-            "directory that has one"
+            f"directory that has one{hint_of_weights(str(path))}"
         )
     if wrong := problem(found):
         raise unreadable(found, wrong, "take")

@@ -22,6 +22,7 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
+from dtron.config.schema import MAX_RANKS
 from dtron.errors import ConfigError, cause_of, config_error, nearest
 from dtron.io.untrusted import TOML_BYTES, parse, parse_toml, read_text
 
@@ -66,7 +67,7 @@ Rate = Annotated[float, Field(ge=1, le=1e20)]
 Bytes = Annotated[float, Field(ge=1e3, le=1e18)]
 Seconds = Annotated[float, Field(ge=0, le=10)]
 Fraction = Annotated[float, Field(ge=1e-3, le=10)]
-Count = Annotated[int, Field(ge=1, le=2**20)]
+Count = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 """Bounds of the figures of a row: from larger and smaller ones a prediction is inf or nan."""
 
 

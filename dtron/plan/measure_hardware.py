@@ -25,6 +25,7 @@ import torch.distributed as dist
 from dtron.bench.kernel_cases import PROBLEMS
 from dtron.bench.measure import copy_rate, host_link_rate, launch_seconds, seconds
 from dtron.bench.roofline import StepMatmul, matmul_seconds
+from dtron.config.schema import MAX_RANKS
 from dtron.errors import TrainingError
 from dtron.float8.casting import quantize
 from dtron.float8.products import product as float8_product
@@ -32,7 +33,7 @@ from dtron.float8.products import why_emulated
 from dtron.float8.recipes import RECIPES
 from dtron.parallelisms.offload import host_memory
 from dtron.plan.hardware import Hardware, adapters, hops, moved
-from dtron.run.process import MOST_RANKS, Place, environment_integer
+from dtron.run.process import Place, environment_integer
 
 Shapes = tuple[tuple[int, ...], ...]
 DTYPE = torch.bfloat16
@@ -248,7 +249,7 @@ def measure_links(made: Calibration, place: Place, device: torch.device) -> Any:
     Returns:
         The group of this host's ranks, or of all ranks if this host has one.
     """
-    inside = environment_integer("LOCAL_WORLD_SIZE", place.world_size, 1, MOST_RANKS)
+    inside = environment_integer("LOCAL_WORLD_SIZE", place.world_size, 1, MAX_RANKS)
     starts = range(0, place.world_size, inside)
     hosts = [dist.new_group(list(range(first, first + inside))) for first in starts]
     if inside > 1:

@@ -23,10 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from dtron.config.schema import MAX_RANKS
 from dtron.errors import ConfigError, PeerError, cause_of
 from dtron.io.filesystem import open_own
 from dtron.io.untrusted import MB, parse, read_text
-from dtron.run.process import MOST_RANKS, Place
+from dtron.run.process import Place
 from dtron.run.rendezvous import Rendezvous
 
 log = logging.getLogger("dtron")
@@ -182,7 +183,7 @@ class RankLocks:
             self._file = None
 
 
-def _locked(file: IO[bytes], first: int = 0, n: int = MOST_RANKS) -> Iterator[int]:
+def _locked(file: IO[bytes], first: int = 0, n: int = MAX_RANKS) -> Iterator[int]:
     """Yield the ranks, of n from `first` on, whose records another open file has locked, in order.
 
     By halves, since of several locks in a range the system names any. The size of the file says

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.logging import RichHandler
 
+from dtron.config.schema import MAX_RANKS
 from dtron.errors import ConfigError, printable, shorten
 from dtron.io.filesystem import dangling_link
 
 log = logging.getLogger("dtron")
-MOST_RANKS = 2**20
 _INTEGER = re.compile(r"[0-9]{1,18}", re.ASCII)
 _PROBE_BYTES = 1 << 16
 """Size of the test file at a start; an empty file could be written to a full disk."""
@@ -57,10 +57,10 @@ class Place:
             ConfigError: one of them is no number, or out of range.
         """
         job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        world_size = environment_integer("WORLD_SIZE", 1, 1, MOST_RANKS)
+        world_size = environment_integer("WORLD_SIZE", 1, 1, MAX_RANKS)
         return cls(
             rank=environment_integer("RANK", 0, 0, world_size - 1),
-            local_rank=environment_integer("LOCAL_RANK", 0, 0, MOST_RANKS - 1),
+            local_rank=environment_integer("LOCAL_RANK", 0, 0, MAX_RANKS - 1),
             world_size=world_size,
             attempt=environment_integer("TORCHELASTIC_RESTART_COUNT", 0, 0, 2**31 - 1),
             local_world_size=environment_integer("LOCAL_WORLD_SIZE", world_size, 1, world_size),
@@ -174,7 +174,7 @@ def warn_of_shared_store(place: Place) -> None:
 
     An agent that is restarted on a lost host does not get the store's new address then.
     """
-    hosts, get = environment_integer("GROUP_WORLD_SIZE", 1, 1, MOST_RANKS), os.environ.get
+    hosts, get = environment_integer("GROUP_WORLD_SIZE", 1, 1, MAX_RANKS), os.environ.get
     shares = get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.rank == 0 and hosts > 1 and shares and get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         log.warning(

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from dtron.config import RunConfig
+from dtron.config.schema import MAX_RANKS
 from dtron.errors import ConfigError
-from dtron.run.process import MOST_RANKS, Place, environment_integer
+from dtron.run.process import Place, environment_integer
 from dtron.setup.rules import ModelCandidate, all_broken
 from dtron.setup.versions import release
 
@@ -48,7 +49,7 @@ class Machine:
         if place.device.type != "cuda":
             return cls()
         host, count = place.local_world_size, torch.cuda.device_count()
-        hosts = environment_integer("GROUP_WORLD_SIZE", place.world_size // host, 1, MOST_RANKS)
+        hosts = environment_integer("GROUP_WORLD_SIZE", place.world_size // host, 1, MAX_RANKS)
         told = "LOCAL_WORLD_SIZE" in os.environ  # without it the number of hosts is not known
         host = host if told and hosts * host == place.world_size else 1
         pairs = [(a, b) for a in range(host) for b in range(host) if a != b]

@@ -29,7 +29,7 @@ from dtron.data import (
     wait_for,
 )
 from dtron.data.cache import STALE_SECONDS
-from dtron.errors import ConfigError, cause_of, explained_weights
+from dtron.errors import ConfigError, cause_of
 from dtron.faults.memory import check_host_memory, size
 from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
@@ -140,9 +140,7 @@ def _set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
 
 
 def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) -> InitialWeights:
-    path = config.checkpoint.initial
-    with explained_weights(path):
-        initial = open_initial(path, model.norm_zero_centered)
+    initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
     check_same_model(initial, config.model.name, model)
     if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):
         raise ConfigError(

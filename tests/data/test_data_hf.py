@@ -266,3 +266,16 @@ def test_a_parquet_file_that_grows_without_bound_is_refused(
     good = tmp_path / "good.parquet"
     pq.write_table(pa.table({"body": [*texts, None]}), good)
     assert list(hf_corpus(section(good)).texts()) == [*texts, ""]
+
+
+@pytest.mark.usefixtures("library")
+def test_a_start_does_not_read_the_texts_of_parquet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to find out that they do not grow: of a stream, a start would read all of it."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "texts.parquet"
+    texts = [f"{i} " * (i % 50) for i in range(5000)]
+    pq.write_table(pa.table({"body": texts}), path, row_group_size=1000)
+    monkeypatch.setattr("dtron.data.hf._text_bytes", None)
+    assert list(HfStream(section(path)).read(START)) == texts

@@ -14,7 +14,7 @@ from rich.console import Console
 from dtron import cli
 from dtron.errors import ConfigError, TrainingError
 from dtron.run import process
-from dtron.run.process import MOST_RANKS, Place, set_up_logging, warn_of_shared_store
+from dtron.run.process import MAX_RANKS, Place, set_up_logging, warn_of_shared_store
 
 log = logging.getLogger("dtron")
 VARIABLES = (
@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ({"RANK": "9" * 5000}, "RANK = '999"),
     ({"RANK": "1_0", "WORLD_SIZE": "20"}, "RANK = '1_0'"),
     ({"RANK": "٣", "WORLD_SIZE": "20"}, "RANK = "),
-    ({"WORLD_SIZE": "0"}, f"WORLD_SIZE = '0' .* from 1 to {MOST_RANKS}"),
+    ({"WORLD_SIZE": "0"}, f"WORLD_SIZE = '0' .* from 1 to {MAX_RANKS}"),
     ({"WORLD_SIZE": "2000000000"}, "WORLD_SIZE = '2000000000'"),
     ({"LOCAL_RANK": "x"}, "LOCAL_RANK = 'x'"),
     ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE = '0'"),
