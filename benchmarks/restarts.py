@@ -62,6 +62,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, add_help=True)
     parser.add_argument("--agents", type=int, default=1, help="torchruns")
     parser.add_argument("--ranks", type=int, default=2, help="of each")
+    parser.add_argument("--gpus", action="store_true", help="each agent has GPUs of its own")
     parser.add_argument("--launcher", action="store_true", help="kill torchrun, not a rank")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--port", type=int, default=29511, help="of the rendezvous")
@@ -83,9 +84,16 @@ def start(given: argparse.Namespace, words: list[str], folder: Path) -> list[sub
     found = []
     for agent in range(n):
         where = ["--rdzv-conf", f"is_host={int(agent == 0)}", "--local-addr", "127.0.0.1"]
+        own = range(agent * ranks, (agent + 1) * ranks)
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))} if given.gpus else {}
         with (folder / f"agent-{agent}.log").open("a") as log:
             found.append(
-                subprocess.Popen([*command, *where, "train.py", *words], stdout=log, stderr=log)
+                subprocess.Popen(
+                    [*command, *where, "train.py", *words],
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | gpus,
+                )
             )
     return found
 
