@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK = 1024
+"""Elements of a program. Of 1024, 2048 and 4096 the fastest on an H200 (benchmarks/RESULTS.md)."""
 
 
 @dataclass(frozen=True)

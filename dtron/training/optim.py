@@ -21,19 +21,29 @@ from dtron.parallelisms.gradients import local_gradients, local_part, scale_or_z
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW, applied to local shards; settings and state as in torch.
+    """torch's AdamW, applied to local shards, by one fused kernel; settings and state as in torch.
 
     The update is elementwise, so that placements do not matter. On DTensors, torch would propagate
     placements for each list of tensors, which takes seconds to a minute of the first step on meshes
     of three or four axes.
 
+    Args:
+        moments: dtype of the moments; None: that of the parameters.
+
     Attributes:
         scale: factor for all gradients; if it is not finite, a step changes nothing.
     """
 
-    def __init__(self, groups: list[dict], **settings: Any) -> None:
+    def __init__(
+        self, groups: list[dict], moments: torch.dtype | None = None, **settings: Any
+    ) -> None:
         super().__init__(groups, fused=True, **settings)
         self.scale: Tensor | None = None
+        self._moments = moments
+        self._counts: dict[int, Counts] = {}
+        """Step counts of each parameter group, by the id of its first one."""
+        # torch converts loaded moments to the dtype of their parameter.
+        self.register_load_state_dict_post_hook(AdamW._convert_moments)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -64,6 +74,12 @@ class AdamW(torch.optim.AdamW):
         scale: Tensor,
         rates: Rates,
     ) -> None:
+        # On CPUs torch's kernel is the faster one, and it takes parameters in float64.
+        on_gpus = all(p.is_cuda and p.dtype == torch.float32 for p in parameters)
+        if on_gpus or self._moments is not None:
+            counts = self._counts.setdefault(id(steps[0]), Counts()).together(steps)
+            adamw_(parameters, gradients, firsts, seconds, counts, scale, rates)
+            return
         # As for torch.amp's GradScaler: the kernel divides gradients by grad_scale, and skips the
         # update if found_inf is 1.
         finite = scale.isfinite()
@@ -86,34 +102,12 @@ class AdamW(torch.optim.AdamW):
         return state
 
     def _zeros(self, parameter: Tensor) -> Tensor:
-        return torch.zeros_like(parameter)
+        return torch.zeros_like(parameter, dtype=self._moments)
 
-
-class BFloat16AdamW(AdamW):
-    """AdamW with moments in bfloat16; all else as in torch, including the names of the state."""
-
-    def __init__(self, groups: list[dict], **settings: Any) -> None:
-        super().__init__(groups, **settings)
-        self._counts: dict[int, Counts] = {}
-        """Step counts of each parameter group, by the id of its first one."""
-        # torch converts loaded moments to the dtype of their parameter.
-        self.register_load_state_dict_post_hook(_moments_to_bfloat16)
-
-    def _update(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        firsts: list[Tensor],
-        seconds: list[Tensor],
-        steps: list[Tensor],
-        scale: Tensor,
-        rates: Rates,
-    ) -> None:
-        counts = self._counts.setdefault(id(steps[0]), Counts()).together(steps)
-        adamw_(parameters, gradients, firsts, seconds, counts, scale, rates)
-
-    def _zeros(self, parameter: Tensor) -> Tensor:
-        return torch.zeros_like(parameter, dtype=torch.bfloat16)
+    def _convert_moments(self) -> None:
+        for state in self.state.values():
+            for name in _MOMENTS if self._moments is not None else ():
+                state[name] = state[name].to(self._moments)
 
 
 class SGD(torch.optim.SGD):
@@ -143,15 +137,10 @@ class SGD(torch.optim.SGD):
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _moments_to_bfloat16(optimizer: torch.optim.Optimizer) -> None:
-    for state in optimizer.state.values():
-        state.update({name: state[name].bfloat16() for name in _MOMENTS if name in state})
-
-
 def _adamw(groups: list[dict], options: Optim) -> torch.optim.Optimizer:
-    kind = BFloat16AdamW if options.moments == "bfloat16" else AdamW
+    moments = torch.bfloat16 if options.moments == "bfloat16" else None
     betas = (options.beta1, options.beta2)
-    return kind(groups, lr=options.lr, betas=betas, eps=options.eps)
+    return AdamW(groups, moments, lr=options.lr, betas=betas, eps=options.eps)
 
 
 def _sgd(groups: list[dict], options: Optim) -> torch.optim.Optimizer:

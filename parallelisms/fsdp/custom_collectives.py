@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtron.kernels.sums import sum_of_parts_
 from dtron.parallelisms.expert.peer_memory import CopyEngine
 
 
@@ -98,5 +99,4 @@ class AllToAllSum:
             dist.all_to_all_single(received, input_tensor, group=group)
         else:
             self._engine.all_to_all(received, input_tensor)
-        parts = received.view(group.size(), -1)
-        torch.sum(parts, dim=0, dtype=output_tensor.dtype, out=output_tensor)
+        sum_of_parts_(output_tensor, received.view(group.size(), -1))

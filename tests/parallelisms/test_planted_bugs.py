@@ -421,13 +421,13 @@ def predictions_across_documents() -> None:
 
 def wide_moments_of_experts() -> None:
     """Moments of experts keep their parameter's dtype."""
-    narrow = optim.BFloat16AdamW._zeros
+    narrow = optim.AdamW._zeros
 
-    def zeros(self: optim.BFloat16AdamW, parameter: Any) -> Tensor:
+    def zeros(self: optim.AdamW, parameter: Any) -> Tensor:
         axes = parameter.device_mesh.mesh_dim_names
         return torch.zeros_like(parameter) if "ep" in axes else narrow(self, parameter)
 
-    optim.BFloat16AdamW._zeros = zeros  # type: ignore[method-assign]
+    optim.AdamW._zeros = zeros  # type: ignore[method-assign]
 
 
 def biases_by_own_loads() -> None:
