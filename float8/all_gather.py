@@ -6,7 +6,9 @@ gathered values are those that the layer would have cast itself.
 
     shard (float32) --scale--> float8 --all-gather, 1 byte per element--> weight of the matmul
 
-The parameter stays a plain tensor; FSDP finds the hooks attached to it when it is first used.
+The parameter stays a plain tensor; FSDP finds the hooks attached to it when it is first used. One
+cast has to serve the output and the input's gradient: with scales of rows these are two casts, as
+many bytes as bfloat16.
 
 Inputs. Under sequence parallelism each rank holds a part of the tokens. `GatherInput` casts it with
 the scale of the whole input, gathers one byte per element, and gives the layers the dequantised
@@ -21,6 +23,7 @@ Source: torchao.float8.fsdp_utils, whose tensor type the gathered weights have.
 import importlib.util
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,9 +32,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
+from torch.nn.functional import pad
 
 from dtron.errors import ConfigError
-from dtron.float8.casting import Scaled, dequantize, quantize, scale_of
+from dtron.float8.casting import Scaled, dequantize, largest, quantize, scale_of
 from dtron.float8.linear import Float8Linear
 from dtron.float8.recipes import Cast
 from dtron.kernels.float8 import cast_plain
@@ -57,51 +61,92 @@ class WeightGather:
     forward and after each update or load of weights.
 
     Args:
-        layers: of one rank, with sharded weights, each shard of equal size.
-        group: all ranks that hold parts of the same weights.
+        layers: of one rank, with sharded weights, each shard of equal size; their recipe casts
+            weights once (`Recipe.casts_weight_once`).
+        whole: all ranks that hold parts of the same weights; they share per-tensor scales.
+        shards: of these, the ranks that FSDP gathers from; they share the scales of blocks.
     Raises:
         ConfigError: torchao is not installed.
     """
 
-    def __init__(self, layers: Iterable[Float8Linear], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        layers: Iterable[Float8Linear],
+        whole: dist.ProcessGroup,
+        shards: dist.ProcessGroup,
+    ) -> None:
         require_torchao()
-        self.group = group
-        self.shards = [_WeightShard(layer) for layer in layers]
+        self.shards = [_WeightShard(layer, shards) for layer in layers]
+        per_tensor = bool(self.shards) and self.shards[0].format.whole
+        self.group = whole if per_tensor else shards
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Compute the scales of all weights, with one all-reduce over the group."""
         if not self.shards:
             return
-        locals_ = [shard.local for shard in self.shards]
-        amax = torch.stack(norms(locals_, math.inf))
+        cast = self.shards[0].format
+        if cast.whole:
+            amax = torch.stack(norms([shard.local for shard in self.shards], math.inf))
+            grids = [torch.Size([])] * len(self.shards)
+        else:
+            found = [shard.block_amax() for shard in self.shards]
+            amax, grids = torch.cat([x.flatten() for x in found]), [x.shape for x in found]
         dist.all_reduce(amax, dist.ReduceOp.MAX, self.group)
-        scales = scale_of(amax, self.shards[0].format)
-        for shard, scale in zip(self.shards, scales, strict=True):
+        scales = scale_of(amax, cast).split([grid.numel() for grid in grids])
+        for shard, scale, grid in zip(self.shards, scales, grids, strict=True):
             shard.check()
-            shard.scale = scale
+            shard.scale = scale.view(grid)  # of blocks: (rows, columns)
 
 
 class _WeightShard:
     """FSDP2's hooks of one weight; see `torch.distributed.fsdp.fully_shard`."""
 
-    def __init__(self, layer: Float8Linear) -> None:
+    def __init__(self, layer: Float8Linear, ranks: dist.ProcessGroup) -> None:
         assert isinstance(layer.weight, DTensor), "weights are sharded before they are gathered"
         self.weight, self.format = layer.weight, layer.recipe.output.right
         self.local: Any = sharded_tensor(layer.weight)
         self.local.fsdp_pre_all_gather = self.before
         self.local.fsdp_post_all_gather = self.after
         self.scale: Tensor | None = None
+        """() for the whole weight, or of its blocks."""
+        self.ranks, self.rank = ranks.size(), ranks.rank()
 
     def check(self) -> None:
         """Check that the hooks are on the tensor that FSDP gathers, or it would gather float32."""
         assert sharded_tensor(self.weight) is self.local, "a float8 weight has been replaced"
 
+    def block_amax(self) -> Tensor:
+        """Return the largest magnitudes of this rank's rows in each block of the gathered weight;
+        0 where a block has none of them."""
+        lines, height = largest(self.local, self._line), self.format.tile[0]
+        first = self.rank * len(lines)
+        above, below = first % height, -(first + len(lines)) % height
+        own = pad(lines, (0, 0, above, below)).unflatten(0, (-1, height)).amax(1)
+        found = lines.new_zeros(-(-len(lines) * self.ranks // height), lines.shape[1])
+        found[first // height :][: len(own)] = own
+        return found
+
+    @property
+    def _line(self) -> Cast:
+        """The cast of one row of each block."""
+        return replace(self.format, tile=(1, self.format.tile[1]))
+
+    def _blocks_of_rows(self) -> Tensor:
+        rows = torch.arange(len(self.local), device=self.local.device)
+        return (rows + self.rank * len(self.local)) // self.format.tile[0]
+
     def before(self, _mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """Return (tensors to gather, metadata for `after`)."""
         assert self.scale is not None, "scales are computed before weights are gathered"
-        data = cast_plain(self.local.detach().contiguous(), self.scale, self.format.dtype)
-        return (data.view(torch.uint8),), (self.scale,)
+        local = self.local.detach().contiguous()
+        if self.format.whole:
+            data = cast_plain(local, self.scale, self.format.dtype)
+        else:
+            data = quantize(local, self._line, scale=self.scale[self._blocks_of_rows()]).data
+        # torchao's tensor type takes scales of at most one dim.
+        scale = self.scale if self.format.whole else self.scale.flatten()
+        return (data.contiguous().view(torch.uint8),), (scale,)
 
     def after(
         self,

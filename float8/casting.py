@@ -56,7 +56,7 @@ def quantize(
         return Scaled(rounded(x.to(wide(x.dtype)), scale, cast.dtype), scale, cast)
     tiles = _tiled(x, cast)
     if scale is None:
-        scale = scale_of(tiles.abs().amax(dim=(1, 3)), cast)
+        scale = scale_of(largest(x, cast), cast)
     data = rounded(tiles.to(wide(x.dtype)), scale[:, None, :, None], cast.dtype)
     return Scaled(_untiled(data, x.shape), scale, cast)
 
@@ -86,7 +86,10 @@ def quantize_weight(
     """
     if data is None or scale is None:
         return quantize(weight, cast, groups, known)
-    return Scaled(data, scale.view(1, 1), cast)
+    tiles = [
+        -(-size // tile) if tile else 1 for size, tile in zip(data.shape, cast.tile, strict=True)
+    ]
+    return Scaled(data, scale.view(tiles), cast)
 
 
 def turn_weight(weight: Tensor, scale: Tensor, cast: Cast, after: Tensor) -> Scaled:
@@ -102,6 +105,11 @@ def turn_weight(weight: Tensor, scale: Tensor, cast: Cast, after: Tensor) -> Sca
         data = cast_turned(weight.contiguous(), scale, cast.dtype, after)
         return Scaled(data, scale, cast)
     return quantize(weight.t(), cast, scale=scale.t())
+
+
+def largest(x: Tensor, cast: Cast) -> Tensor:
+    """Return the largest magnitude of each tile, (tiles along M, tiles along S) in x's dtype."""
+    return _tiled(x, cast).abs().amax(dim=(1, 3))
 
 
 def dequantize(operand: Scaled, dtype: torch.dtype) -> Tensor:

@@ -83,6 +83,11 @@ class Recipe:
         products = (self.output, self.grad_input, self.grad_weight)
         return all(p.left.whole and p.right.whole for p in products if p is not None)
 
+    @property
+    def casts_weight_once(self) -> bool:
+        """Whether one cast of the weight serves both matmuls with it."""
+        return self.output.right == self.grad_input.right and self.output.right.turns
+
 
 _WHOLE, _WHOLE_GRAD = Cast(E4M3, (0, 0)), Cast(E5M2, (0, 0))
 _ROW = Cast(E4M3, (1, 0), power_of_two=True)

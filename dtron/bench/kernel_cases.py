@@ -28,6 +28,7 @@ from dtron.kernels.float8_rows import packed, unpacked
 from dtron.kernels.grouped import grouped_matmul
 from dtron.kernels.peer_gather import packed_rows_of_peers, rows_of_peers, rows_of_pointers
 from dtron.kernels.permute import inverse_of, repeated
+from dtron.kernels.sums import sum_of_parts_
 from dtron.models import BACKENDS
 from dtron.models.attention import AttentionNeeds
 
@@ -232,6 +233,15 @@ def _adamw_bytes(parameters: Tensors, gradients: Tensors, *moments: Tensors) -> 
 _WIDE, _NARROW = _own_state(torch.float32), _own_state(torch.bfloat16)
 
 
+# -- sums over ranks -------------------------------------------------------------------------------
+
+
+def _summed(parts: Tensor) -> Tensors:
+    out = torch.empty(parts.shape[1], device=parts.device)
+    sum_of_parts_(out, parts)
+    return [out]
+
+
 # -- casts to float8 -------------------------------------------------------------------------------
 
 _INPUT = RECIPES["tensorwise"].output.left
@@ -432,6 +442,20 @@ PROBLEMS: dict[str, Problem] = {
         parts=("update",),
         compared=None,
         dtype=torch.float32,
+    ),
+    "sums": Problem(
+        modules=("sums", "sums_triton"),
+        dims="ranks, elements of each",
+        # A block of Llama-3-8B over 2 GPUs.
+        shapes={"cuda": (2, 109_056_000), "cpu": (2, 2**18)},
+        draw=lambda shape, dtype, device: _normal(dtype, device, shape),
+        flops=lambda shape: (float(shape[0] * shape[1]),),
+        n_bytes=lambda parts: (parts.nbytes + 4.0 * parts.shape[1],),
+        rows=(
+            KernelRow("formula", lambda parts: [parts.sum(0, dtype=torch.float32)]),
+            KernelRow("dtron", _summed, None, _needs_triton),
+        ),
+        parts=("sum",),
     ),
     "float8 cast": Problem(
         modules=("float8", "float8_triton"),

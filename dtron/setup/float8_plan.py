@@ -157,8 +157,8 @@ class Float8Plan:
         """
         if not self.settings.all_gather:
             return None
-        group = mesh.group("dp_shard", "cp", "tp")
-        return WeightGather(_layers_of(applied).values(), group).refresh
+        whole, shards = mesh.group("dp_shard", "cp", "tp"), mesh.group("dp_shard", "cp")
+        return WeightGather(_layers_of(applied).values(), whole, shards).refresh
 
     def delay_scales(self, applied: Applied, mesh: Mesh) -> DelayedScales | None:
         """Set up delayed scaling; return the scales, to be updated after each step. None:

@@ -386,7 +386,6 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
 _ONE_SCALE = {
     "parallel.async_tp": "weight gradients need scales along the tokens of all ranks, which "
     "gathered float8 values do not have: each input would be gathered twice",
-    "float8.all_gather": "a rank's shard of a weight does not have the scales of the whole",
     "float8.gather_inputs": "the gathered input has other scales than its shards",
     "float8.scaling": "delayed scaling needs per-tensor scales",
 }
@@ -422,6 +421,13 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
         lambda c: not c.config.float8.output or c.train.loss_chunks == 1,
         "float8.output with train.loss_chunks = {c.train.loss_chunks}: the loss multiplies "
         "by the head itself, in train.dtype; use one of the two",
+    ),
+    Rule(
+        "float8.all_gather float8.recipe",
+        lambda c: not c.config.float8.all_gather or c.recipe.casts_weight_once,
+        "float8.all_gather = True with float8.recipe = {c.recipe.name!r}: the two matmuls with a "
+        "weight cast it along different dims, and both casts are as many bytes as bfloat16; use "
+        '"tensorwise" or "blockwise"',
     ),
     Rule(
         "float8.all_gather",

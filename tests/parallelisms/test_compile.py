@@ -31,6 +31,7 @@ LAYOUTS = [
     Case("deepseek_v3", 2, PULLED, Recompute(mode="selective")),
     Case("deepseek_v3", 2, Parallel(tp=2)),
     float8("tensorwise", 2, Parallel(), float8={"all_gather": True}),
+    float8("blockwise", 2, Parallel(), float8={"all_gather": True}),
     float8("rowwise", 2, Parallel(tp=2), dtype="float32"),
     float8("tensorwise", 2, Parallel(cp=2), float8={"scaling": "delayed"}),
 ]

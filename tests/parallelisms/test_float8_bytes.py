@@ -36,14 +36,18 @@ def count_step(case: Case) -> dict[str, dict[str, dict[str, int]]]:
     return counter.table()
 
 
-def counted(parallel: Parallel, **settings: bool) -> dict[str, dict[str, dict[str, int]]]:
-    case = float8("tensorwise", 2, parallel, dtype="float32", sequences=2, float8=settings)
+def counted(
+    parallel: Parallel, recipe: str = "tensorwise", **settings: bool
+) -> dict[str, dict[str, dict[str, int]]]:
+    case = float8(recipe, 2, parallel, dtype="float32", sequences=2, float8=settings)
     return run_ranks(2, count_step, case)[0]
 
 
-def test_weights_travel_as_one_byte_an_element() -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])  # here a weight is one block
+def test_weights_travel_as_one_byte_an_element(recipe: str) -> None:
     """In forward and backward of the first block; the last one's is not freed between."""
-    plain, small = counted(Parallel(zero=3)), counted(Parallel(zero=3), all_gather=True)
+    zero3 = Parallel(zero=3)
+    plain, small = counted(zero3, recipe), counted(zero3, recipe, all_gather=True)
     of_plain, of_small = plain["dp_shard"]["all_gather"], small["dp_shard"]["all_gather"]
     assert of_plain["count"] == of_small["count"]
     gathered = 4 * (ATTENTION + FEED_FORWARD)  # two blocks, twice
@@ -97,7 +101,8 @@ def test_shared_scales_are_counted(parallel: Parallel, mode: Any, each: int, num
 @pytest.mark.parametrize(
     ("recipe", "parallel", "settings", "message"),
     [
-        ("rowwise", {}, {"all_gather": True}, 'use "tensorwise"'),
+        ("rowwise", {}, {"all_gather": True}, 'use "tensorwise" or "blockwise"'),
+        ("rowwise_with_gw_hp", {}, {"all_gather": True}, "as many bytes as bfloat16"),
         ("blockwise", {"tp": 2}, {"gather_inputs": True}, 'use "tensorwise"'),
         ("tensorwise", {"dp_replicate": 2}, {"all_gather": True}, "no rank gathers weights"),
         ("tensorwise", {}, {"gather_inputs": True}, "no input is gathered"),

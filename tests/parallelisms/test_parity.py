@@ -546,7 +546,10 @@ SPECIAL = [
 ]
 
 
-GATHERS = {"all_gather": True, "gather_inputs": True}
+GATHER = {"all_gather": True}
+GATHERS = {**GATHER, "gather_inputs": True}
+BLOCKS = {"ffn_dim": 208}
+"""Two blocks of 128 x 128 and less; the first one's rows are on both of two ranks."""
 BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
 TIED8 = {"float8": {"output": True}, "override": {"vocab_size": 64, "tied": True}}
@@ -578,12 +581,14 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(cp=2, tp=2), **DELAYED, compile=EAGER),
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3", **DELAYED),
     # weights and inputs that travel in float8
-    float8("tensorwise", 4, Parallel(dp_replicate=2), float8={"all_gather": True}, steps=3),
+    float8("tensorwise", 4, Parallel(dp_replicate=2), float8=GATHER, steps=3),
+    float8("blockwise", 4, Parallel(dp_replicate=2), float8=GATHER, override=BLOCKS, steps=3),
+    float8("blockwise", 4, Parallel(tp=2, zero=2), float8=GATHER, compile=EAGER, dtype="float32"),
     float8("tensorwise", 4, Parallel(tp=2), compile=EAGER, float8=GATHERS),
     float8("tensorwise", 4, Parallel(cp=2, tp=2, zero=2), recompute=FULL, float8=GATHERS),
     float8("tensorwise", 2, Parallel(tp=2), float8={"gather_inputs": True, "skip": BLOCK_0_FFN}),
     # products fused with their communication
-    float8("tensorwise", 4, OVERLAPPED, float8={"all_gather": True}, micro_batch=2, sequences=8),
+    float8("tensorwise", 4, OVERLAPPED, float8=GATHER, micro_batch=2, sequences=8),
     float8("tensorwise", 4, Parallel(cp=2, tp=2, async_tp=True), "qwen3", recompute=FULL),
     float8("tensorwise", 2, Parallel(tp=2, async_tp=True), "gpt", seq_len=16, **DELAYED),
     float8("tensorwise", 2, Parallel(tp=2, async_tp=True), **PARTLY, recompute=SELECTIVE),
@@ -620,7 +625,7 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(pp=2, cp=2, schedule=DUAL), recompute=SELECTIVE),
     float8("tensorwise", 2, Parallel(pp=2, schedule=DUAL), **DELAYED, recompute=FULL),
     float8("tensorwise", 4, Parallel(pp=2, tp=2, schedule=V), **DELAYED, compile=EAGER),
-    float8("tensorwise", 4, Parallel(pp=2, schedule=BUBBLE), float8={"all_gather": True}, steps=3),
+    float8("tensorwise", 4, Parallel(pp=2, schedule=BUBBLE), float8=GATHER, steps=3),
     float8("tensorwise", 4, Parallel(pp=2, tp=2, schedule=DUAL), float8={"gather_inputs": True}),
     float8(
         "tensorwise",

@@ -23,6 +23,7 @@ from dtron.config import Parallel, Recompute
 from dtron.data import Batch
 from dtron.float8 import async_tp as fused
 from dtron.float8 import casting, delayed, weight_gradient
+from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
@@ -288,6 +289,17 @@ def scales_of_ones_own() -> None:
     casting.shared = lambda amax, _groups: amax
 
 
+def block_scales_of_ones_own() -> None:
+    """Ranks cast a block of a gathered weight by the rows that they have of it."""
+    made = WeightGather.__init__
+
+    def alone(self: WeightGather, *args: Any) -> None:
+        made(self, *args)
+        self.group, _ = dist.new_subgroups(1)
+
+    WeightGather.__init__ = alone  # type: ignore[method-assign]
+
+
 def token_scales_of_ones_own() -> None:
     """Layers of a tp rank's own tokens cast them, and their gradients, by scales of its own."""
     TokenwiseLinear.token_groups = Float8Linear.token_groups  # type: ignore[method-assign]
@@ -529,6 +541,9 @@ DROPPED = Case("gpt", 2, Parallel(tp=2), sequences=2, override={"dropout": 0.2})
 KEYS = Case("llama", 4, Parallel(tp=4), sequences=2)
 RING = Case("llama", 2, Parallel(cp=2), sequences=2)
 SCALED = [parity.float8("tensorwise", 2, p) for p in (Parallel(tp=2), Parallel(cp=2))]
+BLOCKS8 = parity.float8(
+    "blockwise", 2, Parallel(), float8={"all_gather": True}, override={"ffn_dim": 208}
+)
 OVERLAPPED = parity.float8(
     "tensorwise", 2, Parallel(tp=2, async_tp=True), micro_batch=2, sequences=4
 )
@@ -613,6 +628,7 @@ BUGS = [
     Bug(predictions_across_documents, PREDICTED, ALSO_LOSS),
     *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
     *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in (*SCALED, OVERLAPPED)],
+    Bug(block_scales_of_ones_own, BLOCKS8, ALSO_LOSS),
     Bug(token_scales_of_ones_own, LATENT8, ALSO_LOSS),
     Bug(gradient_scales_of_ones_own, SHARED8, BEFORE_HEAD),
     Bug(weight_gradient_dropped, SPLIT8, rf"{LINEARS8}|gradient head\.weight"),

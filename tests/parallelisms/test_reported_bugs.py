@@ -10,10 +10,12 @@ Megatron-LM#7452 numbers its bugs:
           label smoothing.
     4, 5  used the global tp group instead of the model's own. dtron has no global groups (`Mesh` is
           an object); the rows test the effect.
-    7     as 5, for embeddings of images and text. Not applicable: dtron has no such models.
+    6, 7  as 5, for cross-attention and for embeddings of images and text. Not applicable: dtron has
+          no such models.
     11    a norm in gated delta nets, which dtron does not have; the row tests norms of heads.
-
-6, 13 and the appendices are not covered.
+    13    attention with another cp group than the model's own; a test of its own below.
+    B     gradients of a video model; the row tests the effect.
+    C     constant factors: two rows.
 """
 
 import functools
@@ -32,9 +34,12 @@ from torch.distributed.tensor import Replicate
 from dtron.checkpoint import checkpointer as checkpoint
 from dtron.config import Optim, Parallel, Recompute
 from dtron.data import Batch
+from dtron.models import router
 from dtron.models.router import Router
 from dtron.parallelisms import apply
+from dtron.parallelisms.context.attention import ContextAttention
 from dtron.parallelisms.expert import expert_parallel as expert
+from dtron.parallelisms.fsdp import sharding as fsdp
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.pipeline.executor import Pipeline
 from dtron.parallelisms.tensor import tensor_parallel as tensor
@@ -49,12 +54,17 @@ from tests.parallelisms.test_planted_bugs import (
     EVERYTHING,
     head_gradient_not_reduced,
     local_divisor,
+    loss_of_every_tp_rank,
     run_with,
 )
 from tests.training.test_trainer import contents, fit, losses, tiny
 
 VOCABULARY = 64
 """Differs from all other dims of the models."""
+
+
+def nothing() -> None:
+    """Plants no bug."""
 
 
 def gathered_logits() -> None:
@@ -83,6 +93,28 @@ def prediction_counts_of_own_tokens() -> None:
         return torch.cat([count(self, batches)[:1], own[1:] * dist.get_world_size()])
 
     step.TrainStep._global_label_counts = counts  # type: ignore[method-assign]
+
+
+def balance_loss_averaged_over_replicas() -> None:
+    """The gradient of the balance loss is divided by the ranks that have different tokens."""
+    added = router.AddedLoss.apply
+
+    def divided(weights: Tensor, total: Tensor, divisor: Any) -> Tensor:
+        return added(weights, total / dist.get_world_size(), divisor)
+
+    router.AddedLoss.apply = divided  # type: ignore[method-assign]
+
+
+def expert_gradients_not_scaled() -> None:
+    """Gradients of experts are multiplied by the ranks that share them."""
+    summed = fsdp._sum_gradients
+
+    def scaled(module: Any) -> None:
+        summed(module)
+        if hasattr(module, "part"):
+            module.set_gradient_divide_factor(0.5)
+
+    fsdp._sum_gradients = scaled
 
 
 def recomputed_from_another_replica() -> None:
@@ -287,6 +319,29 @@ REPORTS = [
         r"gradient blocks\.\d+\.attn\.[qk]_norm\.weight",
     ),
     Report(
+        f"{MEGATRON}-B",
+        "Hidden states were gathered over tp for a loss that each rank computed whole, and their "
+        "gradients were summed over tp: all were tp times too large.",
+        Case("llama", 2, Parallel(tp=2), sequences=2),
+        loss_of_every_tp_rank,
+        EVERYTHING,
+    ),
+    Report(
+        f"{MEGATRON}-C-balance",
+        "The gradient of the balance loss over all ranks was averaged over dp where the sum was "
+        "due: it was dp times too small.",
+        Case("mixtral", 2, Parallel(), override={"balance": "global_batch"}, sequences=4),
+        balance_loss_averaged_over_replicas,
+        r"gradient .*",
+    ),
+    Report(
+        f"{MEGATRON}-C-experts",
+        "The factor that averages gradients of experts was left out: they were dp times too large.",
+        Case("mixtral", 4, Parallel(ep=2), sequences=4),
+        expert_gradients_not_scaled,
+        r"gradient blocks\.\d+\.ffn\.experts\..*",
+    ),
+    Report(
         "Megatron-Bridge#2952",
         "Middle stages of a pipeline did not get the borders of packed documents: their tokens "
         "attended to all documents.",
@@ -362,6 +417,66 @@ def test_the_bug_turns_it_red(report: Report) -> None:
     assert not [name for name in found if not re.fullmatch(report.spoils, name)]
 
 
+# Several models in one process.
+
+EVALUATED = [
+    Case("llama", 4, Parallel(dp_shard=2, cp=2), sequences=4, steps=3),
+    Case("llama", 4, Parallel(cp=4), sequences=4, steps=3),
+]
+
+
+def last_cp_group_for_all() -> None:
+    """All models attend over the cp group of the model that was built last."""
+    made, called = ContextAttention.__post_init__, ContextAttention.__call__
+    last: list[ContextAttention] = []
+
+    def noted(self: ContextAttention) -> None:
+        made(self)
+        last[:] = [self]
+
+    def attended(_self: ContextAttention, *args: Any) -> Tensor:
+        return called(last[0], *args)
+
+    ContextAttention.__post_init__ = noted  # type: ignore[method-assign]
+    ContextAttention.__call__ = attended  # type: ignore[method-assign]
+
+
+def trained_within(
+    plant: Callable[[], None], outer: Case, inner: Case
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """On one rank, which ends afterwards: one model is built and trained between the first and the
+    second step of another one."""
+    plant()
+    accumulate, found = parity.RecordingStep.accumulate, list[dict[str, Any]]()
+
+    def between(self: parity.RecordingStep, batches: Sequence[Batch], step: int) -> Tensor:
+        if step == 1 and not found:
+            found.append({})
+            found[0] = parity.parallel_run(inner)
+        return accumulate(self, batches, step)
+
+    parity.RecordingStep.accumulate = between  # type: ignore[method-assign]
+    return parity.parallel_run(outer), found[0]
+
+
+def wrong_within(plant: Callable[[], None], outer: Case, inner: Case) -> list[str]:
+    """What of both models deviates from one process."""
+    both = run_ranks(4, trained_within, plant, outer, inner)
+    pairs = zip((outer, inner), zip(*both, strict=True), strict=True)
+    return [line for case, ranks in pairs for line in Outcome(deviations(case, ranks)).wrong(case)]
+
+
+@pytest.mark.parametrize("outer", [0, 1])
+def test_a_model_keeps_its_groups_beside_another(outer: int) -> None:
+    """Megatron-LM#7452-13: an evaluation with another cp group than the training's wrote its own
+    into what both shared, so that only the first batch was right."""
+    assert not wrong_within(nothing, EVALUATED[outer], EVALUATED[1 - outer])
+
+
+def test_another_models_group_turns_it_red() -> None:
+    assert wrong_within(last_cp_group_for_all, *EVALUATED)
+
+
 # Checkpoints.
 
 
@@ -401,10 +516,6 @@ def fit_with(plant: Callable[[], None], config: Any) -> None:
     """On one rank, which ends afterwards: nothing is put back."""
     plant()
     fit(config)
-
-
-def nothing() -> None:
-    """Plants no bug."""
 
 
 def resumed(folder: Path, plant: Callable[[], None]) -> tuple[list[float], set[float]]:
