@@ -2,8 +2,8 @@
 
 A test is in the default run unless a row says otherwise. The default run keeps one representative
 of every model, mesh axis, schedule, context-parallel method, dispatcher, float8 recipe, recompute
-mode, fault and command in the documents, and all planted bugs; tests/test_selection.py holds it to
-that. Rows are the most expensive of what is left, and tests that need packages which the extra
+mode, fault, planted bug and command in the documents; tests/test_selection.py holds it to that.
+Rows are the most expensive of what is left, and tests that need packages which the extra
 `test` does not bring. test_parity.py chooses its cases itself, by the settings in them.
 """
 
@@ -45,7 +45,9 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_full_disk_stops_the_run_and_leaves_older_checkpoints": "^sync",
         "test_one_copy_of_replicated_data_is_written": NONE,
         "test_room_for_copies_is_made_beside_training": "changes0",
-        "test_the_plan_is_made_once": "async",
+        "test_the_plan_is_made_once": NONE,
+        "test_retention_by_count_and_by_every_n": NONE,
+        "test_a_save_waits_for_the_one_before": NONE,
     },
     "checkpoints/test_security.py": {
         "test_a_safetensors_index_does_not_lead_out_of_its_folder": NONE,
@@ -55,8 +57,10 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_restarted_attempt_goes_on_from_what_the_job_has_written": NONE,
         "test_a_fast_tier_before_a_durable_one": NONE,
         "test_a_process_or_a_disk_that_fails_costs_one_checkpoint": "die",
-        "test_a_run_that_dies_while_its_last_checkpoint_is_copied": "False-False",
+        "test_a_run_that_dies_while_its_last_checkpoint_is_copied": NONE,
         "test_checkpoints_in_a_store": NONE,
+        "test_a_finished_run_with_tiers_is_copied_once": NONE,
+        "test_a_disk_that_does_not_answer_ends_a_synchronous_save_too": NONE,
     },
     "data/test_data_training.py": {
         "test_a_run_of_whole_documents_resumes_under_another_layout": NONE,
@@ -103,7 +107,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_gives_what_three_layers_give": "False",
     },
     "float8/test_statistics.py": {
-        "test_steps_that_report_name_every_layer": "settings0",
+        "test_steps_that_report_name_every_layer": NONE,
     },
     "float8/test_weight_gradient.py": {
         "test_equal_calls_both_count": "^$",
@@ -122,7 +126,7 @@ KEPT: dict[str, dict[str, str]] = {
     },
     "models/test_decoder.py": {
         "test_blocks_compile_once_to_one_graph": "^gpt-override2",
-        "test_blocks_compile_with_grouped_products": "mixtral",
+        "test_blocks_compile_with_grouped_products": NONE,
         "test_kinds_of_blocks_compile_once_each": NONE,
     },
     "models/test_rope.py": {
@@ -137,16 +141,16 @@ KEPT: dict[str, dict[str, str]] = {
         "test_compiled_blocks_share_one_graph_with_the_operators": NONE,
     },
     "parallelisms/test_bfloat16.py": {
-        "test_a_layout_is_as_exact_as_one_process": "^2-llama-(dp_replicate|tp) 2$",
+        "test_a_layout_is_as_exact_as_one_process": "^2-llama-tp 2$",
     },
     "parallelisms/test_collectives.py": {
-        "test_activations_of_a_layer": "^gpt-True",
+        "test_activations_of_a_layer": NONE,
         "test_chunks_of_the_loss_share_one_gather_and_one_reduction": NONE,
         "test_gradients_of_replicated_parameters_are_reduced_once": "^gpt-True",
         "test_logits_are_never_gathered": "^gpt$",
     },
     "parallelisms/test_compile.py": {
-        "test_depth_adds_no_graph": "^llama-2-tp=2-seq",
+        "test_depth_adds_no_graph": NONE,
         "test_experts_on_other_ranks_break_their_blocks": NONE,
     },
     "parallelisms/expert/test_deepep.py": {
@@ -154,15 +158,15 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_buffer_grows": NONE,
         "test_equals_all_to_all": "2-shuffled",
         "test_models_train_alike": NONE,
+        "test_planted_bugs_are_found": "left_as_they_came",
     },
     "parallelisms/pipeline/test_split_backward.py": {
         "test_compiling_what_was_not_deferred_for_it_is_refused": "aot_eager",
-        "test_experts_gradients_equal_a_plain_backward": "^-|^aot_eager-torch.float32",
-        "test_gradients_equal_a_plain_backward": "^mode=full|^$",
-        "test_gradients_equal_a_plain_backward_on_ranks": (
-            "^shards=2-mode|^tp=2$|^replicas=2-shards=2-micro"
-        ),
+        "test_experts_gradients_equal_a_plain_backward": "^-",
+        "test_gradients_equal_a_plain_backward": "^plain$|^mode=full$",
+        "test_gradients_equal_a_plain_backward_on_ranks": "^tp=2$|^replicas=2-shards=2-micro",
         "test_inductor_keeps_what_is_queued": NONE,
+        "test_micro_batches_are_summed_in_the_dtype_of_reduction": NONE,
     },
     "parallelisms/pipeline/test_split_backward_experts.py": {
         "test_split_backwards_equal_whole_ones": NONE,
@@ -171,22 +175,23 @@ KEPT: dict[str, dict[str, str]] = {
         "test_bubble_of_what_eight_ranks_execute": "^1F1B",
     },
     "parallelisms/expert/test_expert_parallel.py": {
-        "test_a_layer_waits_once_and_sends_rows_both_ways": "1",
+        "test_a_layer_waits_once_and_sends_rows_both_ways": NONE,
         "test_experts_are_split_by_their_own_axes": NONE,
         "test_ranks_with_all_rows_and_with_none": NONE,
-        "test_shared_experts_are_computed_while_rows_travel": "^mixtral.*-ep=2-seq",
+        "test_shared_experts_are_computed_while_rows_travel": NONE,
         "test_symmetric_memory_waits_for_nothing": "2",
+        "test_recomputation_waits_and_sends_again": NONE,
     },
     "parallelisms/test_float8_bytes.py": {
         "test_shared_scales_are_counted": "cp=2",
     },
     "parallelisms/expert/test_float8_dispatch.py": {
         "test_bytes_in_shared_memory": NONE,
-        "test_bytes_of_all_to_alls": "1",
+        "test_bytes_of_all_to_alls": NONE,
         "test_compiled_layers_equal_eager_ones": NONE,
         "test_beside_a_recipe_and_experts_in_float8": NONE,
         "test_dispatchers_by_hand_refuse_too": NONE,
-        "test_equals_experts_that_cast_what_they_get": "SymmetricMemory-2-2",
+        "test_equals_experts_that_cast_what_they_get": NONE,
         "test_losses_and_gradients_are_near_those_without": NONE,
         "test_models_equal_one_process_whose_experts_cast": "^deepseek_v3-2-ep=2-dispatch=True",
         "test_what_is_not_finite_stays_so": NONE,
@@ -199,7 +204,8 @@ KEPT: dict[str, dict[str, str]] = {
         "test_ranks_of_deepseek_v3_on_1024": NONE,
     },
     "parallelisms/test_offload.py": {
-        "test_compiled_blocks": "selective-aot_eager",
+        "test_compiled_blocks": NONE,
+        "test_gradients_are_bitwise_equal": "^F0 B0",
     },
     "parallelisms/test_parity_gpu.py": {
         "test_the_same_code_on_cpus": NONE,
@@ -225,7 +231,7 @@ KEPT: dict[str, dict[str, str]] = {
     "parallelisms/expert/test_symmetric_dispatch.py": {
         "test_a_mailbox_needs_two_halves": NONE,
         "test_bounded_buffers_equal_one_process": NONE,
-        "test_calls_of_forwards_backwards_and_recomputation_take_turns": "^none-eager",
+        "test_calls_of_forwards_backwards_and_recomputation_take_turns": NONE,
         "test_compiled_blocks_compute_shared_experts_while_rows_travel": NONE,
         "test_compiled_blocks_equal_one_process": NONE,
         "test_compiled_blocks_in_bfloat16_equal_eager_ones": NONE,
@@ -236,11 +242,12 @@ KEPT: dict[str, dict[str, str]] = {
         "test_ranks_wait_for_the_late": "0",
         "test_room_that_is_always_there_is_no_capacity": NONE,
         "test_the_first_layer_that_lacks_rows_is_named": NONE,
-        "test_what_models_of_ones_own_do": "inference_first",
+        "test_what_models_of_ones_own_do": NONE,
         "test_what_products_leave_open_is_read_by_nobody": NONE,
+        "test_different_numbers_of_rows_are_reported": NONE,
     },
     "plan/test_activations.py": {
-        "test_what_waits_for_weight_gradients_of_float8": "^rowwise$",
+        "test_what_waits_for_weight_gradients_of_float8": NONE,
         "test_bytes_that_a_compiled_block_keeps": "^gpt",
         "test_products_that_the_backward_computes_again": "eager",
         "test_what_waits_for_weight_gradients": "eager",
@@ -249,11 +256,11 @@ KEPT: dict[str, dict[str, str]] = {
         "test_two_hosts_of_two_ranks_are_measured": NONE,
     },
     "plan/test_communication.py": {
-        "test_collectives_of_a_step": "^gpt|-cp=2.*selective",
+        "test_collectives_of_a_step": "^gpt",
     },
     "plan/test_exact.py": {
         "test_a_backward_in_two_parts_holds_what_weight_gradients_need": NONE,
-        "test_plans_are_what_the_code_does": "^experts",
+        "test_plans_are_what_the_code_does": NONE,
         "test_rows_come_to_all_ranks_that_share_an_expert": NONE,
         "test_what_is_kept_between_micro_batches_is_in_the_peak": "zero 3",
     },
@@ -263,6 +270,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_deepep_over_several_hosts_is_refused": NONE,
         "test_degrees": "llama3_70b",
         "test_experts_memory_over_several_hosts_is_refused": NONE,
+        "test_gpt3_on_1024": NONE,
     },
     "plan/test_memory.py": {
         "test_model_state_of_real_ranks": "^qwen3",
@@ -293,6 +301,7 @@ KEPT: dict[str, dict[str, str]] = {
     },
     "bench/test_kernels.py": {
         "test_an_update_is_one_part_of_float32_parameters": NONE,
+        "test_the_whole_command_on_a_cpu": NONE,
     },
     "kernels/test_float8_kernels.py": {
         "test_kernels_equal_formulas_in_the_interpreter": NONE,
@@ -308,7 +317,9 @@ KEPT: dict[str, dict[str, str]] = {
         "test_the_notebook_of_the_plug_in_runs": NONE,
     },
     "training/test_loss.py": {
-        "test_no_such_tensor_in_a_step": "alone|pp",
+        "test_no_such_tensor_in_a_step": "alone",
+        "test_split_vocabulary_with_padding": "True-1",
+        "test_weighted_losses_of_several_predictions": "^3-True",
     },
     "run/test_rendezvous.py": {
         "test_values_of_a_rank_0_that_stops_or_ends": NONE,
@@ -318,6 +329,7 @@ KEPT: dict[str, dict[str, str]] = {
         "test_checkpoint_loads_under_other_experts": NONE,
         "test_every_layout_moves_the_biases_of_one_process": "^2-pp=2",
         "test_resumed_run_equals_uninterrupted_bitwise": NONE,
+        "test_config_trains": NONE,
     },
     "run/test_step_times.py": {
         "test_a_graph_from_the_cache_is_counted_once": NONE,
@@ -330,15 +342,39 @@ KEPT: dict[str, dict[str, str]] = {
         "test_gradients_that_travel_in_bfloat16_have_the_sums_of_float32": NONE,
         "test_no_factor_is_rounded_to_bfloat16": "gpt",
         "test_a_signal_before_training_ends_all_ranks_before_the_first_step": NONE,
-        "test_a_step_never_waits_for_a_value": "mixtral|moments",
+        "test_a_step_never_waits_for_a_value": "mixtral",
         "test_checkpoints_walk_through_all_layouts": NONE,
-        "test_collectives_of_a_step": "changes0",
+        "test_collectives_of_a_step": NONE,
         "test_collectives_of_tensor_and_pipeline_parallelism": NONE,
-        "test_copy_engines_take_the_place_of_collectives": "llama",
-        "test_every_layout_logs_the_losses_of_one_process": "^2-$|^4-tp=2-pp=2",
+        "test_copy_engines_take_the_place_of_collectives": NONE,
+        "test_every_layout_logs_the_losses_of_one_process": "^2-$",
         "test_resumed_run_equals_uninterrupted_bitwise": "llama-2",
-        "test_rows_that_do_not_fit_stop_the_run": "layout0",
+        "test_rows_that_do_not_fit_stop_the_run": NONE,
         "test_validation_between_steps_changes_nothing": NONE,
+        "test_resuming_from_another_run_keeps_both": NONE,
+        "test_a_longer_run_keeps_its_warm_up_and_says_what_its_rate_does": NONE,
+        "test_non_finite_figures_are_null_and_streaks_count_between_logs": NONE,
+        "test_resuming_an_older_step_sets_the_abandoned_future_aside": NONE,
+        "test_sampling_and_profile_and_masked_documents": NONE,
+        "test_a_finished_trunk_goes_on_into_its_decay": NONE,
+    },
+    "parallelisms/test_plugin_experts.py": {
+        "test_what_one_rank_has_alone_keeps_its_gradients": NONE,
+        "test_experts_of_ones_own": "^2-2",
+    },
+    "parallelisms/test_plugin_context.py": {
+        "test_the_example_equals_one_process": "^4-2-ring",
+        "test_packed_documents_equal_one_process": NONE,
+    },
+    "kernels/test_adamw.py": {
+        "test_kernel_equals_formula_in_the_interpreter": NONE,
+    },
+    "kernels/test_sums.py": {
+        "test_kernel_sums_in_float32_in_the_interpreter": NONE,
+    },
+    "test_architecture.py": {
+        "test_python_files_that_texts_name_exist": NONE,
+        "test_text_is_written_in_utf_8": NONE,
     },
 }
 """Of these test functions of a file the default run keeps what a pattern matches in the parameters'

@@ -15,7 +15,7 @@ from tests.parallelisms.parity import rows_of
 from tests.selection import COLLECTED, FULL_FILES, KEPT, NONE, REPEATED, only_by_name
 
 TESTS = Path(__file__).parent
-WHOLE = ("parallelisms/test_planted_bugs.py", "test_readme.py")
+WHOLE = ("test_readme.py",)
 """Files of which every test is in the default run."""
 FUNCTIONS = (
     "faults/test_elastic.py",
@@ -68,7 +68,17 @@ def test_every_backend_is_compared(collected: list[pytest.Item]) -> None:
     assert {item.name.partition("[")[2].partition("-")[0] for item in items} == set(BACKENDS)
 
 
-def test_bugs_and_documents_are_complete(collected: list[pytest.Item]) -> None:
+def test_every_planted_bug_has_a_case(collected: list[pytest.Item]) -> None:
+    items = under(collected, "parallelisms/test_planted_bugs.py")
+    assert bugs(by_default(items)) == bugs(items) != set()
+
+
+def bugs(items: Iterable[pytest.Item]) -> set[str]:
+    found = [item.callspec.params for item in items if hasattr(item, "callspec")]  # type: ignore[attr-defined]
+    return {str(params["bug"]) for params in found}
+
+
+def test_documents_are_complete(collected: list[pytest.Item]) -> None:
     for start in WHOLE:
         items = under(collected, start)
         assert items

@@ -156,7 +156,7 @@ sys.exit(cli.main())
 def test_a_rank_that_stops_at_the_start_is_named(tmp_path: Path, rank: int, where: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(STOPPED.replace("STOPS", repr(str(rank))).replace("WHERE", repr(where)))
-    keys = {"faults__hang_seconds": 6.0, "train__global_batch": 6}  # four times that at the start
+    keys = {"faults__hang_seconds": 3.0, "train__global_batch": 6}  # four times that at the start
     words = write(tmp_path / "c.toml", tmp_path / "run", **keys)[1:]
     process = subprocess.Popen(
         torchrun(3, script, *words),
