@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, add_help=True)
     parser.add_argument("--agents", type=int, default=1, help="torchruns")
     parser.add_argument("--ranks", type=int, default=2, help="of each")
-    parser.add_argument("--gpus", action="store_true", help="each agent has GPUs of its own")
+    parser.add_argument("--gpus", default="", help="such as 0,1: each agent takes its own of them")
     parser.add_argument("--launcher", action="store_true", help="kill torchrun, not a rank")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--port", type=int, default=29511, help="of the rendezvous")
@@ -71,6 +71,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--most", type=float, default=40.0)
     parser.add_argument("words", nargs="+", help="of train.py, after --")
     given = parser.parse_args()
+    if given.gpus and len(given.gpus.split(",")) != given.agents * given.ranks:
+        parser.error("--gpus names one GPU for each rank")
     random.seed(given.seed)
     return given
 
@@ -84,8 +86,8 @@ def start(given: argparse.Namespace, words: list[str], folder: Path) -> list[sub
     found = []
     for agent in range(n):
         where = ["--rdzv-conf", f"is_host={int(agent == 0)}", "--local-addr", "127.0.0.1"]
-        own = range(agent * ranks, (agent + 1) * ranks)
-        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))} if given.gpus else {}
+        own = given.gpus.split(",")[agent * ranks :][:ranks] if given.gpus else []
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
         with (folder / f"agent-{agent}.log").open("a") as log:
             found.append(
                 subprocess.Popen(

@@ -2,13 +2,13 @@
 
 Weights. FSDP2 lets a sharded tensor choose what is gathered: here its float8 values, with a scale
 that all ranks know, since one reduction after each update gives the scales of all weights. The
-gathered values are those that the layer would have cast itself.
+gathered values are those that the layer would have cast itself from weights gathered in float32.
 
     shard (float32) --scale--> float8 --all-gather, 1 byte per element--> weight of the matmul
 
 The parameter stays a plain tensor; FSDP finds the hooks attached to it when it is first used. One
-cast has to serve the output and the input's gradient: with scales of rows these are two casts, as
-many bytes as bfloat16.
+cast has to serve the output and the input's gradient: recipes that need two send as many bytes as
+bfloat16.
 
 Inputs. Under sequence parallelism each rank holds a part of the tokens. `GatherInput` casts it with
 the scale of the whole input, gathers one byte per element, and gives the layers the dequantised
@@ -63,8 +63,8 @@ class WeightGather:
     Args:
         layers: of one rank, with sharded weights, each shard of equal size; their recipe casts
             weights once (`Recipe.casts_weight_once`).
-        whole: all ranks that hold parts of the same weights; they share per-tensor scales.
-        shards: of these, the ranks that FSDP gathers from; they share the scales of blocks.
+        fsdp_group: ranks that FSDP gathers from.
+        scale_group: ranks that share the scales of weights or of their blocks.
     Raises:
         ConfigError: torchao is not installed.
     """
@@ -72,13 +72,12 @@ class WeightGather:
     def __init__(
         self,
         layers: Iterable[Float8Linear],
-        whole: dist.ProcessGroup,
-        shards: dist.ProcessGroup,
+        fsdp_group: dist.ProcessGroup,
+        scale_group: dist.ProcessGroup,
     ) -> None:
         require_torchao()
-        self.shards = [_WeightShard(layer, shards) for layer in layers]
-        per_tensor = bool(self.shards) and self.shards[0].format.whole
-        self.group = whole if per_tensor else shards
+        self.group = scale_group
+        self.shards = [_WeightShard(layer, fsdp_group) for layer in layers]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -102,7 +101,7 @@ class WeightGather:
 class _WeightShard:
     """FSDP2's hooks of one weight; see `torch.distributed.fsdp.fully_shard`."""
 
-    def __init__(self, layer: Float8Linear, ranks: dist.ProcessGroup) -> None:
+    def __init__(self, layer: Float8Linear, fsdp_group: dist.ProcessGroup) -> None:
         assert isinstance(layer.weight, DTensor), "weights are sharded before they are gathered"
         self.weight, self.format = layer.weight, layer.recipe.output.right
         self.local: Any = sharded_tensor(layer.weight)
@@ -110,7 +109,9 @@ class _WeightShard:
         self.local.fsdp_post_all_gather = self.after
         self.scale: Tensor | None = None
         """() for the whole weight, or of its blocks."""
-        self.ranks, self.rank = ranks.size(), ranks.rank()
+        self.n_ranks, rank = fsdp_group.size(), fsdp_group.rank()
+        self.first_row = rank * len(self.local)
+        """Of the gathered weight."""
 
     def check(self) -> None:
         """Check that the hooks are on the tensor that FSDP gathers, or it would gather float32."""
@@ -119,22 +120,19 @@ class _WeightShard:
     def block_amax(self) -> Tensor:
         """Return the largest magnitudes of this rank's rows in each block of the gathered weight;
         0 where a block has none of them."""
-        lines, height = largest(self.local, self._line), self.format.tile[0]
-        first = self.rank * len(lines)
-        above, below = first % height, -(first + len(lines)) % height
-        own = pad(lines, (0, 0, above, below)).unflatten(0, (-1, height)).amax(1)
-        found = lines.new_zeros(-(-len(lines) * self.ranks // height), lines.shape[1])
-        found[first // height :][: len(own)] = own
-        return found
+        height = self.format.tile[0]
+        of_rows = largest(self.local, self._row_cast)  # (rows, blocks along the columns)
+        n_rows = len(of_rows)
+        above, below = self.first_row % height, -(self.first_row + n_rows) % height
+        of_blocks = pad(of_rows, (0, 0, above, below)).unflatten(0, (-1, height)).amax(1)
+        amax = of_rows.new_zeros(-(-n_rows * self.n_ranks // height), of_rows.shape[1])
+        amax[self.first_row // height :][: len(of_blocks)] = of_blocks
+        return amax
 
     @property
-    def _line(self) -> Cast:
+    def _row_cast(self) -> Cast:
         """The cast of one row of each block."""
         return replace(self.format, tile=(1, self.format.tile[1]))
-
-    def _blocks_of_rows(self) -> Tensor:
-        rows = torch.arange(len(self.local), device=self.local.device)
-        return (rows + self.rank * len(self.local)) // self.format.tile[0]
 
     def before(self, _mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """Return (tensors to gather, metadata for `after`)."""
@@ -143,7 +141,9 @@ class _WeightShard:
         if self.format.whole:
             data = cast_plain(local, self.scale, self.format.dtype)
         else:
-            data = quantize(local, self._line, scale=self.scale[self._blocks_of_rows()]).data
+            rows = torch.arange(len(local), device=local.device) + self.first_row
+            scale_of_rows = self.scale[rows // self.format.tile[0]]
+            data = quantize(local, self._row_cast, scale=scale_of_rows).data
         # torchao's tensor type takes scales of at most one dim.
         scale = self.scale if self.format.whole else self.scale.flatten()
         return (data.contiguous().view(torch.uint8),), (scale,)

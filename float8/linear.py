@@ -284,7 +284,7 @@ class _Linear(torch.autograd.Function):
                 grad8, grad8_t = quantize_both(grad, to_input.left, settings.grad, grad_scale)
             else:
                 grad8 = quantize(grad, to_input.left, settings.grad, grad_scale)
-            if to_input.right == recipe.output.right and to_input.right.turns:
+            if recipe.casts_weight_once:
                 weight8 = turn_weight(weight, weight_scale, to_input.right, grad)
             else:
                 weight8 = quantize(weight.t(), to_input.right, settings.weight)

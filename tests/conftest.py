@@ -71,6 +71,14 @@ def _no_process_group_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _torch_is_not_left_deterministic() -> Iterator[None]:
+    """As a Trainer in this process leaves it, which changes what later tests are told."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
 def _memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes that share a GPU do not see what the others only keep."""
     yield

@@ -445,9 +445,9 @@ class Float8(Section):
     gradients of the experts' outputs: one scale per 128 elements of a token. The combine is in
     `train.dtype`. For `all_to_all` and `symmetric_memory`, with any recipe or none."""
     all_gather: bool = False
-    """Gather weights over dp_shard and cp in float8: half the bytes of bfloat16, and the same
-    values. With `tensorwise` and `blockwise`; the scales of all weights are computed in one
-    reduction after each update."""
+    """Gather weights over dp_shard and cp in float8: half the bytes of bfloat16. They are cast from
+    the float32 weights, not from bfloat16 copies. With `tensorwise` and `blockwise`; the scales of
+    all weights are computed in one reduction after each update."""
     gather_inputs: bool = False
     """With parallel.sequence_parallel, gather the input of each attention and feed-forward over tp
     in float8: half the bytes of bfloat16. With `tensorwise` only."""

@@ -77,7 +77,7 @@ def adamw_(
     if not parameters:
         return
     # Elements are matched by their place in memory.
-    assert all(x.is_contiguous() for x in (*parameters, *gradients))
+    assert all(x.is_contiguous() for x in (*parameters, *gradients, *firsts, *seconds))
     steps += scale.isfinite()
     tables = _corrections(steps, scale, rates)
     update = _triton if parameters[0].is_cuda else _reference

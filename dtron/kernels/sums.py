@@ -2,8 +2,8 @@
 
     out[i] = parts[0, i] + parts[1, i] + ...        in the order of ranks
 
-A Triton kernel on GPUs reads each element once, 16 bytes at a time: torch's reduction over the
-first dimension reaches 40% of the memory's rate there, and computation waits for it.
+A Triton kernel on GPUs: torch's reduction over the first dimension reaches 49% to 76% of the rate
+of a copy there, for 2 to 8 ranks.
 """
 
 from typing import Any, cast

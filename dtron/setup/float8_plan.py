@@ -157,8 +157,11 @@ class Float8Plan:
         """
         if not self.settings.all_gather:
             return None
-        whole, shards = mesh.group("dp_shard", "cp", "tp"), mesh.group("dp_shard", "cp")
-        return WeightGather(_layers_of(applied).values(), whole, shards).refresh
+        fsdp_group = mesh.group("dp_shard", "cp")
+        # Blocks of a weight that tp splits are the rank's own.
+        per_tensor = self.recipe.output.right.whole
+        scale_group = mesh.group("dp_shard", "cp", "tp") if per_tensor else fsdp_group
+        return WeightGather(_layers_of(applied).values(), fsdp_group, scale_group).refresh
 
     def delay_scales(self, applied: Applied, mesh: Mesh) -> DelayedScales | None:
         """Set up delayed scaling; return the scales, to be updated after each step. None:

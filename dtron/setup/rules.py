@@ -426,7 +426,7 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
         "float8.all_gather float8.recipe",
         lambda c: not c.config.float8.all_gather or c.recipe.casts_weight_once,
         "float8.all_gather = True with float8.recipe = {c.recipe.name!r}: the two matmuls with a "
-        "weight cast it along different dims, and both casts are as many bytes as bfloat16; use "
+        "weight need different casts of it, together as many bytes as bfloat16; use "
         '"tensorwise" or "blockwise"',
     ),
     Rule(

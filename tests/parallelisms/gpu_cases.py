@@ -241,7 +241,7 @@ FLOAT8: dict[int, list[Row]] = {
         *[eight(2, recipe, {"dp_shard": 2}) for recipe in RECIPES],
         *[eight(2, recipe, {"tp": 2}) for recipe in RECIPES],
         eight(2, "tensorwise", {"cp": 2, "cp_method": "all_gather"}),
-        eight(2, "tensorwise", {"dp_shard": 2}, all_gather=True),
+        *[eight(2, r, {"dp_shard": 2}, all_gather=True) for r in ("tensorwise", "blockwise")],
         eight(2, "tensorwise", {"tp": 2}, gather_inputs=True),
         eight(2, "tensorwise", {"tp": 2, "async_tp": True}),
         eight(2, "tensorwise", {"tp": 2}, scaling="delayed", amax_history=2),

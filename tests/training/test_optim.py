@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dtron.config import Optim, Schedule
 from dtron.config.learning_rate import SCHEDULES, learning_rate
 from dtron.parallelisms.gradients import clip_scale
-from dtron.training.optim import build_optimizer, update
+from dtron.training.optim import AdamW, build_optimizer, update
 from tests.harness import run_ranks
 
 
@@ -200,3 +200,47 @@ def test_narrow_moments_are_half_as_large_and_stay_so_when_loaded() -> None:
     for optimizer in (trained, loaded):
         update(optimizer, torch.ones(()), 0.1)
     torch.testing.assert_close(list(second.parameters()), list(first.parameters()), rtol=0, atol=0)
+
+
+def test_counts_follow_the_parameters_that_have_gradients() -> None:
+    """Also where a set of them comes back: a missing expert, a frozen layer."""
+    a, b = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = AdamW([{"params": [a, b]}], torch.bfloat16, lr=0.1)
+    for members in ([a, b], [b], [a, b], [a]):
+        for parameter in (a, b):
+            parameter.grad = torch.ones(4) if any(parameter is p for p in members) else None
+        optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in (a, b)] == [3, 3]
+
+
+def updates_beside_torch(device: str, shapes: list[tuple[int, ...]]) -> None:
+    """Several updates with clipping, of which one is skipped, and a load of the state between."""
+    ours = [nn.Parameter(torch.randn(shape).to(device)) for shape in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    settings = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = AdamW([{"params": ours}], torch.float32, **settings)
+    other = torch.optim.AdamW(theirs, **settings)  # type: ignore[arg-type]
+    for factor in (1.0, 0.25, math.nan, 0.5):
+        for own, others in zip(ours, theirs, strict=True):
+            own.grad = torch.randn_like(own)
+            others.grad = own.grad * factor
+        optimizer.scale = torch.tensor(factor, device=device)
+        optimizer.step()
+        if math.isfinite(factor):
+            other.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer = AdamW([{"params": ours}], torch.float32, **settings)
+        optimizer.load_state_dict(state)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_kernel_in_float32_trains_as_torchs_optimizer() -> None:
+    updates_beside_torch("cpu", [(7, 5), (5,)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shapes", [[(7, 5), (5,)], [(3000, 1024), (1024,)]], ids=["small", "large"]
+)
+def test_kernel_in_float32_trains_as_torchs_optimizer_on_a_gpu(shapes: list) -> None:
+    updates_beside_torch("cuda", shapes)
