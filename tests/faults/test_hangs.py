@@ -132,8 +132,11 @@ def test_ranks_that_wait_for_a_dead_one_end_soon_after_the_signal(tmp_path: Path
 STOPPED = """
 import os, signal, sys
 from dtron import cli
+from dtron.faults import watchdog
 from dtron.run import process, rendezvous
 from dtron.training import trainer
+
+watchdog._START_GATHER_SECONDS = 5.0
 
 def stop(*_, **__):
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -171,7 +174,10 @@ def test_a_rank_that_stops_at_the_start_is_named(tmp_path: Path, rank: int, wher
         lines.append(line)
         if line.startswith("hang: no report"):
             break
-    end(process)  # torchrun kills what is stopped after half a minute
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in map(int, ranks):  # torchrun kills what is stopped only after half a minute
+        os.kill(pid, signal.SIGKILL)
+    end(process)
     process.communicate()
     text = "".join(lines)
     others = [str(each) for each in range(3) if each != rank]
