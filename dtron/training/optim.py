@@ -32,6 +32,7 @@ class AdamW(torch.optim.AdamW):
 
     Attributes:
         scale: factor for all gradients; if it is not finite, a step changes nothing.
+        moments: see Args.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(groups, fused=True, **settings)
         self.scale: Tensor | None = None
-        self._moments = moments
+        self.moments = moments
         self._counts = [Counts() for _ in self.param_groups]
         if moments is not None:  # torch converts loaded ones to the dtype of their parameter
-            self.register_load_state_dict_post_hook(AdamW._convert_moments)
+            self.register_load_state_dict_post_hook(_convert_moments)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -79,7 +80,7 @@ class AdamW(torch.optim.AdamW):
         # tensors it updates many by one launch.
         by_triton = all(p.is_cuda and p.dtype == torch.float32 for p in parameters)
         large = sum(p.numel() for p in parameters) >= _LARGE * len(parameters)
-        if self._moments is not None or (by_triton and large):
+        if self.moments is not None or (by_triton and large):
             together = counts.together(steps)
             adamw_(parameters, gradients, firsts, seconds, together, scale, rates)
             return
@@ -105,11 +106,7 @@ class AdamW(torch.optim.AdamW):
         return state
 
     def _zeros(self, parameter: Tensor) -> Tensor:
-        return torch.zeros_like(parameter, dtype=self._moments)
-
-    def _convert_moments(self) -> None:
-        for state in self.state.values():
-            state.update({m: state[m].to(self._moments) for m in _MOMENTS if m in state})
+        return torch.zeros_like(parameter, dtype=self.moments)
 
 
 class SGD(torch.optim.SGD):
@@ -140,6 +137,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _LARGE = 2**20
 """Mean number of elements of a tensor from which a launch for each one costs less than its update:
 7 us on an H200."""
+
+
+def _convert_moments(optimizer: torch.optim.Optimizer) -> None:
+    assert isinstance(optimizer, AdamW)
+    for state in optimizer.state.values():
+        state.update({m: state[m].to(optimizer.moments) for m in _MOMENTS if m in state})
 
 
 def _adamw(groups: list[dict], options: Optim) -> torch.optim.Optimizer:

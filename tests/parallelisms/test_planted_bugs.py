@@ -295,7 +295,8 @@ def block_scales_of_ones_own() -> None:
 
     def alone(self: WeightGather, *args: Any) -> None:
         made(self, *args)
-        self.group, _ = dist.new_subgroups(1)
+        group: Any = dist.new_subgroups(1)[0]
+        self.group = group
 
     WeightGather.__init__ = alone  # type: ignore[method-assign]
 
