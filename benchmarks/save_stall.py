@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dtron.checkpoint.async_staging import Staging
 from dtron.checkpoint.checkpointer import Checkpointer
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--directory", type=Path, required=True)
     given = parser.parse_args()
-    with process_group(Place(0, 0, 1), timeout_seconds=600):
+    with process_group(Place(0, 0, 1), 600, dist.HashStore()):
         for mode in ("sync", "async", "thread"):
             print(json.dumps(measure(mode, given)), flush=True)
 
