@@ -20,6 +20,7 @@ gloo does not support float8 tensors: all are sent as uint8 views.
 Source: torchao.float8.fsdp_utils, whose tensor type the gathered weights have.
 """
 
+import functools
 import importlib.util
 import math
 from collections.abc import Iterable, Sequence
@@ -134,6 +135,12 @@ class _WeightShard:
         """The cast of one row of each block."""
         return replace(self.format, tile=(1, self.format.tile[1]))
 
+    @functools.cached_property
+    def _block_of_row(self) -> Tensor:
+        """Of each of this rank's rows, int64 (rows,)."""
+        rows = torch.arange(len(self.local), device=self.local.device) + self.first_row
+        return rows // self.format.tile[0]
+
     def before(self, _mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """Return (tensors to gather, metadata for `after`)."""
         assert self.scale is not None, "scales are computed before weights are gathered"
@@ -141,9 +148,7 @@ class _WeightShard:
         if self.format.whole:
             data = cast_plain(local, self.scale, self.format.dtype)
         else:
-            rows = torch.arange(len(local), device=local.device) + self.first_row
-            scale_of_rows = self.scale[rows // self.format.tile[0]]
-            data = quantize(local, self._row_cast, scale=scale_of_rows).data
+            data = quantize(local, self._row_cast, scale=self.scale[self._block_of_row]).data
         # torchao's tensor type takes scales of at most one dim.
         scale = self.scale if self.format.whole else self.scale.flatten()
         return (data.contiguous().view(torch.uint8),), (scale,)

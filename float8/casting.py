@@ -56,7 +56,7 @@ def quantize(
         return Scaled(rounded(x.to(wide(x.dtype)), scale, cast.dtype), scale, cast)
     tiles = _tiled(x, cast)
     if scale is None:
-        scale = scale_of(largest(x, cast), cast)
+        scale = scale_of(_largest(tiles), cast)
     data = rounded(tiles.to(wide(x.dtype)), scale[:, None, :, None], cast.dtype)
     return Scaled(_untiled(data, x.shape), scale, cast)
 
@@ -109,7 +109,7 @@ def turn_weight(weight: Tensor, scale: Tensor, cast: Cast, after: Tensor) -> Sca
 
 def largest(x: Tensor, cast: Cast) -> Tensor:
     """Return the largest magnitude of each tile, (tiles along M, tiles along S) in x's dtype."""
-    return _tiled(x, cast).abs().amax(dim=(1, 3))
+    return _largest(_tiled(x, cast))
 
 
 def dequantize(operand: Scaled, dtype: torch.dtype) -> Tensor:
@@ -146,6 +146,10 @@ def scales_together(xs: Sequence[Tensor], cast: Cast, groups: Sequence[str]) -> 
 
 def _scale_of_all(x: Tensor, cast: Cast, groups: Sequence[str]) -> Tensor:
     return scale_of(shared(magnitude(x).view(1, 1), groups), cast)
+
+
+def _largest(tiles: Tensor) -> Tensor:
+    return tiles.abs().amax(dim=(1, 3))
 
 
 def _tiled(x: Tensor, cast: Cast) -> Tensor:

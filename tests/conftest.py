@@ -72,7 +72,7 @@ def _no_process_group_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _torch_is_not_left_deterministic() -> Iterator[None]:
-    """As a Trainer in this process leaves it, which changes what later tests are told."""
+    """As a Trainer in this process leaves it, which changes the errors of later tests."""
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].use_deterministic_algorithms(False)

@@ -160,7 +160,6 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_buffer_grows": NONE,
         "test_equals_all_to_all": "2-shuffled",
         "test_models_train_alike": NONE,
-        "test_planted_bugs_are_found": NONE,
     },
     "parallelisms/pipeline/test_split_backward.py": {
         "test_compiling_what_was_not_deferred_for_it_is_refused": "aot_eager",

@@ -213,12 +213,14 @@ def test_counts_follow_the_parameters_that_have_gradients() -> None:
     assert [optimizer.state[p]["step"].item() for p in (a, b)] == [3, 3]
 
 
-def updates_beside_torch(device: str, shapes: list[tuple[int, ...]]) -> None:
+def updates_beside_torch(
+    device: str, shapes: list[tuple[int, ...]], moments: torch.dtype | None
+) -> None:
     """Several updates with clipping, of which one is skipped, and a load of the state between."""
     ours = [nn.Parameter(torch.randn(shape).to(device)) for shape in shapes]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     settings = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    optimizer = AdamW([{"params": ours}], torch.float32, **settings)
+    optimizer = AdamW([{"params": ours}], moments, **settings)
     other = torch.optim.AdamW(theirs, **settings)  # type: ignore[arg-type]
     for factor in (1.0, 0.25, math.nan, 0.5):
         for own, others in zip(ours, theirs, strict=True):
@@ -229,18 +231,22 @@ def updates_beside_torch(device: str, shapes: list[tuple[int, ...]]) -> None:
         if math.isfinite(factor):
             other.step()
         state = copy.deepcopy(optimizer.state_dict())
-        optimizer = AdamW([{"params": ours}], torch.float32, **settings)
+        optimizer = AdamW([{"params": ours}], moments, **settings)
         optimizer.load_state_dict(state)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_kernel_in_float32_trains_as_torchs_optimizer() -> None:
-    updates_beside_torch("cpu", [(7, 5), (5,)])
+    updates_beside_torch("cpu", [(7, 5), (5,)], torch.float32)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("moments", [None, torch.float32])
 @pytest.mark.parametrize(
     "shapes", [[(7, 5), (5,)], [(3000, 1024), (1024,)]], ids=["small", "large"]
 )
-def test_kernel_in_float32_trains_as_torchs_optimizer_on_a_gpu(shapes: list) -> None:
-    updates_beside_torch("cuda", shapes)
+def test_updates_on_a_gpu_are_those_of_torchs_optimizer(
+    shapes: list, moments: torch.dtype | None
+) -> None:
+    """By torch's kernel where tensors are small and moments not set, else by dtron's."""
+    updates_beside_torch("cuda", shapes, moments)
