@@ -36,8 +36,8 @@ from dtron.checkpoint.directory import (
 from dtron.checkpoint.initial_weights import model_settings, open_initial
 from dtron.checkpoint.save import first_cause
 from dtron.config import RunConfig
-from dtron.data.tokenizer import ByteTokenizer, tokenizer_file
-from dtron.errors import ArgumentParser, CheckpointError, ConfigError, cause_of
+from dtron.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_file
+from dtron.errors import ArgumentParser, CheckpointError, ConfigError, DataError, cause_of
 from dtron.io.filesystem import Location, read_json, sync_directory, write_atomically
 from dtron.io.remote_path import Remote
 from dtron.io.safetensors_file import Region
@@ -189,7 +189,11 @@ def _named_tokenizer(named: Path | str) -> Path | str:
 
 
 def tokenizer_of(checkpoint: Location) -> Path | str | None:
-    """Return the folder of a checkpoint's tokenizer files, or "byte"; None: not known."""
+    """Return the folder of a checkpoint's tokenizer files, or "byte"; None: not known.
+
+    Raises:
+        CheckpointError: the run's tokenizer is gone, or was changed after training.
+    """
     if isinstance(checkpoint, Remote):
         return None
     if (checkpoint / "tokenizer.json").is_file():
@@ -197,8 +201,21 @@ def tokenizer_of(checkpoint: Location) -> Path | str | None:
     run = checkpoint.parent.parent / "config.toml"
     if not run.is_file():
         return None
-    named = RunConfig.load(run).data.tokenizer
-    return named if named == "byte" else tokenizer_file(named).parent
+    data = RunConfig.load(run).data
+    if data.tokenizer == "byte":
+        return "byte"
+    folder = tokenizer_file(data.tokenizer).parent
+    try:
+        found = load_tokenizer(data).fingerprint
+    except DataError as error:
+        raise CheckpointError(f"{error}; or name it by --tokenizer FOLDER") from None
+    if found != read_metadata(checkpoint).data.get("tokenizer", found):
+        raise CheckpointError(
+            f"{folder}, which {run} names, is no longer the tokenizer that the run was trained "
+            "with; name that one by --tokenizer FOLDER"
+        )
+    log.info("tokenizer files: of %s, which %s names", folder, run)
+    return folder
 
 
 def to_hf_folder(

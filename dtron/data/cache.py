@@ -52,6 +52,7 @@ STALE_SECONDS = 60.0
 DTYPES = ("<u2", "<u4")  # for vocabularies of up to 2^16 tokens, and for larger ones
 _BUILD_FILES = re.compile(r"([0-9a-f]{32})(\.[0-9a-f]{32}\.tmp|\.preparing)")
 """Names of temporary files of a build; the first group is KEY."""
+_ARRAYS = ("tokens.bin", "offsets.npy", "copies.npy")
 _DELETE_FIX = "delete the folder; the next start builds it again"
 
 logger = logging.getLogger("dtron")
@@ -153,9 +154,35 @@ def open_cache(path: Path, tokenizer: Tokenizer) -> TokenCache | None:
         whole = ends == (0, meta["tokens"], meta["tokens"]) and bool((np.diff(offsets) > 0).all())
         whole = whole and bool(((copies >= 0) & (copies < n)).all())
         content = str(meta["content"])
+        whole = whole and (_unchanged(path) or _verified(path, offsets, content))
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return TokenCache(path, tokens, offsets, copies, content) if whole else None
+
+
+def _unchanged(path: Path) -> bool:
+    """Whether no file of a cache is newer than meta.json, which is written last."""
+    written = (path / "meta.json").stat().st_mtime_ns
+    return all((path / name).stat().st_mtime_ns <= written for name in _ARRAYS)
+
+
+def _verified(path: Path, offsets: np.ndarray, content: str) -> bool:
+    """Whether tokens and offsets have the hash that was computed when they were written.
+
+    Files that were copied are newer than meta.json too; it is touched, so that they are read whole
+    once and not at every start.
+    """
+    logger.info("%s is newer than its meta.json: comparing its content with the hash there", path)
+    found = hashlib.sha256()
+    with open_regular(path / "tokens.bin") as file:
+        while block := file.read(MB):
+            found.update(block)
+    found.update(np.ascontiguousarray(offsets))
+    if found.hexdigest() != content:
+        return False
+    with contextlib.suppress(OSError):  # a cache may be read-only
+        os.utime(path / "meta.json")
+    return True
 
 
 def _read_array(path: Path, *shape: int) -> np.ndarray:
@@ -293,7 +320,7 @@ def remove_stale(cache_dir: Path) -> None:
 
 def _is_alive(path: Path, entry: os.DirEntry[str]) -> bool:
     last = max(last_heartbeat(path), entry.stat(follow_symlinks=False).st_mtime)
-    return time.time() - last < STALE_SECONDS
+    return abs(time.time() - last) < STALE_SECONDS  # a time to come is of a clock that was wrong
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
@@ -351,7 +378,10 @@ def hash_of(content: bytes) -> int:
 def _commit(temporary: Path, path: Path, tokenizer: Tokenizer) -> None:
     if path.exists() and open_cache(path, tokenizer) is None:
         logger.warning("%s is damaged: replacing it", path)
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
     try:
         os.rename(temporary, path)
     except OSError:  # another process was faster; its cache is equal

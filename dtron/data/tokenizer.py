@@ -100,11 +100,14 @@ class JsonTokenizer:
             # A file saved by a fine-tuning script may truncate or pad every text.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            if isinstance(self._tokenizer.model, tokenizers.models.BPE):
+                self._tokenizer.model.dropout = None  # else a text has other ids each time
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-            if self._tokenizer.normalizer is not None:
-                growth = _growth(json.loads(self._tokenizer.normalizer.__getstate__()))
-                if growth > _MOST_GROWTH:
-                    raise ValueError(f"its normalizer makes texts {growth:.0e} times as long")
+            for part in ("normalizer", "decoder"):
+                if (step := getattr(self._tokenizer, part)) is not None:
+                    growth = _growth(json.loads(step.__getstate__()))
+                    if growth > _MOST_GROWTH:
+                        raise ValueError(f"its {part} makes texts {growth:.0e} times as long")
         self.eos_id = vocabulary[_eos(path, eos_token, vocabulary)]
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
         identity = json.dumps([content, self.eos_id])
@@ -168,14 +171,15 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[in
 _MOST_GROWTH = 1000
 
 
-def _growth(normalizer: dict[str, Any]) -> float:
-    """How many times as long a normalizer can make a text by replacing parts of it, at most.
+def _growth(step: dict[str, Any]) -> float:
+    """How many times as long a normalizer or decoder can make a text by replacing parts of it, at
+    most.
 
     Factors of a sequence multiply only where a replacement can match what an earlier one has added:
     ten replacements of one character by two others double a text, as one does.
     """
     grown: list[tuple[set[str] | None, float]] = []  # characters added (None: any), growth
-    for each in _flat(normalizer):
+    for each in _flat(step):
         content = each.get("content", each.get("prepend"))
         pattern = each.get("pattern", {}).get("String", "")
         factor = len(content or "") / len(pattern) if pattern else len(content or "") + 1
@@ -189,10 +193,10 @@ def _growth(normalizer: dict[str, Any]) -> float:
     return max((growth for _, growth in grown), default=1.0)
 
 
-def _flat(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
-    """The normalizers of a sequence, in order."""
-    parts = normalizer.get("normalizers", [normalizer])
-    return parts if parts == [normalizer] else [each for part in parts for each in _flat(part)]
+def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+    """The normalizers or decoders of a sequence, in order."""
+    parts = step.get("normalizers", step.get("decoders", [step]))
+    return parts if parts == [step] else [each for part in parts for each in _flat(part)]
 
 
 def tokenizer_file(path: str) -> Path:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dtron.checkpoint.initial_weights import fill_from_initial
 from dtron.config import RunConfig
-from dtron.errors import ArgumentParser, ConfigError, check_words
+from dtron.errors import ArgumentParser, ConfigError, cause_of, check_words
 from dtron.models import MODELS
 from dtron.models.contract import check_family
 from dtron.plan.automatic import of_hardware, of_place
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     automatic = of_hardware(config, given.world_size, row)
     config = automatic.config
     if given.out:
-        given.out.write_text(config.to_toml(automatic.chosen), encoding="utf-8")
+        _write("--out", given.out, config.to_toml(automatic.chosen))
         _tell(given, f"the fastest layout is in {given.out}")
     found = plan(config, given.world_size, row, given.tokens) | {"automatic": automatic.chosen}
     if given.exact and found["legal"]:
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         if not found["time"]:
             raise ConfigError(f"--page needs predicted times: {found['no_time']}")
         run = Resolved.of(config, given.world_size)
-        given.page.write_text(page(run, found, row, searched), encoding="utf-8")
+        _write("--page", given.page, page(run, found, row, searched))
         _tell(given, f"the page is in {given.page}")
     elif given.page:
         _tell(given, "no page is written, since the layout is not legal")
@@ -136,6 +136,15 @@ def _check_target(option: str, path: Path | None) -> None:
         raise ConfigError(f"{option} {path} is a folder; name a file in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{option} {path} cannot be written; name another file")
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path} cannot be written: {cause_of(error, path)}; name another file"
+        ) from None
 
 
 def _progress(line: str) -> None:

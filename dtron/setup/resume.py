@@ -211,9 +211,14 @@ def _look(
             f"run wrote {recorded}; mount or restore its file system, or start from step 0 with "
             "checkpoint.resume= (empty)"
         )
-    own = checkpoint if location_of(locations, checkpoint) else None
+    own = location_of(locations, checkpoint)
     if own is None and not restarted:
         _check_unused(config, folders)
+    if own and isinstance(own.folder, Path) and not os.access(own.folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{own.folder} cannot be written, where this run's checkpoints are; make it writable, "
+            f"or continue elsewhere with another run.dir and checkpoint.resume={checkpoint}"
+        )
     return ResumeState(mode, locations, folders, checkpoint, metadata)
 
 

@@ -47,6 +47,8 @@ from dtron.io.safetensors_file import (
     write_order,
     write_tensors,
 )
+from dtron.run.process import Place
+from dtron.setup.preflight import preflight
 from dtron.training.trainer import Trainer
 from tests.checkpoints.test_damage import fit_and_listen, flipped
 from tests.checkpoints.test_saving import fit_with_faults, steps
@@ -372,6 +374,22 @@ def test_a_finished_run_says_so_and_verifies_nothing(tmp_path: Path, reports: li
     Trainer(tiny(run, train__steps=2, checkpoint__resume="latest")).fit()
     assert not dist.is_initialized()
     assert any("the run is finished" in message for message in reports)
+
+
+def test_a_resumed_run_that_cannot_write_its_checkpoints_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that is mounted read-only, and not at the first save."""
+    run = tmp_path / "run"
+    run_ranks(1, fit, tiny(run, train__steps=2))
+    folder, access = run / "checkpoints", os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder and access(path, mode))
+    with pytest.raises(ConfigError) as error:
+        preflight(tiny(run, train__steps=3, checkpoint__resume="latest"), Place(0, 0, 1))
+    assert str(error.value) == (
+        f"{folder} cannot be written, where this run's checkpoints are; make it writable, or "
+        f"continue elsewhere with another run.dir and checkpoint.resume={folder}/step-2"
+    )
 
 
 def test_a_finished_run_with_tiers_is_copied_once(tmp_path: Path) -> None:

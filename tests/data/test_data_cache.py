@@ -2,6 +2,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,8 +109,23 @@ def _truncate(path: Path) -> None:
         file.truncate(4)
 
 
+def _another_token(path: Path) -> None:
+    """A file of the same size, with another token in it."""
+    later = (path / "meta.json").stat().st_mtime + 1
+    with open(path / "tokens.bin", "r+b") as file:
+        file.write(b"x")
+    os.utime(path / "tokens.bin", (later, later))
+
+
+def _a_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.touch()
+
+
 DAMAGES: list[Callable[[Path], object]] = [
     _truncate,
+    _another_token,
+    _a_file,
     lambda path: (path / "offsets.npy").write_bytes(b""),
     lambda path: np.save(path / "offsets.npy", np.zeros(0, np.int64)),
     lambda path: (path / "meta.json").write_text("[]"),
@@ -270,6 +286,9 @@ def test_what_a_killed_build_left_is_removed(make_data: MakeData) -> None:
     directory = Path(data.cache_dir)
     keys = [f"{i:032x}" for i in range(2)]
     folders = [directory / f"{key}.{keys[0]}.tmp" for key in keys]
+    of_tomorrow = directory / f"{2:032x}.{keys[0]}.tmp"
+    of_tomorrow.mkdir(parents=True)
+    os.utime(of_tomorrow, (0, time.time() + 86400))
     others = [directory / name for name in ("mine.tmp", f"{keys[0]}.tmp", f"{keys[0]}.preparing.1")]
     for folder in (*folders, *others):
         folder.mkdir(parents=True)
@@ -281,7 +300,19 @@ def test_what_a_killed_build_left_is_removed(make_data: MakeData) -> None:
     prepare(data)
     assert not folders[0].exists()
     assert not beats[0].exists()
+    assert not of_tomorrow.exists()
     assert all(path.exists() for path in (folders[1], beats[1], *others))
+
+
+def test_a_copy_is_read_whole_once(make_data: MakeData, caplog: pytest.LogCaptureFixture) -> None:
+    """Its files may be newer than its meta.json."""
+    data = make_data(["one", "two"])
+    path = prepared(data).path
+    os.utime(path / "meta.json", (0, 0))
+    with caplog.at_level("INFO"):
+        assert is_ready(data)
+        assert is_ready(data)
+    assert sum("newer than its meta.json" in line for line in caplog.messages) == 1
 
 
 def test_the_cache_says_what_it_holds(make_data: MakeData) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from dtron.checkpoint.convert import _named_tokenizer, to_hf_from, tokenizer_of
+from dtron.checkpoint.directory import CheckpointMetadata, write_metadata
 from dtron.config import Data
 from dtron.data.tokenizer import ByteTokenizer, _growth, encode_documents, load_tokenizer
-from dtron.errors import ConfigError, DataError
+from dtron.errors import CheckpointError, ConfigError, DataError
 
 
 def section(**settings: object) -> Data:
@@ -108,6 +109,27 @@ def test_a_normalizer_that_makes_texts_too_long_is_refused(
         load_tokenizer(section(tokenizer=str(path)))
 
 
+def test_a_decoder_that_makes_texts_too_long_is_refused(bpe: Path, tmp_path: Path) -> None:
+    content = json.loads(bpe.read_text())
+    steps = [replace("x", "y" * 26), replace("y", "z" * 39)]
+    content["decoder"] = {"type": "Sequence", "decoders": steps}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="its decoder makes texts 1e\\+03 times as long"):
+        load_tokenizer(section(tokenizer=str(path)))
+
+
+def test_dropout_of_merges_is_off(bpe: Path, tmp_path: Path) -> None:
+    """It is for training with many encodings of a text; a cache has one."""
+    content = json.loads(bpe.read_text())
+    content["model"]["dropout"] = 0.5
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    text = "the quick brown fox " * 20
+    without, found = (load_tokenizer(section(tokenizer=str(file))) for file in (bpe, path))
+    assert found.encode(text) == without.encode(text)
+
+
 def test_documents_end_with_eos_and_blank_ones_are_empty() -> None:
     assert encode_documents(ByteTokenizer(), ["ab", "", " \n"]) == [[97, 98, 256], [], []]
 
@@ -117,10 +139,27 @@ def test_a_folder_gives_its_tokenizer(bpe: Path, tmp_path: Path) -> None:
     assert named.fingerprint == folder.fingerprint
     with pytest.raises(DataError, match=r"tokenizer\.json or of its folder"):
         load_tokenizer(section(tokenizer=str(tmp_path)))
-    run = tmp_path / "checkpoints"
-    (run / "step-1").mkdir(parents=True)
-    (tmp_path / "config.toml").write_text(f'[data]\ntokenizer = "{bpe.parent}"\n')
-    assert tokenizer_of(run / "step-1") == bpe.parent
+
+
+def test_an_export_takes_the_tokenizer_that_the_run_was_trained_with(
+    bpe: Path, tmp_path: Path
+) -> None:
+    """A file that was changed since gives other ids, and one that is gone none."""
+    file, checkpoint = tmp_path / "bpe/tokenizer.json", tmp_path / "run/checkpoints/step-1"
+    file.parent.mkdir()
+    file.write_bytes(bpe.read_bytes())
+    data = {"tokenizer": load_tokenizer(section(tokenizer=str(file))).fingerprint}
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "index.json").write_text("{}")
+    write_metadata(checkpoint, CheckpointMetadata(1, 0, 0, 1, 0, {}, {}, data))
+    (tmp_path / "run/config.toml").write_text(f'[data]\ntokenizer = "{file.parent}"\n')
+    assert tokenizer_of(checkpoint) == file.parent
+    file.write_text(json.dumps(json.loads(bpe.read_text()), indent=1))
+    with pytest.raises(CheckpointError, match="is no longer the tokenizer that the run was"):
+        tokenizer_of(checkpoint)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"No such file.*; or name it by --tokenizer FOLDER"):
+        tokenizer_of(checkpoint)
 
 
 def test_converts_tokenizer_is_a_folder_that_has_one(bpe: Path, tmp_path: Path) -> None:

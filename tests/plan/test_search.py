@@ -412,6 +412,18 @@ def test_arguments_that_cannot_be_are_refused_at_once(words: list[str], message:
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("words", [["--page"], ["--search", "--out"]])
+def test_a_full_disk_is_one_line(words: list[str]) -> None:
+    config = str(ROOT / "configs/llama3_8b.toml")
+    layout = ["--world-size", "4", *SMALL] if words == ["--page"] else ["--world-size", "1", *SMALL]
+    with pytest.raises(ConfigError) as error:
+        plan_command(["--config", config, *layout, *words, "/dev/full"])
+    assert str(error.value) == (
+        f"{words[-1]} /dev/full cannot be written: [Errno 28] No space left on device; name "
+        "another file"
+    )
+
+
 def test_keys_of_a_layout_make_it_of_the_given_file() -> None:
     file = RunConfig.load(
         ROOT / "configs/llama3_8b.toml", [*SMALL, "parallel.high_priority=['dp_shard']"]
