@@ -30,8 +30,8 @@ def _named(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite in a process per core, `-m full` in two; single files, and tests that need
-    a machine for themselves, in one. `-n` overrides this."""
+    """Run the whole suite in a process per core, `-m full` in two; single files and what needs
+    a machine for itself in one. `-n` overrides this."""
     option = config.option
     if "PYTEST_XDIST_WORKER" in os.environ:  # this is one of the processes
         return
