@@ -79,7 +79,7 @@ def recompute(
     keep_rng: bool = False,
     watch: Callable[[Any], None] | None = None,
 ) -> int:
-    """Make every `options.every`-th block recompute its activations, in place.
+    """Make the blocks that `options.acts_on` chooses recompute their activations, in place.
 
     Only the block's `forward` is replaced: its class and all FQNs stay.
 
@@ -92,9 +92,7 @@ def recompute(
     Returns:
         Number of blocks that recompute.
     """
-    if options.mode == "none":
-        return 0
-    chosen = [block for i, block in blocks if i % options.every == 0]
+    chosen = [block for i, block in blocks if options.acts_on(i)]
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_rng}
     if options.mode != "full":
         settings["context_fn"] = functools.partial(_selective_contexts, options.mode, watch)

@@ -121,6 +121,7 @@ _TITAN_LACKS = (
     "train.loss_chunks",
     "optim.name",
     "optim.moments",
+    "recompute.first",
     "recompute.offload",
     "float8.recipe",
     "compile.backend",

@@ -394,9 +394,17 @@ class Recompute(Section):
     for long sequences. `selective`: also the outputs of matmuls."""
     every: int = Field(default=1, ge=1, le=MAX_LAYERS)
     """Recompute every n-th block only; 1: all blocks."""
+    first: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    """Recompute blocks before the n-th only, as many as memory needs; 0: no limit. The first stage
+    of a pipeline holds most micro-batches."""
     offload: bool = False
     """Keep what blocks save for their backward in pinned host memory; copies overlap with the
     computation of the next block. On GPUs only."""
+
+    def acts_on(self, block: int) -> bool:
+        """Whether a block, by its index in the model, recomputes anything."""
+        chosen = block % self.every == 0 and (not self.first or block < self.first)
+        return chosen and self.mode != "none"
 
 
 class Compile(Section):

@@ -112,7 +112,11 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.schedule.name in ("linear", "cosine", "wsd"),
         needs="schedule.name = linear, cosine or wsd",
     ),
-    Rule("recompute.every", lambda c: c.recompute.mode != "none", needs="a recompute.mode"),
+    Rule(
+        "recompute.every recompute.first",
+        lambda c: c.recompute.mode != "none",
+        needs="a recompute.mode",
+    ),
     Rule(_FLOAT8, needs="float8.recipe"),
     Rule("float8.amax_history", needs='float8.scaling = "delayed"'),
     Rule("compile.backend", needs="compile.enable = true"),

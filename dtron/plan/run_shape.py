@@ -239,8 +239,7 @@ class Resolved(Candidate):
 
     def recomputes(self, layer: int) -> bool:
         """Whether a layer recomputes anything."""
-        recompute = self.config.recompute
-        return recompute.mode != "none" and layer % recompute.every == 0
+        return self.config.recompute.acts_on(layer)
 
     def flops(self) -> dict[str, float]:
         """FLOPs per token, by convention."""

@@ -392,7 +392,12 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     return config.changed(
         parallel=parallel,
         train={"micro_batch": choice["micro"]},
-        recompute={"mode": choice["mode"], "every": 1, "offload": choice["offload"]},
+        recompute={
+            "mode": choice["mode"],
+            "every": 1,
+            "first": 0,
+            "offload": choice["offload"],
+        },
         float8={"recipe": choice["recipe"]},
         compile={"enable": config.compile.enable and not eager},
     )

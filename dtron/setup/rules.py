@@ -367,6 +367,14 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         ),
     ),
     Rule(
+        "recompute.first model.override",
+        lambda c: c.config.recompute.first <= c.model.n_layers + c.model.mtp,
+        lambda c: (
+            f"recompute.first = {c.config.recompute.first}: the model has only "
+            f"{c.model.n_layers + c.model.mtp} blocks; leave it out to recompute all"
+        ),
+    ),
+    Rule(
         "parallel.cp_method parallel.cp_inner parallel.cp parallel.tp model.override",
         finds_none(_heads_over_cp),
     ),

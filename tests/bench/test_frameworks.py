@@ -192,6 +192,7 @@ def test_arguments_say_the_same_work(tmp_path: Path) -> None:
         ({"parallel": {"reduce_dtype": "bfloat16"}}, "reduce_dtype"),
         ({"recompute": {"mode": "selective"}}, "selective"),
         ({"recompute": {"offload": True}}, "offload"),
+        ({"recompute": {"mode": "full", "first": 4}}, "first"),
         ({"optim": {"moments": "bfloat16"}}, "moments"),
         ({"float8": {"recipe": "tensorwise"}}, "float8"),
         ({"model": {"name": "qwen3", "size": "8b"}, "parallel": {"pp": 2}}, "no pipeline"),

@@ -192,6 +192,7 @@ def test_degrees_fill_up_to_the_world_size() -> None:
         ("parallel.async_tp=true", "no effect without parallel.tp > 1"),
         ("parallel.ep=3", "parallel.ep = 3 x parallel.etp = 1 does not divide the 2 ranks"),
         ("recompute.every=2", "no effect"),
+        ("recompute.first=2", "no effect"),
         ("data.source=hf", "data.hf_path"),
         ("schedule.decay=0.5", "schedule.decay = 0.5 has no effect"),
         ("compile.backend=aot_eager", "compile.enable"),

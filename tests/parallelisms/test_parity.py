@@ -394,6 +394,7 @@ SPECIAL = [
     Case("llama", 2, Parallel(cp=2), override=YARN, documents=True),
     Case("qwen3", 4, Parallel(cp=2, tp=2), override={"rope_scaling_factor": 4.0}),
     Case("llama", 2, recompute=Recompute(mode="selective", every=2)),
+    Case("gpt_oss", 2, Parallel(pp=2), Recompute(mode="full", first=3)),
     Case("llama", 2, Parallel(tp=2), recompute=Recompute(mode="attention"), compile=EAGER),
     Case("qwen3", 2, recompute=Recompute(mode="attention", every=2), documents=True),
     Case("gpt", 2, Parallel(pp=2, schedule="ZBVZeroBubble"), Recompute(mode="attention")),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -55,6 +56,26 @@ def compiled_counts(mode: str) -> Counter[str]:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         model(tokens()).sum().backward()
     return Counter(event.name.removeprefix("aten::") for event in profiled.events() or ())
+
+
+@pytest.mark.parametrize(
+    ("every", "first", "chosen"),
+    [
+        (1, 0, [0, 1, 2, 3, 4]),
+        (2, 0, [0, 2, 4]),
+        (1, 2, [0, 1]),
+        (2, 3, [0, 2]),
+        (1, 5, [*range(5)]),
+    ],
+)
+def test_which_blocks_recompute(every: int, first: int, chosen: list[int]) -> None:
+    """By their index in the model, also those of a later stage of a pipeline."""
+    options = Recompute(mode="full", every=every, first=first)
+    blocks = [(i, nn.Linear(2, 2)) for i in range(5)]
+    assert recompute(blocks, options) == len(chosen)
+    assert [i for i, block in blocks if "forward" in vars(block)] == chosen
+    assert recompute(blocks[3:], options) == len([i for i in chosen if i >= 3])
+    assert recompute(blocks, Recompute(every=every, first=first)) == 0
 
 
 @pytest.mark.parametrize("count", [counts, compiled_counts])

@@ -38,6 +38,7 @@ LATENT = (
 CASES = {
     "replicas": (DENSE, 4, "parallel.dp_replicate=2"),
     "sharded": (DENSE, 4, "parallel.zero=3 recompute.mode=full"),
+    "first block": (DENSE, 2, "parallel.zero=3 recompute.mode=full recompute.first=1"),
     "experts": (MIXTURE, 4, "parallel.tp=2 parallel.ep=2"),
     "pulled": (MIXTURE, 2, "parallel.ep=2 parallel.dispatcher=symmetric_memory"),
     "float8 rows": (MIXTURE, 4, "parallel.ep=4 float8.dispatch=true recompute.mode=full"),
