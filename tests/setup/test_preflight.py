@@ -179,6 +179,15 @@ def test_contexts_that_do_not_fit_are_refused(name: str) -> None:
     assert (message in page.read_text().splitlines()) == (name in TOLD)
 
 
+def test_more_recomputed_blocks_than_there_are_is_refused() -> None:
+    run = RunConfig.of({**BASE, "recompute": {"mode": "full", "first": 9}})
+    with pytest.raises(ConfigError) as error:
+        check_layout(run, 1)
+    assert str(error.value) == (
+        "recompute.first = 9: the model has only 8 blocks; leave it out to recompute all"
+    )
+
+
 @pytest.mark.parametrize(
     ("attention", "keys", "message"),
     [
