@@ -137,7 +137,7 @@ class _WeightShard:
 
     @functools.cached_property
     def _block_of_row(self) -> Tensor:
-        """Of each of this rank's rows, int64 (rows,)."""
+        """Row of blocks that each row of this rank lies in, int64 (rows,)."""
         rows = torch.arange(len(self.local), device=self.local.device) + self.first_row
         return rows // self.format.tile[0]
 

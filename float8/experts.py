@@ -62,12 +62,11 @@ class Float8Grouped:
         self.emulate = emulate
 
     def __call__(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        """(N, K), (E, M, K), int32 (E,) -> (N, M); rows after the last expert's are anything."""
+        """(N, K), (E, M, K), int32 (E,) -> (N, M); rows after the last expert's are undefined."""
         return self.deferred(x, weight, offsets, None)
 
     def deferred(self, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor | None) -> Tensor:
-        """The same of a detached weight, whose gradient goes to the queue of a site; see
-        `DeferredMultiply`."""
+        """Multiply by a detached weight, whose gradient goes to a queue (`DeferredMultiply`)."""
         out = _Grouped.apply(x, weight, offsets, number, self.emulate)
         assert isinstance(out, Tensor)
         return out

@@ -56,7 +56,7 @@ class Float8GatedUnit(nn.Module):
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        """Whether a module has three layers for it."""
+        """Whether a module has the three float8 layers of a gated feed-forward, without biases."""
         layers = [getattr(module, name, None) for name in ("gate", "up", "down")]
         return all(
             isinstance(x, Float8Linear) and x.bias is None and x.recipe.shares_scales

@@ -71,7 +71,7 @@ class Delayed:
 
 @dataclass(frozen=True)
 class MatmulSettings:
-    """Of one call of a layer: its recipe, and the groups that share the scale of each operand."""
+    """Settings of one call of a layer: its recipe, and the groups that share a scale."""
 
     recipe: Recipe
     emulate: bool
@@ -132,7 +132,7 @@ class Float8Linear(DeferringLinear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}, emulate={self.emulate}"
 
     def _split(self, x: Tensor, weight: DTensor) -> Tensor:
-        """The forward with a weight split over tp, by rows or columns."""
+        """Multiply by a weight that is sharded over tp by rows or columns."""
         layout = (*getattr(x, "placements", ()), *weight.placements)
         mesh, last, groups = weight.device_mesh, Shard(x.dim() - 1), self.groups
         bias: Any = self.bias

@@ -67,7 +67,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The matmuls of a linear layer; None: in the dtype of computation."""
+    """How the three matmuls of a linear layer are cast; None: in the dtype of computation."""
 
     name: str
     output: Product

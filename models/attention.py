@@ -365,7 +365,7 @@ class AttentionNeeds:
     def of(
         cls, config: DecoderConfig, device_type: str, dtype: torch.dtype, **others: Any
     ) -> "AttentionNeeds":
-        """Those of a model. `others`: documents, deterministic and context."""
+        """Return the needs of a model; `others`: documents, deterministic and context."""
         return cls(
             device_type,
             dtype,

@@ -153,7 +153,7 @@ def _expert_rows(
 
 
 def _mtp_rows(between: Placement, tokenwise: Row) -> dict[str, Row]:
-    """All modules but the block process the rank's own tokens."""
+    """Rows of an MTP module: all modules but its block process the rank's own tokens."""
     own = dict.fromkeys(("token_norm", "hidden_norm", "merge", "norm"), tokenwise)
     rows = {f"blocks.*.{name}": row for name, row in own.items()}
     return {"mtp_embed": rowwise(output=between), **rows}

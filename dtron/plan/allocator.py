@@ -75,7 +75,7 @@ class Pool:
         return block
 
     def give(self, block: Block) -> None:
-        """What a tensor leaves."""
+        """Take back the block of a tensor that is gone."""
         free = self._small if block.small else self._large
         after, before = block.after, block.before
         if after is not None and after.free:
@@ -173,7 +173,7 @@ class Expandable:
         return _PlacedBlock(size, small, at=at)
 
     def give(self, block: Block) -> None:
-        """What a tensor leaves."""
+        """Take back the block of a tensor that is gone."""
         assert isinstance(block, _PlacedBlock)
         (self._small if block.small else self._large).give(block.at, block.nbytes)
 
@@ -249,7 +249,7 @@ class HolelessPool:
         return Block(nbytes, small=False, kind=kind)
 
     def give(self, block: Block) -> None:
-        """What a tensor leaves."""
+        """Take back the block of a tensor that is gone."""
         self._now -= block.nbytes
 
 
@@ -275,7 +275,7 @@ class PeakPool(HolelessPool):
         return block
 
     def give(self, block: Block) -> None:
-        """What a tensor leaves."""
+        """Take back the block of a tensor that is gone."""
         self._counts[block.kind] -= block.nbytes
         super().give(block)
 
