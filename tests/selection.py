@@ -394,6 +394,9 @@ REPEATED: dict[str, dict[str, str]] = {
         "test_a_kill_inside_a_save": "^index|^latest",
         "test_requests_that_fail_once_cost_nothing": "0",
     },
+    "checkpoints/test_locations.py": {
+        "test_a_run_that_dies_while_its_last_checkpoint_is_copied": "False-True|True-False",
+    },
     "faults/test_guards.py": {
         "test_the_step_of_a_spike_or_of_a_nan_is_not_taken": "^experts.*poisoned|^embed.*spiking",
     },
@@ -423,10 +426,29 @@ REPEATED: dict[str, dict[str, str]] = {
         "test_logits_are_never_gathered": "^(gpt|deepseek_v3)$",
     },
     "parallelisms/expert/test_symmetric_dispatch.py": {
+        "test_bounded_buffers_equal_one_process": "deepseek_v3",
         "test_calls_of_forwards_backwards_and_recomputation_take_turns": "^(selective|full)-eager",
         "test_compiled_blocks_equal_one_process": "^(mixtral|deepseek_v3).*aot_eager",
     },
+    "parallelisms/expert/test_deepep.py": {
+        "test_equals_all_to_all": "shuffled",
+        "test_models_train_alike": "deepseek_v3",
+    },
+    "parallelisms/expert/test_float8_dispatch.py": {
+        "test_equals_experts_that_cast_what_they_get": "^(AllToAll-4|SymmetricMemory-[24])-2",
+        "test_models_equal_one_process_whose_experts_cast": "etp=2|tp=2",
+    },
+    "parallelisms/test_plugin.py": {
+        "test_layout_equals_one_process": "hf_llama-2r|hf_bert-4r|vit-2r-tp1|ZBV",
+    },
+    "plan/test_activations.py": {
+        "test_products_that_the_backward_computes_again": "^(gpt|deepseek_v3-3|qwen3_moe).*compiled",
+        "test_bytes_that_a_compiled_block_keeps": "^(llama|qwen3_moe|deepseek_v3-3)",
+        "test_what_waits_for_weight_gradients": "^(gpt|qwen3_moe|deepseek_v3)",
+        "test_what_waits_for_weight_gradients_of_float8": "wise$",
+    },
     "parallelisms/expert/test_expert_parallel.py": {
+        "test_ranks_with_all_rows_and_with_none": "etp=2|mode=full|symmetric",
         "test_shared_experts_are_computed_while_rows_travel": "enable|dispatch|^mixtral",
     },
     "parallelisms/tensor/test_async_tp.py": {
@@ -439,7 +461,7 @@ REPEATED: dict[str, dict[str, str]] = {
         "test_experts_on_other_ranks_break_their_blocks": "deepseek_v3",
     },
     "parallelisms/test_fuzz.py": {
-        "test_random_layout_equals_one_process": r"\.[0-5]$",
+        "test_random_layout_equals_one_process": r"\.[0-3]$",
     },
     "parallelisms/test_offload.py": {
         "test_compiled_blocks": "full|selective",
