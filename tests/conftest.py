@@ -30,17 +30,15 @@ def _named(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite in a process per core, and one more for `-m full`; single files, and what
-    needs a machine for itself, in one. `-n` overrides this."""
+    """Run the whole suite in a process per core; single files, and tests that need a machine for
+    themselves, in one. `-n` overrides this."""
     option = config.option
     if "PYTEST_XDIST_WORKER" in os.environ:  # this is one of the processes
         return
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     alone = set(_named(config)) - {"gpu"} or option.usepdb or option.collectonly
     if getattr(option, "numprocesses", 0) is None and whole and not alone:
-        # Tests of `full` often wait: for a restart, a time-out, another rank.
-        more = option.markexpr != "not full"
-        option.numprocesses = min(MOST_WORKERS, (os.cpu_count() or 1) + more)
+        option.numprocesses = min(MOST_WORKERS, os.cpu_count() or 1)
         if _named(config):
             option.dist, option.loadscopereorder = "loadfile", False  # in GPU_ORDER
         else:
