@@ -148,7 +148,8 @@ def test_an_export_takes_the_tokenizer_that_the_run_was_trained_with(
     file, checkpoint = tmp_path / "bpe/tokenizer.json", tmp_path / "run/checkpoints/step-1"
     file.parent.mkdir()
     file.write_bytes(bpe.read_bytes())
-    data = {"tokenizer": load_tokenizer(section(tokenizer=str(file))).fingerprint}
+    data: dict[str, int | str] = {}
+    data["tokenizer"] = load_tokenizer(section(tokenizer=str(file))).fingerprint
     checkpoint.mkdir(parents=True)
     (checkpoint / "index.json").write_text("{}")
     write_metadata(checkpoint, CheckpointMetadata(1, 0, 0, 1, 0, {}, {}, data))
