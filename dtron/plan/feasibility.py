@@ -94,15 +94,24 @@ def _nearest(
     changes += _inside_hosts(config, world_size, found)
     for _, change in sorted(changes, key=lambda pair: pair[0])[:_TRIES]:
         try:
-            run = Resolved.of(_changed(config, change), world_size)
+            legal = _is_legal(_changed(config, change), world_size, hardware)
         except ConfigError:
             continue
-        if hardware is not None and any(far_memory(run, hardware)):
+        if not legal:
             continue
         yield change
         n_near += 1
         if n_near == _NEAR:
             return
+
+
+def _is_legal(config: RunConfig, world_size: int, hardware: Hardware | None) -> bool:
+    """Whether no rule refuses a run. Hosts are looked at first: other rules need the order of the
+    pipeline, which takes seconds for a long one. Raises ConfigError: a degree is impossible."""
+    run = Resolved(config, world_size, Resolved.model_of(config), None, None)
+    if hardware is not None and any(far_memory(run, hardware)):
+        return False
+    return not reasons(shortened(config, world_size), world_size)
 
 
 def _changed(config: RunConfig, change: dict[str, Any]) -> RunConfig:
