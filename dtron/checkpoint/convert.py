@@ -214,7 +214,7 @@ def tokenizer_of(checkpoint: Location) -> Path | str | None:
             f"{folder}, which {run} names, is no longer the tokenizer that the run was trained "
             "with; name that one by --tokenizer FOLDER"
         )
-    log.info("tokenizer files: of %s, which %s names", folder, run)
+    log.info("tokenizer files are copied from %s, which %s names", folder, run)
     return folder
 
 

@@ -395,8 +395,8 @@ class Recompute(Section):
     every: int = Field(default=1, ge=1, le=MAX_LAYERS)
     """Recompute every n-th block only; 1: all blocks."""
     first: int = Field(default=0, ge=0, le=MAX_LAYERS)
-    """Recompute blocks before the n-th only, as many as memory needs; 0: no limit. The first stage
-    of a pipeline holds most micro-batches."""
+    """Recompute the first n blocks only; 0: all. The first stage of a pipeline keeps activations of
+    the most micro-batches."""
     offload: bool = False
     """Keep what blocks save for their backward in pinned host memory; copies overlap with the
     computation of the next block. On GPUs only."""

@@ -320,7 +320,7 @@ def remove_stale(cache_dir: Path) -> None:
 
 def _is_alive(path: Path, entry: os.DirEntry[str]) -> bool:
     last = max(last_heartbeat(path), entry.stat(follow_symlinks=False).st_mtime)
-    return abs(time.time() - last) < STALE_SECONDS  # a time to come is of a clock that was wrong
+    return abs(time.time() - last) < STALE_SECONDS  # in the future: by a wrong clock
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:

@@ -214,12 +214,10 @@ def _look(
     own = location_of(locations, checkpoint)
     if own is None and not restarted:
         _check_unused(config, folders)
-    if own and isinstance(own.folder, Path) and not os.access(own.folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{own.folder} cannot be written, where this run's checkpoints are; make it writable, "
-            f"or continue elsewhere with another run.dir and checkpoint.resume={checkpoint}"
-        )
-    return ResumeState(mode, locations, folders, checkpoint, metadata)
+    found = ResumeState(mode, locations, folders, checkpoint, metadata)
+    if own and not found.is_finished(config.train.steps):
+        _check_own_folder(own.folder, checkpoint)
+    return found
 
 
 def _newest_or_named(
@@ -304,6 +302,16 @@ def _check_unused(config: RunConfig, folders: Sequence[Location]) -> None:
                 f"{folder} has checkpoints of an earlier start; set checkpoint.resume=latest to "
                 "continue from them, delete them, or use another folder"
             )
+
+
+def _check_own_folder(folder: Location, checkpoint: Location | None) -> None:
+    """Check that the folder of the checkpoint that a run resumes from can hold others. Raises
+    ConfigError."""
+    if isinstance(folder, Path) and not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{folder} cannot be written, where this run's checkpoints are; make it writable, "
+            f"or continue elsewhere with another run.dir and checkpoint.resume={checkpoint}"
+        )
 
 
 def _check_folder(key: str, folder: Path) -> None:
