@@ -95,6 +95,9 @@ SINKHORN = {
     **{"n_groups": 1, "top_groups": 1},
 }
 """The router in any mixture."""
+# Here, which ranks have loaded: an import of test_parity chooses cases for seconds, in each rank.
+FULL, SELECTIVE = Recompute(mode="full"), Recompute(mode="selective")
+EAGER = Compile(enable=True, backend="aot_eager")
 DELAYED = {"float8": {"scaling": "delayed", "amax_history": 2}, "steps": 4}
 """Keys of `float8` for scales of earlier steps."""
 LATENT8 = {

@@ -22,6 +22,7 @@ from dtron.models import MODELS
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import (
     DENSE,
+    FULL,
     SINKHORN,
     TOLERANCE,
     Batches,
@@ -251,7 +252,6 @@ def in_experts(model: str) -> list[Case]:
 
 
 AXES = ("dp_replicate", "dp_shard", "tp", "pp")
-FULL = Recompute(mode="full")
 GRID = [in_grid(m, p) for w in WORLDS for p in layouts(w) for m in DENSE]
 SAMPLES = [case for model in DENSE for case in in_samples(model)]
 CONTEXTS = [case for model in DENSE for case in in_contexts(model)]

@@ -23,9 +23,12 @@ from dtron.parallelisms.pipeline.schedules import SCHEDULES, order_of, write_csv
 from tests.parallelisms.parity import (
     DELAYED,
     DENSE,
+    EAGER,
+    FULL,
     LATENT8,
     LIMITED,
     MTP,
+    SELECTIVE,
     SINKHORN,
     Batches,
     Case,
@@ -39,7 +42,6 @@ from tests.parallelisms.parity import (
 MOST_RANKS, MOST_EXPERT_RANKS = 8, 4
 V, LOOP = "ZBVZeroBubble", "Interleaved1F1B"
 BUBBLE, DUAL = "InterleavedZeroBubble", "DualPipeV"
-EAGER = Compile(enable=True, backend="aot_eager")
 
 Axes = dict[str, list[dict[str, Any]]]
 """Axes of a subset; a value is the keys of a Case that it sets."""
@@ -231,7 +233,6 @@ def offloaded(mode: str) -> Recompute:
     return Recompute.model_validate({"mode": mode, "offload": True})
 
 
-FULL = Recompute(mode="full")
 EXCHANGED: Literal["all_to_all"] = "all_to_all"
 EACH: list[CpMethod] = ["ring", "all_gather", "ulysses", "hierarchical", "ring"]
 VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
@@ -244,7 +245,6 @@ ALL_DENSE: dict[str, Any] = {
     **{"router": "softmax", "renormalize": False, "bias_speed": 0.0},
     **{"balance": "none", "balance_coefficient": 0.0},
 }
-SELECTIVE = Recompute(mode="selective")
 OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
 V_OVERLAPPED = Parallel(pp=2, tp=2, schedule=V, async_tp=True)
 EXCHANGED_OVERLAPPED = Parallel(tp=2, ep=2, dispatcher="symmetric_memory", async_tp=True)

@@ -23,8 +23,7 @@ from dtron.setup.rules import MachineCandidate, check_dispatcher, check_layout, 
 from tests.harness import run_ranks
 from tests.parallelisms.expert import fake_deep_ep
 from tests.parallelisms.expert.test_symmetric_dispatch import EXPERTS, LOADS, ROWS, drawn
-from tests.parallelisms.parity import Case, parallel_run
-from tests.parallelisms.test_parity import FULL
+from tests.parallelisms.parity import FULL, Case, parallel_run
 
 DIM, LAYERS = 16, 3
 MIXTURE = {

@@ -30,8 +30,15 @@ from dtron.parallelisms.recompute import recompute
 from tests.gpu_ranks import run_on_gpus
 from tests.harness import run_ranks
 from tests.models.build import small_config
-from tests.parallelisms.parity import Case, outcome_of, parallel_run, whole
-from tests.parallelisms.test_parity import EAGER, FULL, SELECTIVE
+from tests.parallelisms.parity import (
+    EAGER,
+    FULL,
+    SELECTIVE,
+    Case,
+    outcome_of,
+    parallel_run,
+    whole,
+)
 
 EXPERTS, ROWS, DIM = 8, 24, 5
 SYMMETRIC: dict[str, Any] = {"dispatcher": "symmetric_memory"}
