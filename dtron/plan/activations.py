@@ -11,14 +11,17 @@ Each row is a tensor that autograd saves, with the modes of recomputation in whi
              `full` keeps
 
 The rows are those of a compiled block, whose compiler chooses the cheapest elementwise results to
-keep. An eager block keeps more (`eager`). tests/plan/test_activations.py compares both with what
-torch's partitioner and autograd save, for every model family.
+keep. An eager block keeps more (`eager`). Inputs of float8 layers are kept as `in_float8` says.
+tests/plan/test_activations.py compares all with what torch's partitioner and autograd save, for
+every model family.
 """
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from dtron.float8.recipes import Recipe
 from dtron.models import MODELS
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS
@@ -52,6 +55,8 @@ class SavedTensor:
     read: bool = False
     """Whether it is the input of a matmul whose weight gradient a schedule may defer: it is kept
     until that gradient is computed."""
+    narrow: bool = False
+    """Whether it is float8, a byte an element."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -221,16 +226,63 @@ def output_gradients(model: DecoderConfig, kind: str) -> tuple[SavedTensor, ...]
     return tuple(rows)
 
 
+_PARTS = {"attn_norm": "attn.", "attention": "attn.", "q_a_norm": "attn.", "kv_a_norm": "attn."}
+"""Where the layers are that read a row; those of the other rows are in the feed-forward."""
+
+
+def in_float8(
+    rows: tuple[SavedTensor, ...], recipe: Recipe, parts: frozenset[str], fused: bool, merged: bool
+) -> Iterator[SavedTensor]:
+    """A block's tensors if layers are float8, as `dtron/float8/linear.py` and `gated.py` save them.
+
+    With one scale a tensor the cast of an input serves the weight's gradient too, and is kept
+    instead. Attention's output stays, since its own backward reads it; a fused feed-forward casts
+    its hidden state again. With scales of rows or blocks the input is cast again, which a compiled
+    block does from what its norm or activation was computed from.
+
+    Args:
+        parts: "attn.", "ffn.", "merge": those whose layers are float8.
+        fused: whether the feed-forward is one function.
+        merged: whether the block is compiled, and casts are merged with what is computed before.
+    """
+    product = recipe.grad_weight
+    reused = product is not None and product.right == recipe.output.left and product.right.turns
+    for row in rows:
+        part = _PARTS.get(row.module, "merge" if row.module == "merge" else "ffn.")
+        hidden = row.module == "ffn" and (row.read or row.eager is True)
+        if hidden and fused:
+            yield replace(row, modes=())
+        elif not row.read or row.module == "experts" or part not in parts or product is None:
+            yield row
+        elif not reused:
+            computed = row.modes == (NONE,) and merged
+            yield replace(row, modes=()) if computed else row
+        elif row.modes == (NONE,):
+            yield replace(row, narrow=True)
+        else:
+            yield from (replace(row, read=False), replace(row, modes=(NONE,), narrow=True))
+
+
 def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
     """Bytes that a layer keeps per micro-batch on a rank, by module.
 
     Args:
         whole: count as without recomputation, as while the layer is recomputed.
     """
-    mode = _mode(run, layer, whole)
-    key = ("kept", run.kind(layer), mode)
+    found: dict[str, float] = {}
+    for row in _kept_rows(run, _rows(run, layer), _mode(run, layer, whole)):
+        found[row.module] = found.get(row.module, 0.0) + _bytes(run, row)
+    return found
+
+
+def written(run: Resolved, layer: int) -> float:
+    """Bytes that a layer's operations write for its backward, before any of it is cast to float8
+    or freed."""
+    key = ("written", run.kind(layer))
     if key not in run.memo:
-        run.memo[key] = _kept(run, run.kind(layer), mode)
+        run.memo[key] = sum(
+            _bytes(run, row) for row in _kept_rows(run, _wide_rows(run, layer), NONE)
+        )
     return run.memo[key]
 
 
@@ -238,46 +290,60 @@ def _mode(run: Resolved, layer: int, whole: bool) -> str:
     return run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
 
 
-def _rows(run: Resolved, kind: str) -> tuple[SavedTensor, ...]:
+def _wide_rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
     """Tensors with the kernels that `auto` prefers, which need padded values only under cp."""
-    return block(run.model, kind, run.degrees["cp"] > 1)
+    return block(run.model, run.kind(layer), run.degrees["cp"] > 1)
 
 
-def _kept(run: Resolved, kind: str, mode: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for row in _kept_rows(run, kind, mode):
-        found[row.module] = found.get(row.module, 0.0) + _bytes(run, row)
-    return found
+def _rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
+    rows, names = _wide_rows(run, layer), run.float8_layers(layer)
+    if run.float8 is None or not names:
+        return rows
+    fqn = f"{MODELS[run.config.model.name].layer.format(layer)}.ffn"
+    parts = frozenset(p for p in ("attn.", "ffn.", "merge") if any(n.startswith(p) for n in names))
+    # What tp gathered is kept, not gathered again.
+    merged = run.config.compile.enable and run.tp == 1
+    key = ("float8 rows", run.kind(layer), parts, fqn in run.float8.fused)
+    if key not in run.memo:
+        made = in_float8(rows, run.float8.recipe, parts, fqn in run.float8.fused, merged)
+        run.memo[key] = tuple(made)
+    return run.memo[key]
 
 
-def _kept_rows(run: Resolved, kind: str, mode: str) -> list[SavedTensor]:
-    pulls = mode == SELECTIVE and pulls_rows(run)
+def _kept_rows(run: Resolved, rows: Iterable[SavedTensor], mode: str) -> list[SavedTensor]:
+    selective = mode == SELECTIVE
+    pulls, overlapped = selective and pulls_rows(run), selective and run.config.parallel.async_tp
     of_compiler = (None, not run.config.compile.enable)
-    rows = [row for row in _rows(run, kind) if row.eager in of_compiler]
-    return [row for row in rows if mode in row.modes or (pulls and row.pulled)]
+
+    def stays(row: SavedTensor) -> bool:
+        # A matmul that gathers its input itself has it as a result too.
+        gathered = overlapped and row.read and row.split == "none" and NONE in row.modes
+        return mode in row.modes or (pulls and row.pulled) or gathered
+
+    return [row for row in rows if row.eager in of_compiler and stays(row)]
 
 
 def tensors(run: Resolved, layer: int, whole: bool = False) -> list[int]:
     """Bytes of each tensor that a layer keeps; arguments as for `kept`."""
-    mode = _mode(run, layer, whole)
-    return [int(_bytes(run, row)) for row in _kept_rows(run, run.kind(layer), mode)]
+    rows = _kept_rows(run, _rows(run, layer), _mode(run, layer, whole))
+    return [int(_bytes(run, row)) for row in rows]
 
 
 def deferred(run: Resolved, layer: int) -> tuple[list[int], list[int]]:
     """Bytes that a layer holds for deferred weight gradients until they are computed: inputs of
     matmuls, which are among the tensors that it keeps or recomputes, and what only W needs:
-    gradients of their results, and in float8 the inputs too."""
-    kind = run.kind(layer)
-    reads = [row for row in _rows(run, kind) if row.read]
-    queued = list(output_gradients(run.model, kind))
-    if not queues_float8(run, layer):
-        return [int(_bytes(run, row)) for row in reads], [int(_bytes(run, row)) for row in queued]
-    # Experts' weight gradients are in the dtype of computation (float8/recipes.py).
-    small = [row for row in (*queued, *reads) if row.module != "experts"]
-    wide = [
-        [int(_bytes(run, r)) for r in rows if r.module == "experts"] for rows in (reads, queued)
-    ]
-    return wide[0], [*wide[1], *[int(_bytes(run, row)) // run.element for row in small]]
+    gradients of their results, and in float8 those inputs that are cast anew."""
+    reads = [row for row in _rows(run, layer) if row.read]
+    queued = list(output_gradients(run.model, run.kind(layer)))
+    if queues_float8(run, layer):
+        # Experts' weight gradients are in the dtype of computation (float8/recipes.py).
+        cast = [row for row in reads if row.module != "experts" and not (row.narrow and row.modes)]
+        reads = [row for row in reads if row not in cast]
+        queued = [
+            row if row.module == "experts" else replace(row, narrow=True)
+            for row in (*queued, *cast)
+        ]
+    return [int(_bytes(run, row)) for row in reads], [int(_bytes(run, row)) for row in queued]
 
 
 def queues_float8(run: Resolved, layer: int | None) -> bool:
@@ -288,8 +354,7 @@ def queues_float8(run: Resolved, layer: int | None) -> bool:
         return False
     if layer is None:
         return chosen.settings.output
-    block = MODELS[run.config.model.name].layer.format(layer)
-    return any(name.startswith(f"{block}.") for name in chosen.layers)
+    return bool(run.float8_layers(layer))
 
 
 def _bytes(run: Resolved, row: SavedTensor) -> float:
@@ -302,7 +367,7 @@ def _bytes(run: Resolved, row: SavedTensor) -> float:
         "columns": columns,
         "none": 1,
     }[row.split]
-    element = max(4, run.element) if row.wide else run.element
+    element = 1 if row.narrow else max(4, run.element) if row.wide else run.element
     more = expert_room(run) if row.arrived else 1.0
     return more * row.width * element * run.tokens / shared
 
@@ -311,7 +376,7 @@ def widest(run: Resolved, layer: int) -> float:
     """Bytes of the largest tensor that a layer saves for its backward."""
     key = ("widest", run.kind(layer))
     if key not in run.memo:
-        run.memo[key] = max(_bytes(run, row) for row in _rows(run, key[1]))
+        run.memo[key] = max(_bytes(run, row) for row in _wide_rows(run, layer))
     return run.memo[key]
 
 

@@ -13,7 +13,7 @@ from dtron.kernels.float8_rows import wire_bytes
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
-from dtron.plan.parameters import Unit, held, unit, units
+from dtron.plan.parameters import Unit, gathered_bytes, held, unit, units
 from dtron.plan.run_shape import Resolved, Stage, expert_rows
 
 
@@ -101,9 +101,9 @@ def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     by_all_to_all = run.config.parallel.reduce_by == "all_to_all"
     for place, each in enumerate(listed):
         times = gathers(run, each, place == len(listed) - 1)
-        for axis, shard, (ranks, inside) in _shared(run, each, domain):
+        for axis, shard, sent, (ranks, inside) in _shared(run, each, domain):
             padded = shard * ranks
-            yield Collective(axis, "all_gather", padded * run.element, times, "fsdp", ranks, inside)
+            yield Collective(axis, "all_gather", sent * ranks, times, "fsdp", ranks, inside)
             kind = "all_to_all" if by_all_to_all else "reduce_scatter"
             size = padded * (run.element if by_all_to_all else run.reduce_element)
             yield Collective(axis, kind, size, run.times_reduced, "fsdp", ranks, inside)
@@ -125,13 +125,17 @@ def _name(run: Resolved, axes: Sequence[Degree]) -> str:
     return "+".join(axis for axis in axes if run.degrees[axis] > 1)
 
 
-def _shared(run: Resolved, each: Unit, domain: int) -> Iterator[tuple[str, int, tuple[int, int]]]:
-    """(axis, elements of a shard, group) of a unit's dense part and of its experts'."""
-    dense = group(run, ("dp_shard", "cp"), domain)
-    yield _name(run, FSDP_AXES), each.shard - each.experts_shard, dense
+def _shared(
+    run: Resolved, each: Unit, domain: int
+) -> Iterator[tuple[str, int, int, tuple[int, int]]]:
+    """(axis, elements of a shard, its bytes when it is gathered, group) of a unit's dense part and
+    of its experts'."""
+    (_, dense), (_, experts) = gathered_bytes(run, each)
+    ranks = group(run, ("dp_shard", "cp"), domain)
+    yield _name(run, FSDP_AXES), each.shard - each.experts_shard, dense, ranks
     if each.experts_gathered:
         ranks = expert_group(run, "edp_shard", domain)
-        yield "edp_shard", each.experts_shard, ranks
+        yield "edp_shard", each.experts_shard, experts, ranks
 
 
 def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:

@@ -141,10 +141,9 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
     flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
     forward = hardware.attend(flops, False, *widths)
     attention = Seconds(forward, hardware.attend(2 * flops, True, *widths), 0.0)
-    kept = sum(activations.kept(run, index, whole=True).values())
     compiled = run.config.compile.enable
     passes, ahead = (PASSES, FORWARD) if compiled else (EAGER_PASSES, EAGER_FORWARD)
-    moved = passes * kept / hardware.copy
+    moved = passes * activations.written(run, index) / hardware.copy
     elementwise = Seconds(moved * ahead, moved * (1 - ahead), 0.0)
     parts = [_kinds(listed, hardware), {"attention": attention, "copy": casts + elementwise}]
     if run.recomputes(index):

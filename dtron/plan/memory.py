@@ -29,7 +29,7 @@ from dtron.plan import activations, replay
 from dtron.plan.allocator import Expandable
 from dtron.plan.gather_buffers import Gather, gathered_through
 from dtron.plan.hardware import Hardware
-from dtron.plan.parameters import Unit, held, reductions, units
+from dtron.plan.parameters import Unit, gathered_bytes, held, reductions, units
 from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows
 
 CLASSES = (*replay.CLASSES, "buffers")
@@ -193,9 +193,9 @@ def _buffers(run: Resolved, rank: int) -> float:
 
 def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
     """A unit's all-gathers: its dense part and its experts."""
-    cast = run.element if run.element < 4 else 0  # sent without a cast
-    shared = [(whole, part) for whole, part in unit.groups if part < whole]
-    return tuple((run.element * whole, cast * part) for whole, part in shared)
+    casts = run.element < 4  # float32 is sent without a cast
+    shared = [(whole, part) for whole, part in gathered_bytes(run, unit) if part < whole]
+    return tuple((whole, part * casts) for whole, part in shared)
 
 
 def _reduction_sums(run: Resolved, stage: Stage) -> int:
@@ -220,10 +220,12 @@ def _peers(run: Resolved, rank: int) -> float:
         return found
     for stage in run.stages_of(rank):
         listed = units(run, stage)
-        for sizes in ([u.dense for u in listed], [u.experts for u in listed]):
-            whole, shard = max(sizes, key=lambda size: size[0], default=(0, 0))
-            if shard < whole:  # several ranks share it
-                found += run.element * (shard + whole * (parallel.reduce_by == "all_to_all"))
+        sent = [gathered_bytes(run, u) for u in listed]
+        for place, sizes in enumerate(([u.dense for u in listed], [u.experts for u in listed])):
+            if any(shard < whole for whole, shard in sizes):  # several ranks share it
+                most = max(run.element * whole for whole, _ in sizes)
+                found += max(each[place][1] for each in sent)
+                found += most * (parallel.reduce_by == "all_to_all")
     return found
 
 

@@ -62,6 +62,9 @@ class Unit:
     experts_shard: int = 0
     partial_shard: int = 0
     """Elements of the shard whose gradient is a partial sum on each tp rank."""
+    narrow: int = 0
+    """Gathered elements that are float8 (`float8.all_gather`), of the dense part."""
+    narrow_shard: int = 0
     columns: int = 0
     """Gathered elements sharded along another dim than the first: FSDP copies them once more, after
     a gather and before a reduction."""
@@ -155,17 +158,22 @@ def _splits(model: nn.Module, rows: Mapping[str, Sequence[Any]]) -> dict[str, in
     return found
 
 
-def unit(run: Resolved, part: str, name: str) -> Unit:
-    """A part's elements on one rank of a run."""
-    if part not in run.memo:
-        run.memo[part] = _unit(run, part)
-    return replace(run.memo[part], name=name)
+def unit(run: Resolved, part: str, name: str, layer: int | None = None) -> Unit:
+    """A part's elements on one rank of a run.
+
+    Args:
+        layer: of a block.
+    """
+    key = (part, run.gathered_in_float8(layer))
+    if key not in run.memo:
+        run.memo[key] = _unit(run, part, layer)
+    return replace(run.memo[key], name=name)
 
 
-def _unit(run: Resolved, part: str) -> Unit:
+def _unit(run: Resolved, part: str, layer: int | None) -> Unit:
     total = Unit("", part, 0, 0, 0)
     for parameter in _parts(run).get(part, ()):
-        total += _sizes_of(run, part, parameter)
+        total += _sizes_of(run, part, parameter, layer)
     return total
 
 
@@ -174,9 +182,9 @@ def _parts(run: Resolved) -> Parts:
     return parts(run.config.model.name, run.model, run.tp, split)
 
 
-def _sizes_of(run: Resolved, part: str, parameter: Parameter) -> Unit:
+def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None = None) -> Unit:
     """Elements of a single parameter."""
-    sizes = _sizes(run, parameter)
+    sizes = _sizes(run, parameter, layer)
     return Unit(
         "root",
         part,
@@ -186,6 +194,8 @@ def _sizes_of(run: Resolved, part: str, parameter: Parameter) -> Unit:
         sizes.gathered * sizes.separate,
         sizes.shard * sizes.separate,
         sizes.shard * parameter.partial,
+        sizes.gathered * sizes.narrow,
+        sizes.shard * sizes.narrow,
         sizes.gathered * sizes.columns,
     )
 
@@ -200,13 +210,16 @@ class Sizes:
     """Whether FSDP shards another dim than the first."""
     separate: bool
     """Whether it belongs to experts on a separate mesh."""
+    narrow: bool
+    """Whether it is gathered in float8."""
 
 
-def _sizes(run: Resolved, parameter: Parameter) -> Sizes:
+def _sizes(run: Resolved, parameter: Parameter, layer: int | None) -> Sizes:
     separate = parameter.expert and run.separate_experts
     shape, dim, ranks = (_expert_part if separate else _dense_part)(run, parameter)
     shard = [-(-size // ranks) if i == dim else size for i, size in enumerate(shape)]
-    return Sizes(math.prod(shape), math.prod(shard), dim > 0 and ranks > 1, separate)
+    narrow = parameter.name.removesuffix(".weight") in run.gathered_in_float8(layer)
+    return Sizes(math.prod(shape), math.prod(shard), dim > 0 and ranks > 1, separate, narrow)
 
 
 def _dense_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, int]:
@@ -239,7 +252,7 @@ def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
     elif stage.head and mtp and not tied:
         found.append(unit(run, "embedding", "root"))
     for layer in stage.layers:
-        found.append(unit(run, run.kind(layer), f"layer {layer}"))
+        found.append(unit(run, run.kind(layer), f"layer {layer}", layer))
     if stage.head and not (tied and stage.embedding):
         found.append(unit(run, "head", "root" if tied else "head"))
     elif stage.head:
@@ -261,9 +274,18 @@ def parameters(run: Resolved, kind: str) -> tuple[Parameter, ...]:
     return _parts(run)[kind]
 
 
-def sizes(run: Resolved, kind: str) -> list[Sizes]:
-    """Sizes of each parameter of a unit, by `Unit.kind`."""
-    return [_sizes(run, parameter) for parameter in _parts(run)[kind]]
+def sizes(run: Resolved, kind: str, layer: int | None = None) -> list[Sizes]:
+    """Sizes of each parameter of a unit, by `Unit.kind`; `layer`: of a block."""
+    return [_sizes(run, parameter, layer) for parameter in _parts(run)[kind]]
+
+
+def gathered_bytes(run: Resolved, unit: Unit) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes (gathered, shard) of a unit's dense part and of separate experts, as FSDP gathers
+    them."""
+    dense, experts = (tuple(run.element * n for n in part) for part in (unit.dense, unit.experts))
+    less = run.element - 1
+    dense = (dense[0] - less * unit.narrow, dense[1] - less * unit.narrow_shard)
+    return dense, (experts[0], experts[1])
 
 
 def by_keeping(run: Resolved, unit: Unit) -> tuple[tuple[tuple[int, int], bool], ...]:

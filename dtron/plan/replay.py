@@ -28,7 +28,7 @@ torch.distributed.fsdp._fully_shard, torch 2.11; `dtron.plan.allocator` for the 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dtron.parallelisms.offload import SMALLEST
 from dtron.parallelisms.pipeline.executor import Layout
@@ -59,7 +59,7 @@ class _ParameterGroup:
     """Parameters of a unit that FSDP gathers and reduces together; sizes in bytes."""
 
     weights: list[int]
-    """Size of each gathered parameter in the dtype of computation."""
+    """Size of each parameter's gradient, in the dtype of computation."""
     columns: list[bool]
     """Whether each is sharded along another dim than the first, and so copied once more."""
     sent: int
@@ -70,6 +70,8 @@ class _ParameterGroup:
     """Whether they are unshared, so that the rank keeps their gradients."""
     shard: int = 0
     """Size of the sums of a reduction, which are on another stream."""
+    gathered: list[int] = field(default_factory=list)
+    """Size of each gathered parameter; empty: as its gradient's."""
     out: list[Block] = field(default_factory=list)
     """Gathered weights that are allocated."""
     summed: list[Block] = field(default_factory=list)
@@ -118,6 +120,7 @@ class _UnitMemory:
         for group in self.groups:
             if group.shared and not any(group.columns):
                 group.weights, group.columns = [sum(group.weights)], [False]
+                group.gathered = [sum(group.gathered)] if group.gathered else []
 
 
 @dataclass(eq=False)
@@ -412,7 +415,7 @@ class _Replay:
 
     def _gather_group(self, group: _ParameterGroup) -> None:
         passing: list[Block] = []
-        for size, turned in zip(group.weights, group.columns, strict=True):
+        for size, turned in zip(group.gathered or group.weights, group.columns, strict=True):
             if not group.shared:  # cast, then copied; a cast is freed after the next
                 before, passing = passing, self._take([size], "gathered")
                 self._free(before)
@@ -478,7 +481,7 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
             kept = [int(activations.boundary(run))] * 2 if stage.head else []
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
         made = _UnitMemory(
-            _groups(run, unit.kind),
+            _groups(run, unit.kind, layer if is_layer else None),
             [each.shard for each in sizes(run, unit.kind)],
             kept,
             moved,
@@ -521,19 +524,21 @@ def _separate_held(unit: _UnitMemory, reads: list[int], gradients: list[int]) ->
     unit.again = list((again - Counter(unit.read_again)).elements())
 
 
-def _groups(run: Resolved, kind: str) -> list[_ParameterGroup]:
+def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup]:
     found = []
     for separate in (False, True):
-        own = [each for each in sizes(run, kind) if each.separate == separate]
+        own = [each for each in sizes(run, kind, layer) if each.separate == separate]
         whole = sum(each.gathered for each in own)
         weights = [run.element * each.gathered for each in own]
+        gathered = [each.gathered * (1 if each.narrow else run.element) for each in own]
         ranks = run.experts["edp_shard"] if separate else run.shards
         if own:
             columns = [each.columns for each in own]
             alone = run.keeps_experts if separate else run.keeps_dense
             sums = 4 * sum(each.shard for each in own)
             sent = run.sent_element * whole
-            found.append(_ParameterGroup(weights, columns, sent, ranks > 1, alone, sums))
+            made = _ParameterGroup(weights, columns, sent, ranks > 1, alone, sums)
+            found.append(replace(made, gathered=gathered))
     return found
 
 

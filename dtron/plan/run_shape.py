@@ -237,6 +237,23 @@ class Resolved(Candidate):
         most = max(received_tokens(outer, rank, half, window) for rank in range(outer))
         return most * train.micro_batch
 
+    def float8_layers(self, layer: int | None) -> frozenset[str]:
+        """FQNs of a block's float8 layers, inside the block; None: of those outside of blocks."""
+        key = ("float8", layer)
+        if key not in self.memo:
+            pattern = MODELS[self.config.model.name].layer
+            block = "" if layer is None else f"{pattern.format(layer)}."
+            names = self.float8.layers if self.float8 else ()
+            found = [name.removeprefix(block) for name in names if name.startswith(block)]
+            outside = pattern.partition("{")[0]
+            self.memo[key] = frozenset(n for n in found if block or not n.startswith(outside))
+        return self.memo[key]
+
+    def gathered_in_float8(self, layer: int | None) -> frozenset[str]:
+        """Those of `float8_layers` whose weights FSDP gathers in float8, a byte an element."""
+        gathers = self.config.float8.all_gather and self.shards > 1
+        return self.float8_layers(layer) if gathers else frozenset()
+
     def recomputes(self, layer: int) -> bool:
         """Whether a layer recomputes anything."""
         return self.config.recompute.acts_on(layer)

@@ -32,7 +32,7 @@ from dtron.plan.communication import Collective, activation_collectives, collect
 from dtron.plan.compute_time import Seconds, Work, head, layer, offload_wait, together, total
 from dtron.plan.hardware import Hardware
 from dtron.plan.host_overhead import host_seconds
-from dtron.plan.parameters import by_keeping, held, reductions, units
+from dtron.plan.parameters import by_keeping, gathered_bytes, held, reductions, units
 from dtron.plan.run_shape import Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
 
@@ -298,10 +298,12 @@ def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterat
     share = busy / m / total(computed).sum
     ahead = {kind: share * seconds.forward for kind, seconds in computed.items()}
     back = {k: share * (s.inputs + s.weights) for k, s in computed.items()}
-    shard, whole = (sum(getattr(u, key) for u in held(run, rank)) for key in ("shard", "gathered"))
-    out = 2 * run.element * whole / hardware.copy
-    cast = 4 + run.element if run.element < 4 else 0
-    copied_in = (cast + 2 * run.element) * shard / hardware.copy if sum(again.values()) else 0.0
+    sent = [part for u in held(run, rank) for part in gathered_bytes(run, u)]
+    whole, part = (sum(n_bytes) for n_bytes in zip(*sent, strict=True))
+    shard = sum(u.shard for u in held(run, rank))
+    out = 2 * whole / hardware.copy
+    cast = 4 * shard + part if run.element < 4 else 0
+    copied_in = (cast + 2 * part) / hardware.copy if sum(again.values()) else 0.0
     # Unshared gradients are summed on the computation stream (`copied_bytes`).
     summed = sum(part for u in held(run, rank) for _, part in reductions(run, u))
     for i in range(m):
@@ -366,6 +368,7 @@ def copied_bytes(run: Resolved, rank: int) -> float:
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
                 found += whole * (weight + (kept if keeps else gradient))
             found += unit.columns * (2 * times * run.element + turned)
+            found -= 2 * times * (run.element - 1) * unit.narrow
     return found
 
 

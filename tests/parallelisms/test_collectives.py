@@ -52,6 +52,9 @@ def count_accumulation(case: Case, axis: str = "tp") -> Counts:
     applied = build_parallel(case, config, layout, mesh)
     optimizer = build_optimizer(applied.named_parameters(), case.config().optim)
     model = connect(case, applied, config, layout, mesh)
+    plan = case.plan()
+    if plan is not None and (refresh := plan.gather_weights(applied, mesh)):
+        refresh()
     step = TrainStep(model, optimizer, 1.0)
     with counter(mesh) as made:
         step.accumulate(micro_batches(case, mesh, 0), 0)

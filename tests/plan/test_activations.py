@@ -22,7 +22,7 @@ from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, mo
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
-from dtron.plan.activations import block, deferred, output_gradients
+from dtron.plan.activations import block, deferred, in_float8, output_gradients
 from dtron.plan.compute_time import repeated
 from dtron.plan.run_shape import Resolved
 
@@ -53,9 +53,11 @@ def made(name: str, layer: int) -> tuple[nn.Module, tuple[Any, ...], list[torch.
     return unit, (x, rope, mask, None), shared
 
 
-def saved_bytes(name: str, layer: int, mode: str) -> float:
+def saved_bytes(name: str, layer: int, mode: str, recipe: str = "") -> float:
     """A token, by torch's own partitioner, without generating code."""
     unit, inputs, shared = made(name, layer)
+    if recipe:
+        in_recipe(unit, recipe)
     recompute([(0, unit)], Recompute(mode=mode))  # type: ignore[arg-type]
     others = {tensor.untyped_storage().data_ptr() for tensor in shared}
     found: dict[int, torch.Tensor] = {}
@@ -75,6 +77,13 @@ def saved_bytes(name: str, layer: int, mode: str) -> float:
     return sum(t.untyped_storage().nbytes() for t in of_tokens) / (B * T)
 
 
+def in_recipe(unit: nn.Module, recipe: str) -> None:
+    """Make all of a block's linear layers float8, but the router."""
+    linears = [name for name, module in unit.named_modules() if isinstance(module, nn.Linear)]
+    convert(unit, [n for n in linears if "router" not in n], RECIPES[recipe], emulate=True)
+    fuse(unit, ["ffn"])
+
+
 ROWS = [
     *[("llama", 0, mode) for mode in ("none", "selective", "attention")],
     *[(name, 0, "none") for name in ("gpt", "qwen3", "deepseek_v3")],
@@ -92,6 +101,29 @@ def test_bytes_that_a_compiled_block_keeps(name: str, layer: int, mode: str) -> 
     messages = sum(row.width * (4 if row.wide else 2) for row in rows)
     real = saved_bytes(name, layer, mode)
     assert messages == pytest.approx(real, rel=MIXTURES if mixture else 0)
+
+
+FLOAT8 = [
+    *[
+        ("llama", 0, recipe)
+        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+    ],
+    *[(name, 0, "tensorwise") for name in ("gpt", "qwen3")],
+    *[("deepseek_v3", layer, "tensorwise") for layer in (0, 3)],
+]
+
+
+@pytest.mark.parametrize(("name", "layer", "recipe"), FLOAT8)
+def test_bytes_that_a_compiled_float8_block_keeps(name: str, layer: int, recipe: str) -> None:
+    config = model_config(name, "debug")
+    mixture = layer >= config.n_dense_layers
+    wide = block(config, "mixture" if mixture else "dense")
+    fused = recipe == "tensorwise" and not mixture and config.activation == "swiglu"
+    rows = in_float8(wide, RECIPES[recipe], frozenset(["attn.", "ffn."]), fused, True)
+    saved = [row for row in rows if row.eager is not True and "none" in row.modes]
+    planned = sum(row.width * (1 if row.narrow else 4 if row.wide else 2) for row in saved)
+    real = saved_bytes(name, layer, "none", recipe)
+    assert planned == pytest.approx(real, rel=MIXTURES if mixture else 0)
 
 
 UNITS = [
@@ -128,9 +160,7 @@ def test_what_waits_for_weight_gradients(name: str, layer: int, compiled: bool) 
 def test_what_waits_for_weight_gradients_of_float8(recipe: str) -> None:
     """The operands as they are cast, to the byte; the planner's floats are of a pipeline."""
     unit, inputs, _ = made("llama", 0)
-    linears = [name for name, module in unit.named_modules() if isinstance(module, nn.Linear)]
-    convert(unit, linears, RECIPES[recipe], emulate=True)
-    fuse(unit, ["ffn"])
+    in_recipe(unit, recipe)
     gradients = defer([unit], compiled=True)
     out = torch.compile(unit, backend=SAME)(*inputs)
     with gradients.collect(0):

@@ -14,6 +14,8 @@ from tests.parallelisms.test_collectives import Counts, count_accumulation
 
 ULYSSES = Parallel(cp=2, cp_method="ulysses")
 SMALL: dict[str, Any] = {"dtype": "float32", "sequences": 2}
+GATHERED: dict[str, Any] = {"all_gather": True}
+GATHERING: dict[str, Any] = {**SMALL, "override": {"vocab_size": 64}}
 CASES = [
     (Case("llama", 2, Parallel(tp=2), sequences=2), "tp"),
     (Case("llama", 2, Parallel(tp=2), Recompute(mode="selective"), sequences=2), "tp"),
@@ -32,6 +34,13 @@ CASES = [
     (Case("llama", 2, ULYSSES, Recompute(mode="selective"), sequences=2), "cp"),
     (Case("gpt", 2, Parallel(dp_shard=2), sequences=4), "dp_shard"),
     (Case("llama", 2, Parallel(dp_shard=2, zero=1), sequences=4), "dp_shard"),
+    *[
+        (
+            float8("tensorwise", 2, Parallel(dp_shard=2), **GATHERING, float8=GATHERED | m),
+            "dp_shard",
+        )
+        for m in ({}, {"skip_first": 1}, {"output": True})
+    ],
     (Case("mixtral", 4, Parallel(dp_shard=4, ep=2), sequences=4), "edp_shard"),
 ]
 

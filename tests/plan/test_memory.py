@@ -9,6 +9,7 @@ from dtron.config import Optim, Parallel, RunConfig
 from dtron.plan import activations
 from dtron.plan.hardware import hardware
 from dtron.plan.memory import expandable, memory, worst
+from dtron.plan.parameters import held
 from dtron.plan.run_shape import Resolved, shortened
 from dtron.plan.steptime import predict
 from dtron.training.optim import build_optimizer
@@ -188,6 +189,31 @@ def test_bounded_buffers_of_experts(ep: int, etp: int, capacity: float, room: in
 def _kept(run: Resolved) -> float:
     """Bytes that experts keep, of the one layer that has some."""
     return activations.kept(run, 1)["experts"]
+
+
+def test_float8_keeps_casts_and_gathers_bytes() -> None:
+    """Of 8B: inputs of matmuls are bytes, one beside attention's output; h is not kept."""
+    words = "recompute.mode=none train.micro_batch=1 train.global_batch=4 parallel.zero=2"
+    eight = f"{words} float8.recipe=tensorwise float8.all_gather=true"
+    plain, cast = (Resolved.of(RunConfig.load(LLAMA, w.split()), 4) for w in (words, eight))
+    model, before, after = plain.model, *(worst(memory(run)) for run in (plain, cast))
+    layer = sum(activations.kept(plain, 0).values()) - sum(activations.kept(cast, 0).values())
+    assert layer == plain.tokens * (2 * model.dim + 2 * model.ffn_dim - model.dim)
+    of_blocks = sum(u.gathered for u in held(plain, 0) if u.kind == "dense")
+    norms = 2 * model.dim * model.n_layers
+    assert before.classes["gathered"] - after.classes["gathered"] == of_blocks - norms
+    assert before.classes["parameters"] == after.classes["parameters"]
+
+
+def test_selective_recomputation_keeps_what_matmuls_gather() -> None:
+    """Under async TP a matmul's result has its gathered input beside it."""
+    words = "recompute.mode=selective parallel.tp=2 train.micro_batch=1 train.global_batch=2"
+    plain, overlapped = (
+        Resolved.of(RunConfig.load(LLAMA, f"{words} parallel.async_tp={on}".split()), 4)
+        for on in ("false", "true")
+    )
+    more = sum(activations.kept(overlapped, 0).values()) - sum(activations.kept(plain, 0).values())
+    assert more == 2 * plain.tokens * plain.model.dim * 2
 
 
 def test_selective_recomputation_keeps_rows_that_were_pulled() -> None:
