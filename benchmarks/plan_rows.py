@@ -5,7 +5,7 @@
 
 The rows of FITTED set constants of the planner's step times, those of OTHERS and PUBLISHED did not.
 Sources of published speeds do not state all settings: micro-batches, schedules and recomputation
-are assumptions, micro-batches are close to what the planner says fits 80 GB (three rows are above
+are assumptions, micro-batches are close to what the planner says fits 80 GB (one row is above
 it), and float8 is tensorwise.
 """
 
