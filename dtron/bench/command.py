@@ -33,6 +33,7 @@ from dtron.bench.run import (
     bench_config,
     one_line,
     reason,
+    refused,
     run_point,
     wait_for,
 )
@@ -119,10 +120,7 @@ class PeerComparison:
 
     def refuse(self, config: Path, point: SweepPoint, options: Options) -> Outcome | None:
         """Return the outcome of a point that the peer cannot match; None: it can."""
-        try:
-            resolved, _ = bench_config(config, point.overrides, options, Path())
-        except ConfigError:
-            return None  # running it gives the reason
+        resolved, _ = bench_config(config, point.overrides, options, Path())
         why = refusal(resolved, options)
         return Outcome(point.label, "refused", f"against {PEER}: {why}") if why else None
 
@@ -137,20 +135,31 @@ def run_all(
     against: PeerComparison | None = None,
 ) -> Iterator[Outcome]:
     """Run every point `repeats` times: all points, then all again, so that drift of the machine
-    shows as differences between repeats and not between points. Refused points are not repeated."""
-    jobs = [(repeat, point) for repeat in range(repeats) for point in sweep]
-    refused: set[str] = set()
+    shows as differences between repeats and not between points. What cannot run is told before the
+    first run; points that their run refuses are not repeated."""
+    left: list[SweepPoint] = []
+    for point in sweep:
+        outcome = refused(config, point.overrides, options, point.label)
+        if outcome is None and against:
+            outcome = against.refuse(config, point, options)
+        if outcome is None:
+            left.append(point)
+            continue
+        text = f"{point.label}: refused: {outcome.reason}"
+        console.print(text, markup=False, soft_wrap=True)
+        yield outcome
+    jobs = [(repeat, point) for repeat in range(repeats) for point in left]
+    stopped: set[str] = set()
     for order, (repeat, point) in enumerate(jobs):
-        if point.label in refused:
+        if point.label in stopped:
             continue
         directory = out / f"{order:03}"
-        outcome = against.refuse(config, point, options) if against else None
-        outcome = outcome or run_point(
+        outcome = run_point(
             config, point.overrides, point.environment, options, directory, point.label
         )
         outcome.order, outcome.repeat = order, repeat
         if outcome.status == "refused":
-            refused.add(point.label)
+            stopped.add(point.label)
         if outcome.status == "ok" and options.profile_steps:
             add_breakdown(outcome, options, with_ceiling=options.shapes and repeat == 0)
         if outcome.status == "ok" and against:

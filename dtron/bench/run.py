@@ -149,6 +149,16 @@ def bench_config(
     return RunConfig.load(config, every, fill_from_initial), every
 
 
+def refused(config: Path, overrides: Sequence[str], options: Options, label: str) -> Outcome | None:
+    """Return the outcome of a point that cannot run, as far as no process is needed to know."""
+    try:
+        resolved, _ = bench_config(config, overrides, options, Path())
+        _check_layout(resolved, options.ranks)
+    except DtronError as error:
+        return Outcome(label, "refused", one_line(str(error)))
+    return None
+
+
 def run_point(
     config: Path,
     overrides: Sequence[str],
@@ -157,15 +167,10 @@ def run_point(
     directory: Path,
     label: str,
 ) -> Outcome:
-    """Run one point; errors of the point are returned in the outcome, not raised."""
+    """Run one point that is not `refused`; what the run itself refuses is an outcome, no error."""
     run_dir = directory / "run"
     outcome = Outcome(label, "ok", directory=str(directory), environment=dict(environment))
-    try:
-        resolved, every = bench_config(config, overrides, options, run_dir)
-        _check_layout(resolved, options.ranks)
-    except DtronError as error:
-        outcome.status, outcome.reason = "refused", one_line(str(error))
-        return outcome
+    resolved, every = bench_config(config, overrides, options, run_dir)
     outcome.config = resolved.model_dump(mode="json")
     arguments = ["-m", "dtron", "train", "--config", str(config), *every]
     environment = {**environment, **_cache(options, directory)}

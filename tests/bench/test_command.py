@@ -40,6 +40,25 @@ def test_a_sweep_that_breaks_off_leaves_the_runs_before(
     ]
 
 
+def test_what_cannot_run_is_told_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run takes minutes of GPUs, and the wrong value may be the last one."""
+    before: list[str] = []
+
+    def run_point(*arguments: Any) -> Outcome:
+        before.append(capsys.readouterr().out)
+        return Outcome(arguments[-1], "failed", "because")
+
+    monkeypatch.setattr(command, "run_point", run_point)
+    words = [QUICKSTART, "parallel.zero=1,9", "--repeat", "2", "--out", str(tmp_path)]
+    assert main([*words, "--nproc-per-node", "1"]) == 1
+    assert len(before) == 2
+    assert "parallel.zero=9: refused: parallel.zero = 9: " in before[0]
+    good, bad = json.loads((tmp_path / "bench.json").read_text())["points"]
+    assert [len(good["runs"]), len(bad["runs"]), bad["runs"][0]["status"]] == [2, 1, "refused"]
+
+
 def test_an_error_of_a_point_is_printed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

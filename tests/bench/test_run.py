@@ -23,7 +23,7 @@ from dtron.bench.run import (
     end,
     launch,
     reason,
-    run_point,
+    refused,
 )
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
@@ -76,11 +76,20 @@ def test_keys_of_the_bench_are_refused(tmp_path: Path, key: str) -> None:
         bench_config(QUICKSTART, [f"{key}=1"], Options(ranks=1), tmp_path)
 
 
-def test_a_refused_point_starts_nothing(tmp_path: Path) -> None:
-    found = run_point(QUICKSTART, ["parallel.tp=3"], {}, Options(ranks=2), tmp_path, "tp")
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("parallel.tp=3", "do not multiply to the world size 2"),
+        ("parallel.tpp=2", "parallel.tpp"),
+        ("train.steps=3", "use --steps"),
+    ],
+)
+def test_what_cannot_run_is_known_without_a_process(word: str, why: str) -> None:
+    found = refused(QUICKSTART, [word], Options(ranks=2), "point")
+    assert found is not None
     assert found.status == "refused"
-    assert "do not multiply to the world size 2" in found.reason
-    assert not (tmp_path / "log.txt").exists()
+    assert why in found.reason
+    assert refused(QUICKSTART, ["parallel.tp=2"], Options(ranks=2), "point") is None
 
 
 LOGS = {
