@@ -166,7 +166,7 @@ def to_hf_from(given: argparse.Namespace) -> None:
     assert everyone is not None
     check_agreement(path, everyone)
     check_content(path, everyone)
-    tokenizer = _named_tokenizer(given.tokenizer) if given.tokenizer else tokenizer_of(path)
+    tokenizer = _named_tokenizer(given.tokenizer) if given.tokenizer else trained_tokenizer(path)
     to_hf_folder(path, given.out, given.dtype, tokenizer, round(given.file_gb * _GB))
 
 
@@ -188,7 +188,7 @@ def _named_tokenizer(named: Path | str) -> Path | str:
     return folder
 
 
-def tokenizer_of(checkpoint: Location) -> Path | str | None:
+def trained_tokenizer(checkpoint: Location) -> Path | str | None:
     """Return the folder of a checkpoint's tokenizer files, or "byte"; None: not known.
 
     Raises:

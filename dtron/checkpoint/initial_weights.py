@@ -148,12 +148,12 @@ def fill_from_initial(values: dict[str, Any]) -> dict[str, Any]:
         override = {**initial.config.model_dump(mode="json"), **model.get("override", {})}
         size = next(iter(MODELS[initial.name].sizes))
         model = {**model, "name": initial.name, "size": size, "override": override}
-    if "tokenizer" not in data and (tokenizer := tokenizer_of(path)):
+    if "tokenizer" not in data and (tokenizer := tokenizer_setting(path)):
         data = {**data, "tokenizer": tokenizer}
     return {**values, "model": model, "data": data}
 
 
-def tokenizer_of(path: str | Location) -> str:
+def tokenizer_setting(path: str | Location) -> str:
     """Return `data.tokenizer` of a Hugging Face folder, a checkpoint or a run; empty: none."""
     where = location(path)
     if isinstance(where, Path) and is_file(where / CONFIG):
@@ -168,7 +168,7 @@ def check_tokenizer(initial: InitialWeights, tokenizer: Tokenizer, data: Data) -
     Raises:
         ConfigError: it gives other ids, or a Hugging Face folder has no tokenizer and none is set.
     """
-    known = tokenizer_of(initial.path)
+    known = tokenizer_setting(initial.path)
     if not known and initial.folder is not None and data.tokenizer == "byte":
         raise ConfigError(
             f"checkpoint.initial = {str(initial.path)!r} has no {TOKENIZER}; set data.tokenizer to "
