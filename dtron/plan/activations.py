@@ -26,7 +26,9 @@ from dtron.models import MODELS
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS
 from dtron.models.matmuls import layer_matmuls
+from dtron.plan.parameters import parameters
 from dtron.plan.run_shape import Resolved, expert_room, pulls_rows
+from dtron.setup.float8_plan import Float8Plan
 
 NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
 ALL = (NONE, SELECTIVE, ATTENTION, "full")
@@ -226,41 +228,71 @@ def output_gradients(model: DecoderConfig, kind: str) -> tuple[SavedTensor, ...]
     return tuple(rows)
 
 
-_PARTS = {"attn_norm": "attn.", "attention": "attn.", "q_a_norm": "attn.", "kv_a_norm": "attn."}
-"""Where the layers are that read a row; those of the other rows are in the feed-forward."""
+_READERS: dict[tuple[str, bool], tuple[str, ...]] = {
+    ("attn_norm", True): ("attn.wq", "attn.wk", "attn.wv", "attn.wq_a", "attn.wkv_a"),
+    ("q_a_norm", True): ("attn.wq_b",),
+    ("kv_a_norm", True): ("attn.wkv_b",),
+    ("attention", False): ("attn.wo",),
+    ("ffn_norm", True): ("ffn.gate", "ffn.up"),
+    ("ffn", False): ("ffn.down",),
+    ("shared", True): ("ffn.shared.gate", "ffn.shared.up"),
+    ("shared", False): ("ffn.shared.down",),
+    ("merge", False): ("merge",),
+}
+"""FQNs inside a block of the linear layers that read a row, by its module and whether tp gathers
+it; those that a model has."""
+_FUSED = frozenset(("ffn.gate", "ffn.up", "ffn.down"))
 
 
-def in_float8(
-    rows: tuple[SavedTensor, ...], recipe: Recipe, parts: frozenset[str], fused: bool, merged: bool
-) -> Iterator[SavedTensor]:
+@dataclass(frozen=True)
+class Float8Block:
+    """What decides which inputs a block with float8 layers keeps."""
+
+    recipe: Recipe
+    linear: frozenset[str]
+    """FQNs inside the block of all its linear layers."""
+    float8: frozenset[str]
+    """Of those that are float8."""
+    fused: bool
+    """Whether the feed-forward is one function (`dtron/float8/gated.py`)."""
+    apart: bool
+    """Whether layers that read one input cast it each: with their own delayed scales, or eagerly.
+    Otherwise they share a cast."""
+    compiled: bool
+    gathered: bool
+    """Whether tp gathers inputs."""
+
+
+def in_float8(rows: Iterable[SavedTensor], block: Float8Block) -> Iterator[SavedTensor]:
     """A block's tensors if layers are float8, as `dtron/float8/linear.py` and `gated.py` save them.
 
     With one scale a tensor the cast of an input serves the weight's gradient too, and is kept
-    instead. Attention's output stays, since its own backward reads it; a fused feed-forward casts
-    its hidden state again. With scales of rows or blocks the input is cast again, which a compiled
-    block does from what its norm or activation was computed from.
-
-    Args:
-        parts: "attn.", "ffn.", "merge": those whose layers are float8.
-        fused: whether the feed-forward is one function.
-        merged: whether the block is compiled, and casts are merged with what is computed before.
+    in its place. Attention's output is kept as well, for its own backward; a fused feed-forward
+    casts its hidden state anew. With scales of rows or blocks an input is cast anew, which a
+    compiled block does from what its norm or activation was computed from.
     """
-    product = recipe.grad_weight
-    reused = product is not None and product.right == recipe.output.left and product.right.turns
+    product = block.recipe.grad_weight
+    left = block.recipe.output.left
+    reused = product is not None and product.right == left and left.turns
     for row in rows:
-        part = _PARTS.get(row.module, "merge" if row.module == "merge" else "ffn.")
-        hidden = row.module == "ffn" and (row.read or row.eager is True)
-        if hidden and fused:
+        if block.fused and row.module == "ffn" and (row.read or row.eager is True):
             yield replace(row, modes=())
-        elif not row.read or row.module == "experts" or part not in parts or product is None:
+            continue
+        names = _READERS.get((row.module, row.split == "none"), ()) if row.read else ()
+        readers = [name for name in names if name in block.linear]
+        cast = [name for name in readers if name in block.float8]
+        others, again = len(cast) < len(readers), row.modes != (NONE,)
+        if not cast or product is None:
             yield row
         elif not reused:
-            computed = row.modes == (NONE,) and merged
-            yield replace(row, modes=()) if computed else row
-        elif row.modes == (NONE,):
-            yield replace(row, narrow=True)
+            stays = others or again or not block.compiled
+            stays = stays or (block.gathered and row.split == "none")
+            yield row if stays else replace(row, modes=())
         else:
-            yield from (replace(row, read=False), replace(row, modes=(NONE,), narrow=True))
+            each = block.apart and not (block.fused and row.module == "ffn_norm")
+            yield from [replace(row, modes=(NONE,), narrow=True)] * (len(cast) if each else 1)
+            if others or again:
+                yield replace(row, read=others)
 
 
 def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
@@ -299,15 +331,27 @@ def _rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
     rows, names = _wide_rows(run, layer), run.float8_layers(layer)
     if run.float8 is None or not names:
         return rows
-    fqn = f"{MODELS[run.config.model.name].layer.format(layer)}.ffn"
-    parts = frozenset(p for p in ("attn.", "ffn.", "merge") if any(n.startswith(p) for n in names))
-    # What tp gathered is kept, not gathered again.
-    merged = run.config.compile.enable and run.tp == 1
-    key = ("float8 rows", run.kind(layer), parts, fqn in run.float8.fused)
+    key = ("float8 rows", run.kind(layer), names)
     if key not in run.memo:
-        made = in_float8(rows, run.float8.recipe, parts, fqn in run.float8.fused, merged)
-        run.memo[key] = tuple(made)
+        run.memo[key] = tuple(in_float8(rows, _float8_block(run, layer, run.float8)))
     return run.memo[key]
+
+
+def _float8_block(run: Resolved, layer: int, chosen: Float8Plan) -> Float8Block:
+    names, compiled = run.float8_layers(layer), run.config.compile.enable
+    fqn = f"{MODELS[run.config.model.name].layer.format(layer)}.ffn"
+    fits = chosen.recipe.shares_scales and names >= _FUSED and not run.model.bias
+    delayed = chosen.settings.scaling == "delayed" and not run.config.parallel.async_tp
+    listed = (each.name.removesuffix(".weight") for each in parameters(run, run.kind(layer)))
+    return Float8Block(
+        chosen.recipe,
+        frozenset(listed),
+        names,
+        fused=fqn in chosen.fused and fits,
+        apart=delayed or not compiled,
+        compiled=compiled,
+        gathered=run.tp > 1,
+    )
 
 
 def _kept_rows(run: Resolved, rows: Iterable[SavedTensor], mode: str) -> list[SavedTensor]:
@@ -316,11 +360,21 @@ def _kept_rows(run: Resolved, rows: Iterable[SavedTensor], mode: str) -> list[Sa
     of_compiler = (None, not run.config.compile.enable)
 
     def stays(row: SavedTensor) -> bool:
-        # A matmul that gathers its input itself has it as a result too.
-        gathered = overlapped and row.read and row.split == "none" and NONE in row.modes
-        return mode in row.modes or (pulls and row.pulled) or gathered
+        return (
+            mode in row.modes or (pulls and row.pulled) or (overlapped and _is_gathered(run, row))
+        )
 
-    return [row for row in rows if row.eager in of_compiler and stays(row)]
+    kept = [row for row in rows if row.eager in of_compiler and stays(row)]
+    if overlapped:  # fused with its reduce-scatter, wo's matmul has the rank's own tokens
+        kept = [replace(row, split="tokens") if row.module == "wo" else row for row in kept]
+    return kept
+
+
+def _is_gathered(run: Resolved, row: SavedTensor) -> bool:
+    """Whether a matmul gathers its input itself (`parallel.async_tp`), and has it as a result too.
+    The first layers of latent attention with low-rank queries read the rank's own tokens."""
+    own = row.module == "attn_norm" and run.model.q_lora_rank > 0
+    return row.read and row.split == "none" and NONE in row.modes and not own
 
 
 def tensors(run: Resolved, layer: int, whole: bool = False) -> list[int]:

@@ -142,6 +142,8 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     ranks, inside = group(run, ("tp",), domain)
     m, split, model = run.micro_batches, run.between > 1, run.model
     token = run.tokens * run.element
+    # A matmul that is fused with its collective is not repeated where its result is kept.
+    repeats = not (run.config.parallel.async_tp and run.config.recompute.mode == "selective")
 
     def made(kind: str, width: float, count: float) -> Collective:
         return Collective("tp", kind, width * token, count * m, "tp", ranks, inside)
@@ -171,7 +173,7 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     yield from _shared_heads(run, stage, domain)
     for mixture in (False, True):
         layers = [i for i in stage.layers if run.has_experts(i) == mixture]
-        again = sum(run.recomputes(i) for i in layers)
+        again = sum(run.recomputes(i) for i in layers) * repeats
         if layers:
             yield from both(*_widths(run, mixture), layers, again)
     kind, other = ("reduce_scatter", "all_gather") if split else ("all_reduce", "")

@@ -251,8 +251,7 @@ class Resolved(Candidate):
 
     def gathered_in_float8(self, layer: int | None) -> frozenset[str]:
         """Those of `float8_layers` whose weights FSDP gathers in float8, a byte an element."""
-        gathers = self.config.float8.all_gather and self.shards > 1
-        return self.float8_layers(layer) if gathers else frozenset()
+        return self.float8_layers(layer) if self.config.float8.all_gather else frozenset()
 
     def recomputes(self, layer: int) -> bool:
         """Whether a layer recomputes anything."""
