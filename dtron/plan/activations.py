@@ -254,7 +254,7 @@ class Float8Block:
     float8: frozenset[str]
     """Of those that are float8."""
     fused: bool
-    """Whether the feed-forward is one function (`dtron/float8/gated.py`)."""
+    """Whether the feed-forward is one function (`float8/gated.py`)."""
     apart: bool
     """Whether layers that read one input cast it each: with their own delayed scales, or eagerly.
     Otherwise they share a cast."""
@@ -264,7 +264,7 @@ class Float8Block:
 
 
 def in_float8(rows: Iterable[SavedTensor], block: Float8Block) -> Iterator[SavedTensor]:
-    """A block's tensors if layers are float8, as `dtron/float8/linear.py` and `gated.py` save them.
+    """A block's tensors if layers are float8, as `float8/linear.py` and `gated.py` save them.
 
     With one scale a tensor the cast of an input serves the weight's gradient too, and is kept
     in its place. Attention's output is kept as well, for its own backward; a fused feed-forward
