@@ -135,8 +135,8 @@ def run_all(
     against: PeerComparison | None = None,
 ) -> Iterator[Outcome]:
     """Run every point `repeats` times: all points, then all again, so that drift of the machine
-    shows as differences between repeats and not between points. What cannot run is told before the
-    first run; points that their run refuses are not repeated."""
+    shows as differences between repeats and not between points. What cannot run is printed before
+    the first run; points that their run refuses are not repeated."""
     left: list[SweepPoint] = []
     for point in sweep:
         outcome = refused(config, point.overrides, options, point.label)

@@ -167,7 +167,10 @@ def run_point(
     directory: Path,
     label: str,
 ) -> Outcome:
-    """Run one point that is not `refused`; what the run itself refuses is an outcome, no error."""
+    """Run one point; errors of the point are returned in the outcome, not raised."""
+    # Checked again: files may have changed since the sweep began.
+    if found := refused(config, overrides, options, label):
+        return found
     run_dir = directory / "run"
     outcome = Outcome(label, "ok", directory=str(directory), environment=dict(environment))
     resolved, every = bench_config(config, overrides, options, run_dir)
@@ -177,8 +180,8 @@ def run_point(
     outcome.command = shell_command(["torchrun", *torchrun(options.ranks), *arguments], environment)
     launch(outcome, torchrun(options.ranks) + arguments, environment, options, directory)
     if outcome.status == "failed" and not (run_dir / "run.json").exists():
-        refused = outcome.reason.startswith(_ERROR)  # refused before training, by its checks
-        outcome.status = "refused" if refused else "failed"
+        before = outcome.reason.startswith(_ERROR)  # refused before training, by its checks
+        outcome.status = "refused" if before else "failed"
     outcome.reason = outcome.reason.removeprefix(_ERROR)
     if outcome.status == "ok":
         outcome.config = RunConfig.load(run_dir / "config.toml").model_dump(mode="json")

@@ -249,10 +249,10 @@ class Float8Block:
     """What decides which inputs a block with float8 layers keeps."""
 
     recipe: Recipe
-    linear: frozenset[str]
-    """FQNs inside the block of all its linear layers."""
+    modules: frozenset[str]
+    """FQNs inside the block of its modules with weights."""
     float8: frozenset[str]
-    """Of those that are float8."""
+    """Of those that are float8 layers."""
     fused: bool
     """Whether the feed-forward is one function (`float8/gated.py`)."""
     apart: bool
@@ -263,7 +263,7 @@ class Float8Block:
     """Whether tp gathers inputs."""
 
 
-def in_float8(rows: Iterable[SavedTensor], block: Float8Block) -> Iterator[SavedTensor]:
+def in_float8(rows: Iterable[SavedTensor], chosen: Float8Block) -> Iterator[SavedTensor]:
     """A block's tensors if layers are float8, as `float8/linear.py` and `gated.py` save them.
 
     With one scale a tensor the cast of an input serves the weight's gradient too, and is kept
@@ -271,27 +271,27 @@ def in_float8(rows: Iterable[SavedTensor], block: Float8Block) -> Iterator[Saved
     casts its hidden state anew. With scales of rows or blocks an input is cast anew, which a
     compiled block does from what its norm or activation was computed from.
     """
-    product = block.recipe.grad_weight
-    left = block.recipe.output.left
+    product = chosen.recipe.grad_weight
+    left = chosen.recipe.output.left
     reused = product is not None and product.right == left and left.turns
     for row in rows:
-        if block.fused and row.module == "ffn" and (row.read or row.eager is True):
+        if chosen.fused and row.module == "ffn" and (row.read or row.eager is True):
             yield replace(row, modes=())
             continue
         names = _READERS.get((row.module, row.split == "none"), ()) if row.read else ()
-        readers = [name for name in names if name in block.linear]
-        cast = [name for name in readers if name in block.float8]
-        others, again = len(cast) < len(readers), row.modes != (NONE,)
+        readers = [name for name in names if name in chosen.modules]
+        cast = [name for name in readers if name in chosen.float8]
+        others, attended = len(cast) < len(readers), row.modes != (NONE,)
         if not cast or product is None:
             yield row
         elif not reused:
-            stays = others or again or not block.compiled
-            stays = stays or (block.gathered and row.split == "none")
+            stays = others or attended or not chosen.compiled
+            stays = stays or (chosen.gathered and row.split == "none")
             yield row if stays else replace(row, modes=())
         else:
-            each = block.apart and not (block.fused and row.module == "ffn_norm")
+            each = chosen.apart and not (chosen.fused and row.module == "ffn_norm")
             yield from [replace(row, modes=(NONE,), narrow=True)] * (len(cast) if each else 1)
-            if others or again:
+            if others or attended:
                 yield replace(row, read=others)
 
 

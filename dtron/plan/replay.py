@@ -28,7 +28,7 @@ torch.distributed.fsdp._fully_shard, torch 2.11; `dtron.plan.allocator` for the 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dtron.parallelisms.offload import SMALLEST
 from dtron.parallelisms.pipeline.executor import Layout
@@ -537,8 +537,8 @@ def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup
             alone = run.keeps_experts if separate else run.keeps_dense
             sums = 4 * sum(each.shard for each in own)
             sent = run.sent_element * whole
-            made = _ParameterGroup(weights, columns, sent, ranks > 1, alone, sums)
-            found.append(replace(made, gathered=gathered))
+            shared = ranks > 1
+            found.append(_ParameterGroup(weights, columns, sent, shared, alone, sums, gathered))
     return found
 
 

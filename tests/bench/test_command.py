@@ -40,7 +40,7 @@ def test_a_sweep_that_breaks_off_leaves_the_runs_before(
     ]
 
 
-def test_what_cannot_run_is_told_before_the_first_run(
+def test_what_cannot_run_is_printed_before_the_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run takes minutes of GPUs, and the wrong value may be the last one."""

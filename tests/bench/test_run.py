@@ -24,6 +24,7 @@ from dtron.bench.run import (
     launch,
     reason,
     refused,
+    run_point,
 )
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
@@ -74,6 +75,13 @@ def test_options_that_set_a_key_exist(key: str) -> None:
 def test_keys_of_the_bench_are_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         bench_config(QUICKSTART, [f"{key}=1"], Options(ranks=1), tmp_path)
+
+
+def test_a_refused_point_starts_nothing(tmp_path: Path) -> None:
+    found = run_point(QUICKSTART, ["parallel.tp=3"], {}, Options(ranks=2), tmp_path, "tp")
+    assert found.status == "refused"
+    assert "do not multiply to the world size 2" in found.reason
+    assert not (tmp_path / "log.txt").exists()
 
 
 @pytest.mark.parametrize(
